@@ -67,6 +67,9 @@ class Export:
     resize: bool = False
     """Put resizing and cropping into the file, which then takes decoded pictures of any size. By default the file takes
     images of the network's size."""
+    any_size: bool = False
+    """Let the file take resized images of any height and width that patches divide. Networks with learned positions
+    have one size."""
     opset: int = OPSETS[0]
     """Version of ONNX's operators: 20, or 23 for newer runtimes."""
     image_size: tuple[int, int] | None = None
@@ -113,10 +116,16 @@ def main(call: Call) -> int:
     bundle = load(options.model, device="cpu", image_size=options.image_size)
     images = _images(options, bundle, any(target.precision == "int8" for target in targets))
     exporter = Exporter(
-        bundle, images.samples, contents=options.output or ("logits" if bundle.classes else "embedding"),
-        resizes=options.resize, opset=options.opset, tolerance=options.tolerance, overwrite=options.overwrite,
+        bundle,
+        images.samples,
+        contents=options.output or ("logits" if bundle.classes else "embedding"),
+        resizes=options.resize,
+        any_size=options.any_size,
+        opset=options.opset,
+        tolerance=options.tolerance,
+        overwrite=options.overwrite,
         int8=images.int8,
-    )  # fmt: skip
+    )
     results, failures = [], []
     for target in targets:
         try:

@@ -197,7 +197,7 @@ class ViTConfig:
         """Return the numbers of rows and columns of patches in an image. Raise `ConfigError` if the patch size does not
         divide the image size. With `cut_uneven`, raise it only if the image is smaller than a patch."""
         stride = self.root.stride if self.root else 1
-        cells = math.ceil(height / stride), math.ceil(width / stride)
+        cells = -(-height // stride), -(-width // stride)  # rounded up, also for the symbols of a traced size
         left = [side % patch for side, patch in zip(cells, self.patch_size, strict=True)]
         too_small = any(side < patch for side, patch in zip(cells, self.patch_size, strict=True))
         if too_small or (any(left) and not self.cut_uneven):

@@ -26,6 +26,7 @@ from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.variants import variant_config
 from vitrail.serving.export.export import export
 from vitrail.serving.export.parity import compare, expected_outputs
+from vitrail.serving.export.program import describe
 from vitrail.serving.export.write import FORMATS
 from vitrail.weights.bundle import Bundle, NumberPrediction
 
@@ -318,3 +319,44 @@ def with_adapters() -> Bundle:
 @pytest.mark.slow
 def test_newer_operators(tmp_path: Path, bundle: Bundle, samples: list[Sample]) -> None:
     assert export(bundle, tmp_path / "a.onnx", "onnx", samples, opset=23).parity.agreement == 1.0
+
+
+ANY_SIZE = """
+import sys
+from pathlib import Path
+import numpy
+from tests.serving.conftest import make_bundle, make_samples
+from tests.serving.export.test_export import vit
+from vitrail import load
+from vitrail.serving.export.export import export
+bundle = make_bundle(vit(positions=sys.argv[2], registers=1))
+images = numpy.random.default_rng(1).integers(0, 256, (3, 40, 32, 3), dtype=numpy.uint8)
+for name in ("pt2", "onnx"):
+    path = export(bundle, Path(sys.argv[1]) / f"flowers.{name}", name, make_samples(), any_size=True).path
+    network = load(path).network
+    found = network.session.run(images)["logits"]
+    expected = bundle.network(bundle.preprocess.normalise(__import__("torch").from_numpy(images).permute(0, 3, 1, 2)))
+    assert abs(found - expected.detach().numpy()).max() < 1e-4, name
+    if name == "onnx":
+        assert network.session._session.get_inputs()[0].shape == ["batch", "height", "width", 3]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("positions", ["sincos-2d", "rotary-2d"])
+def test_images_of_any_size(positions: str, tmp_path: Path) -> None:
+    # In another process, because PyTorch's symbols for sizes are no integers to the checks of types in these tests.
+    subprocess.run([sys.executable, "-c", ANY_SIZE, str(tmp_path), positions], check=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "reason"),
+    [
+        ({}, {}, "positions='learned' are learned for one grid of patches"),
+        ({"positions": "sincos-2d"}, {"resizes": True}, "a file with resize=True resizes every picture"),
+        ({"positions": "sincos-2d", "attention": "axial"}, {}, "attention='axial' groups"),
+    ],
+)
+def test_networks_of_one_size_are_refused(fields: dict[str, Any], options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"any_size=True: {reason}"):
+        describe(make_bundle(vit(**fields)), "logits", any_size=True, **options)

@@ -99,9 +99,9 @@ def _lines(result: ExportResult) -> list[str]:
 def _table(results: Sequence[ExportResult], seconds: Seconds) -> Table:
     table = Table(box=SIMPLE_HEAD)
     table.add_column("file")
-    for name in ("precision", "MB", *(f"ms, batch {size}" for size in TIMED_BATCHES), "accuracy"):
-        table.add_column(name, justify="right")
-    rows = [("the network in PyTorch", "float32", "", "network", _accuracy(results[0].parity, network=True))]
+    for name in ("precision", "MB", *(f"ms of {size}" for size in TIMED_BATCHES), "accuracy"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = [("network, PyTorch", "float32", "", "network", _accuracy(results[0].parity, network=True))]
     for result in results:
         size = f"{result.bytes / 1e6:.1f}"
         rows.append((escape(str(result.path)), result.precision, size, str(result.path), _accuracy(result.parity)))
@@ -112,4 +112,5 @@ def _table(results: Sequence[ExportResult], seconds: Seconds) -> Table:
 
 
 def _percent(metric: Metric) -> str:
-    return f"{metric.value:.2%} ({metric.low:.2%} to {metric.high:.2%})"
+    low, high = (100 * (bound or 0.0) for bound in (metric.low, metric.high))
+    return f"{metric.value:.1%} ({low:.1f} to {high:.1f})"

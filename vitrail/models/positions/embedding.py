@@ -110,5 +110,6 @@ class Positions(nn.Module):
 
 def patch_places(grid: tuple[int, int], device: torch.device | None) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
     """Return row and column of every patch, in row-major order."""
-    rows = torch.arange(grid[0], dtype=torch.float32, device=device).repeat_interleave(grid[1])
-    return rows, torch.arange(grid[1], dtype=torch.float32, device=device).repeat(grid[0])
+    rows, columns = (torch.arange(size, dtype=torch.float32, device=device) for size in grid)
+    # The ONNX exporter of PyTorch 2.13 gets `repeat_interleave` wrong for sizes that are symbols.
+    return rows[:, None].expand(*grid).reshape(-1), columns.expand(*grid).reshape(-1)

@@ -23,6 +23,7 @@ from vitrail.serving.export.parity import (
     Parity,
     compare,
     compare_int8,
+    compare_other_size,
     expected_outputs,
     levels_of,
     network_run,
@@ -101,19 +102,21 @@ class Exporter:
         *,
         contents: Contents = "logits",
         resizes: bool = False,
+        any_size: bool = False,
         opset: int = OPSETS[0],
         tolerance: float | None = None,
         overwrite: bool = False,
         int8: Int8 | None = None,
     ) -> None:
         """Prepare the export of a model. Raise `ConfigError` for a model that cannot be exported. `samples` are the
-        images of the comparison. Files with `resizes` take pictures of any size. `int8` is needed for files in 8-bit
+        images of the comparison. Files with `resizes` take pictures of any size and resize them. Files with `any_size`
+        take resized images of any size that patches divide. `int8` is needed for files in 8-bit
         integers."""
         self._bundle, self._samples = bundle, samples
         self._opset, self._overwrite, self._int8 = opset, overwrite, int8
         usual = RESIZING_TOLERANCE if resizes else TOLERANCE
         self._tolerance = usual if tolerance is None else tolerance
-        self._exported = describe(bundle, contents, resizes=resizes)
+        self._exported = describe(bundle, contents, resizes=resizes, any_size=any_size)
         if int8 is not None and (contents, bundle.output) != ("logits", "softmax"):
             raise ConfigError(
                 "precision='int8' needs a model that predicts one class per image, because its accuracy decides if the "
@@ -155,6 +158,8 @@ class Exporter:
                 parity = compare_int8(expected, written, self._int8.max_drop, self._tolerance)
             else:
                 parity = compare(expected, written, self._tolerance)
+                if exported.any_size:
+                    compare_other_size(self._bundle, exported, expected, written, self._tolerance)
         files = [file for file in (*_files(path, FORMATS[to]), *path.rglob("*")) if file.is_file()]
         return ExportResult(path, to, precision, sum(file.stat().st_size for file in files), parity, written)
 

@@ -31,6 +31,7 @@ __all__ = [
     "batch_dependence",
     "compare",
     "compare_int8",
+    "compare_other_size",
     "expected_outputs",
     "levels_of",
     "network_run",
@@ -157,6 +158,28 @@ def compare(expected: Expected, written: ExportedNetwork, tolerance: float = TOL
             "deleted"
         )
     return parity
+
+
+def compare_other_size(
+    bundle: Bundle, exported: Exported, expected: Expected, written: ExportedNetwork, tolerance: float
+) -> None:
+    """Raise `ExportFailed` if a file for images of any size differs from the network at a larger size, with one more
+    row and two more columns of patches."""
+    config: Any = exported.config
+    patch = config.patch_size
+    larger = [
+        np.pad(batch, ((0, 0), (0, patch[0]), (0, 2 * patch[1]), (0, 0)), "wrap") for batch in expected.batches[:3]
+    ]
+    run = network_run(bundle, exported)
+    difference = max(
+        float(np.abs(run(batch).numpy() - written.session.run(batch)[expected.name]).max()) for batch in larger
+    )
+    if not difference <= tolerance * expected.spread:
+        raise ExportFailed(
+            f"{written.path} differs from the network by {difference:.3g} for images of {larger[0].shape[1:3]} pixels, "
+            f"which is {difference / expected.spread:.2%} of the change of its outputs from image to image; at most "
+            f"{tolerance:.2%} is tolerated, so the file was deleted"
+        )
 
 
 def compare_int8(expected: Expected, written: ExportedNetwork, max_drop: float, tolerance: float = TOLERANCE) -> Parity:

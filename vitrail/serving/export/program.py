@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from vitrail.errors import ConfigError, ExportFailed, nearest
+from vitrail.models.positions import POSITIONS
 from vitrail.models.predictor import Predictor
 from vitrail.serving.export.resizing import Resizing, check_resizing
 from vitrail.weights.bundle import Bundle, weights_sha256
@@ -59,9 +60,9 @@ class EndToEnd(nn.Module):
         return logits, torch.softmax(logits, dim=1) if self.output == "softmax" else torch.sigmoid(logits)
 
 
-def describe(bundle: Bundle, contents: Contents, *, resizes: bool = False) -> Exported:
-    """Return the description of a bundle's exported file. Raise `ConfigError` for a model that cannot be exported, and
-    with `resizes` for a preprocessing that a file cannot contain."""
+def describe(bundle: Bundle, contents: Contents, *, resizes: bool = False, any_size: bool = False) -> Exported:
+    """Return the description of a bundle's exported file. Raise `ConfigError` for a model that cannot be exported, with
+    `resizes` for a preprocessing that a file cannot contain, and with `any_size` for a network that has one size."""
     network: Any = bundle.network
     if isinstance(network, ExportedNetwork):
         raise ConfigError(f"{network.path} is exported already; export the model that it was exported from")
@@ -71,6 +72,8 @@ def describe(bundle: Bundle, contents: Contents, *, resizes: bool = False) -> Ex
         raise ConfigError("output='logits': this model has no head; choose output='embedding' or output='tokens'")
     if resizes:
         check_resizing(bundle.preprocess)
+    if any_size:
+        _check_any_size(bundle.network.config, resizes=resizes)
     config: Any = bundle.network.config
     return Exported(
         config=config if contents == "logits" else config.with_head(0),
@@ -80,7 +83,25 @@ def describe(bundle: Bundle, contents: Contents, *, resizes: bool = False) -> Ex
         preprocess=bundle.preprocess,
         weights_sha256=weights_sha256(bundle.network),
         resizes=resizes,
+        any_size=any_size,
     )
+
+
+def _check_any_size(config: Any, *, resizes: bool) -> None:
+    """Raise `ConfigError` for a network whose exported file cannot take images of any size."""
+    reason = None
+    if resizes:
+        reason = "a file with resize=True resizes every picture to one size; choose one of the two"
+    elif config.architecture != "ViT" or config.root is not None:
+        reason = f"a file of a {config.architecture} with convolutions has one image size"
+    elif config.attention != "full":
+        reason = f"attention={config.attention!r} groups the patches of one image size"
+    elif config.reduction is not None:
+        reason = "merged or pruned tokens are counted for one image size"
+    elif POSITIONS[config.positions].depends_on_grid:
+        reason = f"positions={config.positions!r} are learned for one grid of patches; export a file for each size"
+    if reason is not None:
+        raise ConfigError(f"any_size=True: {reason}")
 
 
 def trace(bundle: Bundle, exported: Exported) -> ExportedProgram:
@@ -94,6 +115,12 @@ def trace(bundle: Bundle, exported: Exported) -> ExportedProgram:
     if exported.resizes:
         height, width = 2 * height + 3, 2 * width + 5  # any size of a picture that has to be scaled
         dynamic |= {1: Dim("height", min=1), 2: Dim("width", min=1)}
+    if exported.any_size:
+        # The example has another grid than the network, so that no size counts as a constant.
+        config: Any = exported.config
+        (rows, columns), patch = config.grid, config.patch_size
+        height, width = (rows + 1) * patch[0], (columns + 2) * patch[1]
+        dynamic |= {1: patch[0] * Dim("rows", min=2), 2: patch[1] * Dim("columns", min=2)}
     images = torch.zeros(EXAMPLES, height, width, channels, dtype=getattr(torch, exported.dtype))
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())

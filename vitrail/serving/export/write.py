@@ -125,7 +125,7 @@ def _onnx_model(program: ExportedProgram, exported: Exported, options: Options) 
     for value in (*model.graph.input, *model.graph.output):
         value.type.tensor_type.shape.dim[0].dim_param = "batch"
         del value.metadata_props[:]
-    if exported.resizes:
+    if exported.resizes or exported.any_size:
         for dim, name in ((1, "height"), (2, "width")):
             model.graph.input[0].type.tensor_type.shape.dim[dim].dim_param = name
     _keep_padding(onnx, model)
@@ -179,7 +179,7 @@ def write_triton(program: ExportedProgram, exported: Exported, path: Path, optio
 def _triton_config(exported: Exported) -> str:
     """Return the text of `config.pbtxt`. It has no name, so that the folder can be renamed."""
     dtype = {"uint8": "TYPE_UINT8", "float32": "TYPE_FP32"}[exported.dtype]
-    sizes = (-1, -1, exported.shape[2]) if exported.resizes else exported.shape
+    sizes = (-1, -1, exported.shape[2]) if exported.resizes or exported.any_size else exported.shape
     outputs = []
     for name in output_names(exported.contents, exported.output):
         labels = ' label_filename: "labels.txt"' if name == "probabilities" else ""

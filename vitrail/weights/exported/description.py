@@ -44,6 +44,8 @@ class Exported:
     """Number format of products with weights: "float32" or "int8"."""
     resizes: bool = False
     """True if the file takes pictures of any size, and resizes and crops them itself."""
+    any_size: bool = False
+    """True if the file takes resized images of any height and width that patches divide."""
 
     @property
     def dtype(self) -> str:
@@ -84,6 +86,7 @@ def text_of(exported: Exported) -> str:
             "weights_sha256": exported.weights_sha256,
             "precision": exported.precision,
             "resizes": exported.resizes,
+            "any_size": exported.any_size,
         },
         ensure_ascii=False,
     )
@@ -105,8 +108,9 @@ def parse(text: str, path: str) -> Exported:
             classes=tuple(values["classes"]),
             preprocess=from_plain(Preprocess, values["preprocess"]),
             weights_sha256=values["weights_sha256"],
-            precision=values.get("precision", "float32"),  # files of earlier versions state neither
+            precision=values.get("precision", "float32"),  # files of earlier versions state none of these
             resizes=values.get("resizes", False),
+            any_size=values.get("any_size", False),
         )
     except (ValueError, KeyError, TypeError, ConfigError) as error:
         if isinstance(error, BundleError):
