@@ -203,9 +203,9 @@ def test_workers_share_a_port_and_are_replaced(slow_model: Path) -> None:
 
         first, second = workers_of(lines)
         assert under_load(lambda: os.kill(first, signal.SIGKILL)) <= 8
-        assert '"signal": "SIGKILL"' in "".join(lines)
+        assert '"cause": "signal SIGKILL"' in "".join(lines)
         assert under_load(lambda: os.kill(second, signal.SIGTERM)) == 0
-        assert '"exit_code": 0' in "".join(lines)
+        assert '"cause": "exit code 0"' in "".join(lines)
         for _ in range(8):  # whichever worker answers
             assert server.metric("vitrail_ready") == 2
             assert server.metric('vitrail_requests_total{path="/",status="200"}') >= sum(answered)

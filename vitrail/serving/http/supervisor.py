@@ -107,14 +107,14 @@ class Supervisor:
             self._stop()
         for worker in list(self._workers):
             if worker.told in ready:
-                self._listen(worker)
+                self._read_report(worker)
             if worker.process.sentinel in ready:
-                self._bury(worker)
+                self._remove_ended(worker)
         for number in [number for number, due in self._due.items() if due <= time.monotonic()]:
             del self._due[number]
             self._start(number)
 
-    def _listen(self, worker: _Worker) -> None:
+    def _read_report(self, worker: _Worker) -> None:
         """Read what a worker says, which it does once."""
         try:
             error: VitrailError | None = worker.told.recv()
@@ -133,7 +133,7 @@ class Supervisor:
             self._has_started = True
             self._on_start()
 
-    def _bury(self, worker: _Worker) -> None:
+    def _remove_ended(self, worker: _Worker) -> None:
         """Remove a worker that has ended, and plan another one in its place."""
         worker.process.join()
         worker.told.close()
@@ -142,11 +142,10 @@ class Supervisor:
         if self._signals:
             return
         code = worker.process.exitcode or 0
-        cause = {"signal": signal.Signals(-code).name} if code < 0 else {"exit_code": code}
-        log_line(event="worker ended", worker=worker.number, pid=worker.process.pid, **cause)
+        cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        log_line(event="worker ended", worker=worker.number, pid=worker.process.pid, cause=cause)
         if not self._has_started:
-            reason = " ".join(map(str, *cause.items()))
-            raise ProcessError(f"a worker ended with {reason} before all of them had started; is there enough memory?")
+            raise ProcessError(f"a worker ended with {cause} before all of them had started; is there enough memory?")
         lived = time.monotonic() - worker.begun
         deaths = self._deaths[worker.number] = 1 if lived > SETTLED else self._deaths[worker.number] + 1
         self._due[worker.number] = time.monotonic() + (min(LONGEST, 2.0 ** (deaths - 2)) if deaths > 1 else 0.0)
