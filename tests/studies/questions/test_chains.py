@@ -1,4 +1,4 @@
-"""Every arm of every study can be trained: each chain of cells runs for a step or two."""
+"""Every arm of the studies with two stages can be trained: each chain of cells runs for a step."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from vitrail.studies.cell_run import DEVICE, measure_cell
 from vitrail.studies.engine import chain
 from vitrail.studies.questions import STUDIES
 from vitrail.studies.study import Point, Settings, Study
+
+NAMES = ("optimizer", "transfer")
+"""Studies with two stages, and with other tasks than classification."""
 
 
 def first_points(study: Study) -> list[Point]:
@@ -33,10 +36,10 @@ def first_points(study: Study) -> list[Point]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
-def test_every_arm_can_be_trained(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_every_arm_can_be_trained(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DEVICE, "cpu")
-    for point in first_points(study):
+    for point in first_points(STUDIES[name]):
         for cell in chain(point, [stage.rates[0] for stage in point.stages], 0):
             folder = tmp_path / cell.name
             result = read_result(folder)
