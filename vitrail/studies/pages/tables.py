@@ -82,7 +82,8 @@ def edge_notes(results: Results) -> list[str]:
             rates = sorted(trial.rate for trial in trials if trial.stage == stage)
             chosen = next(trial.rate for trial in trials if trial.stage == stage and trial.chosen)
             if len(rates) > 2 and chosen in (rates[0], rates[-1]):
-                edges["lowest" if chosen == rates[0] else "highest"].append(name)
+                place = f"{name} (stage {stage + 1})" if stage else name
+                edges["lowest" if chosen == rates[0] else "highest"].append(place)
     return [
         f"The chosen learning rate is the {end} of those tried, so a better one may lie beyond: {', '.join(names)}."
         for end, names in edges.items()

@@ -12,11 +12,23 @@ from vitrail.studies.study import Point, Settings, Stage, Study
 
 __all__ = ["OPTIMIZER"]
 
-ARMS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
-    "Adam": ({"optimizer": "adamw"}, (1e-3, 3e-3, 1e-2)),
-    "SGD": ({"optimizer": "sgd", "momentum": 0.9, "weight_decay": 1e-4}, (0.03, 0.1, 0.3)),
+ARMS: dict[str, dict[str, Any]] = {
+    "Adam": {"optimizer": "adamw"},
+    "SGD": {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 1e-4},
 }
-"""Optimizer of the pre-training, and its learning rates to try."""
+"""Optimizer of the pre-training."""
+
+
+PUBLISHED_RATES = {"Adam": (1e-3,), "SGD": (0.48,)}
+"""Learning rates in the published size: that of Table 3, and BiT's 0.03 for 256 images."""
+
+
+def _rates(settings: Settings) -> dict[str, tuple[float, ...]]:
+    """Return the learning rates of the pre-training to try. Short runs need higher ones."""
+    return settings.of(
+        {"Adam": (3e-3, 1e-2, 3e-2), "SGD": (0.1, 0.3, 1.0)}, {"Adam": (1e-3, 3e-3, 1e-2), "SGD": (0.03, 0.1, 0.3)}
+    )
+
 
 FINE_TUNED: dict[str, Any] = {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.0}
 """The fine-tuning of both arms, as in the paper."""
@@ -26,6 +38,7 @@ def _points(settings: Settings) -> list[Point]:
     classes, samples = settings.of((20, 100), (50, 400))
     config = small_config(settings, images=settings.images, epochs=settings.of(3.0, 4.0), **NETWORKS["BiT"])
     pretrained = config.override(data=fractals(settings, classes, samples))
+    first, second = _rates(settings), settings.of((0.03, 0.1, 0.3), (0.01, 0.03, 0.1))
     found = []
     for count in settings.of((500,), (500, 2000, 8000)):
         images = min(count, settings.images)
@@ -34,13 +47,13 @@ def _points(settings: Settings) -> list[Point]:
             Point(
                 arm=arm,
                 stages=(
-                    Stage(config=pretrained.override(**fields), rates=rates),
-                    Stage(config=tuned, rates=(0.01, 0.03, 0.1)),
+                    Stage(config=pretrained.override(**fields), rates=first[arm]),
+                    Stage(config=tuned, rates=second),
                 ),
                 x=float(images),
                 label=f"{images} images",
             )
-            for arm, (fields, rates) in ARMS.items()
+            for arm, fields in ARMS.items()
         ]
     return found
 
@@ -59,8 +72,8 @@ def _claims(points: Sequence[Point]) -> list[Claim]:
 def _published() -> list[Point]:
     config = pretraining("BiT-R50x1", "jft", epochs=7, learning_rate=1e-3)
     return [
-        Point(arm=arm, stages=(Stage(config=config.override(**fields), rates=rates[:1]),))
-        for arm, (fields, rates) in ARMS.items()
+        Point(arm=arm, stages=(Stage(config=config.override(**fields), rates=PUBLISHED_RATES[arm]),))
+        for arm, fields in ARMS.items()
     ]
 
 
