@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 
 from tests.serving.conftest import make_bundle
-from tests.serving.http.conftest import Running, encoded
+from tests.serving.running import Running, encoded
 from vitrail.cli import main
 from vitrail.models.vit import ViTConfig
 from vitrail.weights.bundle import load_bundle, weights_sha256

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.serving.running import Running, encoded, serving
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample
 from vitrail.models.variants import AnyConfig, build
@@ -82,3 +83,28 @@ def exported(bundle: Bundle, samples: list[Sample], tmp_path_factory: pytest.Tem
         return made[name]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def images() -> list[bytes]:
+    """Files of random pictures of odd sizes."""
+    draws = np.random.default_rng(7)
+    return [encoded(draws.integers(0, 256, (11 + n, 23 - n, 3), dtype=np.uint8)) for n in range(6)]
+
+
+@pytest.fixture(scope="session")
+def bundles(bundle: Bundle) -> dict[str, Bundle]:
+    """A model of classes, the model of a regression, and a model without a head."""
+    config: Any = bundle.network.config
+    features = ViTConfig(**{**vars(config), "num_classes": 0})
+    return {
+        "flowers": bundle,
+        "numbers": make_bundle(output="numbers"),
+        "features": make_bundle(features),
+    }
+
+
+@pytest.fixture(scope="session")
+def server(bundles: dict[str, Bundle]) -> Iterator[Running]:
+    with serving(bundles) as running:
+        yield running

@@ -11,7 +11,7 @@ from vitrail.analysis.overlays import Overlays
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional
 from vitrail.machine import Precision
-from vitrail.serving.http.settings import ServeSettings
+from vitrail.serving.answering.settings import ServeSettings
 from vitrail.weights.exported.runtimes import optional_module
 
 __all__ = ["main"]
@@ -64,9 +64,9 @@ def main(call: Call) -> int:
     options = Serve(**given)
     for module in NEEDED:
         optional_module(module, "serve")
-    from vitrail.serving.http.process import Job, Worker, named_models, serve
+    from vitrail.serving.hosting.process import Job, Worker, named_models, serve
+    from vitrail.serving.hosting.supervisor import Supervisor
     from vitrail.serving.http.server import open_socket
-    from vitrail.serving.http.supervisor import Supervisor
 
     values = asdict(options)
     settings = ServeSettings(**{name: values[name] for name in ServeSettings.__dataclass_fields__})

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from huggingface_hub import InferenceClient
 
-from tests.serving.http.conftest import Running
+from tests.serving.running import Running
 from vitrail.weights.bundle import Bundle, weights_sha256
 
 

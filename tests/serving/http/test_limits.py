@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.serving.http.conftest import Running, encoded, serving
+from tests.serving.running import Running, encoded, serving
 from vitrail.errors import ConfigError
+from vitrail.serving.answering.settings import ServeSettings
 from vitrail.serving.http.server import open_socket
-from vitrail.serving.http.settings import ServeSettings
 from vitrail.weights.bundle import Bundle
 
 

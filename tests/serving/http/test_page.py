@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser import CHROMIUM, Browser
-from tests.serving.http.conftest import Running, serving
+from tests.serving.running import Running, serving
 from vitrail.weights.bundle import Bundle, weights_sha256
 
 

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from tests.serving.conftest import make_bundle
-from tests.serving.http.conftest import Running, data_uri, encoded, serving
+from tests.serving.running import Running, data_uri, encoded, serving
 from vitrail import load
 from vitrail.models.variants import variant_config
 from vitrail.serving.http.protocol_v2 import HEADER

@@ -19,14 +19,14 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from vitrail import __version__
+from vitrail.serving.answering.served import ServedModel
+from vitrail.serving.answering.service import Refused, Service
+from vitrail.serving.answering.watch import Watcher
 from vitrail.serving.http.guard import PROBE_PATHS, Guard
 from vitrail.serving.http.requests import service_of
 from vitrail.serving.http.routes_explain import routes_explain
 from vitrail.serving.http.routes_images import routes_images
 from vitrail.serving.http.routes_v2 import routes_v2
-from vitrail.serving.http.served import ServedModel
-from vitrail.serving.http.service import Refused, Service
-from vitrail.serving.http.watch import Watcher
 
 __all__ = ["make_app"]
 

@@ -7,7 +7,7 @@ import asyncio
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from vitrail.serving.http.service import Service
+from vitrail.serving.answering.service import Service
 
 __all__ = ["protocol_class"]
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from vitrail.serving.http.log import log_line
-from vitrail.serving.http.service import RETRY, Refused, Service
+from vitrail.serving.answering.log import log_line
+from vitrail.serving.answering.service import RETRY, Refused, Service
 
 __all__ = ["CLIENT_GONE", "PROBES", "PROBE_PATHS", "Guard", "Message"]
 

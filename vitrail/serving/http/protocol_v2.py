@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.serving.http.batching import Row
+from vitrail.serving.answering.batching import Row
 
 __all__ = ["HEADER", "BadRequest", "InferRequest", "format_answer", "parse_request"]
 

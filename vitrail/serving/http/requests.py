@@ -9,8 +9,8 @@ from typing import Any
 
 from starlette.requests import Request
 
-from vitrail.serving.http.served import ServedModel
-from vitrail.serving.http.service import Refused, Service
+from vitrail.serving.answering.served import ServedModel
+from vitrail.serving.answering.service import Refused, Service
 
 __all__ = ["model_headers", "parse_base64", "parse_data_uri", "parse_json", "parse_top", "service_of"]
 

@@ -9,9 +9,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vitrail.errors import nearest
+from vitrail.serving.answering.served import ServedModel
+from vitrail.serving.answering.service import Refused
 from vitrail.serving.http.requests import model_headers, service_of
-from vitrail.serving.http.served import ServedModel
-from vitrail.serving.http.service import Refused
 
 __all__ = ["routes_explain"]
 

@@ -14,6 +14,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vitrail.errors import UndecodableImage
+from vitrail.serving.answering.served import ServedModel, Task
+from vitrail.serving.answering.service import Refused
 from vitrail.serving.http.requests import (
     model_headers,
     parse_base64,
@@ -22,8 +24,6 @@ from vitrail.serving.http.requests import (
     parse_top,
     service_of,
 )
-from vitrail.serving.http.served import ServedModel, Task
-from vitrail.serving.http.service import Refused
 
 __all__ = ["routes_images"]
 

@@ -12,10 +12,10 @@ from starlette.routing import Route
 
 from vitrail import __version__
 from vitrail.data.pixels.preprocess import Pixels
+from vitrail.serving.answering.served import ServedModel, Task
+from vitrail.serving.answering.service import Refused
 from vitrail.serving.http.protocol_v2 import HEADER, BadRequest, InferRequest, format_answer, parse_request
 from vitrail.serving.http.requests import model_headers, service_of
-from vitrail.serving.http.served import ServedModel, Task
-from vitrail.serving.http.service import Refused
 
 __all__ = ["routes_v2"]
 

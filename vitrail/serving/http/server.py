@@ -13,11 +13,11 @@ from types import FrameType
 import uvicorn
 
 from vitrail.errors import ConfigError
+from vitrail.serving.answering.service import Service
+from vitrail.serving.answering.settings import ServeSettings
+from vitrail.serving.answering.watch import Watcher
 from vitrail.serving.http.app import make_app
 from vitrail.serving.http.connections import protocol_class
-from vitrail.serving.http.service import Service
-from vitrail.serving.http.settings import ServeSettings
-from vitrail.serving.http.watch import Watcher
 
 __all__ = ["Server", "open_socket"]
 

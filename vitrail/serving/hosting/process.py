@@ -14,11 +14,11 @@ import torch
 
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.machine import Precision, keep_freed_memory
-from vitrail.serving.http.served import OverlayMaker
+from vitrail.serving.answering.served import OverlayMaker
+from vitrail.serving.answering.service import Service
+from vitrail.serving.answering.settings import ServeSettings
+from vitrail.serving.answering.watch import ModelFiles, Watcher
 from vitrail.serving.http.server import Server
-from vitrail.serving.http.service import Service
-from vitrail.serving.http.settings import ServeSettings
-from vitrail.serving.http.watch import ModelFiles, Watcher
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load, model_name
 

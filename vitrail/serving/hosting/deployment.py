@@ -8,12 +8,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vitrail.machine import Precision
+from vitrail.serving.answering.served import OverlayMaker
+from vitrail.serving.answering.service import Service
+from vitrail.serving.answering.settings import ServeSettings
+from vitrail.serving.hosting.process import named_models
 from vitrail.serving.http.app import make_app
 from vitrail.serving.http.guard import CLIENT_GONE, Message
-from vitrail.serving.http.process import named_models
-from vitrail.serving.http.served import OverlayMaker
-from vitrail.serving.http.service import Service
-from vitrail.serving.http.settings import ServeSettings
 from vitrail.weights.load import load
 
 __all__ = ["ModelDeployment"]

@@ -12,9 +12,9 @@ from vitrail.data.pixels.preprocess import Pixels
 from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.machine import Precision
 from vitrail.models.predictor import Predictor
-from vitrail.serving.http.batching import Batcher, Compute, Run, choose_batch
-from vitrail.serving.http.metrics import Metrics
-from vitrail.serving.http.settings import ServeSettings
+from vitrail.serving.answering.batching import Batcher, Compute, Run, choose_batch
+from vitrail.serving.answering.metrics import Metrics
+from vitrail.serving.answering.settings import ServeSettings
 from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.exported.description import output_names
 from vitrail.weights.exported.network import ExportedNetwork

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vitrail.errors import BundleError, ConfigError
-from vitrail.serving.http.log import log_line
-from vitrail.serving.http.service import Service
+from vitrail.serving.answering.log import log_line
+from vitrail.serving.answering.service import Service
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported.read import exported_file
 from vitrail.weights.hub import looks_like_hub_name

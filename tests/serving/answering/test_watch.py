@@ -17,10 +17,10 @@ import pytest
 
 from tests.serving.conftest import make_bundle
 from vitrail.errors import BundleError, ConfigError
-from vitrail.serving.http.batching import Row
-from vitrail.serving.http.service import Service
-from vitrail.serving.http.settings import ServeSettings
-from vitrail.serving.http.watch import ModelFiles, Watcher
+from vitrail.serving.answering.batching import Row
+from vitrail.serving.answering.service import Service
+from vitrail.serving.answering.settings import ServeSettings
+from vitrail.serving.answering.watch import ModelFiles, Watcher
 from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.saved import DESCRIPTION, WEIGHTS
 
@@ -201,6 +201,6 @@ def test_files_that_change_while_they_are_read(folder: Path, monkeypatch: pytest
         if source.name == DESCRIPTION:
             source.write_text("{}")
 
-    monkeypatch.setattr("vitrail.serving.http.watch.shutil.copyfile", copy_and_change)
+    monkeypatch.setattr("vitrail.serving.answering.watch.shutil.copyfile", copy_and_change)
     with pytest.raises(BundleError, match="changed while it was read"):
         ModelFiles.of(str(folder)).load()

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import http.client
 import io
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
 from PIL import Image
 
-from tests.serving.conftest import make_bundle
 from vitrail.analysis.overlays import Overlays
+from vitrail.serving.answering.service import Service
+from vitrail.serving.answering.settings import ServeSettings
 from vitrail.serving.http.server import Server, open_socket
-from vitrail.serving.http.service import Service
-from vitrail.serving.http.settings import ServeSettings
 from vitrail.weights.bundle import Bundle
 
 
@@ -109,36 +106,3 @@ def encoded(pixels: np.ndarray, kind: str = "PNG") -> bytes:
 
 def data_uri(image: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(image).decode()
-
-
-@pytest.fixture(scope="session")
-def images() -> list[bytes]:
-    """Files of random pictures of odd sizes."""
-    draws = np.random.default_rng(7)
-    return [encoded(draws.integers(0, 256, (11 + n, 23 - n, 3), dtype=np.uint8)) for n in range(6)]
-
-
-@pytest.fixture(scope="session")
-def bundles(bundle: Bundle) -> dict[str, Bundle]:
-    """A model of classes, the model of a regression, and a model without a head."""
-    from vitrail.models.vit import ViTConfig
-
-    config: Any = bundle.network.config
-    features = ViTConfig(**{**vars(config), "num_classes": 0})
-    return {
-        "flowers": bundle,
-        "numbers": make_bundle(output="numbers"),
-        "features": make_bundle(features),
-    }
-
-
-@pytest.fixture(scope="session")
-def server(bundles: dict[str, Bundle]) -> Iterator[Running]:
-    with serving(bundles) as running:
-        yield running
-
-
-@pytest.fixture
-def run() -> Callable[[Any], Any]:
-    """Runs a coroutine."""
-    return asyncio.run

@@ -23,8 +23,8 @@ from typing import Any
 from prometheus_client.multiprocess import mark_process_dead
 
 from vitrail.errors import ProcessError, VitrailError
-from vitrail.serving.http.log import log_line
-from vitrail.serving.http.metrics import FOLDER
+from vitrail.serving.answering.log import log_line
+from vitrail.serving.answering.metrics import FOLDER
 
 __all__ = ["Supervisor", "Work"]
 

@@ -15,10 +15,10 @@ from vitrail.cores import compute_threads
 from vitrail.data.pixels.preprocess import Pixels
 from vitrail.errors import UndecodableImage
 from vitrail.machine import Precision
-from vitrail.serving.http.batching import Compute, Row, TooLate
-from vitrail.serving.http.metrics import Metrics
-from vitrail.serving.http.served import OverlayMaker, ServedModel, Task
-from vitrail.serving.http.settings import ServeSettings
+from vitrail.serving.answering.batching import Compute, Row, TooLate
+from vitrail.serving.answering.metrics import Metrics
+from vitrail.serving.answering.served import OverlayMaker, ServedModel, Task
+from vitrail.serving.answering.settings import ServeSettings
 from vitrail.weights.bundle import Bundle
 
 __all__ = ["Refused", "Service"]

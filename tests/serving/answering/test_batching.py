@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from vitrail.serving.http.batching import Batcher, Compute, TooLate, choose_batch
-from vitrail.serving.http.metrics import Metrics
-from vitrail.serving.http.served import ServedModel
-from vitrail.serving.http.settings import ServeSettings
+from vitrail.serving.answering.batching import Batcher, Compute, TooLate, choose_batch
+from vitrail.serving.answering.metrics import Metrics
+from vitrail.serving.answering.served import ServedModel
+from vitrail.serving.answering.settings import ServeSettings
 from vitrail.weights.bundle import Bundle
 
 

@@ -13,9 +13,9 @@ import pytest
 import uvicorn
 from starlette.requests import Request
 
-from tests.serving.http.conftest import Running
+from tests.serving.running import Running
 from vitrail.errors import ConfigError
-from vitrail.serving.http.deployment import ModelDeployment
+from vitrail.serving.hosting.deployment import ModelDeployment
 from vitrail.weights.bundle import Bundle, weights_sha256
 
 

@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 import pytest
 
 from vitrail.errors import ProcessError
-from vitrail.serving.http.metrics import FOLDER
-from vitrail.serving.http.supervisor import Supervisor
+from vitrail.serving.answering.metrics import FOLDER
+from vitrail.serving.hosting.supervisor import Supervisor
 
 
 def end_at_once(number: int, listening: socket.socket, told: Connection) -> None:

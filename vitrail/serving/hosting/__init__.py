@@ -1,0 +1,1 @@
+"""Processes of servers: one, several under a supervisor, and one of Ray Serve."""
