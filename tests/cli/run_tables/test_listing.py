@@ -63,7 +63,7 @@ def test_a_comparison_has_a_column_for_each_run(runs: Path, capsys: pytest.Captu
 def test_curves_of_runs_are_drawn_in_the_same_charts(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folders, page = ["runs/long-name-of-a-run", "runs/[b]"], tmp_path / "curves.html"
+    folders, page = ["runs/long-name-of-a-run", "runs/[b]"], tmp_path / "new" / "curves.html"
     assert main(["runs", "compare", *folders, "--page", str(page)]) == 0
     text = page.read_text(encoding="utf-8")
     names = re.findall("<h2>(.*?)</h2>", text)

@@ -34,6 +34,7 @@ def write_overlay(path: Path, folders: Sequence[Path], *, metrics: Sequence[str]
         style=STYLE + ".scroll svg { max-width: 100%; height: auto; }",
     )
     with saving("the page", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         partial = partial_path(path)
         partial.write_text(page, encoding="utf-8")
         partial.replace(path)
