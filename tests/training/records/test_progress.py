@@ -53,6 +53,7 @@ def test_the_page_grows_with_the_run(
     found = [heading or caption for heading, caption in headings(page)]
     assert found == ["Run a &lt;run&gt;", "Curves", *CURVES, "Examples", "Settings"]
     assert "<td>learning rate</td><td>0.005</td>" in page and "<td>weight decay rule</td>" not in page
+    assert "<td>label smoothing</td><td>0.1</td>" in page and "<td>loss</td>" not in page
     (accuracy,) = {
         f"{event['accuracy']:.2%}"
         for event in read_journal(run / "journal.jsonl")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ class ProgressPage:
             yield "</div>"
         yield from self._examples()
         yield "<h2>Settings</h2>"
-        defaults = settings_of(TrainConfig())
+        defaults = settings_of(TrainConfig()) | {one.name: one.default for one in fields(self.config.task)}
         changed = {name: value for name, value in settings_of(self.config).items() if value != defaults.get(name)}
         yield table(("setting", "value"), [(name.replace("_", " "), str(value)) for name, value in changed.items()])
         yield '<p class="dim">Settings with their default values are left out. The file run.json has all of them.</p>'
