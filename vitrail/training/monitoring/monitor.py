@@ -10,18 +10,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from vitrail.cores import SharedCores
-from vitrail.data.batch import Batch, Skipped
-from vitrail.data.pipeline import Readers, default_threads
-from vitrail.errors import DataError, Stopped, plural
+from vitrail.data.batch import Batch
+from vitrail.errors import Stopped
 from vitrail.machine import peak_memory
+from vitrail.training.monitoring.adaptation import Adaptation
 from vitrail.training.monitoring.display import TRAINING
 from vitrail.training.monitoring.examiner import Examiner
 from vitrail.training.monitoring.health import Health
 from vitrail.training.monitoring.meter import Meter, RunningMeans
-from vitrail.training.monitoring.readers import ReaderTrials
 from vitrail.training.monitoring.recovery import Recovery
 from vitrail.training.monitoring.sinks import Sinks
+from vitrail.training.monitoring.skipped import SkippedImages
 from vitrail.training.monitoring.speed import SmoothedRate, TimeLeft
 from vitrail.training.monitoring.stop import StopRequest
 from vitrail.training.phases import Phase
@@ -100,16 +99,10 @@ class Monitor:
         self.speed = SmoothedRate()
         self.means = RunningMeans()
         self.left = self._time_left()
-        self.cores = SharedCores() if plan.adapts_threads else None
-        self._has_shared = False
-        self._on_readers = on_readers
-        self._trials: ReaderTrials | None = None
-        if plan.chooses_readers:
-            choices = default_threads(), 0
-            self._trials = ReaderTrials(choices, lambda threads: state.batches.use_readers(Readers(threads)))
+        self.adaptation = Adaptation(state, plan, sinks, on_readers)
+        self.skipped = SkippedImages(state, sinks, plan.most_skipped, plan.processes)
         self._ticked = time.perf_counter()
         self._reported = state.step
-        self._to_skip: list[Skipped] = []
         self.recovery = Recovery(
             plan.faults,
             state,
@@ -183,13 +176,9 @@ class Monitor:
         if metrics:
             self.meter.add(step, metrics)
         self._tick()
-        if self.cores is not None and (threads := self.cores.check()) is not None:
-            self._say_threads(self.cores, threads)
         if not self.clock.to_first_step:
             self.clock.to_first_step = time.perf_counter() - self.clock.started
-        self._to_skip += batch.skipped
-        if self._to_skip and not processes.are_several:
-            self._skip()
+        self.skipped.add(batch.skipped)
         if self._due(self.intervals.journal):
             self.report()
         if self._due(self.intervals.evaluate):
@@ -224,9 +213,7 @@ class Monitor:
         self.sinks.checkpoints.poll()
         if not (metrics := self.meter.read()):
             return
-        if self.plan.processes.are_several:
-            self._to_skip = [item for items in self.plan.processes.gather(self._to_skip) for item in items]
-            self._skip()
+        self.skipped.exchange()
         clock, now = self.clock, time.perf_counter()
         seconds = now - clock.mark - clock.paused
         steps, self._reported = self.state.step - self._reported, self.state.step
@@ -267,32 +254,6 @@ class Monitor:
     def _due(self, interval: int | None) -> bool:
         return interval is not None and (self.state.step % interval == 0 or self.state.step == self.plan.steps)
 
-    def _skip(self) -> None:
-        """Write the samples that were skipped since the last call to the journal. Raises `DataError` for too many."""
-        skipped, most = self.state.skipped, self.plan.most_skipped
-        items, self._to_skip = self._to_skip, []
-        for item in items:
-            if item.key not in skipped:
-                skipped.add(item.key)
-                self.sinks.journal.write("skipped", step=self.state.step, key=item.key, reason=item.reason)
-                self.sinks.display.note(f"skipped {item.key}: {item.reason}")
-        if len(skipped) > most:
-            raise DataError(
-                f"{len(skipped)} training images cannot be decoded, more than the {most} that --max-skipped "
-                f"allows; the last one is {items[-1].key}: {items[-1].reason}. Find them with "
-                "vitrail data check"
-            )
-
-    def _say_threads(self, cores: SharedCores, threads: int) -> None:
-        """Write a new number of compute threads to the journal. The display shows only the first change."""
-        self.sinks.journal.write("threads", step=self.state.step, threads=threads, at_most=cores.full)
-        if not self._has_shared:
-            self._has_shared = True
-            self.sinks.display.note(
-                f"other programs use the cores, so {threads} of {cores.full} compute threads are used until cores are "
-                "free again"
-            )
-
     def _say_early(self) -> None:
         step, best = self.state.step, self.state.best
         self.sinks.journal.write("ended early", step=step, patience=self.plan.patience, best=best.step)
@@ -308,22 +269,11 @@ class Monitor:
         step, seconds = self.state.step, max(now - self._ticked, 1e-9)
         work = self.plan.work(step) - self.plan.work(step - 1)
         self._ticked = now
-        if self._trials is not None and (threads := self._trials.add(seconds, work)) is not None:
-            self._say_readers(self._trials, threads)
-            self._trials = None
+        self.adaptation.after_step(seconds, work)
         if self.plan.device.type == "cpu":
             self.left.add(work, seconds)
             if (left := self.left.seconds(step)) is not None:
                 self.sinks.display.tick(step, left)
-
-    def _say_readers(self, trials: ReaderTrials, threads: int) -> None:
-        """Record the chosen number of reading threads, and say why it was chosen."""
-        texts = [f"{1000 * seconds:.3g} ms with {_readers_text(count)}" for count, seconds in trials.times.items()]
-        self.sinks.journal.write("readers", step=self.state.step, threads=threads, seconds_per_step=trials.times)
-        self.sinks.display.say(
-            f"images are read by {_readers_text(threads)} from now on: a step took {' and '.join(texts)}"
-        )
-        self._on_readers(threads)
 
     def _time_left(self) -> TimeLeft:
         intervals, splits = self.intervals, self.examiner.splits
@@ -347,7 +297,3 @@ class Monitor:
         self._ticked = time.perf_counter()
         self.clock.paused += self._ticked - begin
         self.left.pause(name, self._ticked - begin)
-
-
-def _readers_text(threads: int) -> str:
-    return plural(threads, "thread") if threads else "the main thread"

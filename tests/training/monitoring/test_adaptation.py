@@ -1,4 +1,4 @@
-"""Tests of the monitor: what a run says when other programs use its cores."""
+"""Tests of the adaptation to cores: what a run says when other programs use them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from vitrail.cores import SharedCores, Usage
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring import monitor
+from vitrail.training.monitoring import adaptation
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.run import train
@@ -41,7 +41,7 @@ def test_a_run_uses_fewer_threads_while_cores_are_taken(
         return Usage(float(readings), float(readings), float(readings - taken))
 
     monkeypatch.setattr(SharedCores, "WINDOW", 0.0)
-    monkeypatch.setattr(monitor, "SharedCores", partial(SharedCores, read))
+    monkeypatch.setattr(adaptation, "SharedCores", partial(SharedCores, read))
     used = [2]  # two real threads would make this test as slow as it says while other tests hold the second core
     monkeypatch.setattr(torch, "get_num_threads", lambda: used[-1])
     monkeypatch.setattr(torch, "set_num_threads", used.append)
