@@ -27,6 +27,7 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("stand_ins")
+@pytest.mark.slow
 def test_ours_comes_first_and_those_that_cannot_are_named(tiny_work: Callable[..., Workload]) -> None:
     peers = ["timm", "vit-pytorch", "torchvision", "timm"]
     result = compare(tiny_work(precision="bf16", task="infer"), peers=peers, repetitions=3, warmup=1)

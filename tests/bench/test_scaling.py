@@ -57,6 +57,7 @@ def test_what_cannot_grow(
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+@pytest.mark.slow
 def test_time_and_memory_of_every_point(tiny_work: Callable[..., Workload]) -> None:
     result = scaling(tiny_work(batch=4), "batch", repetitions=2, warmup=0)
     assert [point.value for point in result.points] == [1, 2, 4]

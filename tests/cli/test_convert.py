@@ -119,6 +119,7 @@ def test_mistakes_are_named(
     assert [entry.name for entry in tmp_path.iterdir()] == ["ours"]
 
 
+@pytest.mark.slow
 def test_a_mistake_is_one_message_in_a_process_of_its_own(ours: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "vitrail", "convert", str(ours), str(tmp_path / "out"), "--to", "gogle"]
     done = subprocess.run(words, capture_output=True, text=True)

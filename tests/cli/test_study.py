@@ -37,6 +37,7 @@ def test_bad_input_is_told(arguments: tuple[str, ...], message: str, capsys: pyt
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_plan_has_the_cost_of_both_sizes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -397,7 +397,8 @@ def all_processes_end() -> bool:
     return not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_processes_have_no_say_in_the_order(processes: int, colour_folder: Path) -> None:
     """They do not influence resuming either, and they end with the iterator."""
     source, preprocess = FolderSource(colour_folder), Preprocess(image_size=(5, 7))

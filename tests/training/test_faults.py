@@ -116,7 +116,7 @@ def file_limit() -> Iterator[Callable[[int], None]]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("in_background", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_file_that_grows_too_large_stops_the_run_and_spares_what_is_saved(
     in_background: bool, small: Small, straight: dict[str, Any], outcome: Outcome, file_limit: Callable[[int], None],
     tmp_path: Path,

@@ -401,12 +401,14 @@ def test_a_file_that_vanishes_is_named(folder_config: Tiny, colour_folder: Path)
         train(config, display=Vanish())
 
 
+@pytest.mark.slow
 def test_a_network_learns_the_colours(folder_config: Tiny, tmp_path: Path, colour_folder: Path) -> None:
     result = train(folder_config(colour_folder, steps=60, learning_rate=1e-2, evaluations=2, checkpoints=1))
     assert result.metrics["validation_accuracy"] == 1.0
     assert all(example.prediction.label == example.label for example in result.examples)
 
 
+@pytest.mark.slow
 def test_a_run_in_float8_learns_and_leaves_a_plain_model(tiny: Tiny) -> None:
     result = train(tiny(precision="float8", steps=60, flip=False, shift=0, learning_rate=0.01))
     record = json.loads((result.folder / "run.json").read_text(encoding="utf-8"))

@@ -348,6 +348,7 @@ def test_our_own_model_by_its_name(hub: Hub, bundle: Bundle, tmp_path: Path) -> 
         assert torch.equal(again.network.state_dict()[name], tensor)
 
 
+@pytest.mark.slow
 def test_load_takes_names_in_a_process_of_its_own(hub: Hub, bundle: Bundle, tmp_path: Path) -> None:
     """A model on disk is loaded without the client."""
     folder = bundle.save(tmp_path / "model")

@@ -71,6 +71,7 @@ def test_tables_of_inference(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert any(line.split()[:1] == ["normalisation"] for line in lines)
 
 
+@pytest.mark.slow
 def test_fewer_patches_have_fewer_products(capsys: pytest.CaptureFixture[str]) -> None:
     words = "train", "ViT-Pico/7", *TINY, "--no-profile"
     whole, half = result_of(capsys, *words), result_of(capsys, *words, "--patch-dropout", "0.5")
@@ -78,6 +79,7 @@ def test_fewer_patches_have_fewer_products(capsys: pytest.CaptureFixture[str]) -
     assert 0.3 < half["workload"]["flops"] / whole["workload"]["flops"] < 0.6
 
 
+@pytest.mark.slow
 def test_merged_tokens_have_fewer_products(capsys: pytest.CaptureFixture[str]) -> None:
     words = "infer", "ViT-Pico/7", *TINY, "--no-profile", "--precision", "float32"
     whole, fewer = result_of(capsys, *words), result_of(capsys, *words, "--reduce-tokens", "4")

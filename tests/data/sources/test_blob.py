@@ -96,6 +96,7 @@ def test_a_disk_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [file.name for file in tmp_path.iterdir()] == ["pieces"]
 
 
+@pytest.mark.slow
 def test_one_who_waits_takes_what_the_other_wrote(tmp_path: Path) -> None:
     partial = tmp_path / "pieces.partial"
     script = f"""

@@ -153,6 +153,7 @@ def test_a_file_that_differs_fails(bundle: Bundle, samples: list[Sample], export
     assert parity.relative < 1e-4
 
 
+@pytest.mark.slow
 def test_the_folder_for_triton(
     bundle: Bundle, samples: list[Sample], exported: Callable[[str], Path], tmp_path: Path
 ) -> None:
