@@ -12,6 +12,7 @@ import vitrail
 GUIDE = (Path(vitrail.__file__).parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_all_examples_run(tmp_path: Path) -> None:
     examples = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
     assert len(examples) >= len(re.findall(r"^## ", GUIDE, flags=re.MULTILINE))

@@ -326,6 +326,7 @@ def _stop_at(step: int, usual: Callable[[Monitor], None]) -> Callable[[Monitor],
     return report
 
 
+@pytest.mark.slow
 def test_a_suite_is_fine_tuned_and_ends_with_one_table(
     model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

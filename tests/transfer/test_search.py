@@ -58,6 +58,7 @@ def searched(
     )
 
 
+@pytest.mark.slow
 def test_the_better_half_trains_twice_as_long(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
     config = planned(tiny_bundle, model, colours, validation_share=0.3).config.override(steps=4 * FEW)
     heard: list[str] = []
@@ -212,6 +213,7 @@ def test_trials_work_with_settings_that_they_do_not_have(
     assert (record["config"]["run"]["patience"], record["config"]["run"]["probe"]) == (None, "")
 
 
+@pytest.mark.slow
 def test_trials_of_another_command_are_not_reused(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
     config = planned(tiny_bundle, model, colours, validation_share=0.3).config.override(steps=2 * FEW)
     search = Search((LOW, HIGH), 1e6, is_limited=True, may_thin_evaluations=True)

@@ -101,6 +101,7 @@ def test_small_variants_have_images_of_their_own(capsys: pytest.CaptureFixture[s
     assert result_of(capsys, *words)["workload"]["image_size"] == [64, 64]
 
 
+@pytest.mark.slow
 def test_scaling(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     words = ["train", "ViT-Pico/7", *TINY, "--scaling", "depth"]

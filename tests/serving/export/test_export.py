@@ -31,7 +31,8 @@ from vitrail.serving.export.write import FORMATS
 from vitrail.weights.bundle import Bundle, NumberPrediction
 
 
-@pytest.mark.parametrize("to", ["pt2", *(pytest.param(to, marks=pytest.mark.slow) for to in ("onnx", "openvino"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["pt2", "onnx", "openvino"])
 def test_an_exported_file_predicts_like_the_model(
     to: str, bundle: Bundle, samples: list[Sample], exported: Callable[[str], Path]
 ) -> None:
