@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import vitrail
 
 GUIDE = (Path(vitrail.__file__).parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
