@@ -140,7 +140,6 @@ def test_products_run_in_the_format_asked_for() -> None:
 
 
 @linux
-@pytest.mark.slow
 def test_what_a_step_frees_the_next_one_finds_without_a_page_fault() -> None:
     program = """
 import resource, torch

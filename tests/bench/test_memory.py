@@ -87,7 +87,6 @@ def test_what_fails_in_a_process_is_said_here(tiny_work: Callable[..., Workload]
 
 
 @linux
-@pytest.mark.slow
 def test_a_limit_on_the_process_limits_the_batch(tiny_work: Callable[..., Workload]) -> None:
     work = tiny_work(**BIG)
     with pytest.raises(ConfigError, match=r"bytes is not above the [\d,]+ bytes that Python and torch use") as refused:
