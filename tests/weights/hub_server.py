@@ -52,10 +52,10 @@ def serving(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 def restart_client() -> None:
     """Remove the client's modules, so that the next use imports it again and reads the environment."""
-    loaded = [name for name in sys.modules if name.split(".")[0] == "huggingface_hub"]
-    if loaded:
-        getattr(sys.modules["huggingface_hub"], "close_session", lambda: None)()
-    for name in loaded:
+    if "huggingface_hub" in sys.modules:
+        close_session = getattr(sys.modules["huggingface_hub"], "close_session", lambda: None)
+        close_session()  # Reading the name imports more parts of the client, so the list below is made afterwards.
+    for name in [name for name in sys.modules if name.split(".")[0] == "huggingface_hub"]:
         del sys.modules[name]
     client.cache_clear()
 
