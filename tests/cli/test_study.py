@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.studies.measured import cell_result
+from vitrail.bench.accuracy.cell import write_result
 from vitrail.cli import main
-from vitrail.studies.cell import write_result
 from vitrail.studies.data import open_study_data
 from vitrail.studies.engine import chain
 from vitrail.studies.pool import CELLS

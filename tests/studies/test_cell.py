@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.studies.measured import cell_result
+from vitrail.bench.accuracy.cell import write_result
 from vitrail.errors import RunError
-from vitrail.studies.cell import make_cell, read_cell, read_result, write_cell, write_result
+from vitrail.studies.cell import make_cell, read_cell, read_result, write_cell
 from vitrail.studies.small import small_config
 from vitrail.studies.study import Settings
 from vitrail.training.config import TrainConfig

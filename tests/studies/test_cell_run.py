@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.studies.measured import cell_result
+from vitrail.bench.accuracy.cell import write_result
 from vitrail.errors import DataError, RunError
-from vitrail.studies.cell import Cell, make_cell, write_result
+from vitrail.studies.cell import Cell, make_cell
 from vitrail.studies.cell_run import DEVICE, measure_cell
 from vitrail.studies.small import small_config
 from vitrail.studies.study import Settings

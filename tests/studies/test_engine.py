@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.studies.measured import cell_result
+from vitrail.bench.accuracy.cell import write_result
 from vitrail.errors import RunError
-from vitrail.studies.cell import write_result
 from vitrail.studies.engine import TRIAL_SEED, StudyRun, chain, planned_cells, tuned_points
 from vitrail.studies.pool import CELLS, CellPool
 from vitrail.studies.questions.head import HEAD

@@ -14,14 +14,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from vitrail.bench.accuracy.cell import result_of
 from vitrail.errors import RunError
 from vitrail.files import saving, write_json
 from vitrail.plain import from_plain
 from vitrail.training.config import TrainConfig
 
-__all__ = ["Cell", "CellResult", "Measured", "make_cell", "read_cell", "read_result", "write_cell", "write_result"]
+__all__ = ["Cell", "CellResult", "Measured", "make_cell", "read_cell", "read_result", "write_cell"]
 
-CELL, RESULT = "cell.json", "result.json"
+CELL = "cell.json"
 
 Measured = Literal["validation", "test"]
 """The split that a cell measures its model on. "validation" is the cut of the training split on which settings are
@@ -118,16 +119,4 @@ def read_cell(folder: Path) -> Cell:
 
 def read_result(folder: Path) -> CellResult | None:
     """Return the result of a finished cell, or None. Raises `RunError` if its file is damaged."""
-    path = folder / RESULT
-    if not path.exists():
-        return None
-    try:
-        return from_plain(CellResult, json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise RunError(f"{path} is damaged: {error}; delete the folder {folder} to run the cell again") from error
-
-
-def write_result(folder: Path, result: CellResult) -> None:
-    """Write the result, which marks the cell as finished."""
-    with saving("the result", folder):
-        write_json(folder / RESULT, asdict(result))
+    return result_of(folder, CellResult)

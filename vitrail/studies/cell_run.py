@@ -8,14 +8,14 @@ import sys
 import time
 from pathlib import Path
 
-from vitrail.bench.accuracy.cell import end_with_parent
+from vitrail.bench.accuracy.cell import run_process
 from vitrail.data.source import Source
 from vitrail.data.splits import Splits
-from vitrail.errors import DataError, NonFiniteLoss, RunError, VitrailError
+from vitrail.errors import DataError, NonFiniteLoss, RunError
 from vitrail.evaluation.evaluators import evaluators_of, measure
 from vitrail.evaluation.outputs import Outputs
 from vitrail.machine import describe, pick_device
-from vitrail.studies.cell import Cell, CellResult, read_cell, read_result, write_result
+from vitrail.studies.cell import Cell, CellResult, read_cell, read_result
 from vitrail.training.config import TrainConfig
 from vitrail.training.execution import RunResult
 from vitrail.training.monitoring.journal import read_journal
@@ -112,15 +112,5 @@ def _machine(device: str, precision: str) -> dict[str, object]:
     return {name: machine[name] for name in ("device", "threads", "versions")} | {"precision": precision}
 
 
-def _main(folder: Path) -> int:
-    end_with_parent()
-    try:
-        write_result(folder, measure_cell(folder, read_cell(folder)))
-    except VitrailError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(_main(Path(sys.argv[1])))
+    sys.exit(run_process(lambda folder: measure_cell(folder, read_cell(folder))))

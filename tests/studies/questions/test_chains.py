@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.studies.cell import read_result, write_result
+from vitrail.bench.accuracy.cell import write_result
+from vitrail.studies.cell import read_result
 from vitrail.studies.cell_run import DEVICE, measure_cell
 from vitrail.studies.engine import chain
 from vitrail.studies.questions import STUDIES

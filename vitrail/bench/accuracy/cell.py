@@ -10,11 +10,12 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vitrail.errors import RunError, VitrailError
 from vitrail.files import saving, write_json
@@ -29,10 +30,14 @@ __all__ = [
     "last_lines",
     "read_cell",
     "read_result",
+    "result_of",
     "run_cell",
+    "run_process",
     "start_process",
     "write_result",
 ]
+
+R = TypeVar("R")
 
 CELL, RESULT, LOG = "cell.json", "result.json", "log.txt"
 
@@ -103,18 +108,25 @@ def read_cell(folder: Path) -> Cell:
 
 def read_result(folder: Path) -> CellResult | None:
     """Return the result of a finished cell, or None. Raises `RunError` if its file is damaged."""
+    return result_of(folder, CellResult)
+
+
+def result_of(folder: Path, kind: type[R]) -> R | None:
+    """Return the result of a finished cell as an object of this class, or None. Raises `RunError` if its file is
+    damaged."""
     path = folder / RESULT
     if not path.exists():
         return None
     try:
-        return from_plain(CellResult, json.loads(path.read_text(encoding="utf-8")))
+        return from_plain(kind, json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
-        raise RunError(f"{path} is damaged: {error}; delete the folder {folder} to measure it again") from error
+        raise RunError(f"{path} is damaged: {error}; delete the folder {folder} to run the cell again") from error
 
 
-def write_result(folder: Path, result: CellResult) -> None:
-    """Write the result, which marks the cell as finished."""
-    write_json(folder / RESULT, asdict(result))
+def write_result(folder: Path, result: Any) -> None:
+    """Write the result, a dataclass, which marks the cell as finished. Raises `SaveError`."""
+    with saving("the result", folder):
+        write_json(folder / RESULT, asdict(result))
 
 
 def run_cell(folder: Path, cell: Cell, command: Sequence[str]) -> CellResult:
@@ -185,6 +197,19 @@ def last_lines(log: Path) -> str:
     """Return the end of a log, indented for a message."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:]
     return "\n".join(f"  {line}" for line in lines)
+
+
+def run_process(measure: Callable[[Path], Any]) -> int:
+    """Measure the cell of the folder that is the last argument of this process, and write its result. Return the exit
+    code. The process ends with its parent."""
+    end_with_parent()
+    folder = Path(sys.argv[-1])
+    try:
+        write_result(folder, measure(folder))
+    except VitrailError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
 
 
 def end_with_parent() -> None:

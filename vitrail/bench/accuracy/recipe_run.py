@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitrail.bench.accuracy.cell import Cell, CellResult, Point, end_with_parent, read_cell, write_result
-from vitrail.errors import VitrailError
+from vitrail.bench.accuracy.cell import Cell, CellResult, Point, read_cell, run_process
 from vitrail.machine import describe
 from vitrail.tasks import Task
 from vitrail.training.config import TrainConfig
@@ -152,15 +151,5 @@ class _Recorder(Display):
         self._since = [clock() for clock in self._clocks]
 
 
-def _main(folder: Path) -> int:
-    end_with_parent()
-    try:
-        write_result(folder, measure_recipe(folder, read_cell(folder)))
-    except VitrailError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(_main(Path(sys.argv[1])))
+    sys.exit(run_process(lambda folder: measure_recipe(folder, read_cell(folder))))

@@ -1,1 +1,1 @@
-"""What a study writes: the page with its figure, and the numbers as CSV and JSON."""
+"""The files of a study: its page with the figure, and its numbers as CSV and JSON."""

@@ -23,18 +23,15 @@ from vitrail.models.cost.footprint import FootprintPrecision
 from vitrail.models.variants import AnyConfig
 from vitrail.processes.group import Processes
 from vitrail.settings import above_zero, at_least, below_one
-from vitrail.tasks.task import LossOutput, Objective, Position, StepCost, TaskMetric, mean_of_counted
+from vitrail.tasks.task import LossOutput, Objective, Position, StepCost, mean_of_counted
 from vitrail.tasks.views.mean_network import follow, mean_of, momentum_at
-from vitrail.tasks.views.view_task import COLLAPSE, ViewObjective, ViewTask
+from vitrail.tasks.views.view_task import CONTRAST, GROUP, ViewObjective, ViewTask
 
 __all__ = ["MoCo", "MoCoObjective", "key_losses"]
 
 PUBLISHED_HIDDEN = 4_096
 NARROW, NARROW_HIDDEN = 192, 512
 """Width of embeddings below which the dense layers are smaller by default, and their hidden units."""
-
-GROUP = 256
-"""Number of held-out images whose views are compared with each other. The loss depends on it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +43,7 @@ class MoCo(ViewTask):
     """
 
     name = "moco"
-    metrics = (
-        TaskMetric("contrast_loss", higher_is_better=False),
-        TaskMetric("contrast_accuracy", is_fraction=True),
-        *COLLAPSE,
-    )
+    metrics = CONTRAST
     loss_metric = "contrast_loss"
 
     contrast_temperature: float = 0.2

@@ -20,13 +20,10 @@ from vitrail.data.splits import Splits
 from vitrail.models.cost.footprint import FootprintPrecision
 from vitrail.models.variants import AnyConfig
 from vitrail.settings import above_zero, at_least
-from vitrail.tasks.task import LossOutput, Objective, StepCost, TaskMetric, mean_of_counted
-from vitrail.tasks.views.view_task import COLLAPSE, ViewObjective, ViewTask
+from vitrail.tasks.task import LossOutput, Objective, StepCost, mean_of_counted
+from vitrail.tasks.views.view_task import CONTRAST, GROUP, ViewObjective, ViewTask
 
 __all__ = ["SimClr", "SimClrObjective", "contrast_losses"]
-
-GROUP = 256
-"""Number of held-out images whose views are compared with each other. The loss depends on it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +35,7 @@ class SimClr(ViewTask):
     """
 
     name = "simclr"
-    metrics = (
-        TaskMetric("contrast_loss", higher_is_better=False),
-        TaskMetric("contrast_accuracy", is_fraction=True),
-        *COLLAPSE,
-    )
+    metrics = CONTRAST
     loss_metric = "contrast_loss"
 
     contrast_temperature: float = 0.1

@@ -27,7 +27,17 @@ from vitrail.tasks.pictures import PictureTable, neighbour_table
 from vitrail.tasks.task import Objective, Task, TaskMetric
 from vitrail.weights.bundle import Bundle, OutputKind
 
-__all__ = ["COLLAPSE", "ViewErrors", "ViewObjective", "ViewTask", "effective_rank", "fixed_views", "uniformity"]
+__all__ = [
+    "COLLAPSE",
+    "CONTRAST",
+    "GROUP",
+    "ViewErrors",
+    "ViewObjective",
+    "ViewTask",
+    "effective_rank",
+    "fixed_views",
+    "uniformity",
+]
 
 EVALUATION_SEED = 0
 """Seed of the views of held-out images. It is fixed, so that the losses of all runs can be compared."""
@@ -37,6 +47,16 @@ COLLAPSE = (
     TaskMetric("feature_rank", describes_model=False),
 )
 """Metrics of the embeddings that show a collapse."""
+
+CONTRAST = (
+    TaskMetric("contrast_loss", higher_is_better=False),
+    TaskMetric("contrast_accuracy", is_fraction=True),
+    *COLLAPSE,
+)
+"""Metrics of tasks that find a view among those of other images."""
+
+GROUP = 256
+"""Number of held-out images whose views are compared with each other. The loss depends on it."""
 
 
 @dataclass(frozen=True, kw_only=True)

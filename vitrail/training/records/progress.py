@@ -84,7 +84,8 @@ class ProgressPage:
         defaults = settings_of(TrainConfig()) | {one.name: one.default for one in fields(self.config.task)}
         changed = {name: value for name, value in settings_of(self.config).items() if value != defaults.get(name)}
         yield table(("setting", "value"), [(name.replace("_", " "), str(value)) for name, value in changed.items()])
-        yield '<p class="dim">Settings with their default values are left out. The file run.json has all of them.</p>'
+        note = "The table lists only settings that are not the default. The file run.json lists all settings."
+        yield f'<p class="dim">{note}</p>'
         skipped = [(event["key"], event["reason"]) for event in events if event["event"] == "skipped"]
         if skipped:
             yield "<h2>Images that could not be decoded</h2>"

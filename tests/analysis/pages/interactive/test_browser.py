@@ -237,7 +237,7 @@ def test_keys(shown: Browser) -> None:
 
 
 def test_the_focus_roves(shown: Browser) -> None:
-    """Of all small maps, and of all queries, one is in the order of the Tab key."""
+    """The Tab key reaches one of the small maps, and one of the queries."""
     order, name = [], "document.activeElement.getAttribute('aria-label') ?? document.activeElement.textContent"
     for _ in range(16):
         shown.press("Tab")

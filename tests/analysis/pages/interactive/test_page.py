@@ -64,7 +64,7 @@ def test_nothing_is_requested_and_only_the_own_script_runs(make_maps: MakeMaps) 
 def test_the_script_is_small_and_whole() -> None:
     script = script_text()
     assert len(script.encode()) <= 30_000
-    # Only comments of one line are left out of the page.
+    # The page omits comments that begin a line with //, so the script must have no others.
     assert not re.findall(r"^(?:\*|/\*)", script, re.MULTILINE) and "</script" not in script
 
 
