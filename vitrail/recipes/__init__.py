@@ -8,14 +8,14 @@ from vitrail.recipes.augreg import AUGREG_RECIPES, PLAIN_RECIPES
 from vitrail.recipes.bit import BIT_RECIPES
 from vitrail.recipes.cifar10 import cifar10
 from vitrail.recipes.demo import demo
-from vitrail.recipes.dino import DINO_RECIPES, dino
 from vitrail.recipes.fashion_mnist import fashion_mnist
 from vitrail.recipes.folder import folder
-from vitrail.recipes.mae import MAE_RECIPES, mae
-from vitrail.recipes.masked_patches import MASKED_PATCHES_RECIPES, masked_patches
-from vitrail.recipes.moco import MOCO_RECIPES, moco
 from vitrail.recipes.paper import PaperRecipe
-from vitrail.recipes.simclr import simclr
+from vitrail.recipes.self_supervised.dino import DINO_RECIPES, dino
+from vitrail.recipes.self_supervised.mae import MAE_RECIPES, mae
+from vitrail.recipes.self_supervised.masked_patches import MASKED_PATCHES_RECIPES, masked_patches
+from vitrail.recipes.self_supervised.moco import MOCO_RECIPES, moco
+from vitrail.recipes.self_supervised.simclr import simclr
 from vitrail.recipes.vit import VIT_RECIPES
 from vitrail.training.config import TrainConfig
 

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 from vitrail.training.config import TrainConfig
 
-__all__ = ["DATA", "FINE_TUNED", "PaperRecipe"]
+__all__ = ["DATA", "FINE_TUNED", "IMAGENET_MEAN", "IMAGENET_STD", "PaperRecipe"]
 
 DATA = {"i1k": "hf:ILSVRC/imagenet-1k", "i21k": "imagenet-21k", "jft": "jft-300m"}
 """Data sets of the papers. The last two are folders of your own: ImageNet-21k has no official copy on the hub, and
 JFT-300M is not public. With `--data`, the data can be in another folder."""
 
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Mean and standard deviation of ImageNet's pixels, with which most papers normalise images."""
 
 FINE_TUNED = "on ImageNet after fine-tuning at 384 pixels"
 

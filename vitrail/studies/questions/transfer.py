@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from vitrail.models.config import ModelConfig
-from vitrail.recipes.masked_patches import masked_patches_jft
+from vitrail.recipes.self_supervised.masked_patches import masked_patches_jft
 from vitrail.recipes.vit import pretraining
 from vitrail.studies.claims import Better, Claim, GainShrinks
 from vitrail.studies.small import VIT, data_config, finetuning_config, fractals, patch_side, small_config

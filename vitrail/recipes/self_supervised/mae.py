@@ -8,14 +8,12 @@ from vitrail.data.augmentation.augment import Augment
 from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.config import ModelConfig
-from vitrail.recipes.paper import DATA, PaperRecipe
+from vitrail.recipes.paper import DATA, IMAGENET_MEAN, IMAGENET_STD, PaperRecipe
 from vitrail.tasks import Mae
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.optimization.optimizer import OptimizerConfig
 
 __all__ = ["MAE_RECIPES", "mae", "mae_i1k"]
-
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def mae() -> TrainConfig:
