@@ -228,6 +228,8 @@ def test_a_plan_is_printed_and_nothing_is_trained(
     columns = {line.split("  ")[0].strip(): line.split()[1:] for line in shown.splitlines() if "  " in line}
     assert columns["GPUs"] == ["1", "8", "64"]
     assert "sharded by machine" in shown and "images/s" in columns
+    assert run(*words) == 2  # without a number, which once trained
+    assert "--plan: needs N ..." in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["colours"]
     assert run(*words, "12") == 2
     assert "--plan: 12 is not a number of GPUs in machines of 8" in capsys.readouterr().err.replace("\n", " ")

@@ -151,8 +151,6 @@ def _check(options: StudyOptions) -> None:
     """Raise `ConfigError` for values out of range."""
     if options.name not in STUDIES:
         raise ConfigError(f"study {options.name!r} does not exist; {nearest(options.name, STUDIES)}")
-    if not options.seeds:
-        raise ConfigError("seeds: give at least one value")
     for seed in options.seeds:
         if not 0 <= seed < TRIAL_SEED:
             raise ConfigError(

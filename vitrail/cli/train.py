@@ -60,7 +60,7 @@ class Train:
     """Folder of a run to continue, or to extend with --epochs or --steps."""
     like: Path | None = None
     """Folder of a run whose settings and data are used again in a new run. Options that you type replace them."""
-    plan: tuple[int, ...] = ()
+    plan: tuple[int, ...] | None = None
     """Print what a step needs on these numbers of GPUs: memory, communication and bounds of the speed, by formulas for
     the H100. Nothing is trained."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from vitrail.bench.accuracy.cell import CellResult, Point
 from vitrail.bench.accuracy.results import reached
@@ -37,7 +39,7 @@ TINY = ("--data", "fractals:3:24", "--evaluations", "3", "--targets", "0.05", "0
         ("demo --targets 80", "--targets: 80.0 is not between 0 and 1"),
         ("demo --targets nan", "--targets: nan is not between 0 and 1"),
         ("demo --seeds 1 1", "--seeds: 1 is given twice; give each value once"),
-        ("demo --seeds", "--seeds: give at least one value"),
+        ("demo --seeds", "--seeds: needs N ..."),
         ("demo --seeds -1", "--seeds: -1 is not between 0 and 2**32 - 1"),
         ("demo --evaluations 0", "--evaluations: 0 is less than 1"),
         ("demo --budget soon", "--budget: 'soon' is not a time; give a number above 0 with a unit"),
@@ -91,12 +93,16 @@ def test_rows_say_what_is_not_reached() -> None:
 
 
 def test_tables_of_costs_and_of_models() -> None:
-    costs, models = tables(CURVES, reached(CURVES, [0.8, 0.95], None))
-    cells = [list(column.cells) for column in costs.columns]
-    assert cells[1] == ["demo", "<b>&", "demo", "<b>&"] and cells[2] == ["2 of 2", "1 of 2", "0 of 2", "0 of 2"]
-    assert cells[3][0] == "25 (20..30)" and cells[3][2] == "not reached"
-    assert cells[4][1] == "> 18.33 (16.67..20.00)"
-    assert list(models.columns[4].cells) == ["50%", "50%"]
+    shown = tables(CURVES, reached(CURVES, [0.8, 0.95], None))
+    seconds, operations, _, lengths = ([list(column.cells) for column in table.columns] for table in shown)
+    assert seconds[1] == ["demo", "<b>&", "demo", "<b>&"] and seconds[2] == ["2 of 2", "1 of 2", "0 of 2", "0 of 2"]
+    assert seconds[3][0] == "25 (20..30)" and seconds[3][2] == "not reached"
+    assert seconds[4][1] == "> 18.33 (16.67..20.00)"
+    assert operations[:3] == seconds[:3] and operations[3][0] == "25 (20..30)"
+    assert lengths[3] == ["50%", "50%"]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(*shown)
+    assert "…" not in console.export_text()
 
 
 def test_the_chart_is_a_picture_with_a_line_for_each_run() -> None:

@@ -22,6 +22,7 @@ class Options:
     head_bias: float = 0.0
     image_size: tuple[int, int] | None = None
     shots: tuple[int, ...] = ()
+    layers: tuple[int, ...] | None = None
     flip: bool = True
     no_cache: bool = False
     out: str
@@ -63,6 +64,7 @@ def test_only_what_is_given_is_returned(typed: str, given: dict[str, Any]) -> No
          "-x: vitrail try has no such option; see vitrail try --help-all"),
         ("m --batch-size", "--batch-size: needs N"),
         ("m --image-size 3", "--image-size: needs H W"),
+        ("m --layers", "--layers: needs N ..."),
         ("m --flip=yes", "--flip: takes no value"),
         ("m --no-no-cache", "--no-no-cache: vitrail try has no such option; nearest: --no-cache"),
         ("m --batch-size x", "--batch-size: 'x' is not a whole number"),

@@ -144,8 +144,6 @@ def _check(options: BenchAccuracy) -> None:
             raise ConfigError(f"recipe {name!r} trains the task {task}, which has no accuracy; choose another recipe")
     for name in ("recipes", "seeds", "targets"):
         values: Sequence[Any] = getattr(options, name)
-        if not values:
-            raise ConfigError(f"{name}: give at least one value")
         if twice := [value for value in values if list(values).count(value) > 1]:
             raise ConfigError(f"{name}={twice[0]} is given twice; give each value once")
     for target in options.targets:

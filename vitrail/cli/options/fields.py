@@ -41,6 +41,9 @@ NAMED_METAVARS = {
 WITH_COMMAS = ("numbers",)
 """Options with a variable number of values that may also be separated by commas."""
 
+WITHOUT_VALUES = ("clients", "rates")
+"""Options with a variable number of values that can be given without any, although some values are the default."""
+
 HABITS = {"lr": "learning-rate", "bs": "batch-size", "wd": "weight-decay", "workers": "processes"}
 """Option names of other programs, each with the name of the option in Vitrail that means the same."""
 
@@ -156,9 +159,15 @@ def _for_users(text: str) -> str:
 
 
 def convert(option: Option, values: Sequence[str]) -> Any:
-    """Return the value of an option from its words. Raise `ConfigError` if the words do not fit the option's type."""
+    """Return the value of an option from its words. Raise `ConfigError` if the words do not fit the option's type.
+
+    Without words, the value is an empty tuple if that is the default, so that a setting can be made empty again, or if
+    the option is one of `WITHOUT_VALUES`.
+    """
     if option.accepts_none and list(values) in (["None"], ["none"]):
         return None
+    if not values and option.default != () and option.name not in WITHOUT_VALUES:
+        raise ConfigError(f"{option.label}: needs {option.metavar}")
     try:
         if get_origin(option.kind) is not tuple:
             (value,) = values

@@ -25,30 +25,38 @@ ROW_COLUMNS = (
 
 CAPTION = (
     "Medians over the seeds, with lowest..highest. seconds: time of training before the first evaluation that reaches "
-    "the validation accuracy. times: time of the entry divided by the time of the first entry with the same seed; > "
-    "means that a seed does not reach it, so the ratio is a lower bound. TFLOP: counted operations in 10^12."
+    "the validation accuracy. TFLOP: counted operations in 10^12 until then. times: cost of the entry divided by the "
+    "cost of the first entry with the same seed; > means that a seed does not reach it, so the ratio is a lower bound."
 )
 
 
 def tables(curves: Curves, rows: Sequence[Reached]) -> list[Table]:
-    """Return a table of the costs of each target, and a table of the finished models."""
-    costs = plain_table(("accuracy", "entry", "seeds", "seconds", "times", "TFLOP", "times"), CAPTION)
+    """Return the costs of each target in seconds and in operations, and the accuracy and length of the finished models.
+
+    Each table fits 80 columns.
+    """
+    seconds, operations = (
+        plain_table(("accuracy", "entry", "seeds", unit, "times"), caption)
+        for unit, caption in (("seconds", None), ("TFLOP", CAPTION))
+    )
     for row in rows:
-        costs.add_row(
-            f"{row.target:.1%}", escape(row.entry), f"{row.reached} of {row.seeds}",
-            _cost(row.costs["seconds"]), _ratio(row, "seconds"), _cost(row.costs["flops"], 1e12), _ratio(row, "flops"),
-        )  # fmt: skip
-    models = plain_table(("finished model", "validation", "test", "epochs", "of its own", "seconds", "parameters"))
+        described = f"{row.target:.1%}", escape(row.entry), f"{row.reached} of {row.seeds}"
+        seconds.add_row(*described, _cost(row.costs["seconds"]), _ratio(row, "seconds"))
+        operations.add_row(*described, _cost(row.costs["flops"], 1e12), _ratio(row, "flops"))
+    accuracies = plain_table(("finished model", "validation", "test", "parameters"))
+    lengths = plain_table(("finished model", "seconds", "epochs", "of its own length"))
     for entry, cells in curves.items():
         validation, test = final_accuracies(cells)
         results = list(cells.values())
-        models.add_row(
-            escape(entry), _accuracy(validation), "" if test is None else _accuracy(test),
+        accuracies.add_row(
+            escape(entry), _accuracy(validation), "" if test is None else _accuracy(test), f"{results[0].parameters:,}"
+        )
+        lengths.add_row(
+            escape(entry), _cost(Spread.of([one.points[-1].seconds for one in results])),
             f"{Spread.of([one.epochs for one in results]).median:,.1f}",
             f"{Spread.of([one.steps / one.own_steps for one in results]).median:.0%}",
-            _cost(Spread.of([one.points[-1].seconds for one in results])), f"{results[0].parameters:,}",
         )  # fmt: skip
-    return [costs, models]
+    return [seconds, operations, accuracies, lengths]
 
 
 def plain_accuracy(curves: Curves, rows: Sequence[Reached]) -> dict[str, Any]:

@@ -251,7 +251,7 @@ def plain_table(headings: Sequence[str], caption: str | None = None) -> Table:
         box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), caption=caption, caption_justify="left"
     )
     for heading in headings:
-        is_text = heading in (headings[0], "settings", "attention")
+        is_text = heading in (headings[0], "settings", "attention", "entry")
         table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
     return table
 
