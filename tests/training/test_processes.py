@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,52 @@ def test_an_evaluation_is_exact(world: int, colour_folder: Path, tmp_path: Path,
     alone = ranks.evaluated(model, colour_folder)
     assert alone[1] == ["red/broken.png"] and 0 < alone[0]["images"] < 5 * 4 * world
     assert [one.result for one in in_processes(world, ranks.evaluated, model, colour_folder)] == [alone] * world
+
+
+@pytest.mark.slow
+def test_the_first_process_fits_for_all(colour_folder: Path, initial: Callable[..., Path]) -> None:
+    model = initial(classes=("blue", "green", "red"), channels=3)
+    metrics, fits = ranks.fitted(model, colour_folder)
+    assert fits == {"linear_probe": 1, "few_shot": 1, "knn": 1} and {"linear", "fewshot_3", "knn_1"} <= metrics.keys()
+    found = in_processes(3, ranks.fitted, model, colour_folder)
+    assert [one.error for one in found] == [None] * 3
+    assert [one.result for one in found] == [(metrics, fits), (metrics, {}), (metrics, {})]
+
+
+@pytest.mark.slow
+def test_a_linear_start_is_fitted_once(
+    colour_folder: Path, initial: Callable[..., Path], from_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    fields = {"linear_head": True, "optimizer": "sgd", "learning_rate": 1e-3, "process_timeout": "300s"}
+    heads = []
+    for world in (1, 2):
+        run = tmp_path / str(world)
+        config = from_model(initial(channels=3), colour_folder, run=str(run), **fields)
+        found = in_processes(world, ranks.with_linear_head, config)
+        assert [one.result for one in found] == [{"fit_linear": 1}, {"fit_linear": 0}][:world], found
+        (first,) = [
+            event for event in read_journal(run / "journal.jsonl") if event.get("step") == 0 and "best" in event
+        ]
+        heads.append(first["cross_entropy"])
+    assert heads[0] == pytest.approx(heads[1], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_long_computation_of_the_first_process_outlasts_the_time_out() -> None:
+    found = in_processes(3, partial(ranks.busy, ends=False), 3.0, 9.0)
+    assert [one.error for one in found] == [None] * 3 and [one.result[0] for one in found] == [1.5] * 3
+    assert max(one.result[1] for one in found[1:]) < 1.0, "the others hardly compute meanwhile"
+
+
+@pytest.mark.slow
+def test_the_others_end_if_the_first_process_ends_in_a_long_computation() -> None:
+    began = time.monotonic()
+    found = in_processes(2, partial(ranks.busy, ends=True), 300.0, 60.0)
+    assert time.monotonic() - began < 50
+    assert isinstance(found[1].error, ProcessError)
+    assert "process 0 of 2 ended, or its machine cannot be reached, while the others waited for a computation" in str(
+        found[1].error
+    )
 
 
 @pytest.mark.slow

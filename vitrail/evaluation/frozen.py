@@ -1,4 +1,8 @@
-"""Evaluators of frozen features: a simple model learns from the features of the training split."""
+"""Evaluators of frozen features: a simple model learns from the features of the training split.
+
+Several processes share the computation of the features. The first process then fits the simple model, so that the
+cores of a machine do not fit it several times, and the metrics are those of one process.
+"""
 
 from __future__ import annotations
 
@@ -54,16 +58,20 @@ class ByLinear:
         the errors of `linear_probe`.
         """
         known, asked = _both_known("linear", outputs, train, held_out, self.features)
-        found = linear_probe(
-            known.features,
-            known.truth,
-            asked.features,
-            asked.truth,
-            penalties=self.penalties or None,
-            held_out=self.held_out,
-            device=outputs.bundle.device,
-        )
-        metrics = {**_named("linear", found.metrics), "linear_penalty": found.penalty}
+
+        def measure() -> dict[str, float]:
+            found = linear_probe(
+                known.features,
+                known.truth,
+                asked.features,
+                asked.truth,
+                penalties=self.penalties or None,
+                held_out=self.held_out,
+                device=outputs.bundle.device,
+            )
+            return {**_named("linear", found.metrics), "linear_penalty": found.penalty}
+
+        metrics = outputs.processes.on_first(measure, is_long=True)
         return metrics | {"training_images": float(len(known.truth))} | asked.counts()
 
 
@@ -103,25 +111,30 @@ class ByFewShot:
         shots = self._shots(truth, train.classes)
         features, labelled, rows = self._drawn(outputs, train, truth, max(shots))
         asked = labelled_features(outputs, held_out, self.features)
-        assert isinstance(asked.truth, SingleLabels)
-        found = few_shot(
-            features,
-            labelled,
-            asked.features,
-            asked.truth,
-            shots=shots,
-            seeds=self.seeds,
-            l2=self.l2,
-            allow_fewer=self.allow_fewer,
-            class_names=train.classes,
-            of_rows=rows,
-        )
-        metrics: dict[str, float] = {}
-        for row in found.rows:
-            metrics[f"fewshot_{row.shots}"] = row.mean
-            if row.std is not None:
-                metrics[f"fewshot_{row.shots}_deviation"] = row.std
-        return metrics | asked.counts()
+        answers = asked.truth
+        assert isinstance(answers, SingleLabels)
+
+        def measure() -> dict[str, float]:
+            found = few_shot(
+                features,
+                labelled,
+                asked.features,
+                answers,
+                shots=shots,
+                seeds=self.seeds,
+                l2=self.l2,
+                allow_fewer=self.allow_fewer,
+                class_names=train.classes,
+                of_rows=rows,
+            )
+            metrics: dict[str, float] = {}
+            for row in found.rows:
+                metrics[f"fewshot_{row.shots}"] = row.mean
+                if row.std is not None:
+                    metrics[f"fewshot_{row.shots}_deviation"] = row.std
+            return metrics
+
+        return outputs.processes.on_first(measure, is_long=True) | asked.counts()
 
     def _shots(self, truth: SingleLabels, classes: tuple[str, ...]) -> tuple[int, ...]:
         """Return the numbers of shots to measure. Raise `DataError` if a class has too few images."""
@@ -194,18 +207,20 @@ class ByNeighbours:
         and so on. Raise the errors of `knn`.
         """
         known, asked = _both_known("knn", outputs, train, held_out, self.features)
-        rows = knn(
-            known.features,
-            known.truth,
-            asked.features,
-            asked.truth,
-            k=self.k or tuple(count for count in NEIGHBOURS if count <= len(known.truth)),
-            temperature=self.temperature,
-            device=outputs.bundle.device,
-        )
-        metrics: dict[str, float] = {}
-        for row in rows:
-            metrics |= _named(f"knn_{row.k}", row.metrics)
+
+        def measure() -> dict[str, float]:
+            rows = knn(
+                known.features,
+                known.truth,
+                asked.features,
+                asked.truth,
+                k=self.k or tuple(count for count in NEIGHBOURS if count <= len(known.truth)),
+                temperature=self.temperature,
+                device=outputs.bundle.device,
+            )
+            return {name: value for row in rows for name, value in _named(f"knn_{row.k}", row.metrics).items()}
+
+        metrics = outputs.processes.on_first(measure, is_long=True)
         return metrics | {"training_images": float(len(known.truth))} | asked.counts()
 
 

@@ -33,7 +33,10 @@ __all__ = ["Later", "Processes", "join_processes"]
 T = TypeVar("T")
 
 STORE_SECONDS = 15.0
-"""Longest time in which the store of the processes must answer when an exchange has failed."""
+"""Longest time in which the store of the processes must answer."""
+
+LOOK_SECONDS = 5.0
+"""Seconds between two looks for signs of life of the first process while the others wait for a long computation."""
 
 
 @dataclass
@@ -63,6 +66,8 @@ class Processes:
         self._life = None if store is None else SignsOfLife(store.clone(), place.rank)
         self._timeout = timedelta(seconds=timeout)
         self._flag: Later | None = None
+        self._long = 0
+        """Number of long computations of the first process so far."""
 
     def beside(self) -> Processes:
         """Return the same processes with a process group of its own on the CPU, whose exchanges can take place in a
@@ -146,9 +151,13 @@ class Processes:
             dist.broadcast_object_list(found, src=0, group=self.group, device=torch.device("cpu"))
         return found[0]
 
-    def on_first(self, function: Callable[[], T]) -> T:
+    def on_first(self, function: Callable[[], T], *, is_long: bool = False) -> T:
         """Call a function on the first process only, and return its result on all processes. If the function raises an
-        error, the error is raised on all processes."""
+        error, the error is raised on all processes.
+
+        A function that computes for long (`is_long`) may exceed the time-out. The others then wait as long as the first
+        process gives signs of life.
+        """
         if not self.are_several:
             return function()
         result: Any = None
@@ -158,6 +167,8 @@ class Processes:
                 result = function()
             except Exception as caught:
                 error = caught
+        if is_long:
+            self._await_first()
         result, kind, message = self.from_first((result, type(error), "" if error is None else str(error)))
         if error is not None:
             raise error
@@ -166,6 +177,22 @@ class Processes:
             told.is_reported = True
             raise told
         return result
+
+    def _await_first(self) -> None:
+        """Wait until the first process calls this method too, without a time-out. Raises `ProcessError` if the first
+        process ends."""
+        self._long += 1
+        key, store, life = f"computed/{self._long}", self._store, self._life
+        assert life is not None
+        with self.exchange("a computation of the first process"):
+            if self.is_first:
+                store.set(key, "")
+                return
+            missed = 0
+            while not answered(lambda: _appears(store, key), LOOK_SECONDS + STORE_SECONDS):
+                missed = missed + 1 if answered(lambda: life.missing([0]), STORE_SECONDS)[0] else 0
+                if missed == 2:  # a process on a busy machine can be late once
+                    raise RuntimeError("the first process has ended")
 
     def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite tensors by those of the first process."""
@@ -182,7 +209,7 @@ class Processes:
             self._life.count += 1
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             if not self.are_several:
                 raise
             raise ProcessError(self._cause(what, error)) from error
@@ -246,7 +273,7 @@ class Processes:
             time.sleep(0.1)
         return False
 
-    def _cause(self, what: str, error: RuntimeError) -> str:
+    def _cause(self, what: str, error: RuntimeError | TimeoutError) -> str:
         """Return a message about an exchange that failed: the error of another process, else the processes that have
         ended or do not answer."""
         assert self._life is not None
@@ -275,7 +302,19 @@ class Processes:
                     f"process {names} of {self.world} {verb}, while the others waited for {what}; resume the run "
                     "from its last checkpoint, or start it with torchrun --max-restarts"
                 )
-        return f"{what} of {self.world} processes failed: {str(error).splitlines()[0]}"
+        return f"{what} of {self.world} processes failed: {(str(error).splitlines() or [''])[0]}"
+
+
+def _appears(store: Any, key: str) -> bool:
+    """Return True when a key appears in a store, or False if it does not appear within `LOOK_SECONDS`. Raises
+    `RuntimeError` if the store cannot be reached."""
+    try:
+        store.wait([key], timedelta(seconds=LOOK_SECONDS))
+    except dist.DistNetworkError:
+        raise
+    except RuntimeError:  # the time is over
+        return bool(store.check([key]))
+    return True
 
 
 def _is_of_exchange(error: RuntimeError) -> bool:

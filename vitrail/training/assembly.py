@@ -57,7 +57,7 @@ def make_network(
     if model is not None:
         network, kept, notes = network_from(model, config.start, config.images, config.model.overrides, task, names)
         if config.start.linear_head:
-            outputs = head_outputs(network.to(setup.device), names, config, on_progress)
+            outputs = head_outputs(network.to(setup.device), names, config, on_progress, setup.processes)
             notes = (*notes, start_head(outputs, splits, kept=kept))
         if kept or config.start.linear_head:
             task.load_head(network, splits)

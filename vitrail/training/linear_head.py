@@ -22,6 +22,7 @@ from vitrail.evaluation.predictions.streaming import SELECTING
 from vitrail.evaluation.truth import truth_of
 from vitrail.machine import Precision, pick_device
 from vitrail.models.variants import AnyNetwork
+from vitrail.processes.group import Processes
 from vitrail.training.config import TrainConfig
 from vitrail.training.start import network_from
 from vitrail.weights.bundle import Bundle
@@ -34,10 +35,12 @@ def head_outputs(
     names: tuple[str, ...],
     config: TrainConfig,
     on_progress: Callable[[int, int], None] | None = None,
+    processes: Processes = Processes(),
 ) -> Outputs:
     """Return the outputs of a network with a head for a run's data, whose features are kept in the cache.
 
-    `on_progress` receives the number of images whose features are computed, and the number of all images.
+    Several `processes` share the computation of the features. `on_progress` receives the number of images whose
+    features are computed, and the number of all images.
     """
     bundle = Bundle(network.eval(), names, config.images, output=config.task.output)
     precision: Precision = "float32" if config.run.precision == "float32" else "bf16"
@@ -48,6 +51,7 @@ def head_outputs(
         precision=precision,
         cache=default_cache(),
         on_progress=on_progress,
+        processes=processes,
     )
 
 
@@ -79,14 +83,15 @@ def start_head(outputs: Outputs, splits: Splits, *, kept: bool) -> str:
     """Replace the head of the network of `outputs` by a linear model of the head's inputs. Return a note for the user.
 
     The linear model is fitted to the labelled training images, and its penalty is chosen on held-out training images
-    (`fit_linear`). Further data that is mixed in is left out. If the network has `kept` a trained head, this head stays
-    unless the linear model is better on the validation split. Raise `DataError` if no training image has a label and
-    can be decoded.
+    (`fit_linear`). The first of several processes fits it. Further data that is mixed in is left out. If the network
+    has `kept` a trained head, this head stays unless the linear model is better on the validation split. Raise
+    `DataError` if no training image has a label and can be decoded.
     """
     known = labelled_features(outputs, _own_images(splits.train), "head-inputs")
     if not len(known.truth):
         raise DataError("no training image has a label, so no linear model of the features can be fitted")
-    fit = fit_linear(known.features, known.truth, device=outputs.bundle.device)
+    device = outputs.bundle.device
+    fit = outputs.processes.on_first(lambda: fit_linear(known.features, known.truth, device=device), is_long=True)
     head = outputs.bundle.network.get_submodule("head")
     assert isinstance(head, nn.Linear), "networks of this package have a dense layer as their head"
     if kept and not _is_better(fit.model, head, outputs, splits):

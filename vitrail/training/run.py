@@ -101,7 +101,8 @@ def _train(
     memory = check_run_memory(setup.config, setup.network, setup.device, processes)
     with _same_arithmetic(setup.config):
         torch.manual_seed(config.run.seed)
-        trained, setup, notes = make_network(setup, model, (display or Display()).extracting)
+        shown = display if display is not None and processes.is_first else Display()
+        trained, setup, notes = make_network(setup, model, shown.extracting)
         del model, initial  # the new network has copies of their weights
         folder = processes.on_first(lambda: new_folder(setup.config))
         with _locked(folder, processes):
