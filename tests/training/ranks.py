@@ -21,13 +21,17 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Source, Target
 from vitrail.data.sources.folder import FolderSource
 from vitrail.errors import Stopped
+from vitrail.evaluation import frozen
+from vitrail.evaluation.evaluators import evaluators_of, measure
 from vitrail.evaluation.head import Accuracy
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.network import HasLayers
 from vitrail.processes.group import join_processes
 from vitrail.processes.launch import launch
 from vitrail.recipes import RECIPES
+from vitrail.training import linear_head
 from vitrail.training.config import TrainConfig
+from vitrail.training.monitoring import limit
 from vitrail.training.monitoring.monitor import Monitor
 from vitrail.training.run import resume, train
 from vitrail.training.state import checkpoint
@@ -48,6 +52,12 @@ def config_of(data: Path, run: Path, **fields: Any) -> TrainConfig:
 def trained(config: TrainConfig) -> dict[str, float]:
     """Train, and return the metrics."""
     return train(config).metrics
+
+
+def trained_with_limits(config: TrainConfig) -> dict[str, float]:
+    """Train as if each process computed 1e9 FLOP/s faster than the one before."""
+    limit._measured = lambda precision, device, threads: (launch().rank + 1) * 1e9  # type: ignore[assignment]
+    return trained(config)
 
 
 def trained_on_machines(config: TrainConfig, processes: int) -> dict[str, float]:
@@ -208,6 +218,62 @@ def on_other_machines(config: TrainConfig, folders: list[Path]) -> None:
     """Train in another current folder in every process."""
     os.chdir(folders[launch().rank])
     train(config)
+
+
+def fitted(model: Path, data: Path) -> tuple[dict[str, float], dict[str, int]]:
+    """Return the metrics of all evaluators of frozen features, and the number of fits of this process by name."""
+    calls = _counted_fits()
+    source, processes = FolderSource(data), join_processes()
+    evaluators = evaluators_of("linear,fewshot,knn", {"fewshot": {"shots": [1, 3]}})
+    outputs = Outputs(load(str(model)), batch_size=4, processes=processes)
+    return measure(evaluators, outputs, source, source), calls
+
+
+def _counted_fits() -> dict[str, int]:
+    """Count the fits of evaluators in this process from now on."""
+    calls: dict[str, int] = {}
+
+    def counting(name: str, plain: Any) -> Any:
+        def fit(*args: Any, **options: Any) -> Any:
+            calls[name] = calls.get(name, 0) + 1
+            return plain(*args, **options)
+
+        return fit
+
+    for name in ("linear_probe", "few_shot", "knn"):
+        setattr(frozen, name, counting(name, getattr(frozen, name)))
+    return calls
+
+
+def busy(timeout: float, seconds: float, *, ends: bool) -> tuple[float, float]:
+    """Let the first process compute for longer than the time-out, and end at once if `ends`. Return its result, and the
+    CPU time of this process meanwhile."""
+    processes = join_processes(timeout)
+
+    def compute() -> float:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if ends:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return 1.5
+
+    with processes.reporting():
+        begin = time.process_time()
+        found = processes.on_first(compute, is_long=True)
+        return found, time.process_time() - begin
+
+
+def with_linear_head(config: TrainConfig) -> dict[str, int]:
+    """Train from a linear model of features, and return the number of fits of this process."""
+    calls, plain = {"fit_linear": 0}, linear_head.fit_linear
+
+    def fit(*args: Any, **options: Any) -> Any:
+        calls["fit_linear"] += 1
+        return plain(*args, **options)
+
+    linear_head.fit_linear = fit  # type: ignore[assignment]
+    train(config)
+    return calls
 
 
 def evaluated(model: Path, data: Path) -> tuple[dict[str, float], list[str]]:

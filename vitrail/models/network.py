@@ -152,8 +152,9 @@ class NetworkConfig(Protocol):
     def inference_flops(self, image_size: tuple[int, int] | None = None) -> int:
         """Return the FLOPs that are computed to predict one image."""
 
-    def training_flops(self, image_size: tuple[int, int] | None = None) -> int:
-        """Return the FLOPs that a training step computes per image."""
+    def training_flops(self, image_size: tuple[int, int] | None = None, trained_blocks: int | None = None) -> int:
+        """Return the FLOPs that a training step computes per image. By default all blocks are trained, otherwise the
+        last `trained_blocks` with the layers after them, or only the head (0)."""
 
     def footprint(self, image_size: tuple[int, int], precision: FootprintPrecision) -> Footprint:
         """Return the memory that a training step needs."""

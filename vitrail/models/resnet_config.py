@@ -216,9 +216,10 @@ class ResNetConfig:
         """Return the FLOPs that are computed to predict one image."""
         return 2 * self.macs(image_size)
 
-    def training_flops(self, image_size: tuple[int, int] | None = None) -> int:
-        """Return the FLOPs that a training step computes per image."""
-        return costs.training_flops(self, image_size or self.image_size)
+    def training_flops(self, image_size: tuple[int, int] | None = None, trained_blocks: int | None = None) -> int:
+        """Return the FLOPs that a training step computes per image. By default all blocks are trained, otherwise the
+        last `trained_blocks` with the layers after them, or only the head (0)."""
+        return costs.training_flops(self, image_size or self.image_size, trained_blocks)
 
     def footprint(self, image_size: tuple[int, int], precision: FootprintPrecision) -> Footprint:
         """Return the memory that a training step needs."""

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from vitrail.data.batch import Skipped
@@ -28,6 +29,7 @@ from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.examiner import Examiner, Probe
 from vitrail.training.monitoring.examples import Example, write_examples
 from vitrail.training.monitoring.journal import Journal
+from vitrail.training.monitoring.limit import product_limit
 from vitrail.training.monitoring.meter import check_finite
 from vitrail.training.monitoring.monitor import Intervals, Monitor
 from vitrail.training.monitoring.pictures import write_pictures
@@ -148,6 +150,7 @@ class Execution:
                 stop=stop,
                 started=self.started,
                 on_readers=lambda threads: replace_config(self.folder, setup.config.override(threads=threads)),
+                limit=self._limit(state, plan),
             )
             display.begin(state.step, setup.steps, setup.config.task)
             try:
@@ -166,6 +169,16 @@ class Execution:
                 display.end()
                 state.batches.close()
         return monitor
+
+    def _limit(self, state: TrainState, plan: Plan) -> float | None:
+        """Measure the machine's limit for the speed of the steps, and write it into the journal. Return None if the
+        FLOPs of some steps are unknown."""
+        if not all(phase.flops for phase in plan.phases):
+            return None
+        limit = product_limit(plan.precision, plan.device, self.processes)
+        threads = torch.get_num_threads() if plan.device.type == "cpu" else None
+        self.journal.write("limit", step=state.step, flops_per_second=limit, precision=plan.precision, threads=threads)
+        return limit
 
     @property
     def _may_keep_start(self) -> bool:

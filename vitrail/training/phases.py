@@ -16,7 +16,7 @@ from vitrail.tasks.task import Task
 from vitrail.training.config import TrainConfig
 from vitrail.training.early import KINDS
 
-__all__ = ["Phase", "cost_text", "first_steps", "phases_of", "run_flops", "use_patch_dropout"]
+__all__ = ["Phase", "cost_text", "first_steps", "phases_of", "run_flops", "use_patch_dropout", "with_flops"]
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,14 @@ class Phase:
     batch_size: int
     cost: float = 1.0
     """FLOPs of a step as a fraction of those of a step in the last phase."""
+    flops: int = 0
+    """FLOPs of a step of all processes, of which frozen layers have no backward pass. 0 if they are unknown."""
 
-    def step_flops(self, network: AnyConfig, task: Task) -> int:
-        """Return the FLOPs of one step."""
-        return self.batch_size * task.views * task.step_cost(self.network(network), "float32").all_flops
+    def step_flops(self, network: AnyConfig, task: Task, trained_blocks: int | None = None) -> int:
+        """Return the FLOPs of one step. By default all blocks are trained, otherwise the last `trained_blocks`."""
+        cost = task.step_cost(self.network(network), "float32")
+        each = cost.network.training_flops(trained_blocks=trained_blocks) + cost.flops
+        return self.batch_size * task.views * each
 
     def network(self, network: AnyConfig) -> AnyConfig:
         """Return the config of the run's network with the image size and the patch dropout of this phase."""
@@ -70,6 +74,22 @@ def phases_of(config: TrainConfig, network: AnyConfig | None, steps: int) -> tup
         config.task.check_network(phase.network(network))
     flops = last.step_flops(network, config.task)
     return tuple(replace(phase, cost=phase.step_flops(network, config.task) / flops) for phase in found)
+
+
+def with_flops(
+    phases: Sequence[Phase], config: TrainConfig, network: AnyConfig | None, outputs: int
+) -> tuple[Phase, ...]:
+    """Return the phases with the FLOPs of their steps, for a network with this number of outputs.
+
+    The phases stay as they are if no formula gives the FLOPs: for networks of the user's own class, with adapters, and
+    with frozen blocks in a task that also trains on views of another size.
+    """
+    start, task = config.start, config.task
+    has_local = task.local_views_of(config.images, config.augment, config.run.seed) is not None
+    if network is None or start.lora_rank is not None or (start.train_blocks is not None and has_local):
+        return tuple(phases)
+    headed = network.with_head(outputs)
+    return tuple(replace(phase, flops=phase.step_flops(headed, task, start.train_blocks)) for phase in phases)
 
 
 def first_steps(phases: Sequence[Phase], steps: int) -> tuple[Phase, ...]:

@@ -85,6 +85,11 @@ class Plan:
         """Return the cost of the steps before this one, in steps of the last phase."""
         return sum(phase.cost * min(max(step - phase.first, 0), phase.steps) for phase in self.phases) or float(step)
 
+    def flops(self, step: int) -> int:
+        """Return the FLOPs of a step, counted from 0, of all processes. Return 0 if they are unknown."""
+        phase = self.phase_of(step)
+        return 0 if phase is None else phase.flops
+
     def is_over(self, state: TrainState) -> bool:
         """Return True after the last step, or if patience is exhausted.
 

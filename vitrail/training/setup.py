@@ -39,7 +39,7 @@ from vitrail.training.optimization.layers import check_choice
 from vitrail.training.optimization.schedule import Schedule
 from vitrail.training.own import check_settings, named_splits
 from vitrail.training.parallel.sharding import shard_problems
-from vitrail.training.phases import Phase, phases_of
+from vitrail.training.phases import Phase, phases_of, with_flops
 from vitrail.training.records.record import FORMAT
 from vitrail.training.start import Origin, fitted
 from vitrail.weights.bundle import Bundle
@@ -150,7 +150,7 @@ def prepare(
         probes=_probes(config, splits, steps),
         objects=objects,
         network=network_config,
-        phases=phases,
+        phases=with_flops(phases, config, network_config, len(config.task.output_names(splits))),
         processes=processes,
     )
 

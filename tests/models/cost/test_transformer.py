@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,8 @@ from vitrail.models.pooling import pool
 from vitrail.models.reduction import TokenReduction
 from vitrail.models.variants import AnyConfig, build, variant_config
 from vitrail.models.vit import VisionTransformer, ViTConfig
+from vitrail.training.optimization.layers import choose_weights
+from vitrail.training.start import StartConfig
 
 GMACS = {
     "ViT-Ti/16": "1.25", "ViT-S/32": "1.14", "ViT-S/16": "4.60", "ViT-M/16": "7.99", "ViT-B/32": "4.41",
@@ -64,10 +66,11 @@ def logits_of_features(network: VisionTransformer, images: Tensor) -> None:
         x = x if layer is None else layer(x)
 
 
-def trained(config: AnyConfig, size: tuple[int, int] | None = None) -> int:
-    """Return the FLOPs of a forward and a backward pass for one image."""
+def trained(config: AnyConfig, size: tuple[int, int] | None = None, blocks: int | None = None) -> int:
+    """Return the FLOPs of a forward and a backward pass for one image. By default all blocks are trained."""
     with torch.device("meta"):
         network, images = build(config).train(), torch.zeros(1, config.channels, *(size or config.image_size))
+    choose_weights(network, StartConfig(init="model", train_blocks=blocks))
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         network(images).sum().backward()
     return counter.get_total_flops()
@@ -168,6 +171,22 @@ def test_training_is_three_forward_passes_but_for_the_image(name: str) -> None:
     forward = config.inference_flops()
     assert 0.97 * 3 * forward < config.training_flops() < 3 * forward
     assert config.training_flops() == pytest.approx(trained(config), rel=1e-9)
+
+
+@pytest.mark.parametrize(("config", "blocks"), [
+    (variant_config("ViT-Ti/16", image_size=(64, 48), depth=3, num_classes=7), range(4)),
+    (variant_config("ViT-Ti/16", image_size=(64, 48), depth=2, num_classes=7, pool="map"), (0, 1)),
+    (variant_config("ViT-Ti/16", image_size=(64, 48), depth=2, num_classes=7, head_hidden=11), (0, 1)),
+    (variant_config("ViT-Ti/16", image_size=(64, 48), depth=3, num_classes=7, patch_dropout=0.5), (1,)),
+    pytest.param(variant_config("BiT-R50x1", image_size=(48, 33), num_classes=7), (0, 3, 16), marks=pytest.mark.slow),
+    pytest.param(HYBRIDS["three stages"][0], (0, 1), marks=pytest.mark.slow),
+], ids=["class token", "map", "hidden layer", "dropped patches", "BiT", "hybrid"])  # fmt: skip
+def test_frozen_layers_have_no_backward_pass(config: AnyConfig, blocks: Sequence[int]) -> None:
+    for count in blocks:
+        exact = isinstance(config, ViTConfig) and config.root is None
+        found = config.training_flops(trained_blocks=count)
+        assert found == pytest.approx(trained(config, blocks=count), rel=1e-9 if exact else 0.01)
+        assert found < config.training_flops()
 
 
 @pytest.mark.parametrize("pooled", ["gap", "map", "cls+gap", "cls+dist"])

@@ -60,6 +60,14 @@ def test_waiting_for_images_is_said() -> None:
     assert file.getvalue().endswith("1.5 GiB  waiting for images 37%\n")
 
 
+def test_the_fraction_of_the_limit_is_shown() -> None:
+    file = io.StringIO()
+    display = ConsoleDisplay(Console(file=file, width=120))
+    display.begin(0, 100, TASKS["classification"]())
+    display.step(100, METRICS | {"limit_fraction": 0.384})
+    assert file.getvalue().endswith("894 images/s  38% of limit  1.5 GiB\n")
+
+
 def test_a_narrow_terminal_shows_less(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
     display = ConsoleDisplay(Console(file=file, force_terminal=True, width=80))

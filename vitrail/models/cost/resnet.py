@@ -149,9 +149,18 @@ def macs(config: ResNetConfig, size: tuple[int, int]) -> int:
     return _first_macs(config, size) + convolved + config.num_classes * config.embed_width
 
 
-def training_flops(config: ResNetConfig, size: tuple[int, int]) -> int:
-    """Return the FLOPs of a training step per image. The gradient of the image itself is not computed."""
-    return 2 * (3 * macs(config, size) - _first_macs(config, size))
+def training_flops(config: ResNetConfig, size: tuple[int, int], trained_blocks: int | None = None) -> int:
+    """Return the FLOPs of a training step per image. The gradient of the image itself is not computed.
+
+    If only the last `trained_blocks` units are trained with the head, the layers below have no backward pass.
+    """
+    forward, first = macs(config, size), _first_macs(config, size)
+    if trained_blocks is None:
+        return 2 * (3 * forward - first)
+    if not trained_blocks:  # the head, whose input has no gradient
+        return 2 * (forward + config.num_classes * config.embed_width)
+    frozen = list(units(config, size))[: config.num_blocks - trained_blocks]
+    return 2 * (3 * forward - 2 * (first + sum(unit.macs for unit in frozen)))
 
 
 def footprint(config: ResNetConfig, size: tuple[int, int], precision: FootprintPrecision) -> Footprint:

@@ -59,24 +59,35 @@ def inference_flops(config: ViTConfig, size: tuple[int, int]) -> int:
     return 2 * (macs(config, size) - _unread_macs(config, patches + config.prefix) - _removed_macs(config, patches))
 
 
-def training_flops(config: ViTConfig, size: tuple[int, int]) -> int:
+def training_flops(config: ViTConfig, size: tuple[int, int], trained_blocks: int | None = None) -> int:
     """Return the FLOPs that a training step computes per image.
 
     The backward pass has two matrix products for each product of the forward pass. The gradient of the image is not
     computed. Patches that `patch_dropout` removes are not counted, nor are branches that `skip_dropped` skips. The
     number of images that skip a branch is not rounded here.
+
+    If only the last `trained_blocks` blocks are trained with the layers after them, the layers below have no backward
+    pass, and skip no branch. With 0 trained blocks, only the head is trained.
     """
     config = config.with_image_size(size)
     patches = config.kept_of(math.prod(config.grid))
-    unread = _unread_macs(config, patches + config.prefix)
+    n, frozen = patches + config.prefix, 0 if trained_blocks is None else config.num_blocks - trained_blocks
+    unread = _unread_macs(config, n)
     forward = _macs(config, size, patches) - unread
-    if config.skip_dropped:
-        blocks, n = range(config.num_blocks), patches + config.prefix
+    if config.skip_dropped and frozen < config.num_blocks:
+        blocks = range(frozen, config.num_blocks)
         skipped = sum(config.depth_rate(block) * _block_macs(config, block, n) for block in blocks)
         forward -= round(skipped - config.depth_rate(blocks[-1]) * unread)
     root = config.root
-    first = resnet.root_first_macs(root, config.channels, size) if root else _stem_macs(config, patches)
-    return 2 * (3 * forward - first)
+    if trained_blocks is None:
+        first = resnet.root_first_macs(root, config.channels, size) if root else _stem_macs(config, patches)
+        return 2 * (3 * forward - first)
+    head = config.num_classes * config.head_inputs
+    if not trained_blocks:  # the lowest trained layer has no gradient of its input
+        return 2 * (forward + (2 * head + config.head_hidden * config.embed_width if config.head_hidden else head))
+    below = _stem_macs(config, patches) + sum(_block_macs(config, block, n) for block in range(frozen))
+    below += resnet.root_macs(root, config.channels, size) if root else 0
+    return 2 * (3 * forward - 2 * below)
 
 
 def footprint(config: ViTConfig, size: tuple[int, int], precision: FootprintPrecision) -> Footprint:

@@ -39,9 +39,11 @@ class Display:
         """Receive the number of images whose features are computed for a linear model, and the number of all images."""
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Receive the means since the last call: the loss and the objective's metrics. images_per_second is the mean
-        over about the last minute. seconds_left is missing while the time left is unknown. waiting_share is the
-        fraction of the time that was spent waiting for images."""
+        """Receive the means since the last call: the loss and the objective's metrics. images_per_second and
+        limit_fraction are means over about the last minute. limit_fraction is the FLOPs per second of the steps as a
+        fraction of those of matrix products alone, measured when the run began. It is missing if the FLOPs of a step
+        are unknown. seconds_left is missing while the time left is unknown. waiting_share is the fraction of the time
+        that was spent waiting for images."""
 
     def tick(self, step: int, seconds_left: float) -> None:
         """Receive the progress after a step without metrics. On a GPU, which computes several steps ahead, only `step`
@@ -56,8 +58,8 @@ class Display:
 
 
 class ConsoleDisplay(Display):
-    """Shows the step, loss, metrics, learning rate, images per second, peak memory and time left. Says if more than a
-    tenth of the time is spent waiting for images.
+    """Shows the step, loss, metrics, learning rate, images per second, fraction of the machine's limit, peak memory and
+    time left. Says if more than a tenth of the time is spent waiting for images.
 
     On a terminal it shows a progress bar. Elsewhere it prints lines: first one about every ten seconds, and after 1,000
     seconds one whenever a hundredth of the time so far has passed, so that a week has about 700 lines.
@@ -123,6 +125,8 @@ class ConsoleDisplay(Display):
         if is_wide:
             texts.append(f"learning rate {metrics['learning_rate']:.2g}")
         texts.append(f"{metrics['images_per_second']:,.0f} images/s")
+        if "limit_fraction" in metrics:
+            texts.append(f"{metrics['limit_fraction']:.0%} of limit")
         if is_wide:
             texts.append(f"{metrics['memory_bytes'] / 2**30:.1f} GiB")
         if metrics["waiting_share"] > self.WAITING_SHARE:

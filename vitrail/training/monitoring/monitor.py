@@ -57,6 +57,8 @@ class Clock:
     images: int = 0
     mark: float = field(default_factory=time.perf_counter)
     marked_images: int = 0
+    flops: int = 0
+    """FLOPs of the steps of all processes since the last report."""
 
     def summary(self) -> dict[str, float]:
         """Return the times in seconds, the speed and the fraction of the time spent waiting for data."""
@@ -84,9 +86,11 @@ class Monitor:
         stop: StopRequest,
         started: float,
         on_readers: Callable[[int], None] = lambda threads: None,
+        limit: float | None = None,
     ) -> None:
         """`started` is the time (`time.perf_counter()`) at which the user started the command. `on_readers` receives
-        the number of reading threads if the run chooses it."""
+        the number of reading threads if the run chooses it. `limit` is the number of FLOPs per second with which the
+        speed of the steps is compared, or None if their FLOPs are unknown."""
         self.state = state
         self.plan = plan
         self.sinks = sinks
@@ -97,6 +101,8 @@ class Monitor:
         self.meter = Meter()
         self.health = Health()
         self.speed = SmoothedRate()
+        self.limit = limit
+        self.work_speed = SmoothedRate()
         self.means = RunningMeans()
         self.left = self._time_left()
         self.adaptation = Adaptation(state, plan, sinks, on_readers)
@@ -175,6 +181,7 @@ class Monitor:
         self.clock.images += processes.world * (len(batch) - batch.partners)
         if metrics:
             self.meter.add(step, metrics)
+            self.clock.flops += self.plan.flops(step - 1)
         self._tick()
         if not self.clock.to_first_step:
             self.clock.to_first_step = time.perf_counter() - self.clock.started
@@ -208,7 +215,8 @@ class Monitor:
     def report(self) -> None:
         """Send the metrics since the last report to the journal and the display. Raises `NonFiniteLoss`.
 
-        The journal receives the images per second since the last report, and the display receives a smoothed rate.
+        The journal receives the images per second and the fraction of the machine's limit since the last report, and
+        the display receives smoothed ones.
         """
         self.sinks.checkpoints.poll()
         if not (metrics := self.meter.read()):
@@ -227,10 +235,15 @@ class Monitor:
         metrics |= {"waiting_share": clock.waited / seconds, "memory_bytes": float(peak_memory(self.plan.device))}
         metrics |= self.health.read()
         smoothed = self.speed.add(images, seconds)
+        smoothed_flops = self.work_speed.add(clock.flops, seconds)
+        if self.limit is not None:
+            metrics["limit_fraction"] = clock.flops / seconds / self.limit
         clock.training += seconds
-        clock.mark, clock.paused, clock.waited, clock.marked_images = now, 0.0, 0.0, clock.images
+        clock.mark, clock.paused, clock.waited, clock.marked_images, clock.flops = now, 0.0, 0.0, clock.images, 0
         self.sinks.journal.write("step", step=self.state.step, **metrics)
         metrics["images_per_second"] = smoothed
+        if self.limit is not None:
+            metrics["limit_fraction"] = smoothed_flops / self.limit
         if (left := self.left.seconds(self.state.step)) is not None:
             metrics["seconds_left"] = left
         self.sinks.display.step(self.state.step, metrics)

@@ -1,0 +1,167 @@
+"""Tests of the machine's limit: its measurement, and the fraction of it that the steps of a run reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.several import in_processes
+from tests.training import ranks
+from vitrail.models.variants import variant_config
+from vitrail.tasks import Classification
+from vitrail.training import execution
+from vitrail.training.config import TrainConfig
+from vitrail.training.monitoring import limit
+from vitrail.training.monitoring.display import Display
+from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.run import train
+
+LIMIT = 3e9
+CPU = torch.device("cpu")
+Small = Callable[..., TrainConfig]
+
+
+@pytest.fixture
+def measured() -> Iterator[Any]:
+    """The measurement without what it remembers."""
+    limit._measured.cache_clear()
+    yield limit._measured
+    limit._measured.cache_clear()
+
+
+def test_the_fastest_product_counts(monkeypatch: pytest.MonkeyPatch, measured: Any) -> None:
+    clock, sides = [0.0], list[int]()
+    times = {256: (0.001, 0.004), 512: (0.0015, 0.001), 1024: (0.006, 0.005)}
+
+    def seconds(multiply: Any, left: torch.Tensor, right: torch.Tensor) -> float:
+        assert left.dtype == right.dtype == torch.bfloat16 and not torch.is_grad_enabled()
+        sides.append(len(left))
+        clock[0] += 1 / 128
+        return times[len(left)][0 if multiply is torch.mm else 1]
+
+    monkeypatch.setattr(limit, "_seconds", seconds)
+    monkeypatch.setattr(limit.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(limit, "_kernels", lambda precision, device: [torch.mm, torch.matmul])
+    found = limit.product_limit("bf16", CPU)
+    assert found == 2 * 1024**3 / 0.005
+    assert sides == [256] * 4 + [512] * 2 + [1024] * 2, "two calls that are not counted, then 40 ms"
+    assert limit.product_limit("bf16", CPU) == found and len(sides) == 8
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_measuring_draws_no_random_number_and_is_short(
+    precision: Any, monkeypatch: pytest.MonkeyPatch, measured: Any
+) -> None:
+    monkeypatch.setattr(limit, "SECONDS", 0.002)
+    before = torch.get_rng_state()
+    assert 1e8 < limit.product_limit(precision, CPU) < 1e15
+    assert torch.equal(before, torch.get_rng_state())
+    left, right = limit._factors(8, precision, CPU)
+    for multiply in limit._kernels(precision, CPU):
+        expected = left.double() @ (right if multiply is torch.mm else right.t()).double()
+        torch.testing.assert_close(multiply(left, right).double(), expected, rtol=0.02, atol=0.05)
+
+
+class Fractions(Display):
+    """A display that keeps the fractions of the limit."""
+
+    def __init__(self) -> None:
+        self.fractions: list[float | None] = []
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        self.fractions.append(metrics.get("limit_fraction"))
+
+
+def of_run(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the events of the limit and of the steps."""
+    events = read_journal(run / "journal.jsonl")
+    return tuple([event for event in events if event["event"] == name] for name in ("limit", "step"))  # type: ignore[return-value]
+
+
+def network_of(**fields: Any) -> Any:
+    sizes = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "channels": 1, "num_classes": 10}
+    return variant_config("ViT-Pico/7", **{**sizes, "image_size": (28, 28), **fields})
+
+
+@pytest.mark.parametrize("accumulation", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_fraction_is_that_of_the_closed_form(
+    accumulation: int, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execution, "product_limit", lambda precision, device, processes: LIMIT)
+    display = Fractions()
+    early = {"early_image_size": ("14x21:0.5",), "early_batch_size": ("12:0.5",)}
+    train(small(tmp_path / "run", steps=4, evaluations=1, accumulation=accumulation, **early), display=display)
+    (found,), steps = of_run(tmp_path / "run")
+    assert found["flops_per_second"] == LIMIT and found["precision"] == "float32" and found["step"] == 0
+    assert found["threads"] == torch.get_num_threads()
+    each = [network_of(image_size=(14, 21)).training_flops()] * 2 + [network_of().training_flops()] * 2
+    assert len(steps) == 4
+    for event, flops in zip(steps, each, strict=True):
+        assert event["limit_fraction"] == pytest.approx(flops * event["images_per_second"] / LIMIT, rel=1e-9)
+    assert display.fractions[0] == steps[0]["limit_fraction"] and None not in display.fractions
+
+
+def test_frozen_blocks_have_no_backward_pass(
+    initial: Callable[..., Path],
+    from_model: Callable[..., TrainConfig],
+    colour_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(execution, "product_limit", lambda precision, device, processes: LIMIT)
+    config = from_model(initial(), colour_folder, train_blocks=1, steps=1)
+    result = train(config)
+    (event,) = of_run(result.folder)[1]
+    network = result.bundle.network.config
+    flops = network.training_flops(trained_blocks=1)
+    assert flops < 0.8 * network.training_flops() and network.num_classes == 3
+    assert event["limit_fraction"] == pytest.approx(flops * event["images_per_second"] / LIMIT, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_unknown_flops_are_left_out(
+    initial: Callable[..., Path],
+    from_model: Callable[..., TrainConfig],
+    small: Small,
+    colour_folder: Path,
+    tmp_path: Path,
+) -> None:
+    adapted = train(from_model(initial(), colour_folder, lora_rank=2, steps=2)).folder
+    plain = small(tmp_path / "own", steps=2, variant=None, width=None, depth=None, heads=None, mlp_width=None)
+    own = train(plain, network=nn.Sequential(nn.Flatten(), nn.Linear(784, 10))).folder
+    for run in (adapted, own):
+        limits, steps = of_run(run)
+        assert limits == [] and steps and not any("limit_fraction" in event for event in steps)
+
+
+@pytest.mark.slow
+def test_processes_add_their_limits(three_splits: Path, tmp_path: Path) -> None:
+    found = in_processes(2, ranks.trained_with_limits, ranks.config_of(three_splits, tmp_path / "run"))
+    assert [one.error for one in found] == [None, None]
+    (event,), steps = of_run(tmp_path / "run")
+    assert event["flops_per_second"] == 3e9, "1e9 of the first process, and 2e9 of the second"
+    flops = network_of().training_flops()
+    for step in steps:
+        assert step["limit_fraction"] == pytest.approx(flops * step["images_per_second"] / 3e9, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_the_task_decides_about_its_views(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "product_limit", lambda precision, device, processes: LIMIT)
+    cost = Classification.step_cost
+
+    class Costly(Classification):
+        """A task whose steps compute 1,000 FLOPs more per image."""
+
+        def step_cost(self, network: Any, precision: Any) -> Any:
+            return cost(self, network, precision)._replace(flops=1000)
+
+    monkeypatch.setattr(Classification, "step_cost", Costly.step_cost)
+    train(small(tmp_path / "run", steps=1))
+    (event,) = of_run(tmp_path / "run")[1]
+    flops = network_of().training_flops() + 1000
+    assert event["limit_fraction"] == pytest.approx(flops * event["images_per_second"] / LIMIT, rel=1e-9)

@@ -1,0 +1,87 @@
+"""The fastest matrix products of this machine, with which the speed of a run's steps is compared."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vitrail.machine import TrainingPrecision
+from vitrail.processes.group import Processes
+
+__all__ = ["product_limit"]
+
+SECONDS = 0.04
+"""Time for which products are measured, apart from their first call, which loads the libraries."""
+LONG_ENOUGH = 0.002
+"""Seconds of a product from which on larger matrices are hardly faster."""
+SMALLEST, LARGEST = 256, 4096
+"""Sides of the matrices."""
+AHEAD = 8
+"""Number of products that a GPU computes before they are waited for."""
+
+Multiply = Callable[[Tensor, Tensor], Tensor]
+
+
+def product_limit(precision: TrainingPrecision, device: torch.device, processes: Processes = Processes()) -> float:
+    """Return the FLOPs per second of the fastest matrix products of all processes together.
+
+    Square matrices are multiplied in the number format of training for about 40 ms, and the fastest product counts. All
+    processes measure at the same time, because they may share cores. While other programs use the machine, the products
+    are slower, as the steps are. A process measures once for each number of threads. No random number is drawn.
+    """
+    if processes.are_several:
+        processes.gather(None)  # so that they begin together
+    own = _measured(precision, device, torch.get_num_threads())
+    return sum(processes.gather(own))
+
+
+@functools.cache
+def _measured(precision: TrainingPrecision, device: torch.device, threads: int) -> float:
+    """Return the FLOPs per second of the fastest product of this process. `threads` distinguishes measurements."""
+    kernels, side, best = _kernels(precision, device), SMALLEST, 0.0
+    left, right = _factors(side, precision, device)
+    with torch.no_grad():
+        for multiply in kernels:
+            _seconds(multiply, left, right)
+        end = time.perf_counter() + SECONDS
+        while True:
+            seconds = min(_seconds(multiply, left, right) for multiply in kernels)
+            best = max(best, 2 * side**3 / seconds)
+            if time.perf_counter() >= end:
+                return best
+            if seconds < LONG_ENOUGH and side < LARGEST:
+                side *= 2
+                left, right = _factors(side, precision, device)
+
+
+def _seconds(multiply: Multiply, left: Tensor, right: Tensor) -> float:
+    """Return the time of one product. A GPU computes several, because waiting for one takes time itself."""
+    count = 1 if left.device.type == "cpu" else AHEAD
+    begin = time.perf_counter()
+    for _ in range(count):
+        product = multiply(left, right)
+    product[0, 0].item()  # waits for the device
+    return (time.perf_counter() - begin) / count
+
+
+def _factors(side: int, precision: TrainingPrecision, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return two matrices of different numbers, because equal numbers take less energy and can be faster."""
+    formats = {"float32": torch.float32, "bf16": torch.bfloat16, "float8": torch.float8_e4m3fn}
+    numbers = torch.arange(side * side, device=device, dtype=torch.float32).mul_(0.7).sin_().view(side, side)
+    left = numbers.to(formats[precision])
+    return left, left.flip(0) if precision != "float8" else left.t()
+
+
+def _kernels(precision: TrainingPrecision, device: torch.device) -> list[Multiply]:
+    """Return the functions that multiply two matrices. On a CPU, PyTorch's kernel and oneDNN's are compared."""
+    if precision == "float8":
+        one = torch.ones((), device=device)
+        return [lambda left, right: torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)]
+    kernels: list[Multiply] = [torch.mm]
+    if device.type == "cpu" and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        kernels.append(lambda left, right: torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], ""))
+    return kernels
