@@ -1,14 +1,16 @@
-"""Copies of networks for gradients with respect to inputs and attention weights."""
+"""Copies of networks that share their weights, for traces and gradients."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeVar
 
 from torch import nn
 
 from vitrail.models.predictor import shared_copy
+from vitrail.models.vit import VisionTransformer
 
-__all__ = ["detached_copy"]
+__all__ = ["detached_copy", "with_all_tokens"]
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -21,4 +23,10 @@ def detached_copy(network: AnyModule) -> AnyModule:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = nn.Parameter(parameter.detach(), requires_grad=False)
+    return copied
+
+
+def with_all_tokens(copied: VisionTransformer) -> VisionTransformer:
+    """Return a copy of a network that does not merge or prune tokens."""
+    copied.config = replace(copied.config, reduction=None)
     return copied

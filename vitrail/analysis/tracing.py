@@ -16,7 +16,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from vitrail.analysis.copies import detached_copy
+from vitrail.analysis.attention_gradients import GradientPass, attention_map
+from vitrail.analysis.copies import with_all_tokens
 from vitrail.errors import ConfigError
 from vitrail.machine import autocast, resolve_precision
 from vitrail.models.attention.kind import AttentionLayer, AttentionPositions
@@ -216,7 +217,7 @@ class _Tracer:
         keep: frozenset[Kept],
         precision: TracePrecision,
     ) -> None:
-        self.network = _with_all_tokens(shared_copy(network))
+        self.network = with_all_tokens(shared_copy(network))
         self.layers = layers
         self.keep = keep
         self.device = network.norm.weight.device
@@ -230,7 +231,7 @@ class _Tracer:
         self._outputs: dict[int, Tensor] = {}
         for layer in {*layers}:
             self._block(layer).register_forward_hook(self._remember(layer))
-        self._gradients = _GradientPass(network, layers) if "gradients" in keep else None
+        self._gradients = GradientPass(network, layers) if "gradients" in keep else None
 
     def pieces(self, images: Tensor, targets: Tensor | None) -> Iterator[Trace]:
         """Yield the traces of one batch."""
@@ -322,7 +323,7 @@ class _Tracer:
                     q, k = operands.queries[:, heads], operands.keys[:, heads]
                     bias = None if operands.bias is None else operands.bias[..., heads, :, :]
                     if "attention" in self.keep:
-                        put(place, "attention", _softmax(q, k, bias))
+                        put(place, "attention", attention_map(q, k, bias))
                     if "queries" in self.keep:
                         put(place, "queries", q)
                     if "keys" in self.keep:
@@ -332,63 +333,6 @@ class _Tracer:
                 complete = output.shape[1] == tokens.shape[1]  # the last block may skip what the head does not read
                 put(place, "outputs", output if complete else block(tokens, inside))
         return dict(found)
-
-
-class _GradientPass:
-    """Computes gradients with respect to attention weights, with dense attention in the chosen layers."""
-
-    def __init__(self, network: VisionTransformer, layers: tuple[int, ...]) -> None:
-        self.network = _with_all_tokens(detached_copy(network))
-        self.layers = layers
-        self.dense: dict[int, _DenseAttention] = {}
-        for layer in {*layers}:
-            block = self.network.blocks[layer]
-            assert isinstance(block, Block)
-            self.dense[layer] = block.attention = _DenseAttention(block.attention)
-
-    def __call__(self, images: Tensor, targets: Tensor) -> Float[Tensor, "b layers heads n n"]:
-        with torch.enable_grad():
-            logits = self.network(images)
-            chosen = logits.gather(1, targets[:, None]).float().sum()
-            maps = [self.dense[layer].map for layer in self.layers]
-            gradients = torch.autograd.grad(chosen, [map_ for map_ in maps if map_ is not None])
-        for dense in self.dense.values():
-            dense.map = None
-        return torch.stack(gradients, dim=1)
-
-
-class _DenseAttention(AttentionLayer):
-    """Computes what the given layer computes, by a map of weights that stays available for gradients."""
-
-    def __init__(self, layer: AttentionLayer) -> None:
-        super().__init__()
-        self.layer = layer
-        self.map: Tensor | None = None
-
-    def forward(
-        self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None, read: int | None = None
-    ) -> Float[Tensor, "b m width"]:
-        q, k, v, bias = self.layer.operands(tokens, positions)
-        self.map = _softmax(q, k, bias)
-        if not self.map.requires_grad:
-            self.map.requires_grad_()
-        return self.layer.combine((self.map[:, :, :read] @ v.to(self.map.dtype)).to(v.dtype))
-
-
-def _with_all_tokens(copied: VisionTransformer) -> VisionTransformer:
-    """Return a copy of a network that does not merge or prune tokens."""
-    copied.config = replace(copied.config, reduction=None)
-    return copied
-
-
-def _softmax(
-    q: Float[Tensor, "b heads n d"], k: Float[Tensor, "b heads n d"], bias: Float[Tensor, "*images heads n n"] | None
-) -> Float[Tensor, "b heads n n"]:
-    """Return the attention weights in float32, or in float64 if the queries are."""
-    exact = torch.promote_types(q.dtype, torch.float32)
-    with torch.autocast(q.device.type, enabled=False):
-        logits = (q.to(exact) * q.shape[-1] ** -0.5) @ k.to(exact).transpose(-1, -2)
-        return (logits if bias is None else logits + bias).softmax(dim=-1)
 
 
 def _head_numbers(heads: Sequence[int] | None, count: int) -> tuple[int, ...]:
