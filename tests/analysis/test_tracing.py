@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -145,6 +147,33 @@ def test_pieces_are_bounded_and_join(make: Make, images_of: Images, monkeypatch:
     assert torch.equal(torch.cat([piece.logits for piece in pieces]), whole.logits)
     joined = torch.cat([piece.attention for piece in pieces])  # type: ignore[misc]
     torch.testing.assert_close(joined, whole.attention)
+
+
+MEMORY = """
+import sys
+import torch
+import vitrail
+from vitrail.analysis.tracing import traces
+from vitrail.machine import peak_memory
+# the tokens, layers and heads of a ViT-L/16 at 384 pixels, whose maps take most of the memory, in a narrow network
+network = vitrail.create("ViT-L/16", image_size=(384, 384), width=64, mlp_width=64, num_classes=10)
+images = torch.randn(int(sys.argv[1]), 3, 384, 384)
+before = peak_memory(torch.device("cpu"))
+shapes = [tuple(piece.attention.shape) for piece in traces(network, images, batch_size=2)]
+assert shapes == [(1, 24, 16, 577, 577)] * len(images), shapes
+print(peak_memory(torch.device("cpu")) - before)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_number_of_images() -> None:
+    def peak(images: int) -> int:
+        return int(subprocess.check_output([sys.executable, "-c", MEMORY, str(images)]))
+
+    maps = 24 * 16 * 577**2 * 4
+    few, many = peak(2), peak(6)
+    assert many < few + maps / 4, "a piece that is not freed would add the maps of an image, or of several"
+    assert maps < many < 2e9
 
 
 def test_imported_weights_and_another_size(golden: Callable[[str], Any], tmp_path: Path) -> None:
