@@ -77,7 +77,9 @@ def test_curves_and_random_weights() -> None:
     assert "rollout (area 0.300)" in found and "random (area 0.500): 50, 0.6" in found
     assert "rollout (area 0.550): 50, 0.7" in titles(draw_curves(curves, "insertion"))
     check = RandomisedWeights("saliency", "rank correlation", ("head", "block 0"), np.array([[1.0, 0.5], [0.0, 0.1]]))
-    assert titles(draw_randomised(check))[1:] == ["mean over images: 1, 0.75", "mean over images: 2, 0.05"]
+    other = RandomisedWeights("saliency", "rank correlation", ("head", "block 0"), np.array([[1.0, 1.0], [0.5, 0.3]]))
+    lines = [title for title in titles(draw_randomised({"relevance": check, "rollout": other})) if ": " in title]
+    assert lines == ["relevance: 1, 0.75", "relevance: 2, 0.05", "rollout: 1, 1", "rollout: 2, 0.4"]
 
 
 def test_pictures(make: Make, images_of: Images) -> None:

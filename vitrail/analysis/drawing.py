@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -132,15 +132,21 @@ def draw_curves(curves: SaliencyCurves, kind: str = "deletion") -> str:
     )
 
 
-def draw_randomised(check: RandomisedWeights) -> str:
-    """Return the similarity of saliency maps while weights become random from the head downward, as SVG."""
-    means = check.correlation.mean(axis=1)
-    line = Series("mean over images", [(float(stage + 1), float(mean)) for stage, mean in enumerate(means)])
+def draw_randomised(checks: Mapping[str, RandomisedWeights]) -> str:
+    """Return the similarity of saliency maps while weights become random from the head downward, as SVG.
+
+    `checks` has the measurement of each method, by its name. All of them are of one network.
+    """
+    lines = [
+        Series(name, [(float(stage + 1), float(mean)) for stage, mean in enumerate(check.correlation.mean(axis=1))])
+        for name, check in checks.items()
+    ]
+    first = next(iter(checks.values()))
     return series_chart(
-        [line],
-        label=f"Rank correlation with the trained network's maps; random down to {', '.join(check.stages)}.",
+        lines,
+        label=f"Rank correlation with the trained network's maps; random down to {', '.join(first.stages)}.",
         x_name="layers with random weights, from the head",
-        y_name=check.unit,
+        y_name=first.unit,
         bounds=(-1.0, 1.0),
         integers=True,
     )

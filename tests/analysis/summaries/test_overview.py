@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import torch
 from tests.analysis.summaries.test_comparison import BIT, bundle_of, source_of
 from tests.conftest import make_colour_folder
 from vitrail.analysis.cka import layer_similarity
+from vitrail.analysis.faithfulness import randomised_weights, saliency_curves
 from vitrail.analysis.features import probe_layers
+from vitrail.analysis.saliency import attention_rollout, class_relevance
 from vitrail.analysis.statistics import attention_distance
 from vitrail.analysis.summaries.overview import Overview, overview
 from vitrail.analysis.summaries.samples import evenly, images_at, inputs_of
-from vitrail.data.source import Subset
+from vitrail.data.source import Sample, Source, Subset, Target
+from vitrail.data.sources import open_whole
 from vitrail.errors import ConfigError
 from vitrail.evaluation.outputs import Outputs
 from vitrail.weights.bundle import Bundle
@@ -27,24 +31,41 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_colour_folder(tmp_path_factory.mktemp("data") / "colours", images=9)
 
 
+class Unlabelled(Subset):
+    """A source whose images have no labels."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source, range(len(source)))
+
+    def __getitem__(self, index: int) -> Sample:
+        return replace(super().__getitem__(index), target=None)
+
+    def target(self, index: int) -> Target:
+        return None
+
+
 def seen(folder: Path, bundle: Bundle, **fields: Any) -> Overview:
     source, train = source_of(folder, bundle), source_of(folder, bundle)
-    return overview(Outputs(bundle), source, train, "it", **{"bootstrap": 0, "images": 10, **fields})
+    return overview(
+        Outputs(bundle), source, train, "it", **{"bootstrap": 0, "images": 10, "saliency_images": 0, **fields}
+    )
 
 
 def test_it_holds_what_each_analysis_measures(colours: Path) -> None:
     bundle = bundle_of(seed=3)
     found, source = seen(colours, bundle, probe_images=20), source_of(colours, bundle)
     inputs = inputs_of(bundle, images_at(source, evenly(27, 10)))
-    assert found.looked_at == 10 and found.report.images == 27
-    assert np.array_equal(found.reach.mean, attention_distance(bundle.network, inputs).pixels.mean)  # type: ignore[union-attr]
-    assert found.similarity is not None and found.colours is not None
-    assert np.allclose(found.similarity.values, layer_similarity(bundle.network, [inputs]).values)
+    assert found.answers is not None
+    assert found.layers.images == 10 and found.images == found.answers.report.images == 27
+    assert np.array_equal(found.layers.reach.mean, attention_distance(bundle.network, inputs).pixels.mean)  # type: ignore[union-attr]
+    assert found.layers.similarity is not None and found.patches is not None
+    assert np.allclose(found.layers.similarity.values, layer_similarity(bundle.network, [inputs]).values)
     labels = np.array([source.target(int(index)) for index in evenly(27, 20)])
     some = inputs_of(bundle, images_at(source, evenly(27, 20)))
     assert list(found.probes) == probe_layers(bundle.network, some, labels, some, labels)
-    assert found.filters is not None and found.positions is not None and found.norms is not None and not found.notes
-    assert len(found.colour_pictures) == len(found.colours.values) == 8
+    layers = found.layers
+    assert layers.filters is not None and layers.positions is not None and layers.norms is not None and not found.notes
+    assert len(found.patches.pictures) == len(found.patches.colours.values) == 8
 
 
 def test_errors_are_the_most_certain_ones(colours: Path) -> None:
@@ -57,9 +78,12 @@ def test_errors_are_the_most_certain_ones(colours: Path) -> None:
         for row, key in enumerate(predictions.keys)
         if int(chances[row].argmax()) != predictions.truth.plain(row)
     }
-    assert wrong and [one.key for one in found.errors] == sorted(wrong, key=lambda key: -wrong[key])
-    assert [one.answer.probability for one in found.errors] == pytest.approx([wrong[one.key] for one in found.errors])
-    assert [one.key for one in seen(colours, bundle, examples=1, probe_images=0).errors] == [found.errors[0].key]
+    assert found.answers is not None
+    errors = found.answers.errors
+    assert wrong and [one.key for one in errors] == sorted(wrong, key=lambda key: -wrong[key])
+    assert [one.answer.probability for one in errors] == pytest.approx([wrong[one.key] for one in errors])
+    few = seen(colours, bundle, examples=1, probe_images=0).answers
+    assert few is not None and [one.key for one in few.errors] == [errors[0].key]
 
 
 def test_embeddings_lie_along_their_principal_components(colours: Path) -> None:
@@ -76,19 +100,21 @@ def test_embeddings_lie_along_their_principal_components(colours: Path) -> None:
 
 
 def test_what_a_resnet_does_not_have_is_named(colours: Path) -> None:
-    found = seen(colours, bundle_of(size=(16, 16), **BIT), probe_images=12)
-    assert found.reach.name == "effective receptive field"
-    assert (found.filters, found.positions, found.norms, found.entropy) == (None, None, None, None)
+    found = seen(colours, bundle_of(size=(16, 16), **BIT), probe_images=12, saliency_images=4)
+    layers = found.layers
+    assert layers.reach.name == "effective receptive field"
+    assert (layers.filters, layers.positions, layers.norms, layers.entropy) == (None, None, None, None)
+    assert found.saliency is None
     assert found.notes == (
         "a network of the architecture 'BiT' has no attention to look into; choose a Vision Transformer or a hybrid",
     )
     assert [one.layer for one in found.probes] == list(range(len(found.probes))) and found.probes
-    assert all(one.answer.relevance is None for one in found.errors)
+    assert found.answers is not None and all(one.answer.relevance is None for one in found.answers.errors)
 
 
 def test_linear_models_are_not_measured_on_images_that_they_learned_from(colours: Path) -> None:
     bundle = bundle_of()
-    found = overview(Outputs(bundle), source_of(colours, bundle), None, "it", images=4, bootstrap=0)
+    found = overview(Outputs(bundle), source_of(colours, bundle), None, "it", images=4, saliency_images=0, bootstrap=0)
     assert not found.probes
     assert found.notes == ("a linear model of each layer, which would be measured on images that it learned from",)
 
@@ -97,19 +123,21 @@ def test_linear_models_are_not_measured_on_images_that_they_learned_from(colours
 def test_few_images_have_no_similarity_of_layers(colours: Path, images: int) -> None:
     bundle = bundle_of(seed=3)
     source = source_of(colours, bundle)
-    found = overview(Outputs(bundle), Subset(source, range(images)), source, "it", bootstrap=0)
-    assert found.similarity is None and found.looked_at == images
+    found = overview(Outputs(bundle), Subset(source, range(images)), source, "it", saliency_images=0, bootstrap=0)
+    assert found.layers.similarity is None and found.layers.images == images
     notes = ["the similarity of layers, which needs at least 4 images"]
     if images == 1:
         notes.append("a map of the embeddings, which needs at least two images and two features")
     assert list(found.notes) == notes and (found.embedding is None) == (images == 1)
-    assert found.colours is not None and found.probes
+    assert found.patches is not None and found.probes
 
 
 def test_one_image_of_one_patch_has_no_colours(colours: Path) -> None:
     bundle = bundle_of(size=(4, 4))
-    found = overview(Outputs(bundle), Subset(source_of(colours, bundle), [0]), None, "it", bootstrap=0)
-    assert found.colours is None and any("the number of directions of these tokens" in note for note in found.notes)
+    found = overview(
+        Outputs(bundle), Subset(source_of(colours, bundle), [0]), None, "it", saliency_images=0, bootstrap=0
+    )
+    assert found.patches is None and any("the number of directions of these tokens" in note for note in found.notes)
 
 
 def test_images_that_cannot_be_decoded_are_skipped_and_listed(tmp_path: Path) -> None:
@@ -120,8 +148,8 @@ def test_images_that_cannot_be_decoded_are_skipped_and_listed(tmp_path: Path) ->
     for file in files.values():
         file.write_bytes(file.read_bytes()[:60])
     measured, learned = Subset(source, range(9)), Subset(source, range(9, 18))
-    found = overview(Outputs(bundle), measured, learned, "it", images=4, bootstrap=0)
-    assert found.report.images == 8 and found.embedding is not None and len(found.embedding.keys) == 8
+    found = overview(Outputs(bundle), measured, learned, "it", images=4, saliency_images=0, bootstrap=0)
+    assert found.images == 8 and found.embedding is not None and len(found.embedding.keys) == 8
     assert [item.key for item in found.skipped] == [source.key(1), source.key(17)]
     others = inputs_of(bundle, images_at(learned, range(8)))
     labels = np.array([learned.target(index) for index in range(8)])
@@ -134,7 +162,7 @@ def test_images_that_cannot_be_decoded_are_skipped_and_listed(tmp_path: Path) ->
 def test_without_a_training_image_there_are_no_linear_models(colours: Path) -> None:
     bundle = bundle_of(seed=3)
     source = source_of(colours, bundle)
-    found = overview(Outputs(bundle), source, Subset(source, []), "it", images=4, bootstrap=0)
+    found = overview(Outputs(bundle), source, Subset(source, []), "it", images=4, saliency_images=0, bootstrap=0)
     assert not found.probes
     assert found.notes == ("no training image has a label and can be decoded, so no layer has a linear model",)
 
@@ -143,5 +171,45 @@ def test_what_cannot_be_reported_on(colours: Path) -> None:
     bundle = bundle_of()
     with pytest.raises(ConfigError, match=r"^images=3 is too small to compare layers; choose at least 4"):
         seen(colours, bundle, images=3)
-    with pytest.raises(ConfigError, match=r"^this model has no classes to report on"):
+    with pytest.raises(ConfigError, match=r"^a model that predicts numbers cannot be reported on; choose"):
         overview(Outputs(bundle_of(output="numbers")), source_of(colours, bundle), source_of(colours, bundle), "it")
+
+
+def test_saliency_maps_are_measured_on_images_at_equal_distances(colours: Path) -> None:
+    bundle = bundle_of(seed=3)
+    found, source = seen(colours, bundle, probe_images=0, saliency_images=5).saliency, source_of(colours, bundle)
+    assert found is not None
+    inputs = inputs_of(bundle, images_at(source, evenly(27, 5)))
+    names = ("rollout", "relevance", "relevance, gradients alone", "random")
+    assert found.curves.methods == names and found.curves.deletion.shape[:2] == (4, 5)
+    maps = {"rollout": attention_rollout(bundle.network, inputs), "relevance": class_relevance(bundle.network, inputs)}
+    expected = saliency_curves(bundle.network, inputs, maps)
+    methods = {one.name: one for one in found.methods}
+    for row, name in enumerate(maps):
+        assert methods[name].deletion.value == pytest.approx(expected.deletion_auc()[row].mean())
+        assert methods[name].insertion.value == pytest.approx(expected.insertion_auc()[row].mean())
+    assert methods["rollout"].random_head == pytest.approx(1.0), "rollout does not read the head"
+    check = randomised_weights(bundle.network, inputs[:4], class_relevance).correlation.mean(axis=1)
+    assert methods["relevance"].random_head == pytest.approx(check[0])
+    assert methods["relevance"].random_all == pytest.approx(check[-1])
+    assert methods["random"].random_head is None and methods["random"].random_all is None
+
+
+@pytest.mark.parametrize("has_labels", [True, False])
+def test_a_model_without_a_head_has_layers_and_embeddings(colours: Path, has_labels: bool) -> None:
+    bundle = bundle_of(seed=3, classes=())
+    whole = open_whole(str(colours)).whole.train
+    source = whole if has_labels else Unlabelled(whole)
+    found = overview(Outputs(bundle), source, whole, "it", images=6, probe_images=12, bootstrap=0)
+    assert found.answers is None and found.saliency is None and found.images == 27
+    assert found.layers.entropy is not None and found.embedding is not None
+    assert found.embedding.labels == tuple(whole.key(row).split("/")[0] if has_labels else "" for row in range(27))
+    notes = ["measurements of saliency maps, which need the classes of a head"]
+    if has_labels:
+        labels = np.array([whole.target(int(index)) for index in evenly(27, 12)])
+        some = inputs_of(bundle, images_at(whole, evenly(27, 12)))
+        assert list(found.probes) == probe_layers(bundle.network, some, labels, some, labels)
+    else:
+        assert not found.probes
+        notes.insert(0, "no measured image has a label, so no layer has a linear model")
+    assert list(found.notes) == notes

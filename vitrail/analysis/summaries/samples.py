@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from vitrail.weights.bundle import Bundle
 
 __all__ = [
     "Answer",
+    "SeenImages",
     "answer_about",
     "distances",
     "evenly",
@@ -48,6 +49,34 @@ class Answer:
     probability: float
     relevance: Float[np.ndarray, "height width"] | None
     """Relevance of each pixel of the picture for this answer, or None for a network without attention maps."""
+
+
+@dataclass(frozen=True, eq=False)
+class SeenImages:
+    """The images of a data set that could be decoded."""
+
+    source: Source = field(repr=False)
+    indices: Int64[np.ndarray, " n"]
+    """Indices of the images in the source."""
+    keys: tuple[str, ...]
+    labels: Int64[np.ndarray, " n"]
+    """Class of each image, or -1 for an image without one label."""
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def label(self, row: int) -> str:
+        """Return the name of an image's class, or "" for an image without one label."""
+        return self.classes[self.labels[row]] if self.labels[row] >= 0 else ""
+
+    def images(self, rows: Int64[np.ndarray, " m"]) -> Iterator[bytes | np.ndarray]:
+        """Yield chosen images: bytes of image files, or arrays of pixels."""
+        return images_at(self.source, self.indices[rows])
+
+    def inputs(self, bundle: Bundle, rows: Int64[np.ndarray, " m"]) -> Float[Tensor, "m c h w"]:
+        """Return chosen images as the network takes them."""
+        return inputs_of(bundle, self.images(rows))
 
 
 def evenly(total: int, count: int) -> Int64[np.ndarray, " n"]:

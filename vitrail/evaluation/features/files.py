@@ -28,6 +28,7 @@ __all__ = [
     "feature_folders",
     "load_features",
     "parquet_library",
+    "printable_key",
     "save_features",
     "save_parquet",
 ]
@@ -164,7 +165,7 @@ def save_parquet(features: FeatureSet, path: Path) -> None:
                     rows = range(first, min(first + PARQUET_ROWS, len(features)))
                     numbers = arrow.array(np.ascontiguousarray(features.features[rows.start : rows.stop]).reshape(-1))
                     columns = [
-                        arrow.array([_printable(features.keys[row]) for row in rows], kinds["key"]),
+                        arrow.array([printable_key(features.keys[row]) for row in rows], kinds["key"]),
                         arrow.array([truth.plain(row) for row in rows], value_types[truth.kind]),
                         arrow.FixedSizeListArray.from_arrays(numbers, features.width),
                     ]
@@ -189,7 +190,7 @@ def _name_of(kind: TargetKind) -> str:
     return "numbers" if kind == "numbers" else "label"
 
 
-def _printable(key: str) -> str:
+def printable_key(key: str) -> str:
     """Return a key as valid Unicode. File names can hold any bytes, but a column of strings cannot."""
     return key.encode("utf-8", "backslashreplace").decode()
 
