@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -383,3 +385,23 @@ def test_a_suite_that_cannot_work_is_explained(
     )
     code, error = main(["finetune", str(model), *words]), capsys.readouterr().err
     assert code == 2 and message in error and "Traceback" not in error and not Path("runs").exists()
+
+
+@pytest.mark.slow
+def test_the_report_of_a_run_leads_to_the_page_that_looks_inside(
+    model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, link = tmp_path / "run", '<a href="inside/report.html">'
+    words = [str(model), "--data", str(badges), "--run", str(run), "--max-skipped", "0.1", *QUICK, "--steps", "4"]
+    assert main(["finetune", *words]) == 0
+    page = (run / "report.html").read_text(encoding="utf-8")
+    command = shlex.join(["vitrail", "report", str(run), "--data", str(badges), "--split", "validation"])
+    assert html.escape(command) in page and link not in page
+    capsys.readouterr()
+    assert main([*shlex.split(command)[1:], "--images", "4", "--probe-images", "0", "--saliency-images", "2"]) == 0
+    assert str(run / "inside" / "report.html") in capsys.readouterr().out
+    assert link in (run / "report.html").read_text(encoding="utf-8")
+    inside = (run / "inside" / "report.html").read_text(encoding="utf-8")
+    assert '<a href="../report.html">' in inside and "Report on run" in inside
+    assert main(["finetune", *words, "--overwrite"]) == 0
+    assert not (run / "inside").exists() and link not in (run / "report.html").read_text(encoding="utf-8")

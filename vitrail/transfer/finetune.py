@@ -297,8 +297,10 @@ def evaluate_run(
     model = run.folder / "model"
     commands: list[tuple[str, ...]] = [("vitrail", "predict", str(model), str(run.folder / "examples"))]
     if split in names:
-        measured = ("--data", config.data.spec, "--split", names[split], *_numbers(config))
-        commands.append(("vitrail", "evaluate", str(model), *measured))
+        measured = ("--data", config.data.spec, "--split", names[split])
+        commands.append(("vitrail", "evaluate", str(model), *measured, *_numbers(config)))
+        if isinstance(predictions.truth, SingleLabels):
+            commands.append(("vitrail", "report", str(run.folder), *measured))
     page = write_report(
         run.folder,
         run.bundle,

@@ -23,6 +23,7 @@ from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.records.curves import training_figures
+from vitrail.training.records.inside import inside_link
 from vitrail.training.records.record import read_record
 from vitrail.transfer import charts, number_sections, sections
 from vitrail.transfer.number_sections import errors_section, number_rows, residuals_section, scatter_section
@@ -81,6 +82,7 @@ def write_report(
     figures = training_figures(config, events, metric, bundle.provenance.get("step"))
     parts = [
         *_headline(config, split, report, source),
+        inside_link(folder),
         *_overview(summary, next(iter(figures), "")),
         *_curves(figures[1:]),
         *_trials(tried, events, bundle, metric),

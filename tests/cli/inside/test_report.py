@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from PIL import Image
 
 from tests.analysis.summaries.test_comparison import BIT, bundle_of
 from tests.conftest import make_colour_folder
 from vitrail.cli import main
+from vitrail.evaluation.features.files import parquet_library
+
+FAST = ("--images", "4", "--bootstrap", "0", "--probe-images", "0", "--saliency-images", "0")
 
 
 def test_a_page_figures_and_numbers_are_written(
@@ -21,21 +28,28 @@ def test_a_page_figures_and_numbers_are_written(
     bundle_of(seed=3).save(tmp_path / "model")
     out = tmp_path / "report"
     given = ["report", str(tmp_path / "model"), "--data", str(colour_folder), "--out", str(out), "--images", "8"]
+    given += ["--saliency-images", "4"]
     assert main(given) == 0
     shown = capsys.readouterr().out
     found = json.loads((out / "report.json").read_text())
     assert f"{found['accuracy']['value']:.2%} accuracy on {found['images']} images" in shown
     assert len(found["probes"]) == len(found["similarity"]) == 2
     page = (out / "report.html").read_text()
-    assert all(f"<h2>{head}" in page for head in ("What the first layer", "Layers", "Patches", "Embeddings", "Classes"))
+    heads = ("What the first layer", "Layers", "Patches", "Saliency maps", "Embeddings", "Classes")
+    assert all(f"<h2>{head}" in page for head in heads)
     assert "http" not in page.replace("http://www.w3.org", "").replace("http-equiv", "")
-    names = ("distance", "embedding", "entropy", "norms", "probes", "similarity")
+    names = (
+        "deletion", "distance", "embedding", "entropy", "insertion", "norms", "probes", "random_weights", "similarity",
+    )  # fmt: skip
     assert sorted(path.stem for path in out.glob("*.svg")) == list(names)
     assert all(ElementTree.parse(out / f"{name}.svg").getroot().tag.endswith("svg") for name in names)
     for name in ("filters", "positions", "patches"):
         with Image.open(out / f"{name}.png") as picture:
             assert min(picture.size) > 4
-    assert len(list(csv.reader((out / "embedding.csv").read_text().splitlines()))) == 1 + found["images"]
+    (heads, *rows) = csv.reader((out / "saliency.csv").read_text().splitlines())
+    assert [row[0] for row in rows] == [one["name"] for one in found["saliency"]]
+    assert [float(row[1]) for row in rows] == [one["deletion"]["value"] for one in found["saliency"]]
+    assert rows[-1][0] == "random" and rows[-1][3:] == ["", ""], "a random order has no maps to compare"
     assert main([*given, "--overwrite", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == found
 
@@ -45,10 +59,57 @@ def test_a_resnet_has_no_pictures_of_attention(colour_folder: Path, tmp_path: Pa
     out = tmp_path / "report"
     given = ["report", str(tmp_path / "model"), "--data", str(colour_folder), "--out", str(out), "--images", "4"]
     assert main([*given, "--probe-images", "0"]) == 0
+    assert not (out / "saliency.csv").exists()
     assert sorted(path.name for path in out.iterdir() if path.suffix in (".svg", ".png")) == [
         "distance.svg", "embedding.svg", "patches.png", "similarity.svg",
     ]  # fmt: skip
     assert "Not shown: a network of the architecture" in (out / "report.html").read_text()
+
+
+def test_the_embeddings_are_a_table_for_other_programs(
+    colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = bundle_of(seed=3)
+    bundle.save(tmp_path / "model")
+    out = tmp_path / "report"
+    given = ["report", str(tmp_path / "model"), "--data", str(colour_folder), "--out", str(out), *FAST]
+    assert main([*given, "--split", "all"]) == 0
+    rows = list(csv.DictReader((out / "embedding.csv").read_text().splitlines()))
+    found = pyarrow.parquet.read_table(out / "embedding.parquet")
+    assert found.column_names == ["key", "class", "predicted", "probability", "component_1", "component_2", "feature"]
+    assert str(found.schema.field("feature").type) == "fixed_size_list<element: float>[8]"
+    columns = found.to_pydict()
+    for name in found.column_names[:-1]:
+        assert [str(value) for value in columns[name]] == [row[name] for row in rows]
+    files = [colour_folder / key for key in columns["key"]]
+    assert len(files) == 36 and columns["class"] == [file.parent.name for file in files]
+    assert np.allclose(np.array(columns["feature"]), bundle.embed(files).numpy(), atol=1e-5)
+    predicted = [one.label for one in bundle.predict(files)]
+    assert columns["predicted"] == predicted
+    capsys.readouterr()
+    parquet_library.cache_clear()
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    assert main([*given, "--split", "all", "--overwrite"]) == 0
+    needs = "embedding.parquet was not written: writing Parquet needs pyarrow: pip install 'vitrail[parquet]'"
+    assert needs in capsys.readouterr().out
+    assert not (out / "embedding.parquet").exists() and (out / "embedding.csv").is_file()
+
+
+def test_a_model_without_a_head_has_a_report(
+    colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle_of(seed=3, classes=()).save(tmp_path / "model")
+    out = tmp_path / "report"
+    given = ["report", str(tmp_path / "model"), "--data", str(colour_folder), "--out", str(out), "--split", "train"]
+    assert main([*given, "--images", "8"]) == 0
+    found, shown = json.loads((out / "report.json").read_text()), capsys.readouterr().out
+    assert f"a model without a head, looked into on {found['images']} images" in shown
+    assert "accuracy" not in found and found["saliency"] is None and found["errors"] == []
+    page = (out / "report.html").read_text()
+    assert "A model without a head, looked into on" in page and "<h2>Embeddings" in page and "<h2>Classes" not in page
+    assert "Not shown: measurements of saliency maps, which need the classes of a head." in page
+    assert (out / "embedding.csv").read_text().startswith("key,class,component_1,component_2\n")
+    assert not (out / "classes.csv").exists()
 
 
 @pytest.fixture
@@ -66,6 +127,7 @@ def test_images_that_cannot_be_decoded_are_named(
     bundle_of(seed=3).save(tmp_path / "model")
     out = tmp_path / "report"
     given = ["report", str(tmp_path / "model"), "--data", str(broken), "--out", str(out), "--bootstrap", "0"]
+    given += ["--saliency-images", "0"]
     assert main(given) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("skipped ")]
     assert [line.partition(": ")[0] for line in lines] == ["skipped red/test.jpg", "skipped red/train.jpg"]
@@ -81,7 +143,7 @@ def test_all_reports_on_the_images_of_every_split(
 ) -> None:
     bundle_of(seed=3).save(tmp_path / "model")
     given = ["report", str(tmp_path / "model"), "--data", str(broken), "--out", str(tmp_path / "report"), "--json"]
-    assert main([*given, "--bootstrap", "0", "--split", "all"]) == 0
+    assert main([*given, "--bootstrap", "0", "--saliency-images", "0", "--split", "all"]) == 0
     shown = capsys.readouterr()
     found = json.loads(shown.out)
     assert found["images"] == 18 and not found["probes"]
@@ -94,10 +156,10 @@ def test_the_note_about_a_missing_split_offers_an_option_of_this_verb(
 ) -> None:
     bundle_of(seed=3).save(tmp_path / "model")
     given = ["report", str(tmp_path / "model"), "--data", str(colour_folder), "--out", str(tmp_path / "report")]
-    assert main([*given, "--bootstrap", "0", "--probe-images", "0"]) == 0
+    assert main([*given, *FAST]) == 0
     shown = capsys.readouterr().out
     assert "use --split all to measure every image" in shown and "accuracy on 4 images" in shown
-    assert main([*given, "--bootstrap", "0", "--overwrite", "--split", "all"]) == 0
+    assert main([*given, *FAST, "--overwrite", "--split", "all"]) == 0
     assert "accuracy on 36 images" in capsys.readouterr().out
 
 
@@ -106,6 +168,7 @@ def test_the_note_about_a_missing_split_offers_an_option_of_this_verb(
     [
         (["--data", "x", "--images", "3"], "--images 3: give at least 4"),
         (["--data", "x", "--probe-images", "-1"], "--probe-images -1: give at least 0"),
+        (["--data", "x", "--saliency-images", "-1"], "--saliency-images -1: give at least 0"),
         ([], "--data is missing: name a data set with the classes of the model"),
     ],
 )

@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from vitrail.analysis.cka import SMALLEST_BATCH
 from vitrail.cli.evaluating.common import common_images
-from vitrail.cli.evaluating.data import open_for_head
+from vitrail.cli.evaluating.data import open_for_features, open_for_head
 from vitrail.cli.options.command import Command
 from vitrail.data.batch import Skipped
 from vitrail.data.source import Mixture, Source
@@ -90,7 +90,10 @@ class SummaryOptions:
         common = common_images(bundles, self.data, self.split, None) if len(bundles) > 1 else None
         opened, notes = [], {}
         for name, bundle in bundles.items():
-            found = open_for_head(bundle, self.data, self.split, "", None, common)
+            if bundle.classes:
+                found = open_for_head(bundle, self.data, self.split, "", None, common)
+            else:
+                found = open_for_features(bundle, self.data, self.split, (), common)
             train = None if "train" in found.sources else found.train
             opened.append(OpenedModel(name, bundle, _joined(tuple(found.sources.values())), train))
             notes[name] = [command.note(note) for note in (*bundle.notes, *found.notes)]

@@ -8,6 +8,7 @@ from pathlib import Path
 from vitrail.files import partial_path, saving
 from vitrail.page import document, escape, figure, table, thumbnail
 from vitrail.tasks.pictures import PictureTable
+from vitrail.training.records.inside import inside_link
 
 __all__ = ["write_pictures"]
 
@@ -30,6 +31,7 @@ def write_pictures(
     parts = [f'<p class="dim">{escape(heading)}</p>']
     if (folder / "progress.html").is_file():
         parts.append('<p><a href="progress.html">Curves and settings of the run</a></p>')
+    parts.append(inside_link(folder))
     if metrics:
         rows = [(name.replace("_", " "), f"{value:.4g}") for name, value in metrics.items()]
         parts.append(table(("metric", "value"), rows))

@@ -11,14 +11,15 @@ from vitrail.errors import RunError
 from vitrail.files import check_parent, saving
 from vitrail.machine import pick_device
 from vitrail.training.config import TrainConfig
+from vitrail.training.records.inside import INSIDE
 from vitrail.training.records.lock import LOCK, check_unlocked
 
-__all__ = ["check_place", "check_request", "new_folder", "place_of"]
-
+__all__ = ["check_place", "check_request", "new_folder", "place_of", "run_of"]
 
 ENTRIES = (
     "run.json", LOCK, "journal.jsonl", "progress.html", "report.html", "checkpoints", "checkpoints/*",
     "model", "model/model.*", "beside.safetensors", ".best-*", "examples", "examples/*.png",
+    INSIDE, *(f"{INSIDE}/{name}" for name in ("report.html", "report.json", "*.csv", "*.svg", "*.png", "*.parquet")),
     "tensorboard", "tensorboard/*", "wandb", "wandb/*", "*.vitrail-partial", "*.vitrail-replaced",
 )  # fmt: skip
 """All files that a run writes into its folder, as shell patterns. A folder with any other file is not deleted."""
@@ -58,6 +59,12 @@ def check_place(folder: Path, config: TrainConfig) -> None:
             "so it is not overwritten; move them elsewhere, or choose another --run"
         )
     check_unlocked(folder)
+
+
+def run_of(model: Path) -> Path | None:
+    """Return the folder of the run whose model a path names, or None. The path is that of the run or of its model."""
+    folders = (folder for folder in (model, model.parent) if (folder / "run.json").is_file())
+    return next((folder for folder in folders if folder == model or model.name == "model"), None)
 
 
 def check_request(config: TrainConfig) -> None:
