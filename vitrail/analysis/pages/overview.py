@@ -36,7 +36,8 @@ FIRST = ".first figure { max-width: 28rem; } .first img { image-rendering: pixel
 """Style of the pictures of the first layer, which are small."""
 
 MAP = """
-#near { width: auto; } #near img { width: 10rem; height: 10rem; image-rendering: pixelated; }
+#near { width: auto; } #near img[hidden] { display: none; }
+#near img { width: 10rem; height: 10rem; image-rendering: pixelated; }
 #near figcaption { font-size: .9rem; }
 .dot.chosen { stroke: CanvasText; stroke-width: 2; }
 """
