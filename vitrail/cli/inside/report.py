@@ -61,7 +61,7 @@ COMMAND = Command(
 
 def main(call: Call) -> int:
     run = run_of(Path(call.options["model"]))
-    options = Report(**({} if run is None else {"out": run / INSIDE}) | call.options)
+    options = Report(**{**({} if run is None else {"out": run / INSIDE}), **call.options})
     options.check(FILES, probe_images=0, saliency_images=0)
     console = options.console()
     name = (Path(options.model) if run is None else run.resolve()).name or options.model
