@@ -44,6 +44,13 @@ def test_gaps_and_nothing() -> None:
     assert scatter({}, label="", x_name="x", y_name="y") == ""
 
 
+def test_groups_that_share_a_colour_differ_in_their_dots() -> None:
+    groups = {f"class {number}": [(float(number), 1.0)] for number in range(10)}
+    found = scatter(groups, label="x", x_name="x", y_name="y")
+    for name in ('class="dot" fill="#0072b2"', 'class="dot ring" color="#0072b2"', 'class="dot ring" color="#d55e00"'):
+        assert found.count(name) == 2, "the dot, and its sample in the legend"
+
+
 def test_scatter_has_a_dot_per_point() -> None:
     groups = {"heads & more": [(0.0, 5.0), (1.0, math.inf)], "field": [(1.0, 2.0)]}
     root = parsed(scatter(groups, label="Dots.", x_name="layer", y_name="pixels"))

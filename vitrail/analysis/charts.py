@@ -46,6 +46,7 @@ svg text { fill: var(--dim, #5c5c58); }
 .axis { stroke: var(--dim, #5c5c58); fill: none; }
 .series { fill: none; stroke-width: 1.75; stroke-linejoin: round; stroke-linecap: round; }
 .dot { stroke: none; fill-opacity: .8; }
+.dot.ring { fill-opacity: 0; stroke: currentColor; stroke-width: 1.5; }
 """
 """CSS rules of the charts. Outside of a page of `vitrail.page`, the colours of light mode apply."""
 
@@ -83,7 +84,7 @@ def series_chart(
             f"<title>{escape(one.name)}</title></path>"
         )
         if len(one.finite) <= MAX_DOTS:
-            parts += [_dot(area, point, colour, f"{one.name}: {_pair(point)}") for point in one.finite]
+            parts += [_dot(area, point, number, f"{one.name}: {_pair(point)}", lines=True) for point in one.finite]
     return _with_legend(parts, [one.name for one in series], label, lines=True)
 
 
@@ -96,14 +97,15 @@ def scatter(
     bounds: tuple[float, float] = (-math.inf, math.inf),
     integers: bool = False,
 ) -> str:
-    """Return a scatter plot with one colour per group. See `series_chart` for the arguments."""
+    """Return a scatter plot with one colour per group. If there are more groups than colours, every second round of
+    colours has rings in place of dots. See `series_chart` for the arguments."""
     finite = {name: [point for point in points if all(map(math.isfinite, point))] for name, points in groups.items()}
     area, frame = _frame([point for points in finite.values() for point in points], x_name, y_name, bounds, integers)
     if area is None:
         return ""
     parts = [frame]
     for number, (name, points) in enumerate(finite.items()):
-        parts += [_dot(area, point, _look(number)[0], f"{name}: {_pair(point)}", 3.0) for point in points]
+        parts += [_dot(area, point, number, f"{name}: {_pair(point)}", 3.0) for point in points]
     return _with_legend(parts, list(finite), label, lines=False)
 
 
@@ -227,8 +229,17 @@ def _look(number: int) -> tuple[str, str]:
     return COLOURS[number % len(COLOURS)], f' stroke-dasharray="{dashes}"' if dashes else ""
 
 
-def _dot(area: PlotArea, point: Point, colour: str, title: str, radius: float = 2.5) -> str:
-    return dot(area, point, radius, "", title).replace('class="dot "', f'class="dot" fill="{colour}"')
+def _dot_look(number: int) -> str:
+    """Return the attributes of the dots of a group. Groups that share a colour differ: every second has rings."""
+    colour = _look(number)[0]
+    is_ring = number // len(COLOURS) % 2 == 1
+    return f'class="dot ring" color="{colour}"' if is_ring else f'class="dot" fill="{colour}"'
+
+
+def _dot(area: PlotArea, point: Point, number: int, title: str, radius: float = 2.5, *, lines: bool = False) -> str:
+    """Return a dot of a group of a scatter plot, or of a series, whose line differs from others already."""
+    look = f'class="dot" fill="{_look(number)[0]}"' if lines else _dot_look(number)
+    return dot(area, point, radius, "", title).replace('class="dot "', look)
 
 
 def _pair(point: Point) -> str:
@@ -246,7 +257,7 @@ def _with_legend(parts: Sequence[str], names: Sequence[str], label: str, *, line
         sample = (
             f'<path class="series" stroke="{colour}"{dashes} d="M{x:g} {y - 4:g}h18"/>'
             if lines
-            else f'<circle class="dot" fill="{colour}" cx="{x + 9:g}" cy="{y - 4:g}" r="3"/>'
+            else f'<circle {_dot_look(number)} cx="{x + 9:g}" cy="{y - 4:g}" r="3"/>'
         )
         legend += [sample, horizontal_text(x + 22, y, name)]
         x += needed

@@ -203,10 +203,10 @@ def _saliency(found: SaliencySummary, drawn: dict[str, str]) -> Iterator[str]:
     yield (
         f"<p>Patches of {plural(images, 'image')} are deleted, or inserted into an empty image, in the order of each "
         "map, most salient first. A good map has a small area under the deletion curve and a large one under the "
-        "insertion curve. Maps that stay as they are with random weights show the image, not what the network learned."
-        "</p>"
+        "insertion curve. The last two columns are the rank correlations of the maps with those of a random head, and "
+        "of random weights in all layers. Maps that stay as they are show the image, not what the network learned.</p>"
     )
-    heads = ("method", "deletion area", "insertion area", "correlation with a random head", "with random weights")
+    heads = ("method", "deletion area", "insertion area", "random head", "all random")
     yield table(
         heads,
         [
