@@ -79,7 +79,7 @@ def test_positions_of_every_layer(make: Make) -> None:
 
 
 def test_what_is_refused(make: Make) -> None:
-    for positions in ("none", "relative-bias", "rotary-2d"):
+    for positions in ("none", "relative-bias", "relative-keys", "rotary-2d"):
         with pytest.raises(ConfigError, match=f"positions='{positions}' adds no vectors in layer 0"):
             position_similarity(make(positions=positions))
     with pytest.raises(ConfigError, match="positions='learned' adds no vectors in layer 1"):

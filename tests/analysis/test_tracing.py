@@ -36,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "attention-pooled": {"pool": "map", "registers": 1},
     "registers": {"registers": 2, "layer_scale": 0.1, "qk_norm": True},
     "relative": {"positions": "relative-bias", "pool": "cls+gap"},
+    "offset keys": {"positions": "relative-keys", "registers": 1},
     "rotary": {"positions": "rotary-2d", "image_size": (12, 20)},
     "every layer": {"positions_at": "every-layer", "final_norm": "pooled"},
     "hybrid": {"root": RootConfig(stem="3x3+3x3", width=32), "patch_size": (1, 1), "image_size": (5, 8), "depth": 2},

@@ -42,6 +42,7 @@ def in_both(*fields: dict[str, Any]) -> list[Any]:
         {"channels": 1, "width": 33, "heads": 3, "mlp_width": 17, "batch": 1},
         {"activation": "swiglu", "head_hidden": 7},
         {"positions": "relative-bias", "registers": 2},
+        {"positions": "relative-keys", "registers": 2},
         {"variant": "Conv+ViT-Pico/8", "image_size": (16, 24), "depth": 2},
         BIT,
     ),

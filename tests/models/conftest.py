@@ -19,6 +19,7 @@ DIVISORS = {
     "sincos-2d": 4,
     "sincos-2d-mae": 4,
     "relative-bias": 1,
+    "relative-keys": 1,
     "rotary-2d": 4,
 }
 """Kinds of positions, with a number that must divide a head's width, or certainly divides the network's width."""
@@ -60,7 +61,7 @@ def configs() -> st.SearchStrategy[dict[str, Any]]:
         heads = draw(st.integers(1, 4))
         pool = draw(st.sampled_from(["cls", "gap", "map", "cls+gap"]))
         positions = draw(st.sampled_from([*DIVISORS]))
-        inside = positions in ("relative-bias", "rotary-2d")
+        inside = positions in ("relative-bias", "relative-keys", "rotary-2d")
         places = [None, "every-layer", *(["shared"] if positions != "rotary-2d" else []), *([] if inside else ["stem"])]
         return {
             "image_size": (patch[0] * grid[0], patch[1] * grid[1]),

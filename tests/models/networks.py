@@ -48,6 +48,7 @@ DROPPED: dict[str, tuple[AnyConfig, list[tuple[int, int]]]] = {
     "some, map": (variant_config("ViT-Ti/16", depth=2, pool="map", registers=2, patch_dropout=0.3), [(96, 96)]),
     "rotary": (variant_config("ViT-Ti/16", depth=2, positions="rotary-2d", patch_dropout=0.3), [(96, 96)]),
     "relative": (variant_config("ViT-Ti/16", depth=2, positions="relative-bias", patch_dropout=0.3), [(96, 96)]),
+    "offset keys": (variant_config("ViT-Ti/16", depth=2, positions="relative-keys", patch_dropout=0.3), [(96, 96)]),
     **{
         name: (replace(config, patch_dropout=0.4), sizes)
         for name, (config, sizes) in HYBRIDS.items()

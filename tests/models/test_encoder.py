@@ -27,7 +27,7 @@ POSITIONS = [
     {"positions": kind, "positions_at": place}
     for kind, place in (
         ("none", None), ("learned", None), ("learned", "every-layer"), ("learned-2d", "shared"), ("sincos-2d", None),
-        ("relative-bias", None), ("rotary-2d", None),
+        ("relative-bias", None), ("relative-keys", None), ("rotary-2d", None),
     )
 ]  # fmt: skip
 

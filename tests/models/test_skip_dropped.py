@@ -47,7 +47,8 @@ def test_a_block_adds_scaled_branches_of_the_kept_images(read: int | None) -> No
 
 
 @pytest.mark.parametrize("fields", [
-    {}, {"positions": "relative-bias", "patch_dropout": 0.5}, {"positions": "rotary-2d", "patch_dropout": 0.5},
+    {}, {"positions": "relative-bias", "patch_dropout": 0.5}, {"positions": "relative-keys", "patch_dropout": 0.5},
+    {"positions": "rotary-2d", "patch_dropout": 0.5},
     {"pool": "gap", "registers": 2, "dropout": 0.1, "positions": "rotary-2d"},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("images", [1, 5])

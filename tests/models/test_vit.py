@@ -78,7 +78,7 @@ def equations(
     def drop(x: Tensor) -> Tensor:
         return F.dropout(x, dropout, training=dropout > 0)
 
-    def msa(x: Tensor, name: str, bias: Tensor | None) -> Tensor:
+    def msa(x: Tensor, name: str, bias: Tensor | None, keys: Tensor | None) -> Tensor:
         q, k, v = (
             part.unflatten(-1, (config.heads, -1)) for part in dense(weights, x, f"{name}.qkv").split(config.width, -1)
         )
@@ -89,6 +89,8 @@ def equations(
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(config.width // config.heads)
         if bias is not None:
             scores = scores + bias
+        if keys is not None:
+            scores = scores + torch.einsum("bqhd,hqkd->bhqk", q, keys) / math.sqrt(config.width // config.heads)
         mixed = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
         return dense(weights, mixed.flatten(2), f"{name}.out")
 
@@ -104,11 +106,13 @@ def equations(
             z = z + places(weights, config, own)[seen]
         if layer == 0:
             z = drop(z)
-        bias = None
+        bias = keys = None
         if config.positions == "relative-bias":
             bias = bias_of_pairs(weights["positions.bias"][own], config)[:, seen][:, :, seen]
+        if config.positions == "relative-keys":
+            keys = keys_of_pairs(weights["positions.keys"][own], config)[:, seen][:, :, seen]
         block = f"blocks.{layer}"
-        branch = drop(msa(norm(weights, z, f"{block}.norm1", config), f"{block}.attention", bias))
+        branch = drop(msa(norm(weights, z, f"{block}.norm1", config), f"{block}.attention", bias, keys))
         z = branch * weights.get(f"{block}.scale1.gamma", 1.0) + z
         hidden = activation(dense(weights, norm(weights, z, f"{block}.norm2", config), f"{block}.mlp.up"), config)
         branch = drop(dense(weights, drop(hidden), f"{block}.mlp.down"))
@@ -193,6 +197,16 @@ def bias_of_pairs(table: Tensor, config: ViTConfig) -> Tensor:
         for key in range(rows * columns):
             down, across = query // columns - key // columns, query % columns - key % columns
             result[:, config.prefix + query, config.prefix + key] = table[:, down + rows - 1, across + columns - 1]
+    return result
+
+
+def keys_of_pairs(table: Tensor, config: ViTConfig) -> Tensor:
+    """Return the key of the offset of each pair of tokens, for each head: patches are numbered row by row."""
+    count, prefix = math.prod(config.grid), config.prefix
+    result = torch.zeros(config.heads, config.tokens, config.tokens, config.width // config.heads, dtype=table.dtype)
+    for query in range(count):
+        for key in range(count):
+            result[:, prefix + query, prefix + key] = table[query - key + count - 1].unflatten(0, (config.heads, -1))
     return result
 
 
@@ -292,7 +306,8 @@ def test_networks_of_any_shape_follow_the_equations(
 PLACES = [
     *((kind, place) for kind in ("none", "learned", "learned-2d", "sincos-2d") for place in (
         "stem", "every-layer", "shared")),
-    ("relative-bias", "every-layer"), ("relative-bias", "shared"), ("rotary-2d", "every-layer"),
+    ("relative-bias", "every-layer"), ("relative-bias", "shared"), ("relative-keys", "every-layer"),
+    ("relative-keys", "shared"), ("rotary-2d", "every-layer"),
 ]  # fmt: skip
 
 
@@ -769,7 +784,8 @@ def test_gradients_in_bfloat16_are_right_over_many_tokens(
 STREAMS = [
     *({"positions": kind, "positions_at": place} for kind, place in PLACES),
     {"positions": "none", "pool": "gap"}, {"positions": "rotary-2d", "pool": "map", "qk_norm": True},
-    {"positions": "relative-bias", "pool": "gap", "patch_dropout": 0.5}, {"registers": 2, "pool": "cls+gap"},
+    {"positions": "relative-bias", "pool": "gap", "patch_dropout": 0.5},
+    {"positions": "relative-keys", "pool": "gap", "patch_dropout": 0.5}, {"registers": 2, "pool": "cls+gap"},
     {"root": RootConfig(stem="3x3+3x3", width=32), "image_size": (24, 20), "pool": "gap", "positions": "none"},
 ]  # fmt: skip
 
@@ -1058,7 +1074,7 @@ def unchecked() -> Iterator[None]:
         (
             {"positions": "fourier"},
             "positions='fourier' is not one of 'none', 'learned', 'learned-2d', 'sincos-2d', 'sincos-2d-mae', "
-            "'relative-bias', 'rotary-2d'",
+            "'relative-bias', 'relative-keys', 'rotary-2d'",
         ),
         ({"positions_at": "head"}, "positions_at='head' is not one of 'stem', 'every-layer', 'shared'"),
         ({"positions_cover": "none"}, "positions_cover='none' is not one of 'all', 'class', 'patches'"),
@@ -1092,6 +1108,15 @@ def unchecked() -> Iterator[None]:
         (
             {"positions": "relative-bias", "positions_at": "stem"},
             "positions='relative-bias' acts inside attention, so positions_at='stem' does not fit",
+        ),
+        (
+            {"positions": "relative-keys", "positions_at": "stem"},
+            "positions='relative-keys' acts inside attention, so positions_at='stem' does not fit",
+        ),
+        (
+            {"attention": "lsh", "positions": "fourier"},
+            "positions='fourier' is not one of 'none', 'learned', 'learned-2d', 'sincos-2d', 'sincos-2d-mae', "
+            "'relative-bias', 'relative-keys', 'rotary-2d'",
         ),
         (
             {"positions": "rotary-2d", "positions_at": "shared"},

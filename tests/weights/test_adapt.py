@@ -120,6 +120,7 @@ def test_a_resnet_gets_a_new_head(random_bundle: Make) -> None:
         {"pool": "gap"}, {"positions_at": "every-layer"}, {"position_resize": "bicubic-antialias"},
         {"positions": "learned-2d"}, {"positions": "learned-2d", "positions_at": "every-layer"},
         {"positions": "relative-bias"}, {"positions": "relative-bias", "positions_at": "shared"},
+        {"positions": "relative-keys"},
         {"positions": "sincos-2d"}, {"positions": "rotary-2d"}, {"positions": "none"},
     ],
 )  # fmt: skip
@@ -146,7 +147,7 @@ def test_learned_positions_are_resized_and_those_of_other_tokens_kept(vit: Calla
     assert torch.equal(bundle.network.state_dict()["positions.embedding"], before)
 
 
-@pytest.mark.parametrize("positions", ["learned", "learned-2d", "relative-bias"])
+@pytest.mark.parametrize("positions", ["learned", "learned-2d", "relative-bias", "relative-keys"])
 def test_a_second_change_of_the_size_starts_from_the_first_positions(
     positions: str, vit: Callable[..., Bundle]
 ) -> None:

@@ -299,7 +299,7 @@ def _not_a_choice(config: ViTConfig) -> list[str]:
 def _misfits(config: ViTConfig) -> list[str]:
     """Return messages for fields that are valid by themselves but do not fit together."""
     found = config.position_embedding.problems() if config.positions in POSITIONS else []
-    if attention_name(config.attention) in ATTENTION:
+    if attention_name(config.attention) in ATTENTION and config.positions in POSITIONS:
         found = [*_misfits_of_attention(config), *found]
     if config.reduction is not None:
         found += _misfits_of_reduction(config)

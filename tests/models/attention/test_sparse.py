@@ -114,6 +114,19 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
         {"attention": "local:window=3:padding=zero", "positions": "relative-bias"},
         r"^positions='relative-bias' has no offset for a place outside the grid, which attention=.* sees; choose",
     ),
+    "offset keys": (
+        {"attention": "axial", "positions": "relative-keys"},
+        r"^positions='relative-keys' multiplies each query with the keys of all offsets, which costs more than the "
+        r"pairs that attention='axial' leaves out; choose 'relative-bias', or attention='full'$",
+    ),
+    "offset keys of summed keys": (
+        {"attention": "linformer", "positions": "relative-keys"},
+        r"^positions='relative-keys' acts on pairs of patches, but attention='linformer' mixes the keys of all patches",
+    ),
+    "offset keys of hashed patches": (
+        {"attention": "lsh", "positions": "relative-keys"},
+        r"^positions='relative-keys' adds to logits, but attention='lsh' chooses pairs without them; choose ",
+    ),
     "dropped patches": (
         {"attention": "axial", "patch_dropout": 0.5},
         r"^patch_dropout=0.5 does not fit attention='axial', which needs the whole grid of patches; set it to 0",

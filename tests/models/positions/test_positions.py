@@ -24,6 +24,7 @@ from vitrail.models.positions import (
     PositionResize,
     Positions,
     RelativeBias,
+    RelativeKeyPositions,
     RotaryPositions,
     SinCosPositions,
     resize_grid,
@@ -34,7 +35,8 @@ from vitrail.models.vit import VisionTransformer, ViTConfig
 ADDED: tuple[str, ...] = ("learned", "learned-2d", "sincos-2d")
 PLACES: list[tuple[str, PositionPlace]] = [
     *((kind, place) for kind in ("none", *ADDED) for place in ("stem", "every-layer", "shared")),
-    ("relative-bias", "every-layer"), ("relative-bias", "shared"), ("rotary-2d", "every-layer"),
+    *((kind, place) for kind in ("relative-bias", "relative-keys") for place in ("every-layer", "shared")),
+    ("rotary-2d", "every-layer"),
 ]  # fmt: skip
 RESIZES: tuple[PositionResize, ...] = (
     "linear-corners", "bilinear", "bicubic", "bicubic-corners", "bicubic-antialias",
@@ -72,9 +74,11 @@ def test_shapes_at_any_grid(kind: str, place: PositionPlace, grid: tuple[int, in
     insides = positions.for_attention(grid, 5, CPU)
     assert len(insides) == 5
     for inside in insides:
-        assert (inside is not None) == (kind in ("relative-bias", "rotary-2d"))
+        assert (inside is not None) == (kind in ("relative-bias", "relative-keys", "rotary-2d"))
         if inside is not None:
             assert inside.bias is None or inside.bias.shape == (2, tokens.shape[1], tokens.shape[1])
+            if inside.offset_keys is not None:
+                assert inside.offset_keys.bias(torch.randn(3, 2, 4, 8), 3).shape == (3, 2, 4, tokens.shape[1])
             assert inside.rotation is None or [part.shape for part in inside.rotation] == [(tokens.shape[1], 8)] * 2
 
 
@@ -104,15 +108,23 @@ def test_kept_patches_have_their_own_positions(kind: str, place: PositionPlace, 
                 for part, all_parts in zip(inside.rotation, all_told.rotation, strict=True):
                     assert torch.equal(part[image, 0], all_parts[own])
         assert (inside.bias is None) == (all_told.bias is None)
+        if inside.offset_keys is not None and all_told.offset_keys is not None:
+            queries = torch.randn(2, 2, tokens.shape[1], 8)
+            few_queries = torch.stack([image[:, own] for image, own in zip(queries, seen, strict=True)])
+            whole, part = all_told.offset_keys.bias(queries, 3), inside.offset_keys.bias(few_queries, 3)
+            for image, own in enumerate(seen):
+                torch.testing.assert_close(part[image], whole[image][:, own][:, :, own])
         assert (inside.rotation is None) == (all_told.rotation is None)
 
 
 @pytest.mark.parametrize("place", ["every-layer", "shared"])
-@pytest.mark.parametrize("kind", ["learned", "learned-2d", "relative-bias"])
+@pytest.mark.parametrize("kind", ["learned", "learned-2d", "relative-bias", "relative-keys"])
 def test_each_layer_has_its_own_or_all_have_one(kind: str, place: PositionPlace) -> None:
     positions = made(kind, place)
     if kind == "relative-bias":
         seen = [inside.bias for inside in positions.for_attention((3, 4), 5, CPU) if inside is not None]
+    elif kind == "relative-keys":
+        seen = [one.offset_keys.keys for one in positions.for_attention((3, 4), 5, CPU) if one and one.offset_keys]
     else:
         seen = [positions(torch.zeros(1, 15, 16), (3, 4), layer) for layer in range(5)]
     first, *others = seen
@@ -135,6 +147,10 @@ def test_gradients_reach_every_number(
     for inside in positions.for_attention(grid, 5, CPU):
         if inside is not None and inside.bias is not None:
             total = total + (inside.bias * torch.randn(inside.bias.shape, generator=generator)).sum()
+        if inside is not None and inside.offset_keys is not None:
+            queries = torch.randn(2, 2, tokens.shape[1], 8, generator=generator)
+            bias = inside.offset_keys.bias(queries, 3)
+            total = total + (bias * torch.randn(bias.shape, generator=generator)).sum()
     total.backward()
     for name, parameter in positions.named_parameters():
         assert parameter.grad is not None and parameter.grad.all(), name
@@ -151,6 +167,8 @@ def test_gradients_reach_every_number(
         ("sincos-2d", "every-layer", {}),
         ("relative-bias", "every-layer", {"bias": (5, 2, 5, 7)}),
         ("relative-bias", "shared", {"bias": (1, 2, 5, 7)}),
+        ("relative-keys", "every-layer", {"keys": (5, 23, 16)}),
+        ("relative-keys", "shared", {"keys": (1, 23, 16)}),
         ("rotary-2d", "every-layer", {}),
     ],
 )
@@ -166,7 +184,7 @@ def test_learned_2d_without_covered_tokens_learns_axes_alone() -> None:
     assert not made("learned-2d", positions_cover="patches")(tokens, (3, 4))[:, :3].any()
 
 
-@pytest.mark.parametrize("kind", ["learned", "learned-2d", "relative-bias"])
+@pytest.mark.parametrize("kind", ["learned", "learned-2d", "relative-bias", "relative-keys"])
 def test_positions_start_with_the_deviation_asked_for(kind: str) -> None:
     positions = made(kind, "every-layer", grid=(14, 14), width=64, heads=8)
     for std in (0.02, 0.125):
@@ -284,6 +302,54 @@ def test_relative_bias_of_another_grid_keeps_the_ends_and_the_centre() -> None:
     corner, centre = inside.bias[:, 0, 29], inside.bias[:, 7, 7]
     torch.testing.assert_close(corner, layer.bias[0, :, 0, 0])
     torch.testing.assert_close(centre, layer.bias[0, :, 2, 3])
+
+
+@pytest.mark.parametrize(("grid", "prefix"), [((3, 4), 2), ((5, 1), 0), ((1, 1), 1), ((2, 7), 3)])
+def test_queries_see_the_keys_of_their_offsets(grid: tuple[int, int], prefix: int) -> None:
+    """Attention in float64 is the softmax of q (k + r) / sqrt(d), computed pair by pair, as are its gradients."""
+    torch.manual_seed(0)
+    count, heads, d = math.prod(grid), 2, 3
+    positions = RelativeKeyPositions(grid, heads * d, heads, layers=1).double()
+    positions.initialise(1.0)
+    layer = SelfAttention(heads * d, heads, prefix=prefix).double()
+    n = prefix + count
+    tokens = torch.randn(2, n, heads * d, dtype=torch.float64, requires_grad=True)
+    (inside,) = positions.for_attention(grid, 1, CPU)
+    q, k, v = layer.qkv(tokens).view(2, n, 3, heads, d).unbind(2)
+    rows = []
+    for i in range(n):
+        logits = []
+        for j in range(n):
+            key = k[:, j]
+            if i >= prefix and j >= prefix:
+                key = key + positions.keys[0, (i - prefix) - (j - prefix) + count - 1].view(heads, d)
+            logits.append((q[:, i] * key).sum(-1) / math.sqrt(d))
+        weights = torch.stack(logits, dim=-1).softmax(-1)  # b heads n
+        rows.append(torch.einsum("bhn,bnhd->bhd", weights, v).flatten(1))
+    expected = layer.out(torch.stack(rows, dim=1))
+    ours = layer(tokens, inside)
+    torch.testing.assert_close(ours, expected, atol=1e-12, rtol=1e-12)
+    sources = [tokens, positions.keys, *layer.parameters()]
+    mine, theirs = (torch.autograd.grad(one.sin().sum(), sources) for one in (ours, expected))
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
+    for read in range(1, n + 1):
+        torch.testing.assert_close(layer(tokens, inside, read), ours[:, :read], atol=1e-12, rtol=1e-12)
+
+
+def test_keys_of_another_grid_are_means_of_interpolated_ones() -> None:
+    layer = RelativeKeyPositions((3, 4), 6, 2, layers=1)
+    layer.initialise(1.0)
+    spread = torch.stack([layer.keys[0, 4 * down + across + 11] for down in range(-2, 3) for across in range(-3, 4)])
+    wide = resize_grid(spread[None], (5, 7), (3, 9), "linear-corners").view(3, 9, 6)
+    (inside,) = layer.for_attention((2, 5), 1, CPU)
+    assert inside is not None and inside.offset_keys is not None
+    found = inside.offset_keys.keys.transpose(0, 1).flatten(1).flip(0)
+    for offset in range(-9, 10):
+        pairs = [(i, j) for i in range(10) for j in range(10) if i - j == offset]
+        each = [wide[i // 5 - j // 5 + 1, i % 5 - j % 5 + 4] for i, j in pairs]
+        torch.testing.assert_close(found[offset + 9], torch.stack(each).mean(0))
+    assert torch.equal(layer.resized((2, 5))["keys"][0], found)
 
 
 @pytest.mark.parametrize("head_width", [4, 8, 12, 64])
@@ -467,6 +533,8 @@ def test_a_network_takes_another_size(
     if kind == "relative-bias":
         table = weights["positions.bias"].permute(0, 2, 3, 1)
         weights["positions.bias"] = stretched(table, (2 * new[0] - 1, 2 * new[1] - 1)).permute(0, 3, 1, 2)
+    if kind == "relative-keys":
+        weights["positions.keys"] = network.positions.resized(new).get("keys", weights["positions.keys"])
     other.load_state_dict(weights)
     images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

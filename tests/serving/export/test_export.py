@@ -258,7 +258,10 @@ def vit(**fields: Any) -> Any:
 
 
 NETWORKS: dict[str, Any] = {
-    **{kind: {"positions": kind} for kind in ("none", "learned-2d", "sincos-2d", "relative-bias", "rotary-2d")},
+    **{
+        kind: {"positions": kind}
+        for kind in ("none", "learned-2d", "sincos-2d", "relative-bias", "relative-keys", "rotary-2d")
+    },
     "every-layer": {"positions_at": "every-layer"},
     "registers": {"registers": 3},
     "map": {"pool": "map"},

@@ -48,7 +48,8 @@ class FullAttention(AttentionKind):
 
     def macs(self, tokens: int, read: int) -> int:
         width = self.config.width
-        return 2 * tokens * width * width + 2 * read * width * width + 2 * read * tokens * width
+        products = 2 * read * tokens * width + self.config.position_embedding.macs_in_attention(read)
+        return 2 * tokens * width * width + 2 * read * width * width + products
 
     def kept_bytes(self, tokens: int, read: int, precision: FootprintPrecision) -> int:
         config, bf16 = self.config, precision == "bf16"
@@ -57,7 +58,7 @@ class FullAttention(AttentionKind):
         kept = 2 * all_tokens + 2 * results  # keys, values, queries and the mixed values
         if bf16 and read < tokens:
             kept += results  # the tokens of the queries, apart from those of keys and values
-        if bf16 or inside == "bias":
+        if bf16 or inside in ("bias", "keys"):
             kept += config.heads * read * tokens
         else:
             exact += config.heads * read  # log-sum-exp of the fused kernel
@@ -66,13 +67,15 @@ class FullAttention(AttentionKind):
             kept += results if read == tokens and not bf16 else 0  # the fused kernel then orders its result by head
         elif inside == "rotation" and not bf16:
             kept += all_tokens + (results if read == tokens else 0)
-        return 4 * exact + bytes_each(precision) * kept
+        of_positions = config.position_embedding.bytes_in_attention(read, precision)
+        return 4 * exact + bytes_each(precision) * kept + of_positions
 
     def backward_bytes(self, tokens: int, precision: FootprintPrecision) -> int:
         config = self.config
-        if precision == "float32" and config.position_embedding.inside_attention != "bias":
+        if precision == "float32" and config.position_embedding.inside_attention not in ("bias", "keys"):
             return 0  # the fused kernel has no n x n matrix
-        return bytes_each(precision) * (2 * config.heads * tokens * tokens + 4 * tokens * config.width)
+        of_positions = config.position_embedding.backward_bytes_in_attention(tokens, precision)
+        return bytes_each(precision) * (2 * config.heads * tokens * tokens + 4 * tokens * config.width) + of_positions
 
 
 class SelfAttention(AttentionLayer):
@@ -144,6 +147,8 @@ class SelfAttention(AttentionLayer):
         if positions is not None and positions.rotation is not None:
             cosine, sine = (part.to(v.dtype) for part in positions.rotation)
             q, k = rotate(q, cosine[..., :m, :], sine[..., :m, :]), rotate(k, cosine, sine)
+        if positions is not None and positions.offset_keys is not None:
+            return q, k, v, positions.offset_keys.bias(q, self.prefix)
         return q, k, v, None if positions is None or positions.bias is None else positions.bias[..., :m, :]
 
     def _queries_keys_values(

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
@@ -17,7 +18,52 @@ from vitrail.models.linear.dense import Linear
 if TYPE_CHECKING:
     from vitrail.models.vit_config import ViTConfig
 
-__all__ = ["AttentionContext", "AttentionKind", "AttentionLayer", "AttentionOperands", "AttentionPositions"]
+__all__ = [
+    "AttentionContext",
+    "AttentionKind",
+    "AttentionLayer",
+    "AttentionOperands",
+    "AttentionPositions",
+    "OffsetKeys",
+]
+
+
+class OffsetKeys(NamedTuple):
+    """Keys of the offsets between patches. Their products with the queries are added to the attention logits."""
+
+    keys: Float[Tensor, "heads offsets d"]
+    """Key of each offset of n patches, from that of the last query and the first key to that of the first query and
+    the last key: 2 n - 1 keys."""
+    kept: Int64[Tensor, "b k"] | None = None
+    """Numbers of the patches of each image, or None if all images have all patches."""
+
+    def bias(self, queries: Float[Tensor, "b heads m d"], prefix: int) -> Float[Tensor, "b heads m n"]:
+        """Return the products of the queries, divided by sqrt(d), with the key of each pair's offset.
+
+        The first `prefix` tokens are no patches: pairs with them have no offset, and their products are zero.
+        """
+        (b, heads, m, d), offsets = queries.shape, self.keys.shape[1]
+        patches = max(0, m - prefix)
+        by_head = queries[:, :, prefix:].transpose(0, 1).reshape(heads, b * patches, d).contiguous()
+        products = torch.bmm(by_head, self.keys.to(queries.dtype).transpose(1, 2) * d**-0.5)
+        products = products.view(heads, b, patches, offsets).transpose(0, 1)
+        if self.kept is None:
+            pairs = _shifted(products)
+        else:
+            away = self.kept[:, None] - self.kept[:, :patches, None] + offsets // 2
+            pairs = products.gather(3, away[:, None].expand(b, heads, *away.shape[1:]))
+        return F.pad(pairs, (prefix, 0, m - patches, 0))
+
+
+def _shifted(products: Float[Tensor, "b heads m offsets"]) -> Float[Tensor, "b heads m n"]:
+    """Return the product at place j - i + n - 1 for query i and key j. In a flat order, the products of the next query
+    begin one place before the end of a row, so views are enough."""
+    *batch, m, offsets = products.shape
+    n = offsets // 2 + 1
+    if n == 1:
+        return products
+    flat = F.pad(products.flatten(2), (0, max(0, n - 1 - m)))
+    return flat[..., n - 1 : n - 1 + m * (offsets - 1)].view(*batch, m, offsets - 1)[..., :n]
 
 
 class AttentionPositions(NamedTuple):
@@ -32,17 +78,21 @@ class AttentionPositions(NamedTuple):
     offset_bias: Float[Tensor, "heads down across"] | None = None
     """Bias for each offset between two patches, from which a mechanism with `takes_offsets` reads the bias of the pairs
     that it computes."""
+    offset_keys: OffsetKeys | None = None
+    """Keys of the offsets between patches, whose products with the queries are added to the attention logits."""
     context: Any = None
     """The tables or weights that the mechanism's `AttentionContext` gives to this block."""
 
     def of_images(self, kept: Int64[Tensor, " k"]) -> AttentionPositions:
         """Return the positions of some images of the batch."""
-        bias, rotation = self.bias, self.rotation
+        bias, rotation, offset_keys = self.bias, self.rotation, self.offset_keys
         if bias is not None and bias.ndim == 4:
             bias = bias[kept]
         if rotation is not None and rotation[0].ndim == 4:
             rotation = rotation[0][kept], rotation[1][kept]
-        return self._replace(bias=bias, rotation=rotation)
+        if offset_keys is not None and offset_keys.kept is not None:
+            offset_keys = offset_keys._replace(kept=offset_keys.kept[kept])
+        return self._replace(bias=bias, rotation=rotation, offset_keys=offset_keys)
 
 
 class AttentionOperands(NamedTuple):

@@ -66,7 +66,7 @@ class LshAttention(AttentionKind):
             found.append(f"{name}: buckets={settings.buckets} is not an even number; 0 is about one for each chunk")
         if config.qk_norm:
             found.append(f"qk_norm=True does not fit {name}, whose keys have length 1; set it to False")
-        if config.position_embedding.inside_attention == "bias":
+        if config.position_embedding.inside_attention in ("bias", "keys"):
             found.append(
                 f"positions={config.positions!r} adds to logits, but {name} chooses pairs without them; choose "
                 "positions that are added to tokens, or 'rotary-2d'"

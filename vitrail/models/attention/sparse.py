@@ -27,6 +27,16 @@ class SparseAttention(FullAttention):
     needs_grid = True
     takes_offsets = True
 
+    def problems(self) -> list[str]:
+        found, config = super().problems(), self.config
+        if config.position_embedding.inside_attention == "keys":
+            found.append(
+                f"positions={config.positions!r} multiplies each query with the keys of all offsets, which costs more "
+                f"than the pairs that attention={config.attention!r} leaves out; choose 'relative-bias', or "
+                "attention='full'"
+            )
+        return found
+
     def sizes(self) -> tuple[GroupSize, ...]:
         """Return the sizes of the groups for the config's grid, by formula."""
         raise NotImplementedError

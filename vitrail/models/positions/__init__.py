@@ -8,12 +8,13 @@
 | sincos-2d | sines and cosines of column and row, fixed (2205.01580) | added to patch tokens |
 | sincos-2d-mae | the same with the frequencies of MoCo v3 and MAE (2111.06377) | added to patch tokens |
 | relative-bias | a number for each head and offset between two patches (2103.14030) | added to attention's logits |
+| relative-keys | a key for each row-major offset between two patches (Appendix D.4) | added to attention's logits |
 | rotary-2d | rotation of queries and keys by angles that grow with row and column (2403.13298) | on patch tokens |
 
-The paper's relative variant adds the product of the query and a learned vector for the offset to each logit.
-"relative-bias" adds a learned number for the offset, which does not depend on the query. For 14 x 14 patches,
-"relative-bias" has a table of 729 numbers per head. The paper's variant would multiply every query by 729 vectors,
-which costs 3.7 times as much as the product of queries and keys.
+"relative-keys" is the paper's relative variant: it adds the product of the query and a learned vector for the offset to
+each logit. Every query is multiplied by the vectors of all 2 N - 1 offsets, which costs twice as much as the product of
+queries and keys. "relative-bias" adds a learned number for the offset in rows and columns, which does not depend on the
+query and costs no products.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from vitrail.models.positions.embedding import (
     resize_grid,
 )
 from vitrail.models.positions.inside import Relative, RelativeBias, Rotary, RotaryPositions
+from vitrail.models.positions.relative_keys import RelativeKeyPositions, RelativeKeys
 
 __all__ = [
     "POSITIONS",
@@ -48,6 +50,7 @@ __all__ = [
     "PositionResize",
     "Positions",
     "RelativeBias",
+    "RelativeKeyPositions",
     "RotaryPositions",
     "SinCosPositions",
     "resize_grid",
@@ -61,6 +64,7 @@ POSITIONS: dict[str, type[PositionEmbedding]] = {
     "sincos-2d": SinCos,
     "sincos-2d-mae": SinCosMae,
     "relative-bias": Relative,
+    "relative-keys": RelativeKeys,
     "rotary-2d": Rotary,
 }
 """All position embeddings, by the name that `ViTConfig.positions` uses."""

@@ -41,9 +41,9 @@ class PositionEmbedding:
     and add it to `POSITIONS`.
     """
 
-    inside_attention: ClassVar[Literal["none", "bias", "rotation"]] = "none"
-    """Effect of the positions inside attention: none, a bias that is added to the logits, or a rotation of queries and
-    keys."""
+    inside_attention: ClassVar[Literal["none", "bias", "keys", "rotation"]] = "none"
+    """Effect of the positions inside attention: none, a bias that is added to the logits, keys of offsets whose
+    products with the queries are added to the logits, or a rotation of queries and keys."""
     default_place: ClassVar[PositionPlace] = "stem"
     """Layers that add positions if `ViTConfig.positions_at` is None."""
     depends_on_grid: ClassVar[bool] = False
@@ -68,6 +68,25 @@ class PositionEmbedding:
     def parameters(self) -> int:
         """Return the number of weights."""
         return 0
+
+    def macs_in_attention(self, read: int) -> int:
+        """Return the multiply-accumulates that positions add to the attention of a block with `read` queries."""
+        return 0
+
+    def bytes_in_attention(self, read: int, precision: FootprintPrecision) -> int:
+        """Return the bytes per image that positions store for the backward pass in the attention of a block with `read`
+        queries."""
+        return 0
+
+    def backward_bytes_in_attention(self, tokens: int, precision: FootprintPrecision) -> int:
+        """Return the extra bytes per image that positions need during the backward pass of an attention."""
+        return 0
+
+    def misplaced(self) -> list[str]:
+        """Return a message if the config adds positions at the stem that act inside attention."""
+        if self.config.positions_at != "stem":
+            return []
+        return [f"positions={self.config.positions!r} acts inside attention, so positions_at='stem' does not fit"]
 
     def bytes_of_kept(self, patches: int, precision: FootprintPrecision) -> int:
         """Return the bytes per image that positions store for the backward pass, if patch dropout leaves `patches`

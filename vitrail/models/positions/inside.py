@@ -24,7 +24,7 @@ class Relative(PositionEmbedding):
     depends_on_grid = True
 
     def problems(self) -> list[str]:
-        return _not_at_the_stem(self)
+        return self.misplaced()
 
     def build(self) -> Positions:
         config = self.config
@@ -58,7 +58,7 @@ class Rotary(PositionEmbedding):
                 f"positions='rotary-2d' rotates channels in pairs for two directions: width / heads = "
                 f"{config.width // config.heads} is not divisible by 4"
             )
-        found += _not_at_the_stem(self)
+        found += self.misplaced()
         if config.positions_at == "shared":
             found.append("positions='rotary-2d' has no weights to share: positions_at must be 'every-layer'")
         return found
@@ -71,13 +71,6 @@ class Rotary(PositionEmbedding):
         of its own."""
         head_width, tokens = self.config.width // self.config.heads, patches + self.config.prefix
         return 2 * tokens * head_width * (4 if precision == "float32" else 2 * self.config.num_blocks)
-
-
-def _not_at_the_stem(embedding: PositionEmbedding) -> list[str]:
-    config = embedding.config
-    if config.positions_at != "stem":
-        return []
-    return [f"positions={config.positions!r} acts inside attention, so positions_at='stem' does not fit"]
 
 
 class RelativeBias(Positions):

@@ -22,10 +22,13 @@ ARMS: dict[str, dict[str, Any]] = {
     "2-D shared": {"positions": "learned-2d", "positions_at": "shared"},
     "relative-bias every-layer": {"positions": "relative-bias", "positions_at": "every-layer"},
     "relative-bias shared": {"positions": "relative-bias", "positions_at": "shared"},
+    "relative-keys every-layer": {"positions": "relative-keys", "positions_at": "every-layer"},
+    "relative-keys shared": {"positions": "relative-keys", "positions_at": "shared"},
     "sin-cos": {"positions": "sincos-2d", "positions_at": "stem"},
     "rotary": {"positions": "rotary-2d"},
 }
-"""Kind and place of each arm. The paper has neither sin-cos nor rotary positions."""
+"""Kind and place of each arm. The paper's relative positions are "relative-keys every-layer"; it has neither
+"relative-bias" nor sin-cos nor rotary positions."""
 
 PAPER = tuple(name for name in ARMS if name not in ("none", "sin-cos", "rotary"))
 """Arms with positions that are like those of the paper."""
