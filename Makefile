@@ -17,9 +17,11 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --editable '.[dev]' -c constraints.txt
 	touch $(READY)
 
-# The library that the slow tests compare written files with.
+# The libraries that the slow tests compare results and files with. natten asks for torch to be built, and pip would bring
+# another torch for that, so it is built beside the one that is there.
 $(REFERENCE): $(READY)
 	$(BIN)/python -m pip install --quiet --editable '.[dev,reference]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation $$(grep '^natten==' constraints.txt)
 	touch $(REFERENCE)
 
 demo: setup

@@ -75,27 +75,3 @@ def test_rotations_are_new_in_each_step_of_training_only() -> None:
     assert torch.equal(network(images), network(images))
     first, second = (insides(network.train())[0].context for _ in range(2))
     assert not torch.equal(first, second)
-
-
-@pytest.mark.slow
-def test_one_chunk_equals_the_reformer_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one chunk, the library computes attention of all pairs. Here, all patches are put into one bucket."""
-    reformer = pytest.importorskip("transformers.models.reformer.modeling_reformer")
-    settings = reformer.ReformerConfig(
-        hidden_size=16, num_attention_heads=2, attention_head_size=8, lsh_attn_chunk_length=64, num_hashes=1,
-        num_buckets=2, is_decoder=False, hidden_dropout_prob=0.0, lsh_attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    theirs = reformer.LSHSelfAttention(settings).eval()
-    config = config_of("lsh:chunk=35:rounds=1", pool="gap", registers=0, qkv_bias=False)
-    network = made_network(config, torch.float32)
-    layer: Any = network.blocks[0].attention
-    with torch.no_grad():
-        layer.query_value.weight.copy_(torch.cat([theirs.query_key.weight, theirs.value.weight]))
-        layer.out.weight.copy_(torch.eye(16))
-        layer.out.bias.zero_()
-    monkeypatch.setattr(
-        "vitrail.models.attention.lsh.hashed",
-        lambda queries, rotations: queries.new_zeros(*queries.shape[:2], 1, queries.shape[2], dtype=torch.int64),
-    )
-    tokens = torch.randn(2, 35, 16)
-    torch.testing.assert_close(layer(tokens, insides(network)[0]), theirs(tokens).hidden_states, atol=1e-5, rtol=1e-4)
