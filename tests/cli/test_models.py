@@ -146,8 +146,26 @@ def test_layers_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert "axial" in kinds and "local" not in kinds, "a window of 7 does not fit 4 x 4 patches"
     lines = lines_of(capsys, "--layers")
     assert lines[0].strip() == "Mixing 197 tokens of width 768, as in ViT-B/16"
-    (line,) = (line for line in lines if "recurrence" in line)
+    line, of_pixels = (line for line in lines if "recurrence" in line)
     assert line.split() == ["recurrence", "0.116", "197", "197"]
+    assert of_pixels.split() == ["recurrence", "of", "pixels", "29.595", "50176", "50176"]
+
+
+@pytest.mark.slow
+def test_layers_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of(capsys, "--layers", "--measure", "--image-size", "32", "32")
+    assert all(row["seconds"] > 0 for row in rows) and rows[0]["computed_tokens"] == 5
+    lines = lines_of(capsys, "--layers", "--measure", "--image-size", "32", "32")
+    (headings,) = (line.split() for line in lines if "GFLOP/s" in line)
+    assert headings == ["layer", "GMAC", "steps", "path", "ms", "GFLOP/s"]
+    assert not any("*" in line for line in lines if "attention" in line), "all tokens were computed"
+
+
+def test_only_layers_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--measure"]) == 2
+    assert "--measure: only single layers are measured here; add --layers, or use vitrail bench" in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from vitrail.bench.layers import layer_times
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import flag
 from vitrail.errors import ConfigError
 from vitrail.machine import total_memory
 from vitrail.models.attention import ATTENTION
 from vitrail.models.cost.footprint import training_bytes
-from vitrail.models.cost.mixing import attention_costs, layer_costs
+from vitrail.models.cost.mixing import attention_costs, layer_costs, of_pixels
 from vitrail.models.variants import PUBLISHED, variant_config
 from vitrail.models.vit_config import ViTConfig
 
@@ -36,7 +37,9 @@ class Models:
     batch_size: int = 32
     """Batch size for which the memory of a training step is estimated (AdamW, bf16)."""
     layers: bool = False
-    """Compare only the costs of layers: kinds of attention, recurrence and convolution."""
+    """Compare only the costs of layers: kinds of attention, recurrence and convolution, of patches and of pixels."""
+    measure: bool = False
+    """With --layers, also measure each layer on this machine: float32, one image, forward pass."""
     json: bool = False
     """Print JSON instead of a table."""
 
@@ -57,10 +60,10 @@ COMMAND = Command(
     examples=(
         Example("vitrail models", "List every published size at 224 x 224 pixels."),
         Example("vitrail models --image-size 384 384 --batch-size 8", "Estimate cost and memory for larger images."),
-        Example("vitrail models --layers", "Compare kinds of attention with recurrence and convolution."),
+        Example("vitrail models --layers --measure", "Compare attention with recurrence and convolution."),
     ),
     options=(Models,),
-    essential={"Settings": ("image_size", "num_classes", "batch_size"), "Output": ("layers", "json")},
+    essential={"Settings": ("image_size", "num_classes", "batch_size"), "Output": ("layers", "measure", "json")},
 )
 
 
@@ -72,6 +75,8 @@ def main(call: Call) -> int:
         raise ConfigError(f"image_size={options.image_size} must be at least 1")
     if options.layers and (unused := [flag(name) for name in ("num_classes", "batch_size") if name in call.options]):
         raise ConfigError(f"{unused[0]}: --layers compares single layers, which do not have it; leave it out")
+    if options.measure and not options.layers:
+        raise ConfigError("--measure: only single layers are measured here; add --layers, or use vitrail bench train")
     rows = _layer_rows(options) if options.layers else [_row(name, options) for name in PUBLISHED]
     if options.json:
         print(json.dumps(rows))
@@ -140,25 +145,45 @@ def _size(name: str, options: Models) -> tuple[int, int]:
 
 
 def _layer_rows(options: Models) -> list[dict[str, Any]]:
-    """Return the costs of layers that mix the patches of an image, and of attention between its pixels."""
+    """Return the costs of layers that mix the patches of an image, and of layers that mix its pixels."""
     base = ViTConfig()  # ViT-B/16
     config = base.with_image_size(base.nearest_size(*(options.image_size or (224, 224))))
     pixels, width = math.prod(config.image_size), config.width
-    (of_pixels, *_) = layer_costs(pixels, width)
     kinds = tuple(name for name in (*ATTENTION, "axial:sum=on") if name != "full")
     rows = [
         *((cost, config.tokens) for cost in layer_costs(config.tokens, width)),
         *((cost, config.tokens) for cost in attention_costs(config, kinds)),
-        (of_pixels._replace(kind="self-attention of pixels"), pixels),
+        *((cost._replace(kind=of_pixels(cost.kind)), pixels) for cost in layer_costs(pixels, width)),
     ]
-    return [{**cost._asdict(), "tokens": tokens, "width": width} for cost, tokens in rows]
+    found = [{**cost._asdict(), "tokens": tokens, "width": width} for cost, tokens in rows]
+    if not options.measure:
+        return found
+    times = layer_times(config, kinds)
+    return [
+        {**row, "seconds": times[row["kind"]].seconds, "computed_tokens": times[row["kind"]].computed} for row in found
+    ]
 
 
 def _layer_table(rows: Sequence[dict[str, Any]]) -> Table:
     title = f"Mixing {rows[0]['tokens']} tokens of width {rows[0]['width']}, as in ViT-B/16"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in ("layer", "GMAC", "steps in sequence", "longest path"):
+    is_measured = "seconds" in rows[0]
+    caption = (
+        "steps: in sequence. path: the longest of a signal. ms: one image, float32, without dense projections. *: "
+        "measured for some of the tokens, and scaled to all of them"
+    )
+    table = Table(
+        title=title, title_justify="left", caption=caption if is_measured else None, caption_justify="left",
+        box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    headings = ("layer", "GMAC", "steps", "path", "ms", "GFLOP/s") if is_measured else (
+        "layer", "GMAC", "steps in sequence", "longest path"
+    )  # fmt: skip
+    for heading in headings:
         table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=True)
     for row in rows:
-        table.add_row(row["kind"], f"{row['macs'] / 1e9:,.3f}", str(row["sequential"]), str(row["path"]))
+        cells = [row["kind"], f"{row['macs'] / 1e9:,.3f}", str(row["sequential"]), str(row["path"])]
+        if is_measured:
+            mark = "*" if row["computed_tokens"] < row["tokens"] else " "
+            cells += [f"{1000 * row['seconds']:,.2f}{mark}", f"{2 * row['macs'] / row['seconds'] / 1e9:,.0f}"]
+        table.add_row(*cells)
     return table

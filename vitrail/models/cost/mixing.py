@@ -11,7 +11,7 @@ from vitrail.errors import ConfigError
 if TYPE_CHECKING:
     from vitrail.models.vit_config import ViTConfig
 
-__all__ = ["LayerCost", "attention_costs", "layer_costs"]
+__all__ = ["LayerCost", "attention_costs", "layer_costs", "of_pixels"]
 
 
 class LayerCost(NamedTuple):
@@ -38,6 +38,11 @@ def layer_costs(tokens: int, width: int, kernel: int = 3) -> tuple[LayerCost, ..
         LayerCost("recurrence", tokens * width * width, tokens, tokens),
         LayerCost("convolution", kernel * tokens * width * width, 1, math.ceil((tokens - 1) / (kernel - 1))),
     )
+
+
+def of_pixels(kind: str) -> str:
+    """Return the name of a class of layer that mixes pixels instead of patches."""
+    return f"{kind} of pixels"
 
 
 def attention_costs(config: ViTConfig, kinds: tuple[str, ...]) -> tuple[LayerCost, ...]:
