@@ -118,7 +118,7 @@ class ViTConfig:
 
     def __post_init__(self) -> None:
         if problems := [*_out_of_range(self), *_not_a_choice(self), *_misfits(self)]:
-            raise ConfigError("\n".join(problems))
+            raise ConfigError("\n".join(dict.fromkeys(problems)))
 
     @property
     def grid(self) -> tuple[int, int]:

@@ -166,6 +166,11 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         config_of(**fields)
 
 
+def test_a_size_that_patches_do_not_divide_is_named_once() -> None:
+    with pytest.raises(ConfigError, match=r"^image_size=\(11, 14\) is not a multiple of patch_size=[^\n]*$"):
+        config_of("local:window=3", image_size=(11, 14))
+
+
 def test_another_size_or_some_patches_are_refused() -> None:
     network = made_network(config_of("local:window=3"), torch.float32)
     with pytest.raises(ConfigError, match=r"window=3 is larger than the grid of 2 x 7 patches"):
