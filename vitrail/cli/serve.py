@@ -11,7 +11,7 @@ from vitrail.analysis.overlays import Overlays
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional
 from vitrail.machine import Precision
-from vitrail.serving.answering.settings import ServeSettings
+from vitrail.serving.answering.settings import TOKEN_VARIABLE, ServeSettings
 from vitrail.weights.exported.runtimes import optional_module
 
 __all__ = ["main"]
@@ -54,13 +54,13 @@ COMMAND = Command(
         "Address": ("host", "port", "token"),
         "Processes and models": ("workers", "watch"),
         "Limits": ("max_body", "max_images", "max_queue", "deadline_seconds"),
-        "Speed": ("max_batch", "device", "precision"),
+        "Speed": ("max_batch", "batch_threads", "device", "precision"),
     },
 )
 
 
 def main(call: Call) -> int:
-    given = {"token": os.environ.get("VITRAIL_TOKEN", ""), **call.options}
+    given = {"token": os.environ.get(TOKEN_VARIABLE, ""), **call.options}
     options = Serve(**given)
     for module in NEEDED:
         optional_module(module, "serve")

@@ -41,6 +41,10 @@ def test_two_servers_under_two_loads(tmp_path: Path, capsys: pytest.CaptureFixtu
     for one in found["servers"]:
         assert one["errors"] == 0 < one["requests"] and one["memory"] > 5e7
         assert 0 < one["p50"] <= one["p95"] <= one["p99"] and one["cpu_seconds"] >= 0
+    assert [one["server"] for one in found["overheads"]] == ["vitrail", "naive"]
+    for one in found["overheads"]:
+        assert one["errors"] == 0 < one["bare"] < one["alone"] and 0 < one["added"] < 1
+        assert one["throughput"] > 0 and 0 < one["fraction"] < 2
 
 
 @pytest.mark.slow

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from vitrail.serving.answering.batching import Batcher, Compute, TooLate, choose_batch
+from vitrail.serving.answering.batching import Batcher, Compute, TooLate, choose_batch, choose_threads
 from vitrail.serving.answering.metrics import Metrics
-from vitrail.serving.answering.served import ServedModel
+from vitrail.serving.answering.served import ModelOutputs, ServedModel
 from vitrail.serving.answering.settings import ServeSettings
 from vitrail.weights.bundle import Bundle
 
@@ -73,27 +75,91 @@ def test_an_idle_batcher_computes_at_once_and_a_busy_one_collects(batcher: Batch
 
 
 def test_a_batch_alone_has_all_threads_and_several_divide_them() -> None:
-    threads: dict[float, int] = {}
-    both = threading.Barrier(2)
+    compute = Compute(2, 2)
+    threads: dict[str, int] = {}
+    both, noted, one_left = threading.Barrier(2), threading.Barrier(2), threading.Event()
+
+    def note(name: str) -> None:
+        compute.divide()  # as a network does before each block
+        threads[name] = torch.get_num_threads()
 
     def run(pixels: np.ndarray) -> dict[str, np.ndarray]:
-        for value in pixels.ravel():
-            threads[value] = torch.get_num_threads()
-        if 1 not in pixels:
-            both.wait(20)  # the two batches are computed at the same time
+        note(f"{pixels[0].item():g} begins")
+        if pixels[0] == 2:
+            both.wait(20)
+            note("2 is not alone")
+            noted.wait(20)
+            assert one_left.wait(20)
+            note("2 is alone again")
+        if pixels[0] == 3:
+            both.wait(20)
+            noted.wait(20)
         return {"logits": pixels}
 
     async def work() -> None:
-        compute = Compute(2, 2)
-        batcher = Batcher(run, compute, largest=3, seconds=20.0)
+        batcher = Batcher(run, compute, largest=1, seconds=20.0)
         await batcher.compute([image(1)])
-        await batcher.compute([image(value) for value in (2, 3, 4)])
+        second, third = (asyncio.ensure_future(batcher.compute([image(value)])) for value in (2, 3))
+        await third
+        one_left.set()
+        await second
         compute.stop()
 
     before = torch.get_num_threads()
     asyncio.run(work())
-    cores = len(os.sched_getaffinity(0))
-    assert threads == {1: min(2, cores), 2: 1, 3: 1, 4: 1} and torch.get_num_threads() == before
+    compute.divide()  # this thread is no worker
+    most = min(2, len(os.sched_getaffinity(0)))
+    assert threads == {
+        "1 begins": most, "2 begins": 1, "3 begins": 1, "2 is not alone": 1, "2 is alone again": most
+    }  # fmt: skip
+    assert torch.get_num_threads() == before
+
+
+def test_networks_divide_the_threads_before_each_block(bundle: Bundle) -> None:
+    calls: list[int] = []
+    outputs = ModelOutputs(bundle, "float32", lambda: calls.append(len(calls)))
+    pixels = np.zeros((1, 3, 12, 10), np.uint8)
+    outputs.run("classes")(pixels)
+    assert len(calls) == 2  # the network has two blocks
+    outputs.run("embedding")(pixels)
+    bundle.predict([pixels[0].transpose(1, 2, 0)])  # the network itself has no hooks
+    assert len(calls) == 4
+
+
+def test_images_of_clients_that_have_gone_need_no_memory(batcher: Batcher, gate: Gate) -> None:
+    async def work() -> None:
+        first = asyncio.ensure_future(batcher.compute([image(1)]))
+        await until(gate.begun.is_set)
+        pixels = image(2)
+        waits = weakref.ref(pixels)
+        gone = asyncio.ensure_future(batcher.compute([pixels]))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        del pixels, gone
+        await asyncio.sleep(0.01)  # the event loop forgets the task
+        gc.collect()
+        assert waits() is None  # although the batcher still computes the first image
+        gate.open.set()
+        await first
+
+    asyncio.run(work())
+
+
+def test_a_worker_leaves_its_part_of_the_queue_to_a_worker_that_will_soon_be_free(gate: Gate) -> None:
+    async def work() -> None:
+        compute = Compute(2, 2)
+        batcher = Batcher(gate, compute, largest=8, seconds=20.0)
+        first = [asyncio.ensure_future(batcher.compute([image(value)])) for value in (1, 2)]
+        await until(lambda: compute.running == 2)
+        rest = asyncio.ensure_future(batcher.compute([image(value) for value in (3, 4, 5)]))
+        await asyncio.sleep(0)
+        gate.open.set()
+        await asyncio.gather(rest, *first)
+        compute.stop()
+
+    asyncio.run(work())
+    assert sorted(map(sorted, gate.batches)) == [[1], [2], [3, 4], [5]]
 
 
 def test_images_of_clients_that_have_gone_are_not_computed(batcher: Batcher, gate: Gate) -> None:
@@ -159,6 +225,28 @@ def test_the_largest_batch_is_the_smallest_that_is_nearly_as_fast_as_the_best() 
     assert chosen(lambda images: 0.1) == 16
     assert chosen(lambda images: 0.2 * (images + 1)) == 1  # 2 images would take longer than half a second
     assert chosen(lambda images: 9.0) == 1
+
+
+def test_a_batch_alone_has_the_fewest_threads_that_are_nearly_as_fast_as_the_best() -> None:
+    def chosen(seconds: Callable[[int], float], most: int) -> tuple[int, int]:
+        """Return the chosen number of threads, and the number of trials. `seconds` returns the time of one image."""
+        now, trials = 0.0, 0
+
+        def run(batch: np.ndarray) -> dict[str, np.ndarray]:
+            nonlocal now, trials
+            trials += 1
+            now += seconds(torch.get_num_threads())
+            return {}
+
+        return choose_threads(run, np.zeros((1, 2, 2)), most, lambda: now), trials
+
+    cores = len(os.sched_getaffinity(0))
+    many = min(2, cores)
+    assert chosen(lambda threads: 0.08 / threads, 2) == (many, 16)
+    assert chosen(lambda threads: 0.05 * (1 + 1 / threads), 1) == (1, 0)
+    assert chosen(lambda threads: 0.001, 2) == (1, 16)
+    assert chosen(lambda threads: 0.1 * threads, 2) == (1, 2 * (5 if cores > 1 else 8))  # 1.5 seconds are over
+    assert chosen(lambda threads: 9.0 / threads, 2) == (many, 4)
 
 
 def test_neighbours_in_a_batch_do_not_change_an_answer(bundle: Bundle) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import shutil
+import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable
@@ -204,3 +205,23 @@ def test_files_that_change_while_they_are_read(folder: Path, monkeypatch: pytest
     monkeypatch.setattr("vitrail.serving.answering.watch.shutil.copyfile", copy_and_change)
     with pytest.raises(BundleError, match="changed while it was read"):
         ModelFiles.of(str(folder)).load()
+
+
+def test_a_folder_that_is_removed_while_it_is_listed_has_no_files(tmp_path: Path) -> None:
+    folder, stops = tmp_path / "model", threading.Event()
+
+    def come_and_go() -> None:
+        while not stops.is_set():
+            folder.mkdir()
+            (folder / "config.json").touch()
+            (folder / "config.json").unlink()
+            folder.rmdir()
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        found = {len(ModelFiles(folder).state()) for _ in range(3000)}
+    finally:
+        stops.set()
+        thread.join()
+    assert found <= {0, 1} and 0 in found

@@ -69,6 +69,13 @@ def test_a_prefix_and_a_token(model: Path, images: list[bytes]) -> None:
         assert server.ask("POST", "/vision", images[0], Authorization="Bearer secret").status == 200
 
 
+def test_the_token_of_the_environment(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VITRAIL_TOKEN", "secret")
+    with running(ModelDeployment(str(model), max_batch=4)) as server:
+        assert server.ask("GET", "/metrics").status == 401
+        assert server.ask("GET", "/metrics", Authorization="Bearer secret").status == 200
+
+
 def test_wrong_settings(model: Path) -> None:
     with pytest.raises(ConfigError, match="two models are called 'flowers'"):
         ModelDeployment(str(model), str(model))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
 import struct
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from tests.serving.conftest import make_bundle
@@ -106,6 +110,40 @@ def test_inference_protocol_with_files_in_binary(server: Running, bundle: Bundle
     assert [bundle.classes[row.argmax()] for row in found] == [one.label for one in bundle.predict(images)]
 
 
+def test_numbers_that_json_lacks_are_null(images: list[bytes]) -> None:
+    numbers, features = make_bundle(output="numbers"), make_bundle()
+    with torch.no_grad():
+        numbers.network.head.bias[1] = float("inf")
+        features.network.norm.weight.fill_(float("nan"))
+    features = replace(features, network=features.network.with_head(0), classes=())
+    with serving({"numbers": numbers, "features": features}) as server:
+        scores = [item["score"] for item in server.ask("POST", "/", images[0]).json]
+        assert scores[1] is None and isinstance(scores[0], float)
+        width = features.network.config.width
+        assert server.ask("POST", "/?model=features", images[0]).json == [[None] * width]
+        (result,) = server.ask_form("/predict?model=features", ("a.png", images[0])).json["results"]
+        assert result["embedding"] == [None] * width
+        asked = {"model": "features", "input": data_uri(images[0])}
+        assert server.ask_json("/v1/embeddings", asked).json["data"][0]["embedding"] == [None] * width
+
+
+def test_bodies_are_parsed_one_after_the_other(server: Running) -> None:
+    running = most = 0
+
+    def parse(number: int) -> int:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.01)
+        running -= 1
+        return number
+
+    async def work() -> list[int]:
+        return await asyncio.gather(*(server.service.parse(parse, number) for number in range(4)))
+
+    assert asyncio.run(work()) == [0, 1, 2, 3] and most == 1
+
+
 def test_metadata_and_probes(server: Running, bundle: Bundle) -> None:
     about = server.ask("GET", "/v2/models/flowers").json
     assert about["inputs"] == [{"name": "images", "datatype": "UINT8", "shape": [-1, 12, 10, 3]}]
@@ -171,7 +209,8 @@ def test_a_model_without_attention(images: list[bytes]) -> None:
         answer = running.ask("POST", "/explain?label=rose", images[0])
         assert answer.status == 400
         assert answer.json["error"].startswith("model 'resnet' has no overlays: a network of the architecture 'BiT'")
-        assert "no attention" in running.ask("GET", "/models").json["models"][0]["no_overlays"]
+        (card,) = running.ask("GET", "/models").json["models"]
+        assert "no attention" in card["no_overlays"] and card["max_batch"] == 4 and card["batch_threads"] >= 1
 
 
 def test_metrics(server: Running, images: list[bytes]) -> None:

@@ -18,7 +18,16 @@ from vitrail.machine import Precision
 from vitrail.models.predictor import Predictor
 from vitrail.weights.bundle import Bundle
 
-__all__ = ["Bare", "Measured", "MemoryPoint", "measure_bare", "measure_memory", "measure_servers", "summarise"]
+__all__ = [
+    "Bare",
+    "Measured",
+    "MemoryPoint",
+    "measure_bare",
+    "measure_memory",
+    "measure_servers",
+    "predict",
+    "summarise",
+]
 
 
 BATCHES = (1, 4, 8, 16)
@@ -80,10 +89,10 @@ def measure_bare(bundle: Bundle, images: Sequence[bytes], precision: Precision, 
     predictor = Predictor(bundle.network, precision)
     speeds, alone = {}, []
     for batch in BATCHES:
-        _predict(bundle, predictor, images[:batch])
+        predict(bundle, predictor, images[:batch])
         begun, done = time.perf_counter(), 0
         while (now := time.perf_counter()) - begun < seconds:
-            _predict(bundle, predictor, [images[(done + k) % len(images)] for k in range(batch)])
+            predict(bundle, predictor, [images[(done + k) % len(images)] for k in range(batch)])
             done += batch
             if batch == 1:
                 alone.append(time.perf_counter() - now)
@@ -153,6 +162,7 @@ def summarise(
     )  # fmt: skip
 
 
-def _predict(bundle: Bundle, predictor: Predictor, images: Sequence[bytes]) -> None:
+def predict(bundle: Bundle, predictor: Predictor, images: Sequence[bytes]) -> None:
+    """Decode images and compute their logits, without a server."""
     pixels = np.stack([bundle.preprocess.pixels(image) for image in images])
     predictor.logits(bundle.preprocess.normalise(torch.from_numpy(pixels).to(bundle.device))).float().cpu()

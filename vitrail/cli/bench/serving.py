@@ -22,6 +22,7 @@ from vitrail.bench.serving.measure import (
     measure_memory,
     measure_servers,
 )
+from vitrail.bench.serving.overhead import BUSY, Overhead, measure_overhead
 from vitrail.bench.serving.servers import SERVERS, check_pythons
 from vitrail.cli.bench.environments import parse_environments
 from vitrail.cli.options.command import Call, Command, Example
@@ -108,13 +109,16 @@ def main(call: Call) -> int:
         loads = [Load(clients=count) for count in options.clients]
         loads += [Load(rate=share * bare.images_per_second) for share in options.rates]
         measured = list(measure_servers(names, loads, folder, images, seconds=options.seconds, **shared))
+        overheads = list(measure_overhead(names, folder, bundle, images, bare, seconds=options.seconds, **shared))
     machine = describe(bundle.device)
     if options.json:
-        print(json.dumps({"machine": machine, "bare": asdict(bare), "servers": [asdict(one) for one in measured]}))
+        found = {"servers": [asdict(one) for one in measured], "overheads": [asdict(one) for one in overheads]}
+        print(json.dumps({"machine": machine, "bare": asdict(bare), **found}))
         return 0
     console = Console()
     console.print(header(machine, _subject(options, bundle)), highlight=False)
     console.print(_table(bare, measured), highlight=False)
+    console.print(_overhead_table(overheads), highlight=False)
     return 0
 
 
@@ -188,4 +192,19 @@ def _table(bare: Bare, measured: Sequence[Measured]) -> Any:
             one.load, one.server, f"{one.throughput:.1f}", f"{one.goodput:.1f}", *times,
             f"{one.errors}", f"{1000 * one.cpu_seconds:.0f}", f"{one.memory / 1e6:,.0f}",
         )  # fmt: skip
+    return table
+
+
+def _overhead_table(overheads: Sequence[Overhead]) -> Any:
+    caption = (
+        "Each server in turns with prediction without a server; medians. one client and alone: time for an image with "
+        f"and without the server, in ms. added: their difference. {BUSY} clients and batches: images per second with "
+        "and without the server. of it: their ratio."
+    )
+    headings = ("server", "one client", "alone", "added", f"{BUSY} clients", "batches", "of it", "errors")
+    table = plain_table(headings, caption)
+    for one in overheads:
+        times = [f"{1000 * value:.1f}" for value in (one.alone, one.bare, one.added)]
+        speeds = [f"{value:.1f}" for value in (one.throughput, one.bare_throughput)]
+        table.add_row(one.server, *times, *speeds, f"{100 * one.fraction:.0f} %", f"{one.errors}")
     return table

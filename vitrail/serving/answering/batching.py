@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from vitrail.cores import compute_threads
 
-__all__ = ["LARGEST", "Batcher", "Compute", "Row", "Run", "TooLate", "choose_batch"]
+__all__ = ["LARGEST", "Batcher", "Compute", "Row", "Run", "TooLate", "choose_batch", "choose_threads"]
 
 LARGEST = 16
 """Largest batch that is tried when the largest batch size is measured."""
@@ -24,6 +26,15 @@ ENOUGH = 0.95
 
 LONGEST = 0.5
 """Longest time in seconds for a batch of more than one image, because all requests wait for a batch."""
+
+NEARLY = 1.1
+"""Largest ratio of the time of an image with the chosen number of threads to its time with the best number."""
+
+ROUNDS = 8
+"""Number of times that each number of threads is tried."""
+
+TRIAL_SECONDS = 1.5
+"""Seconds after which no further round of trials begins, if there were two."""
 
 Run = Callable[[np.ndarray], Mapping[str, np.ndarray]]
 """A function that computes the named outputs of a batch of pixels (b, c, h, w)."""
@@ -47,7 +58,8 @@ class Compute:
     """Computes batches on a number of workers, among which the compute threads of the process are divided.
 
     A batch that is alone has all threads, which answers it soonest. Batches that are computed at the same time have
-    threads of their own, because threads of one batch wait for each other (docs/serving.md).
+    threads of their own, because threads of one batch wait for each other (docs/serving.md). The threads are divided
+    anew while batches are computed, if their function calls `divide` now and then.
     """
 
     def __init__(self, workers: int, threads: int) -> None:
@@ -55,26 +67,51 @@ class Compute:
         self.workers = workers
         self._threads = threads
         self._running = 0
+        self._here = threading.local()
         self._executor = ThreadPoolExecutor(workers, "vitrail-compute")
 
     @property
-    def free(self) -> int:
-        """Number of workers that do not compute."""
-        return max(0, self.workers - self._running)
+    def running(self) -> int:
+        """Number of batches that are computed."""
+        return self._running
 
-    async def run(self, function: Run, batch: np.ndarray, *, is_last: bool) -> Mapping[str, np.ndarray]:
-        """Return `function(batch)`. `is_last` is True if no images wait for the next batch."""
+    @property
+    def threads(self) -> int:
+        """Number of compute threads of all workers together."""
+        return self._threads
+
+    async def run(self, function: Run, batch: np.ndarray, most: int | None = None) -> Mapping[str, np.ndarray]:
+        """Return `function(batch)`, computed with at most `most` threads, by default with all."""
+        most = self._threads if most is None else most
         self._running += 1
-        parts = min(self.workers, self._running + (not is_last))
-        threads = max(1, self._threads // parts)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, _run_with, threads, function, batch)
+            await asyncio.sleep(0)  # batches that begin together know of each other
+            return await asyncio.get_running_loop().run_in_executor(self._executor, self._work, function, batch, most)
         finally:
             self._running -= 1
+
+    def divide(self) -> None:
+        """Give the calling worker its part of the compute threads, if other batches have begun or ended. Other threads
+        than the workers keep the number that they have."""
+        most: int | None = getattr(self._here, "most", None)
+        if most is not None and torch.get_num_threads() != (threads := self._part(most)):
+            torch.set_num_threads(threads)
 
     def stop(self) -> None:
         """End the workers after they have computed their batches."""
         self._executor.shutdown()
+
+    def _part(self, most: int) -> int:
+        """Return the number of compute threads of a batch that may have at most `most`."""
+        return max(1, min(most, self._threads // max(1, min(self.workers, self._running))))
+
+    def _work(self, function: Run, batch: np.ndarray, most: int) -> Mapping[str, np.ndarray]:
+        with compute_threads(self._part(most)):
+            self._here.most = most
+            try:
+                return function(batch)
+            finally:
+                self._here.most = None
 
 
 def _run_with(threads: int, function: Run, batch: np.ndarray) -> Mapping[str, np.ndarray]:
@@ -96,16 +133,19 @@ class Batcher:
         *,
         largest: int,
         seconds: float,
+        threads: int | None = None,
         on_batch: Callable[[int, float, float], None] = lambda images, waited, took: None,
     ) -> None:
-        """Compute at most `largest` images together, and drop images that wait longer than `seconds`.
+        """Compute at most `largest` images together, and drop images that wait longer than `seconds`. A batch that is
+        alone has `threads` compute threads, by default all.
 
         Batchers can share the workers of `compute`. `on_batch` is called with the number of images, the longest wait
         and the time for computing.
         """
         self.largest = largest
+        self.threads = threads
         self._run, self._compute, self._seconds, self._on_batch = run, compute, seconds, on_batch
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: OrderedDict[_Waiting, None] = OrderedDict()  # in the order of their arrival
         self._working = 0
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself keeps no reference to a task
 
@@ -113,7 +153,7 @@ class Batcher:
         """Return the outputs of each image. Raise `TooLate` if an image waited too long."""
         loop, now = asyncio.get_running_loop(), time.monotonic()
         items = [_Waiting(pixels, loop.create_future(), now) for pixels in images]
-        self._waiting += items
+        self._waiting.update(dict.fromkeys(items))
         for _ in range(min(len(items), self._compute.workers - self._working)):
             self._working += 1
             task = loop.create_task(self._work())
@@ -124,6 +164,7 @@ class Batcher:
         finally:
             for item in items:  # if one image fails or the client has gone, the others need no computing
                 item.answer.cancel()
+                self._waiting.pop(item, None)  # or a busy batcher would keep pixels that nobody waits for
 
     async def _work(self) -> None:
         """Compute batches until no image waits. An idle batcher has no task, so nothing keeps an unused one alive."""
@@ -138,7 +179,7 @@ class Batcher:
         begun = time.monotonic()
         try:
             pixels = np.stack([one.pixels for one in batch])
-            outputs = await self._compute.run(self._run, pixels, is_last=not self._waiting)
+            outputs = await self._compute.run(self._run, pixels, self.threads)
         except Exception as error:  # the error belongs to these requests; the server goes on
             for item in batch:
                 if not item.answer.done():
@@ -150,14 +191,12 @@ class Batcher:
                 item.answer.set_result({name: values[row] for name, values in outputs.items()})
 
     def _next_batch(self) -> list[_Waiting]:
-        """Take the next batch from the queue: at most `largest` images. The free workers get equal parts of the
-        queue."""
-        most = min(self.largest, math.ceil(len(self._waiting) / max(1, self._compute.free)))
+        """Take the next batch from the queue: at most `largest` images. Each worker gets an equal part of the queue,
+        also if it computes now, because it will soon be free."""
+        most = min(self.largest, math.ceil(len(self._waiting) / self._compute.workers))
         batch: list[_Waiting] = []
         while self._waiting and len(batch) < most:
-            item = self._waiting.popleft()
-            if item.answer.done():
-                continue
+            item, _ = self._waiting.popitem(last=False)
             if time.monotonic() - item.since > self._seconds:
                 item.answer.set_exception(TooLate())
                 continue
@@ -185,7 +224,28 @@ def choose_batch(run: Run, pixels: np.ndarray, clock: Callable[[], float] = time
     return min(size for size, speed in speeds.items() if speed >= ENOUGH * max(speeds.values()))
 
 
-def _time(run: Run, batch: np.ndarray, clock: Callable[[], float]) -> float:
+def choose_threads(run: Run, pixels: np.ndarray, most: int, clock: Callable[[], float] = time.perf_counter) -> int:
+    """Return the number of compute threads for a batch that is alone: the smallest of 1, 2, 4, ... and `most` that
+    computes one image nearly as fast as the best one, in the mean. `pixels` is one image.
+
+    On free cores, more threads answer a large model sooner. Small models gain nothing, and if other programs use the
+    cores, threads that wait for each other are slower than one.
+    """
+    numbers = sorted({most, *(2**power for power in range(most.bit_length()))})
+    if len(numbers) == 1:
+        return most
+    batch, begun = pixels[None], clock()
+    times: dict[int, list[float]] = {number: [] for number in numbers}
+    for round_number in range(ROUNDS):
+        if round_number > 1 and clock() - begun > TRIAL_SECONDS:
+            break
+        for number in numbers:
+            times[number].append(_time(run, batch, clock, number))
+    means = {number: sum(found[1:]) / len(found[1:]) for number, found in times.items()}  # the first call is slow
+    return min(number for number, mean in means.items() if mean <= NEARLY * min(means.values()))
+
+
+def _time(run: Run, batch: np.ndarray, clock: Callable[[], float], threads: int = 1) -> float:
     begun = clock()
-    _run_with(1, run, batch)
+    _run_with(threads, run, batch)
     return clock() - begun

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
@@ -11,8 +12,9 @@ from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.preprocess import Pixels
 from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.machine import Precision
+from vitrail.models.network import HasLayers
 from vitrail.models.predictor import Predictor
-from vitrail.serving.answering.batching import Batcher, Compute, Run, choose_batch
+from vitrail.serving.answering.batching import Batcher, Compute, Run, choose_batch, choose_threads
 from vitrail.serving.answering.metrics import Metrics
 from vitrail.serving.answering.settings import ServeSettings
 from vitrail.weights.bundle import Bundle, weights_sha256
@@ -51,22 +53,27 @@ class ServedModel:
         *,
         before: ServedModel | None = None,
     ) -> None:
-        """Prepare a model, and measure the largest batch unless the settings have one. Raise `ConfigError` for an
-        exported file of tokens, and for a precision that the model cannot compute in. `compute` computes batches.
-        `before` is the model that this one replaces: its largest batch is taken over if the network has the same
-        settings."""
+        """Prepare a model, and measure the largest batch and its number of threads unless the settings have them.
+
+        Raise `ConfigError` for an exported file of tokens, and for a precision that the model cannot compute in.
+        `compute` computes batches. `before` is the model that this one replaces: what was measured for it is taken over
+        if the network has the same settings.
+        """
         self.name = name
         self.bundle = bundle
         self.sha256 = weights_sha256(bundle.network)
         self._max_pixels = settings.max_pixels
-        self.computed = ModelOutputs(bundle, precision or bundle.precision)
+        self.computed = ModelOutputs(bundle, precision or bundle.precision, compute.divide)
         self.tasks = self._find_tasks()
         blank = np.zeros((bundle.preprocess.channels, *bundle.preprocess.image_size), self.dtype)
         for task in self.tasks:  # the first call of a network is slow, and shows whether the network can be used
             self.computed.run(task)(blank[None])
-        self.largest = (
-            settings.max_batch or self._known_batch(before) or choose_batch(self.computed.run(self.tasks[0]), blank)
+        run, known = self.computed.run(self.tasks[0]), before if self._is_like(before) else None
+        self.threads: int = settings.batch_threads or (
+            known.threads if known else self._choose_threads(run, blank, compute)
         )
+        """Number of compute threads of a batch that is alone."""
+        self.largest: int = settings.max_batch or (known.largest if known else choose_batch(run, blank))
         """Largest number of images that are computed together."""
         self.batchers = {
             task: Batcher(
@@ -74,6 +81,7 @@ class ServedModel:
                 compute,
                 largest=self.largest,
                 seconds=settings.deadline_seconds,
+                threads=self.threads,
                 on_batch=metrics.batches(name, task),
             )
             for task in self.tasks
@@ -114,21 +122,30 @@ class ServedModel:
         possible: dict[Task, bool] = {"classes": bool(self.bundle.classes), "embedding": contents != "logits"}
         return tuple(task for task in get_args(Task) if possible[task])
 
-    def _known_batch(self, before: ServedModel | None) -> int | None:
-        """Return the largest batch of an earlier model if it holds for this one too."""
+    def _choose_threads(self, run: Run, blank: np.ndarray, compute: Compute) -> int:
+        """Measure the number of compute threads of a batch that is alone. On a GPU it hardly matters."""
+        return choose_threads(run, blank, compute.threads) if self.bundle.device.type == "cpu" else compute.threads
+
+    def _is_like(self, before: ServedModel | None) -> bool:
+        """Return True if measurements of an earlier model hold for this one too."""
         if before is None or self.precision != before.precision:
-            return None
+            return False
         mine, theirs = self.bundle.network, before.bundle.network
-        return before.largest if type(mine) is type(theirs) and mine.config == theirs.config else None
+        return type(mine) is type(theirs) and bool(mine.config == theirs.config)
 
 
 class ModelOutputs:
     """Computes the outputs of batches of pixels with one model."""
 
-    def __init__(self, bundle: Bundle, precision: Precision) -> None:
-        """Raise `ConfigError` for a precision that the model cannot compute in."""
+    def __init__(self, bundle: Bundle, precision: Precision, on_block: Callable[[], None] = lambda: None) -> None:
+        """Call `on_block` before each block of the network. Raise `ConfigError` for a precision that the model cannot
+        compute in."""
         self._bundle = bundle
         self._predictor = Predictor(bundle.network, precision)
+        network: Any = self._predictor.network  # a copy, so the hooks are not those of the bundle's network
+        if not isinstance(network, ExportedNetwork) and isinstance(network, HasLayers):
+            for block in network.layers().blocks:
+                block.register_forward_pre_hook(lambda *_: on_block())
 
     @property
     def precision(self) -> str:

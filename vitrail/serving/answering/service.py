@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +23,8 @@ from vitrail.serving.answering.settings import ServeSettings
 from vitrail.weights.bundle import Bundle
 
 __all__ = ["Refused", "Service"]
+
+Parsed = TypeVar("Parsed")
 
 MOST_WORKERS = 8
 """Largest number of batches that are computed at the same time on a CPU."""
@@ -62,6 +65,7 @@ class Service:
         self._compute = Compute(min(threads, MOST_WORKERS) if on_cpu else 1, threads)
         self._decode = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "vitrail-decode")
         self._draw = ThreadPoolExecutor(1, "vitrail-overlay")  # one at a time, because each needs much memory
+        self._parse = ThreadPoolExecutor(1, "vitrail-parse")  # likewise: JSON takes many times the memory of its text
         self._overlays = overlays
         self._accepted = 0
         self._precision = precision
@@ -77,6 +81,7 @@ class Service:
         self.is_ready = False
         self._decode.shutdown()
         self._draw.shutdown()
+        self._parse.shutdown()
         self._compute.stop()
 
     def drain(self) -> None:
@@ -127,6 +132,11 @@ class Service:
         """Return the outputs of each image of decoded pixels. Raise `Refused` if the server has too much to do."""
         with self._accept(model, tasks, len(pixels)):
             return await self._outputs(model, tasks, pixels)
+
+    async def parse(self, function: Callable[..., Parsed], *arguments: Any) -> Parsed:
+        """Return `function(*arguments)`, which reads a body. Bodies are read one after the other on a thread of their
+        own, so a long one holds up no other request that is answered."""
+        return await asyncio.get_running_loop().run_in_executor(self._parse, function, *arguments)
 
     def overlay_refusal(self, model: ServedModel) -> str | None:
         """Return why a model has no overlays, or None if it has them."""

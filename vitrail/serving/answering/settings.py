@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from vitrail.errors import ConfigError
 from vitrail.plain import byte_count
 
-__all__ = ["ServeSettings"]
+__all__ = ["TOKEN_VARIABLE", "ServeSettings"]
+
+TOKEN_VARIABLE = "VITRAIL_TOKEN"
+"""Environment variable with the default token of a server."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,9 @@ class ServeSettings:
     files."""
     max_batch: int | None = None
     """Largest number of images that are computed together. By default it is measured at the start, up to 16."""
+    batch_threads: int | None = None
+    """Compute threads of a batch that is computed alone. Batches that are computed at the same time divide all threads.
+    By default the number is measured at the start: as many as make a single image faster."""
     max_body: str = "16MB"
     """Largest body of a request. A larger one is answered by 413."""
     max_images: int = 64
@@ -55,7 +61,15 @@ class ServeSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port} is not in 0 to 65535")
-        for name in ("max_images", "max_pixels", "max_queue", "max_connections", "max_batch", "workers"):
+        for name in (
+            "max_images",
+            "max_pixels",
+            "max_queue",
+            "max_connections",
+            "max_batch",
+            "batch_threads",
+            "workers",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} is less than 1")

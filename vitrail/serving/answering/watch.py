@@ -48,8 +48,12 @@ class ModelFiles:
 
     def state(self) -> State:
         """Return the state of the files. It is empty if there are none."""
+        try:
+            files = self._files()
+        except OSError:  # the folder was removed while it was listed
+            return ()
         found = []
-        for file in self._files():
+        for file in files:
             try:
                 status = file.stat()
             except OSError:

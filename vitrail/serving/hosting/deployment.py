@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from starlette.requests import Request
@@ -10,7 +11,7 @@ from starlette.responses import Response
 from vitrail.machine import Precision
 from vitrail.serving.answering.served import OverlayMaker
 from vitrail.serving.answering.service import Service
-from vitrail.serving.answering.settings import ServeSettings
+from vitrail.serving.answering.settings import TOKEN_VARIABLE, ServeSettings
 from vitrail.serving.hosting.process import named_models
 from vitrail.serving.http.app import make_app
 from vitrail.serving.http.guard import CLIENT_GONE, Message
@@ -38,7 +39,8 @@ class ModelDeployment:
         `ServeSettings`; the framework chooses the address and the number of processes. Raise `ConfigError` and
         `BundleError`."""
         bundles = {name: load(path, device=device) for name, path in named_models(models).items()}
-        self._service = Service(bundles, ServeSettings(**settings), precision, overlays)
+        chosen = ServeSettings(**{"token": os.environ.get(TOKEN_VARIABLE, ""), **settings})
+        self._service = Service(bundles, chosen, precision, overlays)
         self._app = make_app(self._service)
 
     async def __call__(self, request: Request) -> Response:

@@ -109,6 +109,8 @@ def _card(model: ServedModel) -> dict[str, Any]:
         "output": bundle.output,
         "classes": len(bundle.classes),
         "precision": model.precision,
+        "max_batch": model.largest,
+        "batch_threads": model.threads,
         "metrics": {name: value for name, value in bundle.metrics.items() if math.isfinite(value)},
     }
 

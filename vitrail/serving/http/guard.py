@@ -59,7 +59,6 @@ class Guard:
         body = _Body()
         try:
             try:
-                self._check_token(scope)
                 await self._receive(scope, receive, body)
             except Refused as refused:
                 await _refuse(sending, refused)
@@ -71,24 +70,27 @@ class Guard:
             self._hold(-body.size)
             self._record(scope, status, body.size, time.perf_counter() - begun)
 
-    def _check_token(self, scope: Message) -> None:
+    def _check_token(self, scope: Message) -> Refused | None:
+        """Return the refusal of a request that needs the token and has not sent it."""
         is_open = scope["path"] in PROBE_PATHS or (scope["path"] == "/" and scope["method"] in ("GET", "HEAD"))
         wanted = f"Bearer {self._settings.token}".encode()
         if self._settings.token and not is_open:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, wanted):
                 message = "this server needs a token: send the header 'Authorization: Bearer TOKEN'"
-                raise Refused(401, message, {"WWW-Authenticate": "Bearer"})
+                return Refused(401, message, {"WWW-Authenticate": "Bearer"})
+        return None
 
     async def _receive(self, scope: Message, receive: Receive, body: _Body) -> None:
-        """Receive the body. Raise `Refused` if it is too large or too slow, and `_ClientGone`."""
+        """Receive the body. Raise `Refused` if the token is missing or the body is too large or too slow, and
+        `_ClientGone`."""
         settings, headers = self._settings, dict(scope["headers"])
         stated = headers.get(b"content-length", b"0")
-        refused: Refused | None = None
-        if not stated.isdigit() or int(stated) > settings.body_bytes:
+        refused = self._check_token(scope)
+        if refused is None and (not stated.isdigit() or int(stated) > settings.body_bytes):
             refused = Refused(413, f"the body is larger than {settings.max_body}, the limit of this server")
-            if b"expect" in headers:  # the client waits before it sends the body
-                raise refused
+        if refused is not None and b"expect" in headers:  # the client waits before it sends the body
+            raise refused
         try:
             async with asyncio.timeout(settings.receive_seconds):
                 is_complete = False

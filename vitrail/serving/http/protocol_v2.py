@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from vitrail.serving.answering.batching import Row
+from vitrail.serving.http.requests import json_numbers
 
 __all__ = ["HEADER", "BadRequest", "InferRequest", "format_answer", "parse_request"]
 
@@ -74,8 +75,8 @@ def format_answer(model: str, version: str, request: InferRequest, rows: Sequenc
         if is_binary:
             binary.append(values.tobytes())
             item["parameters"] = {"binary_data_size": values.nbytes}
-        else:  # JSON has no NaN and no infinity
-            item["data"] = [value if math.isfinite(value) else None for value in values.ravel().tolist()]
+        else:
+            item["data"] = json_numbers(values)
         described.append(item)
     message: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": described}
     if request.id:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import math
 from typing import Any
 
+import numpy as np
 from starlette.requests import Request
 
 from vitrail.serving.answering.served import ServedModel
 from vitrail.serving.answering.service import Refused, Service
 
-__all__ = ["model_headers", "parse_base64", "parse_data_uri", "parse_json", "parse_top", "service_of"]
+__all__ = ["json_numbers", "model_headers", "parse_base64", "parse_data_uri", "parse_json", "parse_top", "service_of"]
 
 
 def service_of(request: Request) -> Service:
@@ -24,6 +26,11 @@ def service_of(request: Request) -> Service:
 def model_headers(model: ServedModel) -> dict[str, str]:
     """Return headers that name the model and its hash in an answer."""
     return {"X-Model": model.name.encode("ascii", "replace").decode(), "X-Model-SHA256": model.sha256}
+
+
+def json_numbers(values: np.ndarray) -> list[float | None]:
+    """Return all numbers of an array for JSON, which has no NaN and no infinity: those are None."""
+    return [value if math.isfinite(value) else None for value in values.ravel().tolist()]
 
 
 def parse_json(body: bytes) -> dict[str, Any]:

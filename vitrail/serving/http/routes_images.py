@@ -17,6 +17,7 @@ from vitrail.errors import UndecodableImage
 from vitrail.serving.answering.served import ServedModel, Task
 from vitrail.serving.answering.service import Refused
 from vitrail.serving.http.requests import (
+    json_numbers,
     model_headers,
     parse_base64,
     parse_data_uri,
@@ -46,15 +47,10 @@ async def _hugging_face(request: Request) -> Response:
     service, body = service_of(request), await request.body()
     model = service.model(request.query_params.get("model"))
     image, top = body, TOP
-    if request.headers.get("content-type", "").startswith("application/json"):
-        content = parse_json(body)
-        image = parse_base64(content.get("inputs"), "inputs")
-        parameters = content.get("parameters") or {}
-        if not isinstance(parameters, dict):
-            raise Refused(400, "parameters: this must be a JSON object")
-        top = parse_top(parameters.get("top_k") or TOP)
+    if request.headers.get("content-type", "").lower().startswith("application/json"):
+        image, top = await service.parse(_parse_hugging_face, body)
     (row,) = await service.all_file_outputs(model, [model.tasks[0]], [image])
-    answer = [row["embedding"].tolist()] if model.tasks[0] == "embedding" else _ranking(model, row, top)
+    answer = [json_numbers(row["embedding"])] if model.tasks[0] == "embedding" else _ranking(model, row, top)
     return JSONResponse(answer, headers=model_headers(model))
 
 
@@ -71,7 +67,7 @@ async def _upload(request: Request) -> Response:
         if isinstance(row, UndecodableImage):
             answers.append({"file": name, "error": f"the file {row}"})
         elif task == "embedding":
-            answers.append({"file": name, "embedding": row["embedding"].tolist()})
+            answers.append({"file": name, "embedding": json_numbers(row["embedding"])})
         else:
             answers.append({"file": name, "predictions": _ranking(model, row, top)})
     status = 422 if all("error" in item for item in answers) else 200
@@ -81,29 +77,45 @@ async def _upload(request: Request) -> Response:
 
 async def _embeddings(request: Request) -> Response:
     """Answer in the shape of OpenAI's embeddings. Images are data URIs."""
-    service, content = service_of(request), parse_json(await request.body())
+    service = service_of(request)
+    name, images, encoding = await service.parse(_parse_embeddings, await request.body())
+    model = service.model(name)
+    data = []
+    for number, row in enumerate(await service.all_file_outputs(model, ["embedding"], images)):
+        values = row["embedding"]
+        text = base64.b64encode(values.astype("<f4").tobytes()).decode() if encoding == "base64" else None
+        data.append({"object": "embedding", "index": number, "embedding": text or json_numbers(values)})
+    answer = {"object": "list", "data": data, "model": model.name, "usage": {"prompt_tokens": 0, "total_tokens": 0}}
+    return JSONResponse(answer, headers=model_headers(model))
+
+
+def _parse_hugging_face(body: bytes) -> tuple[bytes, int]:
+    """Return the image of a JSON body, and the number of classes to answer. Raise `Refused` for other bodies."""
+    content = parse_json(body)
+    parameters = content.get("parameters") or {}
+    if not isinstance(parameters, dict):
+        raise Refused(400, "parameters: this must be a JSON object")
+    return parse_base64(content.get("inputs"), "inputs"), parse_top(parameters.get("top_k") or TOP)
+
+
+def _parse_embeddings(body: bytes) -> tuple[str | None, list[bytes], str]:
+    """Return the name of the model or None, the images, and the encoding of the answer. Raise `Refused`."""
+    content = parse_json(body)
     name, given = content.get("model"), content.get("input")
     if name is not None and not isinstance(name, str):
         raise Refused(400, "model: this must be the name of a model")
-    model = service.model(name)
     images = [parse_data_uri(uri, "input") for uri in (given if isinstance(given, list) else [given])]
     if not images:
         raise Refused(400, "input: the request has no images")
     encoding = content.get("encoding_format") or "float"
     if encoding not in ("float", "base64"):
         raise Refused(400, f"encoding_format: {encoding!r} is not one of 'float', 'base64'")
-    data = []
-    for number, row in enumerate(await service.all_file_outputs(model, ["embedding"], images)):
-        values = row["embedding"]
-        sent = values.tolist() if encoding == "float" else base64.b64encode(values.astype("<f4").tobytes()).decode()
-        data.append({"object": "embedding", "index": number, "embedding": sent})
-    answer = {"object": "list", "data": data, "model": model.name, "usage": {"prompt_tokens": 0, "total_tokens": 0}}
-    return JSONResponse(answer, headers=model_headers(model))
+    return name, images, encoding
 
 
 async def _form_files(request: Request, most: int) -> list[tuple[str, bytes]]:
     """Return the names and contents of the files of a form. Raise `Refused` for other bodies."""
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise Refused(415, "the body is not a form; send images as multipart/form-data")
     parser = MultiPartParser(request.headers, request.stream(), max_files=most, max_fields=8)
     parser.spool_max_size = 1 << 40  # the body is in memory already, so its files are not written to disk
@@ -129,7 +141,8 @@ def _ranking(model: ServedModel, row: Mapping[str, np.ndarray], top: int) -> lis
     """Return the likeliest classes, or all numbers of a regression, as Hugging Face's labels and scores."""
     names = model.bundle.classes
     if model.bundle.output == "numbers":
-        return [{"label": name, "score": float(value)} for name, value in zip(names, row["numbers"], strict=True)]
-    values = row["probabilities"]
-    order = np.argsort(-values, kind="stable")[:top]
-    return [{"label": names[place], "score": float(values[place])} for place in order]
+        numbers = json_numbers(row["numbers"])
+        return [{"label": name, "score": number} for name, number in zip(names, numbers, strict=True)]
+    order = np.argsort(-row["probabilities"], kind="stable")[:top]
+    scores = json_numbers(row["probabilities"][order])
+    return [{"label": names[place], "score": score} for place, score in zip(order, scores, strict=True)]

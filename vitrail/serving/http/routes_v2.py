@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import numpy as np
@@ -63,7 +62,7 @@ async def _infer(request: Request) -> Response:
     service, model = service_of(request), _model(request)
     body, header = await request.body(), request.headers.get(HEADER)
     try:
-        asked = await asyncio.to_thread(parse_request, body, header)  # a long JSON text would hold up other requests
+        asked = await service.parse(parse_request, body, header)
         tasks = _tasks(model, asked)
         if isinstance(asked.images, list):
             rows = await service.all_file_outputs(model, tasks, asked.images)

@@ -8,7 +8,9 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -17,7 +19,7 @@ from vitrail.serving.answering.service import Service
 from vitrail.serving.answering.settings import ServeSettings
 from vitrail.serving.answering.watch import Watcher
 from vitrail.serving.http.app import make_app
-from vitrail.serving.http.connections import protocol_class
+from vitrail.serving.http.connections import LimitedProtocol
 
 __all__ = ["Server", "open_socket"]
 
@@ -46,9 +48,10 @@ class Server(uvicorn.Server):
         """`on_start` is called when the server listens. `watcher` replaces models while the server runs. `supervisor`
         is the process of a worker's supervisor."""
         settings = service.settings
+        protocol: Any = partial(LimitedProtocol, service=service)
         super().__init__(
             uvicorn.Config(
-                make_app(service, watcher), http=protocol_class(service), ws="none", lifespan="on", log_level="error",
+                make_app(service, watcher), http=protocol, ws="none", lifespan="on", log_level="error",
                 access_log=False, server_header=False, timeout_keep_alive=5, h11_max_incomplete_event_size=32768,
                 timeout_graceful_shutdown=int(settings.deadline_seconds + settings.receive_seconds) + 1,
             )
