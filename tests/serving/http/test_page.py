@@ -25,9 +25,11 @@ def test_the_page_asks_its_own_server_only(server: Running) -> None:
 def test_the_models_of_the_page(server: Running, bundle: Bundle) -> None:
     models = server.ask("GET", "/models").json["models"]
     assert [model["name"] for model in models] == ["flowers", "numbers", "features"]
+    assert models[0].pop("batch_threads") >= 1  # measured at the start
     assert models[0] == {
         "name": "flowers", "sha256": weights_sha256(bundle.network), "architecture": "ViT", "image_size": [12, 10],
         "output": "softmax", "classes": 3, "precision": "float32", "metrics": {}, "no_overlays": None,
+        "max_batch": 4,
     }  # fmt: skip
 
 
