@@ -27,8 +27,9 @@ ENOUGH = 0.95
 LONGEST = 0.5
 """Longest time in seconds for a batch of more than one image, because all requests wait for a batch."""
 
-NEARLY = 1.1
-"""Largest ratio of the time of an image with the chosen number of threads to its time with the best number."""
+NEARLY = 4 / 3
+"""Largest ratio of the time of an image with the chosen number of threads to its time with the best number. Threads
+that gain less are left to other batches."""
 
 ROUNDS = 8
 """Number of times that each number of threads is tried."""
@@ -225,8 +226,8 @@ def choose_batch(run: Run, pixels: np.ndarray, clock: Callable[[], float] = time
 
 
 def choose_threads(run: Run, pixels: np.ndarray, most: int, clock: Callable[[], float] = time.perf_counter) -> int:
-    """Return the number of compute threads for a batch that is alone: the smallest of 1, 2, 4, ... and `most` that
-    computes one image nearly as fast as the best one, in the mean. `pixels` is one image.
+    """Return the number of compute threads for a batch that is alone: the smallest of 1, 2, 4, ... and `most` whose
+    mean time for one image is at most `NEARLY` times the best one. `pixels` is one image.
 
     On free cores, more threads answer a large model sooner. Small models gain nothing, and if other programs use the
     cores, threads that wait for each other are slower than one.
