@@ -102,6 +102,28 @@ def test_pictures_are_the_same_on_every_machine(size: int, expected: str) -> Non
     assert hash_of(FractalSource(4, 3, 7, size=size)).startswith(expected)
 
 
+def test_colours_are_the_same_on_every_machine_and_show_the_same_fractals() -> None:
+    grey, coloured = FractalSource(4, 3, 7, size=32), FractalSource(4, 3, 7, size=32, colour=True)
+    check_source(coloured)
+    found = np.stack([coloured[index].image for index in range(12)])
+    assert hashlib.sha256(found.tobytes()).hexdigest().startswith("1437cb4664205245")
+    assert grey.identity != coloured.identity and grey.origin(0) != coloured.origin(0)
+    later = coloured.held_out(0.25)[0]
+    assert later.key == "fractal-0000/3" and later.image.shape == (32, 32, 3)
+    for index in range(12):
+        lit, picture = grey[index].image[..., 0], found[index].astype(float)
+        inside, outside = picture[lit == 255].mean(0), picture[lit == 0].mean(0)
+        assert np.abs(inside - outside).sum() > 100, "the fractal stands out from its background"
+        steps = np.abs(np.diff(picture, axis=0))[(lit[1:] == 0) & (lit[:-1] == 0)]
+        assert steps.max() < 20, "a background varies smoothly"
+
+
+@given(size=st.integers(1, 45), seed=st.integers(0, 2**32 - 1))
+def test_any_size_is_in_colour(size: int, seed: int) -> None:
+    image = FractalSource(2, 1, seed, size=size, colour=True)[1].image
+    assert image.dtype == np.uint8 and image.shape == (size, size, 3) and image.flags.c_contiguous
+
+
 @given(size=st.integers(1, 45), seed=st.integers(0, 2**32 - 1))
 def test_any_size_is_grey_and_is_not_empty(size: int, seed: int) -> None:
     image = FractalSource(2, 1, seed, size=size)[1].image
@@ -208,9 +230,15 @@ def test_where_no_system_fills_enough_the_fullest_is_taken(monkeypatch: pytest.M
         ("fractals:2:1073741823", (2, 1_073_741_823, 0, 224)),
     ],
 )
-def test_specs_are_read(spec: str, expected: tuple[int, ...]) -> None:
+def test_grey_specs_are_read(spec: str, expected: tuple[int, ...]) -> None:
     source = open_fractals(spec)
-    assert (source.count, source.samples, source.seed, source.size) == expected
+    assert (source.count, source.samples, source.seed, source.size, source.colour) == (*expected, False)
+
+
+def test_a_spec_in_colour_is_read() -> None:
+    source = open_fractals("fractals:10:5:3:64:colour")
+    assert (source.count, source.samples, source.seed, source.size, source.colour) == (10, 5, 3, 64, True)
+    assert source.identity == "fractals:10:5:3:64:0:colour"
 
 
 @pytest.mark.parametrize(
@@ -226,6 +254,7 @@ def test_specs_are_read(spec: str, expected: tuple[int, ...]) -> None:
         *((bad, "is not fractals:CLASSES:SAMPLES") for bad in (
             "fractals", "fractals:", "fractals:2", "fractals:2:", "fractals:2:1:", "fractals:2:1:0:8:9", "fractals:a:1",
             "fractals:2:1:-1", "fractals:-2:1", "fractals:2.0:1", "fractals:2:1e3", "fractals: 2:1", "fractals:2:1\n",
+            "fractals:2:1:0:colour", "fractals:2:1:0:8:color", "fractals:2:1:0:8:colour:1",
             "fractals:1_0:1", "fractals:٣:1", "Fractals:2:1", f"fractals:2:{'9' * 5000}",
         )),
     ],

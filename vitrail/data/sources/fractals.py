@@ -11,6 +11,10 @@ instead of 25. A picture uses one patch for all of its points, and the points ar
 `dots_of`) instead of by a random walk; there is one point per four pixels. Points are white instead of grey, so small
 pictures keep more grey levels when they are averaged.
 
+Pictures can also be in colour, for networks that will see photographs: the fractal and its background then have random
+colours, which vary smoothly over the picture, as in "Improving Fractal Pre-training" (Anderson and Farrell, WACV 2022,
+arXiv 2110.03091). The clouds of colour are this module's own.
+
 All numbers are computed from hashes by additions, products, quotients and square roots. IEEE 754 defines these to the
 last bit, so a picture is the same on every machine. Sines, matrix products and sums of long arrays would differ.
 """
@@ -62,6 +66,19 @@ used."""
 DEPTH = 16
 """Number of contractions in the address of a point."""
 
+COLOUR = "colour"
+"""Last part of a spec whose pictures are in colour."""
+CLOUDS = {2: 0.2, 4: 0.15, 8: 0.1}
+"""Largest change of a colour by each layer of a cloud, by the number of cells along a side of the picture."""
+SATURATION = 0.5
+"""Part of that change which differs between red, green and blue."""
+VARIATION = 0.35
+"""Largest difference between the colours of a sample and the mean colours of its class, in each of red, green and
+blue."""
+LEAST_CONTRAST = 0.75
+"""Smallest sum of the differences in red, green and blue between a fractal's colour and that of its background, before
+both vary. Each difference is at most 1."""
+
 
 @dataclass(frozen=True)
 class FunctionSystem:
@@ -74,15 +91,19 @@ class FunctionSystem:
 
 
 class FractalSource:
-    """`classes` x `samples` grey pictures (size, size, 1), white on black, drawn on request and never stored.
+    """`classes` x `samples` pictures, drawn on request and never stored: grey (size, size, 1), white on black, or with
+    `colour` (size, size, 3), in random colours on a background of other colours.
 
     Sample `index` has the class `index % classes`, so the numbers of samples of two classes differ by at most one in
     any prefix. A picture depends only on the seed, its class and its number within the class, which starts at `first`.
+    Both kinds of pictures show the same fractals.
     Larger values of `classes` or `samples` therefore add pictures and keep the existing ones. docs/data.md has the
     measured speed. Raises `DataError`.
     """
 
-    def __init__(self, classes: int, samples: int, seed: int = 0, *, size: int = 224, first: int = 0) -> None:
+    def __init__(
+        self, classes: int, samples: int, seed: int = 0, *, size: int = 224, first: int = 0, colour: bool = False
+    ) -> None:
         for name, value, least, most in (
             ("classes", classes, 2, MAX_SAMPLES),
             ("samples", samples, 1, MAX_SAMPLES),
@@ -98,6 +119,7 @@ class FractalSource:
                 f"{MAX_SAMPLES:,}"
             )
         self.count, self.samples, self.seed, self.size, self.first = classes, samples, seed, size, first
+        self.colour = colour
         self.digits = max(4, len(str(classes - 1)))
 
     @functools.cached_property
@@ -108,19 +130,25 @@ class FractalSource:
     @property
     def identity(self) -> str:
         """The settings that determine all samples."""
-        return f"fractals:{self.count}:{self.samples}:{self.seed}:{self.size}:{self.first}"
+        settings = f"fractals:{self.count}:{self.samples}:{self.seed}:{self.size}:{self.first}"
+        return f"{settings}:{COLOUR}" if self.colour else settings
 
     def held_out(self, fraction: float) -> FractalSource:
         """Return a source with more pictures of the same classes. It holds about `fraction` of the pictures of both
         sources."""
         samples = max(1, round(self.samples * fraction / (1 - fraction)))
-        return FractalSource(self.count, samples, self.seed, size=self.size, first=self.first + self.samples)
+        first = self.first + self.samples
+        return FractalSource(self.count, samples, self.seed, size=self.size, first=first, colour=self.colour)
 
     def __len__(self) -> int:
         return self.count * self.samples
 
     def __getitem__(self, index: int) -> Sample:
-        return Sample(self.key(index), _picture(self.seed, *self._place(index), self.size), self.target(index))
+        place = self._place(index)
+        image = _picture(self.seed, *place, self.size)
+        if self.colour:
+            image = _coloured(image, self.seed, *place)
+        return Sample(self.key(index), image, self.target(index))
 
     def key(self, index: int) -> str:
         number, sample = self._place(index)
@@ -132,7 +160,7 @@ class FractalSource:
     def origin(self, index: int) -> str:
         """Return the numbers that determine the picture."""
         number, sample = self._place(index)
-        return f"fractal {self.seed} {self.size} {number} {sample}"
+        return f"fractal {self.seed} {self.size} {number} {sample}" + (f" {COLOUR}" if self.colour else "")
 
     def _place(self, index: int) -> tuple[int, int]:
         """Return the class of a sample and its number within the class."""
@@ -146,19 +174,22 @@ class FractalSource:
 
 
 def open_fractals(spec: str) -> FractalSource:
-    """Return the source that "fractals:CLASSES:SAMPLES[:SEED[:SIZE]]" describes. Defaults: seed 0 and 224 pixels.
+    """Return the source that "fractals:CLASSES:SAMPLES[:SEED[:SIZE[:colour]]]" describes. Defaults: seed 0, 224 pixels
+    and grey pictures.
 
     Raises `DataError` if a part is missing, is not a whole number, or is out of its range.
     """
-    if re.fullmatch(r"fractals(:[0-9]{1,20}){2,4}", spec) is None:
+    number = ":[0-9]{1,20}"
+    if re.fullmatch(rf"fractals(({number}){{2,4}}|({number}){{4}}:{COLOUR})", spec) is None:
         raise DataError(
-            f"data {spec!r} is not fractals:CLASSES:SAMPLES[:SEED[:SIZE]] with whole numbers; for example, "
+            f"data {spec!r} is not fractals:CLASSES:SAMPLES[:SEED[:SIZE[:{COLOUR}]]] with whole numbers; for example, "
             "fractals:1000:100 makes 100 pictures of each of 1,000 fractals"
         )
-    classes, samples, *others = map(int, spec.split(":")[1:])
+    colour = spec.endswith(COLOUR)
+    classes, samples, *others = map(int, spec.removesuffix(f":{COLOUR}").split(":")[1:])
     seed, size = (*others, *(0, 224)[len(others) :])
     try:
-        return FractalSource(classes, samples, seed, size=size)
+        return FractalSource(classes, samples, seed, size=size, colour=colour)
     except DataError as error:
         raise DataError(f"data {spec!r}: {error} (for example, fractals:1000:100)") from error
 
@@ -297,6 +328,52 @@ def _picture(seed: int, number: int, sample: int, size: int) -> UInt8[np.ndarray
     grey = grey.T if turn & 4 else grey
     grey = grey[:: 1 - (turn & 2), :: 1 - 2 * (turn & 1)]
     return np.ascontiguousarray(grey)[:, :, None]
+
+
+def _coloured(
+    grey: UInt8[np.ndarray, "size size 1"], seed: int, number: int, sample: int
+) -> UInt8[np.ndarray, "size size 3"]:
+    """Return the picture of a sample with the fractal in one cloud of colours, and its background in another."""
+    size = len(grey)
+    drawn = sum((cells + 1) ** 2 for cells in CLOUDS)
+    numbers = _uniform(f"{seed}/{number}/sample {sample} in colour", 6 + 8 * drawn)
+    back, front = np.clip(_colours(seed, number) + VARIATION * (2 * numbers[:6] - 1), 0.0, 1.0).reshape(2, 3)
+    if sum(np.abs(front - back).tolist()) < LEAST_CONTRAST:
+        front = (back + 0.5) % 1.0
+    clouds = _clouds(numbers[6:].reshape(drawn, 2, 4), size)
+    behind, before = clouds[:, :, 0] + back, clouds[:, :, 1] + front
+    mixed = behind + (before - behind) * (grey / 255.0)
+    return (255 * np.clip(mixed, 0.0, 1.0) + 0.5).astype(np.uint8)
+
+
+@functools.lru_cache(maxsize=16_384)
+def _colours(seed: int, number: int) -> Float64[np.ndarray, " 6"]:
+    """Return the mean colours of the background and of the fractal in the pictures of a class."""
+    return _uniform(f"{seed}/{number}/colours", 6)
+
+
+def _clouds(numbers: Float64[np.ndarray, "n 2 4"], size: int) -> Float64[np.ndarray, "size size 2 3"]:
+    """Return the smooth random changes of red, green and blue in two clouds. They are sums of grids of random numbers,
+    one of grey and one of each colour at every corner of a cell, which are interpolated between the corners."""
+    numbers = 2 * numbers - 1
+    changes = (1 - SATURATION) * numbers[:, :, :1] + SATURATION * numbers[:, :, 1:]
+    found = np.zeros((size, size, 2, 3))
+    for cells, amount in CLOUDS.items():
+        corners, changes = np.split(changes, [(cells + 1) ** 2])
+        levels = amount * corners.reshape(cells + 1, cells + 1, 2, 3)
+        low, part = _cells(size, cells)
+        rows = levels[low] + (levels[low + 1] - levels[low]) * part[:, None, None, None]
+        found += rows[:, low] + (rows[:, low + 1] - rows[:, low]) * part[:, None, None]
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _cells(size: int, cells: int) -> tuple[Int[np.ndarray, " size"], Float64[np.ndarray, " size"]]:
+    """Return for each of `size` pixels along a side its cell, and the position of its centre in the cell from 0 to
+    1."""
+    places = (np.arange(size) + 0.5) * cells / size
+    low = places.astype(np.intp)
+    return low, places - low
 
 
 def _stamp(dots: Bool[np.ndarray, "side side"], pattern: int) -> Bool[np.ndarray, "side side"]:
