@@ -719,8 +719,24 @@ def test_a_folder_that_lost_its_name_gets_it_back(saved: Path) -> None:
 def test_other_number_formats_are_refused(bundle: Bundle, tmp_path: Path) -> None:
     bundle.network.half()
     bundle.save(tmp_path / "half")
-    with pytest.raises(BundleError, match=r"not float32: .* is float16"):
+    with pytest.raises(BundleError, match=r"not float32 or bfloat16: .* is float16"):
         load_bundle(tmp_path / "half", device="cpu")
+
+
+def test_weights_are_rounded_to_bfloat16_in_the_file_alone(make_bundle: Make, tmp_path: Path) -> None:
+    bundle = make_bundle(num_classes=0)
+    before = {name: tensor.clone() for name, tensor in bundle.network.state_dict().items()}
+    whole, half = bundle.save(tmp_path / "whole"), bundle.save(tmp_path / "half", stored="bfloat16")
+    assert all(torch.equal(before[name], tensor) for name, tensor in bundle.network.state_dict().items())
+    values = sum(tensor.numel() for tensor in before.values())
+    for path, size in ((whole, 4), (half, 2)):
+        stored = load_file(path / "model.safetensors").values()
+        assert sum(tensor.nbytes for tensor in stored) == size * values
+    loaded = vitrail.load(half, device="cpu").network.state_dict()
+    for name, tensor in before.items():
+        assert loaded[name].dtype == torch.float32 and torch.equal(loaded[name], tensor.bfloat16().float()), name
+    again = load_bundle(half, device="cpu").save(tmp_path / "again", stored="bfloat16")
+    assert (again / "model.safetensors").read_bytes() == (half / "model.safetensors").read_bytes()
 
 
 def test_one_image_needs_a_list(bundle: Bundle) -> None:
@@ -733,7 +749,7 @@ def test_one_image_needs_a_list(bundle: Bundle) -> None:
 def test_a_network_without_a_head_says_so() -> None:
     headless = create("ViT-Pico/7", image_size=14, num_classes=0, width=8, heads=1, depth=1, mlp_width=8)
     bundle = Bundle(headless, (), Preprocess(image_size=(14, 14)))
-    with pytest.raises(ConfigError, match="has no head, so it cannot predict; use embed"):
+    with pytest.raises(ConfigError, match="has no head, so it cannot predict; fine-tune it"):
         bundle.predict([np.zeros((14, 14, 3), np.uint8)])
     assert bundle.embed([np.zeros((14, 14, 3), np.uint8)]).shape == (1, 8)
 

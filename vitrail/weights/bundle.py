@@ -30,7 +30,7 @@ from vitrail.weights.prediction import (
     rank,
     read_image,
 )
-from vitrail.weights.saved import SavedModel, check_model_folder, read_model, write_model
+from vitrail.weights.saved import SavedModel, StoredFormat, check_model_folder, read_model, write_model
 
 __all__ = [
     "AnyPrediction",
@@ -144,7 +144,9 @@ class Bundle:
         `ConfigError` for a model without a head or a `top` that is out of range.
         """
         if not self.classes:
-            raise ConfigError("this model has no head, so it cannot predict; use embed")
+            raise ConfigError(
+                "this model has no head, so it cannot predict; fine-tune it (vitrail finetune), or use its embeddings"
+            )
         count = self._count(top)
         results: list[AnyPrediction | UndecodableImage] = []
         predictor = Predictor(self.network, precision or self.precision)
@@ -183,14 +185,15 @@ class Bundle:
             raise ConfigError("this model predicts numbers, which have no probabilities; use predict")
         return self._probabilities(Predictor(self.network, precision or self.precision), pixels)
 
-    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
+    def save(self, path: str | Path, *, overwrite: bool = False, stored: StoredFormat = "float32") -> Path:
         """Write a folder that `vitrail.load` reads. If writing fails, `path` stays as it was.
 
+        `stored="bfloat16"` rounds the weights in the file, which then has half the size; the bundle keeps its weights.
         `overwrite` allows replacing an earlier model at `path`. Raises `DestinationError` if `path` is a file, a folder
         with other files, or an earlier model without `overwrite`. Raises `SaveError` if the folder cannot be written.
         """
         check_model_folder(path := Path(path), overwrite=overwrite)
-        write_bundle(self, path)
+        write_bundle(self, path, stored=stored)
         return path
 
     def _batch_size(self, given: int | None, precision: Precision) -> int:
@@ -250,7 +253,7 @@ def load_bundle(path: str | Path, *, device: str = "auto") -> Bundle:
     )
 
 
-def write_bundle(bundle: Bundle, path: Path) -> None:
+def write_bundle(bundle: Bundle, path: Path, *, stored: StoredFormat = "float32") -> None:
     """Write the folder of a bundle over an earlier version of it. Other files in the folder stay. Raise `SaveError`."""
     saved = SavedModel(
         config=bundle.network.config,
@@ -261,7 +264,7 @@ def write_bundle(bundle: Bundle, path: Path) -> None:
         metrics=bundle.metrics,
         provenance=bundle.provenance,
     )
-    write_model(saved, bundle.network, path)
+    write_model(saved, bundle.network, path, stored=stored)
 
 
 def weights_sha256(network: nn.Module) -> str:
