@@ -142,8 +142,14 @@ def test_only_clear_differences_count(found: Comparison, hurts: bool, larger: bo
 
 def test_a_larger_size_is_the_models_own_up_to_a_limit() -> None:
     config = create("ViT-Pico/7", width=32, depth=1, heads=2, image_size=(224, 280)).config
-    assert larger_size(config, (98, 126)) == (182, 224)
-    assert larger_size(config, (182, 224)) is None
+    assert larger_size(config, (98, 126), 80) == (182, 224)
+    assert larger_size(config, (182, 224), 500) is None
+
+
+def test_twice_the_size_of_a_model_for_tiny_images_is_compared_if_the_images_have_it(bundle: Bundle) -> None:
+    config = bundle.network.config
+    assert larger_size(config, (28, 35), 70) == (56, 70)
+    assert larger_size(config, (28, 35), 69) is None and larger_size(config, (28, 35), None) is None
 
 
 def test_fine_detail_asks_for_the_larger_size(bundle: Bundle) -> None:

@@ -63,6 +63,9 @@ MIN_TESTED = 12
 MAX_COMPARED = 224
 """Longest side in pixels of the larger image size that is compared."""
 
+TINY_SIDE = 48
+"""Longest side in pixels up to which twice the model's own image size is compared, if the images are large enough."""
+
 CONFIDENCE = 2.5
 """Number of standard errors by which errors must differ before a difference counts."""
 
@@ -104,7 +107,7 @@ def examine(
     model = on_device(bundle, device)
     found = Findings()
     if "image_size" not in explicit and device.type == "cpu":
-        larger = larger_size(bundle.network.config, size)
+        larger = larger_size(bundle.network.config, size, facts.side)
         if larger is not None:
             few = divide(train, MAX_SIZED) or division
             result = compare_sizes(model, few, (size, larger), readers=readers, precision=precision)
@@ -125,10 +128,13 @@ def on_device(bundle: Bundle, device: torch.device) -> Bundle:
     return replace(bundle, network=copy.deepcopy(bundle.network).to(device))
 
 
-def larger_size(network: AnyConfig, size: tuple[int, int]) -> tuple[int, int] | None:
+def larger_size(network: AnyConfig, size: tuple[int, int], side: int | None) -> tuple[int, int] | None:
     """Return a larger image size to compare with `size` (height, width): the model's own, with at most
-    `MAX_COMPARED` pixels a side. Return None if the model's own size is not clearly larger."""
+    `MAX_COMPARED` pixels a side, or twice the size of a model for tiny images. `side` is the side of the training
+    images. Return None if there is no size that is clearly larger than `size` and has details to show."""
     longest = min(max(network.image_size), MAX_COMPARED)
+    if side is not None and longest <= TINY_SIDE and side >= 2 * longest:
+        longest *= 2
     larger = scaled_size(network, longest)
     return larger if math.prod(larger) >= 1.5 * math.prod(size) else None
 
