@@ -110,6 +110,8 @@ def test_an_own_network_is_trained_and_predicts(config: Callable[..., TrainConfi
         result.bundle.embed([Stripes()[0].image])
     saved = result.bundle.save(tmp_path / "copy")
     assert [path.name for path in saved.iterdir()] == ["model.safetensors"]
+    with pytest.raises(ConfigError, match=r"^stored='bfloat16': the weights of a network of your own class"):
+        result.bundle.save(tmp_path / "rounded", stored="bfloat16")
 
 
 def test_a_network_of_the_package_is_saved_whole(config: Callable[..., TrainConfig]) -> None:

@@ -17,6 +17,7 @@ from vitrail.files import check_new_folder, partial_path, replacing_folder, savi
 from vitrail.models.linear.lora import merged
 from vitrail.models.variants import ARCHITECTURES, AnyConfig
 from vitrail.weights.bundle import Bundle, ImageLike, load_bundle, write_bundle
+from vitrail.weights.saved import StoredFormat
 
 __all__ = [
     "BESIDE",
@@ -57,8 +58,14 @@ class OwnModel(Bundle):
             "embed: Vitrail knows only the outputs of a network of your own class; call a method of the network"
         )
 
-    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the weights into a folder as `model.safetensors`. Raises the errors of `Bundle.save`."""
+    def save(self, path: str | Path, *, overwrite: bool = False, stored: StoredFormat = "float32") -> Path:
+        """Write the weights into a folder as `model.safetensors`, in the number formats that they have. Raises
+        `ConfigError` for another `stored`, and the errors of `Bundle.save`."""
+        if stored != "float32":
+            raise ConfigError(
+                f"stored={stored!r}: the weights of a network of your own class are saved in the number formats that "
+                "they have; convert the network instead"
+            )
         check_new_folder(path := Path(path), (WEIGHTS,), overwrite=overwrite)
         write_weights(self, path)
         return path
