@@ -9,6 +9,7 @@ from vitrail.tasks.mae import Mae
 from vitrail.tasks.masked_patches import MaskedPatches
 from vitrail.tasks.regression import Regression
 from vitrail.tasks.task import Task
+from vitrail.tasks.tokens.vqvae import VqVae
 from vitrail.tasks.views.dino import Dino
 from vitrail.tasks.views.moco import MoCo
 from vitrail.tasks.views.simclr import SimClr
@@ -24,9 +25,11 @@ __all__ = [
     "Regression",
     "SimClr",
     "Task",
+    "VqVae",
 ]
 
 TASKS: dict[str, type[Task]] = {
-    task.name: task for task in (Classification, Regression, MaskedPatches, Mae, Distillation, SimClr, Dino, MoCo)
+    task.name: task
+    for task in (Classification, Regression, MaskedPatches, Mae, Distillation, SimClr, Dino, MoCo, VqVae)
 }
 """Every task by its name."""

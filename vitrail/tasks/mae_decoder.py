@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from vitrail.models.positions import sincos_2d
 from vitrail.models.vit import make_block
 from vitrail.models.vit_config import ViTConfig
 
-__all__ = ["MaeDecoder"]
+__all__ = ["MaeDecoder", "initialise_decoder"]
 
 
 class MaeDecoder(nn.Module):
@@ -61,9 +63,15 @@ class MaeDecoder(nn.Module):
     def initialise(self) -> None:
         """Draw new weights: matrices as in the blocks of the network, and the mask token with deviation 0.02."""
         nn.init.normal_(self.mask_token, std=0.02)
-        for layer in (self.embedding, self.head):
-            nn.init.xavier_uniform_(layer.weight)
-            nn.init.zeros_(layer.bias)
-        for module in self.modules():
-            if isinstance(module, AttentionLayer | Mlp | SwiGlu):
-                module.initialise()
+        initialise_decoder(self)
+
+
+@torch.no_grad()
+def initialise_decoder(decoder: Any) -> None:
+    """Draw new matrices for the `embedding`, the `head` and the blocks of a decoder, as in the network's blocks."""
+    for layer in (decoder.embedding, decoder.head):
+        nn.init.xavier_uniform_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    for module in decoder.modules():
+        if isinstance(module, AttentionLayer | Mlp | SwiGlu):
+            module.initialise()

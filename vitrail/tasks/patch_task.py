@@ -32,7 +32,16 @@ from vitrail.tasks.pictures import ROWS, Picture, PictureTable, decoded, paste_p
 from vitrail.tasks.task import LossOutput, Objective, Task, mean_of_counted
 from vitrail.weights.bundle import Bundle, OutputKind
 
-__all__ = ["PatchErrors", "PatchObjective", "PatchTask", "Restored", "batch_key", "draw_order", "tokens_at"]
+__all__ = [
+    "PatchErrors",
+    "PatchObjective",
+    "PatchTask",
+    "Restored",
+    "batch_key",
+    "draw_order",
+    "tokens_at",
+    "unfit_parts",
+]
 
 EVALUATION_SEED = 0
 """Seed of the hidden patches of held-out images. It is fixed, so that the losses of all runs can be compared."""
@@ -101,21 +110,7 @@ class PatchTask(Task):
                 f"{needs} needs positions, because nothing else tells {self.hidden} patches apart, but the network has "
                 "positions='none'; choose positions='learned'"
             )
-        if network.patch_dropout:
-            yield (
-                f"patch_dropout={network.patch_dropout} removes patches that {needs} would predict; set it to 0, and "
-                "leave early_patch_dropout out"
-            )
-        if network.pool == "map":
-            yield (
-                f"pool='map' has weights that {needs} does not train, because it trains no pooled vector; choose "
-                "pool='gap'"
-            )
-        if network.head_hidden:
-            yield (
-                f"head_hidden={network.head_hidden} is a layer that {needs} does not train, because the network has no "
-                "head; set head_hidden to 0"
-            )
+        yield from unfit_parts(network, needs)
         patches = math.prod(network.grid)
         if not 0 < (count := self.hidden_of(patches)) < patches:
             yield (
@@ -262,6 +257,25 @@ class PatchErrors:
         *sums, count = outputs.processes.sum(totals).tolist()
         means = {name: value / max(count, 1) for name, value in zip(names, sums, strict=True)}
         return means | {"images": count, "skipped": float(len(skipped))}
+
+
+def unfit_parts(network: ViTConfig, needs: str) -> Iterator[str]:
+    """Yield a message for each part of a network that a task of patches without a head does not train, and for patch
+    dropout. `needs` names the task."""
+    if network.patch_dropout:
+        yield (
+            f"patch_dropout={network.patch_dropout} removes patches that {needs} would predict; set it to 0, and leave "
+            "early_patch_dropout out"
+        )
+    if network.pool == "map":
+        yield (
+            f"pool='map' has weights that {needs} does not train, because it trains no pooled vector; choose pool='gap'"
+        )
+    if network.head_hidden:
+        yield (
+            f"head_hidden={network.head_hidden} is a layer that {needs} does not train, because the network has no "
+            "head; set head_hidden to 0"
+        )
 
 
 def draw_order(batch: Batch, patches: int, *, seed: int) -> Int64[np.ndarray, "b n"]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -15,14 +14,12 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, UserError
 from vitrail.models.cost.footprint import FootprintPrecision, prediction_bytes
 from vitrail.models.variants import AnyConfig
+from vitrail.tasks.conversion import Conversion
 from vitrail.weights.bundle import Bundle, OutputKind, weights_sha256
 from vitrail.weights.exported.network import ExportedNetwork
 from vitrail.weights.load import load
 
-__all__ = ["Teacher", "TeacherFacts", "check_teacher", "teacher_facts"]
-
-LUMA = (0.299, 0.587, 0.114)
-"""Weights of red, green and blue in grey, which decoders of images use."""
+__all__ = ["Teacher", "TeacherFacts", "check_teacher", "files_of", "teacher_facts"]
 
 
 class TeacherFacts(NamedTuple):
@@ -49,7 +46,7 @@ class TeacherFacts(NamedTuple):
 def teacher_facts(model: str) -> TeacherFacts:
     """Return the properties of a model. They are remembered until its files change, so that a large model is not read
     for every check. Raise `ConfigError` if the model cannot be loaded."""
-    return _facts(model, str(Path.cwd()), _files(model))
+    return _facts(model, str(Path.cwd()), files_of(model, "model*"))
 
 
 @functools.lru_cache(maxsize=4)
@@ -62,10 +59,11 @@ def _facts(model: str, folder: str, files: tuple[tuple[str, int, int], ...]) -> 
     return TeacherFacts(bundle.classes, bundle.network.config, bundle.preprocess, bundle.output, is_exported, sha256)
 
 
-def _files(model: str) -> tuple[tuple[str, int, int], ...]:
-    """Return name, time and size of each file of a model, or nothing for a model that is not on this machine's disk."""
+def files_of(model: str, pattern: str) -> tuple[tuple[str, int, int], ...]:
+    """Return name, time and size of each file of a model that matches a shell pattern, or nothing for a model that is
+    not on this machine's disk."""
     path = Path(model)
-    files = sorted(path.rglob("model*")) if path.is_dir() else [path]
+    files = sorted(path.rglob(pattern)) if path.is_dir() else [path]
     found = [(file, file.stat()) for file in files if file.is_file()]
     return tuple((str(file), state.st_mtime_ns, state.st_size) for file, state in found)
 
@@ -110,11 +108,7 @@ class Teacher:
         """Move the teacher to a device, and keep the normalisation of the images there."""
         self.network.to(device)
         self.order = self.order.to(device)
-        self.mean, self.std, self.own_mean, self.own_std = (
-            torch.tensor(values, device=device).view(-1, 1, 1)
-            for values in (preprocess.mean, preprocess.std, self.preprocess.mean, self.preprocess.std)
-        )
-        self.luma = torch.tensor(LUMA, device=device).view(-1, 1, 1)
+        self.convert = Conversion(preprocess, self.preprocess, device)
 
     @torch.no_grad()
     def logits(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
@@ -124,14 +118,7 @@ class Teacher:
         they are resized. If it has another number of channels, grey is repeated as three channels, and colours become
         grey.
         """
-        levels = images.float() * self.std + self.mean
-        if levels.shape[1] == 3 and self.preprocess.channels == 1:
-            levels = (levels * self.luma).sum(dim=1, keepdim=True)
-        elif levels.shape[1] == 1:
-            levels = levels.expand(-1, self.preprocess.channels, -1, -1)
-        if self.preprocess.image_size != tuple(levels.shape[2:]):
-            levels = F.interpolate(levels, self.preprocess.image_size, mode="bilinear", antialias=True)
-        return self.network((levels - self.own_mean) / self.own_std).float()[:, self.order]
+        return self.network(self.convert(images)).float()[:, self.order]
 
 
 def _load(model: str) -> Bundle:

@@ -196,6 +196,11 @@ class Bundle:
         write_bundle(self, path, stored=stored)
         return path
 
+    def further_files(self) -> dict[str, bytes]:
+        """Return the contents of the files that the folder has besides those of every model, by their names. By default
+        there are none."""
+        return {}
+
     def _batch_size(self, given: int | None, precision: Precision) -> int:
         if given is not None:
             return given
@@ -264,7 +269,7 @@ def write_bundle(bundle: Bundle, path: Path, *, stored: StoredFormat = "float32"
         metrics=bundle.metrics,
         provenance=bundle.provenance,
     )
-    write_model(saved, bundle.network, path, stored=stored)
+    write_model(saved, bundle.network, path, bundle.further_files(), stored=stored)
 
 
 def weights_sha256(network: nn.Module) -> str:

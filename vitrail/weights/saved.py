@@ -18,6 +18,7 @@ Every version refuses files whose format number is above its own.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -37,6 +38,7 @@ from vitrail.weights.prediction import OutputKind
 
 __all__ = [
     "DESCRIPTION",
+    "TOKENIZER",
     "WEIGHTS",
     "SavedModel",
     "StoredFormat",
@@ -49,7 +51,9 @@ __all__ = [
 FORMAT = 2
 WEIGHTS = "model.safetensors"
 DESCRIPTION = "model.json"
-NAMES = (WEIGHTS, DESCRIPTION)
+TOKENIZER = "tokenizer.safetensors"
+"""Name of the file with the codebook and the decoder of a tokenizer, whose encoder is the network."""
+NAMES = (WEIGHTS, DESCRIPTION, TOKENIZER)
 
 StoredFormat = Literal["float32", "bfloat16"]
 """Number format of the weights in a file. bfloat16 rounds them, and halves the size of the file."""
@@ -87,9 +91,16 @@ def check_model_folder(path: Path, *, overwrite: bool) -> None:
     check_new_folder(path, NAMES, overwrite=overwrite)
 
 
-def write_model(saved: SavedModel, network: AnyNetwork, path: Path, *, stored: StoredFormat = "float32") -> None:
-    """Write the folder over an earlier version of it, with the weights in the number format `stored`. Other files in
-    the folder stay. Raise `SaveError`."""
+def write_model(
+    saved: SavedModel,
+    network: AnyNetwork,
+    path: Path,
+    further: Mapping[str, bytes],
+    *,
+    stored: StoredFormat = "float32",
+) -> None:
+    """Write the folder over an earlier version of it, with the weights in the number format `stored`. `further` are the
+    contents of more files of the model by their names. Other files in the folder stay. Raise `SaveError`."""
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
     if stored == "bfloat16":
         weights = {name: tensor.bfloat16() for name, tensor in weights.items()}
@@ -111,6 +122,8 @@ def write_model(saved: SavedModel, network: AnyNetwork, path: Path, *, stored: S
             "weights": {"bytes": (partial / WEIGHTS).stat().st_size, "sha256": sha256(partial / WEIGHTS)},
         }
         write_json(partial / DESCRIPTION, description)
+        for name, content in further.items():
+            (partial / name).write_bytes(content)
 
 
 def read_model(path: str | Path) -> tuple[SavedModel, AnyNetwork]:

@@ -26,6 +26,7 @@ class Slot(IntEnum):
     PATCH_ORDER = 1 << 21
     """One draw per patch. About two million draws are reserved for each of the slots of patches."""
     PATCH_SOURCE = 1 << 22
+    CODE_RESTART = 3 << 21
 
 
 def keyed_uniform(

@@ -18,7 +18,8 @@ __all__ = ["check_place", "check_request", "new_folder", "place_of", "run_of"]
 
 ENTRIES = (
     "run.json", LOCK, "journal.jsonl", "progress.html", "report.html", "checkpoints", "checkpoints/*",
-    "model", "model/model.*", "beside.safetensors", ".best-*", "examples", "examples/*.png",
+    "model", "model/model.*", "model/tokenizer.safetensors", "beside.safetensors", ".best-*",
+    "examples", "examples/*.png",
     INSIDE, *(f"{INSIDE}/{name}" for name in ("report.html", "report.json", "*.csv", "*.svg", "*.png", "*.parquet")),
     "tensorboard", "tensorboard/*", "wandb", "wandb/*", "*.vitrail-partial", "*.vitrail-replaced",
 )  # fmt: skip

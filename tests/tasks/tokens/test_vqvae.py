@@ -1,0 +1,193 @@
+"""Tests of the training of tokenizers: loss, gradients, running codes, restarts, metrics, and unfit settings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tasks.images import Pictures, batch_of, images_of
+from tests.tasks.objectives import check_gradients_of_parts, small_network
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.splits import Splits
+from vitrail.errors import ConfigError
+from vitrail.evaluation.outputs import Outputs
+from vitrail.models.variants import variant_config
+from vitrail.processes.group import Processes
+from vitrail.tasks.task import Position
+from vitrail.tasks.tokens.coder import join_patches
+from vitrail.tasks.tokens.tokenizer import Tokenizer
+from vitrail.tasks.tokens.vqvae import VqVae, VqVaeObjective
+from vitrail.testing import check_task
+
+SETTINGS: dict[str, Any] = {"codes": 24, "code_width": 5, "decoder_width": 8, "decoder_depth": 1}
+SPLITS = Splits(Pictures(9), Pictures(5), None)
+START = Position(0, 10, 0.0)
+
+
+def make_objective(*, size: tuple[int, int] = (21, 28), channels: int = 3, **fields: Any) -> VqVaeObjective:
+    objective = VqVae(**{**SETTINGS, **fields}).objective(small_network(size=size, channels=channels), SPLITS)
+    assert isinstance(objective, VqVaeObjective)
+    objective.begin(Preprocess(image_size=size, channels=channels), seed=3)
+    return objective
+
+
+def patches_of(images: Tensor, side: int = 7) -> Tensor:
+    """Return the pixels of each patch, cut one by one."""
+    rows, columns = images.shape[2] // side, images.shape[3] // side
+    cut = [
+        images[:, :, side * row : side * row + side, side * column : side * column + side].flatten(1)
+        for row in range(rows)
+        for column in range(columns)
+    ]
+    return torch.stack(cut, dim=1)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_loss_is_the_formula(channels: int) -> None:
+    objective = make_objective(channels=channels, commitment=0.4).eval()
+    images, coder = images_of(3, channels=channels), objective.coder
+    batch = replace(batch_of(images), valid=torch.tensor([True, False, True]))
+    output = objective(batch)
+    vectors = coder.projection(objective.network.features(images).patches)
+    distances = (vectors[:, :, None].double() - coder.codebook.codes.double()).square().sum(dim=3)
+    codes = coder.codebook.codes[distances.argmin(dim=2)]
+    error = (coder.decoder(codes, (3, 4)) - patches_of(images)).square().mean(dim=(1, 2))
+    commitment = (vectors - codes).square().mean(dim=(1, 2))
+    expected = (error + 0.4 * commitment)[[0, 2]].mean()
+    assert output.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert output.metrics["reconstruction_loss"].item() == pytest.approx(error[[0, 2]].mean().item(), rel=1e-5)
+    assert output.metrics["commitment_loss"].item() == pytest.approx(commitment[[0, 2]].mean().item(), rel=1e-5)
+    assert output.metrics["perplexity"].item() == pytest.approx(24)
+    assert torch.equal(join_patches(patches_of(images), (3, 4), (7, 7)), images)
+
+
+def test_gradients_of_parts_add_up_to_those_of_the_batch() -> None:
+    check_gradients_of_parts(make_objective())
+
+
+def test_codes_follow_the_whole_batch_after_each_step() -> None:
+    """Also if the batch is processed in parts, and if codes are restarted."""
+    batch = replace(batch_of(images_of(6)), valid=torch.tensor([True, True, False, True, True, True]))
+    states = []
+    for parts in (1, 2, 3):
+        objective = make_objective(restart_below=0.5, code_decay=0.5).train()
+        for module in objective.modules():
+            module.train(False) if isinstance(module, torch.nn.Dropout) else None
+        before = objective.coder.codebook.codes.clone()
+        objective(batch)  # of a step that was not completed
+        objective.before_step(START)
+        for part in batch.chunks(parts):
+            objective(part)
+        objective.after_step(START, Processes())
+        states.append(objective.coder.codebook.state_dict())
+        assert not torch.equal(before, objective.coder.codebook.codes)
+    for state in states[1:]:
+        for name, tensor in states[0].items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5)
+    vectors = objective.coder.projection(objective.network.features(batch.images).patches)
+    nearest = (vectors.flatten(0, 1)[:, None] - objective.coder.codebook.codes).abs().amax(dim=2).amin(dim=0)
+    restarted = (nearest < 1e-5).sum().item()
+    assert restarted == 5, "one patch of each decoded image became a code"
+
+
+def test_restarts_depend_on_seed_epoch_and_sample_alone() -> None:
+    def codes(first: int = 0, epoch: int = 0, seed: int = 3) -> Tensor:
+        objective = make_objective(restart_below=0.9, code_decay=0.5)
+        objective.begin(Preprocess(image_size=(21, 28)), seed=seed)
+        objective(batch_of(images_of(4), first=first, epoch=epoch))
+        objective.after_step(START, Processes())
+        return objective.coder.codebook.codes
+
+    torch.testing.assert_close(codes(), codes(), rtol=0, atol=0)
+    for other in (codes(first=7), codes(epoch=1), codes(seed=4)):
+        assert not torch.equal(codes(), other)
+
+
+@pytest.mark.parametrize("restart_below", [0.0, 0.3])
+def test_it_fulfils_the_contract_of_a_task(restart_below: float) -> None:
+    check_task(VqVae(**SETTINGS, restart_below=restart_below), SPLITS)
+
+
+def test_the_use_of_codes_is_measured() -> None:
+    objective = make_objective(codes=7)
+    task, preprocess = objective.task, Preprocess(image_size=(21, 28))
+    bundle = task.bundle(objective, (), preprocess, {})
+    assert isinstance(bundle, Tokenizer) and SPLITS.validation is not None
+    found = task.evaluator(objective)(Outputs(bundle, batch_size=2), SPLITS.train, SPLITS.validation)
+    images = preprocess.normalise(
+        torch.stack([torch.from_numpy(preprocess.pixels(SPLITS.validation[n].image)) for n in range(5)])
+    )
+    tokens = bundle.tokens(images)
+    counts = tokens.flatten().bincount(minlength=7).double()
+    fractions = counts[counts > 0] / counts.sum()
+    assert found["codes_used"] == (counts > 0).sum() and found["images"] == 5
+    assert found["perplexity"] == pytest.approx((-(fractions * fractions.log()).sum()).exp().item())
+    errors = (bundle.restored(tokens) - images).square().mean()
+    assert found["reconstruction_loss"] == pytest.approx(errors.item(), rel=1e-5)
+    assert task.texts(found)[1].startswith("perplexity ")
+
+
+def test_pictures_show_images_and_what_is_restored() -> None:
+    objective = make_objective()
+    bundle = objective.task.bundle(objective, (), Preprocess(image_size=(21, 28)), {})
+    (table,) = objective.task.pictures(objective, bundle, SPLITS.train)
+    assert table.title == "Images restored from tokens" and len(table.rows) == 8
+    image, restored = table.rows[0]
+    assert image.image.size == restored.image.size == (28, 21) and "different tokens" in restored.lines[1]
+
+
+@pytest.mark.slow
+def test_a_batch_is_overfitted() -> None:
+    torch.manual_seed(0)
+    objective = make_objective(size=(14, 21), channels=1, codes=32, restart_below=0.3, decoder_width=32, code_decay=0.8)
+    batch = batch_of(images_of(4, size=(14, 21), channels=1))
+    optimizer = torch.optim.Adam(objective.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(600):
+        objective.before_step(START)
+        optimizer.zero_grad()
+        output = objective(batch)
+        output.loss.backward()
+        optimizer.step()
+        objective.after_step(START, Processes())
+        losses.append(output.metrics["reconstruction_loss"].item())
+    assert losses[-1] < 0.05 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"codes": 1}, "codes=1 is less than 2"),
+        ({"code_width": 0}, "code_width=0 is less than 1"),
+        ({"commitment": -0.1}, "commitment=-0.1 is less than 0"),
+        ({"code_decay": 1.0}, r"code_decay=1.0 is not in \[0, 1\)"),
+        ({"restart_below": 1.0}, r"restart_below=1.0 is not in \[0, 1\)"),
+        ({"decoder_depth": 0}, "decoder_depth=0 is less than 1"),
+        ({"select": "accuracy"}, "select='accuracy' is not a metric of the task vqvae"),
+    ],
+)
+def test_unfit_settings_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        VqVae(**fields)
+
+
+@pytest.mark.parametrize(
+    ("variant", "fields", "message"),
+    [
+        ("BiT-Pico", {}, "needs one encoded vector for each patch of pixels, which a ResNet does not have; choose"),
+        ("Conv+ViT-Pico/8", {}, "which a hybrid does not have"),
+        ("ViT-Pico/8", {"patch_dropout": 0.5}, "patch_dropout=0.5 removes patches that task='vqvae'"),
+        ("ViT-Pico/8", {"pool": "map"}, "pool='map' has weights that task='vqvae' does not train"),
+        ("ViT-Pico/8", {"head_hidden": 4}, "head_hidden=4 is a layer that task='vqvae' does not train"),
+        ("ViT-Pico/8", {"heads": 4}, "decoder_width=10 with decoder_heads=4 does not work"),
+    ],
+)
+def test_unfit_networks_are_refused(variant: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        VqVae(decoder_width=10).check_network(variant_config(variant, image_size=(32, 48), num_classes=0, **fields))
+    with pytest.raises(ConfigError, match="which a network of your own class does not have"):
+        VqVae().check_network(None)

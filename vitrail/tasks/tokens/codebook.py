@@ -1,0 +1,138 @@
+"""Vector quantisation with a codebook that follows the vectors, as in "Neural Discrete Representation Learning"
+(1711.00937)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Float64, Int64
+from torch import Tensor, nn
+
+from vitrail.processes.group import Processes
+
+__all__ = ["Codebook", "Quantised", "perplexity"]
+
+SMOOTHING = 1e-5
+"""Number that Laplace smoothing adds to the running count of each code, as in the published code."""
+
+
+class Quantised(NamedTuple):
+    """Vectors that were replaced by their nearest codes."""
+
+    tokens: Int64[Tensor, "b n"]
+    """Indices of the nearest codes."""
+    vectors: Float[Tensor, "b n width"]
+    """The nearest codes. Their gradients are passed on to the vectors that they replace (straight-through)."""
+    commitment: Float[Tensor, " b"]
+    """Mean squared difference between the vectors of an image and their codes. Its gradient reaches the vectors
+    alone."""
+
+
+class Codebook(nn.Module):
+    """Codes, each of which is a running mean of the vectors that it is nearest to (1711.00937, appendix A.1).
+
+    Codes have no gradients. `forward` adds up the vectors of a step by their codes, and `update` changes the codes
+    after the step.
+    """
+
+    codes: Tensor
+    counts: Tensor
+    """Running mean of the number of vectors of each code in a step."""
+    sums: Tensor
+    """Running mean of the sum of the vectors of each code in a step."""
+
+    def __init__(self, size: int, width: int) -> None:
+        """`size` is the number of codes, and `width` is their length. They begin as standard normal numbers, with a
+        count of 1."""
+        super().__init__()
+        codes = torch.randn(size, width)
+        self.register_buffer("codes", codes)
+        self.register_buffer("counts", torch.ones(size))
+        self.register_buffer("sums", codes.clone())
+        self.begin_step()
+
+    def nearest(self, vectors: Float[Tensor, "*shape width"]) -> Int64[Tensor, "*shape"]:
+        """Return the index of the code with the smallest Euclidean distance to each vector. Of several such codes, the
+        one with the lowest index is returned."""
+        with torch.no_grad(), torch.autocast(vectors.device.type, enabled=False):
+            flat = vectors.float().flatten(0, -2)
+            # The square of each vector is left out, because it is the same for all codes.
+            distances = torch.addmm(self.codes.square().sum(dim=1), flat, self.codes.T, alpha=-2)
+            return distances.argmin(dim=1).view(vectors.shape[:-1])
+
+    def forward(self, vectors: Float[Tensor, "b n width"], counted: Bool[Tensor, " b"]) -> Quantised:
+        """Replace vectors by their nearest codes. In training mode, the vectors of `counted` images are added up for
+        `update`."""
+        vectors = vectors.float()
+        tokens = self.nearest(vectors)
+        codes = self.codes[tokens]
+        if self.training:
+            ones = counted[:, None].expand_as(tokens).flatten().float()
+            added = torch.where(counted[:, None, None], vectors.detach(), 0.0).flatten(0, 1)
+            for step, rows in zip(self._step(), (ones, added), strict=True):
+                step.index_add_(0, tokens.flatten(), rows)
+        commitment = (vectors - codes).square().mean(dim=(1, 2))
+        return Quantised(tokens, vectors + (codes - vectors).detach(), commitment)
+
+    def begin_step(self) -> None:
+        """Forget the vectors that were added up, such as those of a step that was not taken."""
+        self._added: tuple[Tensor, Tensor] | None = None
+        self._offered: list[Tensor] = []
+
+    def offer(self, vectors: Float[Tensor, "b width"], order: Float64[Tensor, " b"]) -> None:
+        """Offer vectors that can replace unused codes in the next `update`. The vector with the smallest number in
+        `order` is used first. Vectors with a number of 1 or more are never used."""
+        self._offered.append(torch.cat([order[:, None], vectors.detach().double()], dim=1))
+
+    @torch.no_grad()
+    def update(self, processes: Processes, *, decay: float, restart_below: float = 0.0) -> None:
+        """Change the codes by the vectors of a step in all processes.
+
+        `decay` is the fraction of the running means that is kept. Afterwards, codes whose count is below
+        `restart_below` times the mean count are replaced by vectors that were offered, as far as there are any, and
+        get the mean count.
+        """
+        for running, step in zip((self.counts, self.sums), self._step(), strict=True):
+            running.mul_(decay).add_(processes.sum(step), alpha=1 - decay)
+        total, size = self.counts.sum(), len(self.counts)
+        smoothed = (self.counts + SMOOTHING) / (total + size * SMOOTHING) * total
+        self.codes.copy_(self.sums / smoothed[:, None])
+        if restart_below and self._offered:
+            self._restart(_gathered(torch.cat(self._offered), processes), restart_below)
+        self.begin_step()
+
+    def _step(self) -> tuple[Tensor, Tensor]:
+        """Return the number and the sum of the vectors of each code in the current step."""
+        if self._added is None:
+            self._added = torch.zeros_like(self.counts), torch.zeros_like(self.sums)
+        return self._added
+
+    def _restart(self, offered: Float64[Tensor, "b columns"], below: float) -> None:
+        """Replace codes of low counts. The first column of `offered` is the order of the vectors beside it."""
+        offered = offered[offered[:, 0].argsort()]
+        mean = self.counts.mean()
+        is_unused = self.counts < below * mean
+        places = is_unused.cumsum(dim=0) - 1  # numbers of the vectors that replace the codes
+        places, is_offered = places.clamp(0, len(offered) - 1), places < (offered[:, 0] < 1).sum()
+        is_replaced = is_unused & is_offered
+        vectors = offered[places, 1:].float()
+        self.codes.copy_(torch.where(is_replaced[:, None], vectors, self.codes))
+        self.counts.copy_(torch.where(is_replaced, mean, self.counts))
+        self.sums.copy_(torch.where(is_replaced[:, None], vectors * mean, self.sums))
+
+
+def perplexity(counts: Float[Tensor, " size"]) -> Float[Tensor, ""]:
+    """Return the exponential of the entropy of how often codes are used. It is the number of codes if all are used
+    equally often, and 1 if one of them is always used."""
+    fractions = counts / counts.sum().clamp(min=torch.finfo(counts.dtype).tiny)
+    return torch.special.entr(fractions).sum().exp()
+
+
+def _gathered(rows: Float64[Tensor, "b columns"], processes: Processes) -> Float64[Tensor, "all columns"]:
+    """Return the rows of all processes, each of which has equally many."""
+    if not processes.are_several:
+        return rows
+    found = rows.new_zeros(processes.world, *rows.shape)
+    found[processes.rank] = rows
+    return processes.sum(found).flatten(0, 1)
