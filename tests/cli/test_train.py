@@ -143,7 +143,10 @@ def test_a_student_learns_from_a_teacher(
     ("words", "message"),
     [
         (["--label-smoothing", "0.1"], "--label-smoothing is a setting of the task classification"),
-        (["--patch-target", "tokens"], "--patch-target: 'tokens' is not one of mean-colour, colours, pixels"),
+        (["--patch-target", "token"], "--patch-target: 'token' is not one of mean-colour, colours, pixels, tokens"),
+        (["--patch-target", "tokens"], "--tokenizer: patch_target='tokens' needs a trained tokenizer; name a run of"),
+        (["--patch-target", "tokens", "--tokenizer", "nowhere"], "--tokenizer: 'nowhere' cannot be loaded: "),
+        (["--tokenizer", "runs/vqvae"], "--tokenizer: 'runs/vqvae' is not used with patch_target='colours'; choose"),
         (["--corrupt-fraction", "1"], "--corrupt-fraction: 1.0 is not between 0 and 1"),
         (["--variant", "Conv+ViT-Pico/8", "--image-size", "32", "32"], "the tokens of a hybrid do"),
         (["--mixup", "0.2"], "--mixup: 0.2 mixes the labels of images"),
@@ -157,7 +160,7 @@ def test_mistakes_of_masked_patches_are_told(
     assert message in capsys.readouterr().err.replace("\n", " ")
 
 
-@pytest.mark.parametrize("task", ["masked-patches", "mae", "simclr", "dino", "moco"])
+@pytest.mark.parametrize("task", ["masked-patches", "mae", "simclr", "dino", "moco", "vqvae"])
 def test_the_recipe_of_a_task_is_for_the_bundled_images(task: str) -> None:
     assert recipe_for({"task": task}) == RECIPES[task]()
     assert recipe_for({"task": task, "data": "fashion-mnist"}) == RECIPES[task]()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.tasks.tokens.books import make_tokenizer
 from vitrail.models.variants import AnyConfig
 from vitrail.recipes import PAPER_RECIPES
 from vitrail.recipes.augreg import ON_I21K, REGULARISATION, WEIGHT_DECAYS, augreg
@@ -23,6 +24,9 @@ FAMILIES = {
     "vit-s16-i1k-dino-300", "augreg-ti16-i1k", "plain-vit-s16-90",
 }  # fmt: skip
 """A recipe of each kind of transformer, for the fast tests."""
+
+UNLABELLED = ("masked-patches", "mae", "dino", "moco", "vqvae")
+"""Tasks whose models have no head."""
 
 
 def network_of(config: TrainConfig, num_classes: int) -> AnyConfig:
@@ -105,6 +109,28 @@ def test_moco_in_every_detail() -> None:
     ] * 2
 
 
+def test_beit_in_every_detail() -> None:
+    """The options in the code's README for ImageNet-1k, and the defaults of run_beit_pretraining.py."""
+    config, tokenizer = PAPER_RECIPES["vit-b16-i1k-beit"](), PAPER_RECIPES["beit-tokenizer-i1k"]()
+    task: Any = config.task
+    network, own = network_of(config, 0), network_of(tokenizer, 0)
+    assert (task.hidden_of(196), task.mask_fraction, task.swap_fraction) == (75, 1.0, 0.0)
+    assert task.tokenizer == "runs/" + tokenizer.run.name and task.patch_target == "tokens"
+    assert (config.run.epochs, config.run.batch_size, config.images.image_size) == (800, 2048, (224, 224))
+    optimizer = config.optimizer
+    assert (optimizer.learning_rate, optimizer.end_learning_rate, optimizer.warmup) == (1.5e-3, 1e-5, "10 epochs")
+    assert (optimizer.beta1, optimizer.beta2, optimizer.weight_decay, optimizer.clip) == (0.9, 0.98, 0.05, 3.0)
+    assert (network.layer_scale, network.stochastic_depth, network.has_class_token) == (0.1, 0.1, True)
+    assert (network.positions, network.positions_at) == ("relative-bias", "shared")
+    assert config.augment.settings.crop_area == (0.08, 1.0) and config.images.mean == (0.485, 0.456, 0.406)
+    coder: Any = tokenizer.task
+    assert (coder.codes, coder.code_width, coder.commitment, coder.code_decay) == (8192, 32, 0.25, 0.99)
+    assert (own.image_size, own.grid, network.grid) == ((112, 112), (14, 14), (14, 14))
+    assert (own.width, own.num_blocks, own.heads) == (512, 8, 8)
+    assert (tokenizer.optimizer.learning_rate, tokenizer.run.batch_size) == (2e-4, 128)
+    assert tokenizer.total_steps(IMAGENET) == 250_000
+
+
 def test_the_plain_s16_in_every_detail() -> None:
     config = PAPER_RECIPES["plain-vit-s16-90"]()
     settings, network = config.augment.settings, network_of(config, 1000)
@@ -154,6 +180,8 @@ def test_two_steps(name: str, colour_folder: Path, tmp_path: Path) -> None:
         narrow |= {"head_hidden": 32} if "head_hidden" in config.model.overrides else {}
     if config.task.name == "dino":
         narrow |= {"prototypes": 48, "projection_hidden": 32, "local_size": (16, 16)}
+    if getattr(config.task, "tokenizer", None):
+        narrow |= {"tokenizer": str(make_tokenizer(size=(14, 14)).save(tmp_path / "tokenizer"))}
     side = 28 if config.model.name.endswith("/14") else 64 if name == "augreg-r-ti16-i21k" else 32
     config = config.override(
         data=str(colour_folder), run=str(tmp_path / "run"), steps=2, batch_size=6, device="cpu", threads=2,
@@ -164,7 +192,7 @@ def test_two_steps(name: str, colour_folder: Path, tmp_path: Path) -> None:
     events = read_journal(result.folder / "journal.jsonl")
     assert [event["step"] for event in events if event["event"] == "step"] == [1, 2]
     assert result.bundle.output == config.task.output
-    assert len(result.bundle.classes) == (0 if config.task.name in ("masked-patches", "mae", "dino", "moco") else 3)
+    assert len(result.bundle.classes) == (0 if config.task.name in UNLABELLED else 3)
 
 
 def test_every_recipe_says_what_was_published() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tasks.tokens.books import make_tokenizer
 from vitrail.recipes import PAPER_RECIPES, RECIPES
 from vitrail.training.config import RESOLVED, TrainConfig
 from vitrail.training.monitoring.journal import read_journal
@@ -26,6 +27,8 @@ COMMANDS = {
     "simclr": "vitrail train simclr",
     "dino": "vitrail train dino",
     "moco": "vitrail train moco",
+    "vqvae": "vitrail train vqvae",
+    "beit": "vitrail train beit",
 }
 
 
@@ -46,9 +49,16 @@ def test_the_names_agree(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_network_is_built_and_takes_two_steps(
-    name: str, tiny: Callable[..., TrainConfig], colour_folder: Path, tmp_path: Path
+    name: str,
+    tiny: Callable[..., TrainConfig],
+    colour_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = str(colour_folder) if name == "folder" else tiny().data.spec
+    if name == "beit":
+        monkeypatch.chdir(tmp_path)
+        make_tokenizer(size=(28, 28), channels=1, variant="ViT-Pico/4").save(Path("runs/vqvae/model"))
     config = RECIPES[name]().override(
         data=data, run=str(tmp_path / "recipe"), steps=2, batch_size=6, device="cpu", threads=2, evaluations=1,
         checkpoints=1,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.tasks.images import Pictures, batch_of, images_of
 from tests.tasks.objectives import check_gradients_of_parts, overfit, pixels_of, small_network
+from tests.tasks.tokens.books import make_tokenizer
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
@@ -28,8 +29,15 @@ from vitrail.training.config import TrainConfig
 TARGETS = ("mean-colour", "colours", "pixels")
 
 
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tokenizer of 24 codes for colour images of 21 x 28 pixels."""
+    return str(make_tokenizer().save(tmp_path_factory.mktemp("tokenizer") / "model"))
+
+
 def make_objective(task: MaskedPatches, *, size: tuple[int, int] = (21, 28), channels: int = 3) -> Any:
-    objective = MaskedPatchesObjective(small_network(size=size, channels=channels), task)
+    network = small_network(size=size, channels=channels)
+    objective: Any = task.objective(network, Splits(Pictures(3), None, None))
     objective.begin(Preprocess(image_size=size, channels=channels), seed=3)
     return objective
 
@@ -148,6 +156,60 @@ def test_the_loss_is_the_formula(target: Any, channels: int) -> None:
         assert output.metrics["colour_accuracy"].item() == pytest.approx(torch.stack(right).mean().item())
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_tokens_are_those_of_the_image_without_corruption(channels: int, tokenizer: str) -> None:
+    """Grey images are tokenized as three equal channels."""
+    objective = make_objective(MaskedPatches(patch_target="tokens", tokenizer=tokenizer), channels=channels)
+    images = images_of(3, channels=channels)
+    batch = replace(batch_of(images), valid=torch.tensor([True, False, True]))
+    output = objective(batch)
+    corruption = draw_corruption(objective.task, batch, 12, seed=3)
+    encoded = objective.network.encode(images, replace=corruption.replacing(objective.mask_embedding)).patches
+    colours = images.expand(-1, 3, -1, -1)
+    right = make_tokenizer().tokens(((colours * 0.5 + 0.5) - 0.4) / 0.3)
+    losses, hits = [], []
+    for image in (0, 2):
+        for patch in corruption.patches[image].tolist():
+            logits = objective.decoder(encoded[image, patch])
+            assert logits.shape == (24,)
+            losses.append(-logits.log_softmax(dim=0)[right[image, patch]])
+            hits.append((logits.argmax() == right[image, patch]).float())
+    assert output.loss.item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-4)
+    assert output.metrics["token_accuracy"].item() == pytest.approx(torch.stack(hits).mean().item())
+    assert set(output.metrics) == {"token_accuracy"}
+
+
+def test_the_tokenizer_is_neither_trained_nor_saved_but_recorded(tokenizer: str) -> None:
+    task = MaskedPatches(patch_target="tokens", tokenizer=tokenizer)
+    objective = make_objective(task)
+    sha256 = make_tokenizer().sha256
+    assert task.models() == {"tokenizer": sha256} and MaskedPatches().models() == {}
+    assert not any("codebook" in name for name in objective.state_dict())
+    assert len(list(objective.parameters())) == len(list(make_objective(MaskedPatches()).parameters()))
+    bundle = task.bundle(objective, (), Preprocess(image_size=(21, 28)), {"seed": 0})
+    assert bundle.provenance == {"seed": 0, "tokenizer": tokenizer, "tokenizer_sha256": sha256}
+
+
+def test_predicted_tokens_are_restored_among_the_right_ones(tokenizer: str) -> None:
+    task = MaskedPatches(patch_target="tokens", tokenizer=tokenizer)
+    objective = make_objective(task).eval()
+    images, preprocess = images_of(2), Preprocess(image_size=(21, 28))
+    found = objective.restored(objective.network, batch_of(images), preprocess, seed=0)
+    places, logits = objective.predicted(objective.network, batch_of(images), seed=0)
+    made = make_tokenizer()
+    tokens = made.tokens(((images * 0.5 + 0.5) - 0.4) / 0.3)
+    for image in range(2):
+        tokens[image, places[image]] = logits[image].argmax(dim=1)
+    levels = ((made.restored(tokens) * 0.3 + 0.4) * 255).round().clamp(0, 255)
+    for image in range(2):
+        for number, patch in enumerate(places[image].tolist()):
+            row, column = divmod(patch, 4)
+            expected = levels[image, :, 7 * row : 7 * row + 7, 7 * column : 7 * column + 7]
+            assert (found.patches[image, number] - expected).abs().max() <= 1
+    (table,) = task.pictures(objective, task.bundle(objective, (), preprocess, {}), Pictures(3))
+    assert table.title == "Restored patches" and len(table.rows) == 3
+
+
 def test_the_pixels_of_masked_patches_are_hidden_from_the_network() -> None:
     objective = make_objective(MaskedPatches(mask_fraction=1.0, swap_fraction=0.0)).eval()
     images = images_of(2)
@@ -162,6 +224,21 @@ def test_the_pixels_of_masked_patches_are_hidden_from_the_network() -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_gradients_of_parts_add_up_to_those_of_the_batch(target: Any) -> None:
     check_gradients_of_parts(make_objective(MaskedPatches(patch_target=target)))
+
+
+def test_tokens_fulfil_the_contract_of_a_task(tmp_path: Path) -> None:
+    tokenizer = str(make_tokenizer(size=(28, 21)).save(tmp_path / "model"))
+    check_task(MaskedPatches(patch_target="tokens", tokenizer=tokenizer), Splits(Pictures(9), Pictures(5), None))
+    check_gradients_of_parts(
+        make_objective(MaskedPatches(patch_target="tokens", tokenizer=str(make_tokenizer().save(tmp_path / "wide"))))
+    )
+
+
+@pytest.mark.slow
+def test_tokens_of_a_batch_are_overfitted(tokenizer: str) -> None:
+    objective = make_objective(MaskedPatches(patch_target="tokens", tokenizer=tokenizer))
+    first, output = overfit(objective, batch_of(images_of(4)), steps=300, lr=1e-2)
+    assert output.loss.item() < 0.02 * first and output.metrics["token_accuracy"] == 1
 
 
 @pytest.mark.slow
@@ -200,6 +277,9 @@ def test_it_fulfils_the_contract_of_a_task(target: Any) -> None:
         ({"swap_fraction": -0.1}, r"swap_fraction=-0.1 is not in \[0, 1\]"),
         ({"mask_fraction": 0.8, "swap_fraction": 0.3}, "mask_fraction=0.8 and swap_fraction=0.3 add up to more than 1"),
         ({"patch_target": "pixels", "select": "colour_accuracy"}, "needs colours, but patch_target='pixels' predicts"),
+        ({"select": "token_accuracy"}, "needs tokens, but patch_target='mean-colour' predicts none"),
+        ({"patch_target": "tokens"}, "tokenizer: patch_target='tokens' needs a trained tokenizer; name a run of the"),
+        ({"tokenizer": "runs/vqvae"}, "tokenizer='runs/vqvae' is not used with patch_target='mean-colour'; choose"),
     ],
 )
 def test_unfit_settings_are_refused(fields: dict[str, Any], message: str) -> None:

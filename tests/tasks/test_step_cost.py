@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,8 +19,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.models.cost.footprint import tensor_bytes
 from vitrail.models.variants import AnyConfig, build, variant_config
-from vitrail.tasks import Dino, Mae, MaskedPatches, MoCo, SimClr, Task
-from vitrail.tasks.task import Objective
+from vitrail.tasks import Dino, Mae, MaskedPatches, MoCo, SimClr, Task, VqVae
 
 Precision = Literal["float32", "bf16"]
 
@@ -35,11 +35,15 @@ TASKS: dict[str, Task] = {
     "moco": MoCo(projection_hidden=160, projection_width=48, fixed_patches=False),
     "dino": Dino(local_views=4, local_size=(32, 24), prototypes=3000, projection_hidden=160),
     "dino, no local views": Dino(local_views=0, prototypes=500, projection_hidden=64, unit_prototypes=False),
+    "vqvae": VqVae(codes=300, code_width=24),
+    "vqvae, other decoder": VqVae(
+        codes=1000, code_width=8, restart_below=0.2, decoder_width=64, decoder_depth=1, decoder_heads=4
+    ),
     "mae, deep decoder": Mae(remove_fraction=0.6, decoder_width=64, decoder_depth=3, decoder_heads=4),
 }
 
 
-def make(task: Task, network: AnyConfig, count: int) -> tuple[Objective, Batch]:
+def make(task: Task, network: AnyConfig, count: int) -> tuple[Any, Batch]:
     """Return the objective of a task, and a batch of this many images."""
     torch.manual_seed(0)
     objective = task.objective(build(network), Splits(Pictures(3), None, None))
@@ -58,6 +62,18 @@ def test_flops_of_a_step(name: str) -> None:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         objective(batch).loss.backward()
     assert 4 * TASKS[name].step_cost(NETWORK, "float32").all_flops == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_flops_of_a_step_with_tokens(tmp_path: Path) -> None:
+    """The tokenizer sees images of half the size."""
+    encoder = variant_config("ViT-Ti/4", image_size=(32, 24), width=48, heads=3, mlp_width=96, depth=1, num_classes=0)
+    objective, _ = make(VqVae(codes=200, code_width=16), encoder, 1)
+    folder = objective.task.bundle(objective, (), Preprocess(image_size=(32, 24)), {}).save(tmp_path / "model")
+    task = MaskedPatches(patch_target="tokens", tokenizer=str(folder))
+    objective, batch = make(task, NETWORK, 4)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        objective(batch).loss.backward()
+    assert 4 * task.step_cost(NETWORK, "float32").all_flops == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ class Train:
 RECIPES_OF_DATA = {"bundled": "demo", "fashion-mnist": "fashion-mnist"}
 """Recipes for data sets with a name."""
 
-RECIPES_OF_TASK = {"masked-patches": "masked-patches", "mae": "mae", "simclr": "simclr", "dino": "dino", "moco": "moco"}
+RECIPES_OF_TASK = {name: name for name in ("masked-patches", "mae", "simclr", "dino", "moco", "vqvae")}
 """Recipes for the tasks whose settings are not chosen from the data, for images of data sets with a name."""
 
 CHOSEN = (

@@ -16,6 +16,7 @@ from vitrail.recipes.self_supervised.mae import MAE_RECIPES, mae
 from vitrail.recipes.self_supervised.masked_patches import MASKED_PATCHES_RECIPES, masked_patches
 from vitrail.recipes.self_supervised.moco import MOCO_RECIPES, moco
 from vitrail.recipes.self_supervised.simclr import simclr
+from vitrail.recipes.self_supervised.tokens import TOKEN_RECIPES, beit, vqvae
 from vitrail.recipes.vit import VIT_RECIPES
 from vitrail.training.config import TrainConfig
 
@@ -26,6 +27,7 @@ PAPER_RECIPES: dict[str, PaperRecipe] = {
     for recipe in (
         *VIT_RECIPES,
         *MASKED_PATCHES_RECIPES,
+        *TOKEN_RECIPES,
         *MAE_RECIPES,
         *DINO_RECIPES,
         *MOCO_RECIPES,
@@ -46,6 +48,8 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "simclr": simclr,
     "dino": dino,
     "moco": moco,
+    "vqvae": vqvae,
+    "beit": beit,
     **PAPER_RECIPES,
 }
-"""All recipes by name: nine of our own, and those of papers."""
+"""All recipes by name: eleven of our own, and those of papers."""

@@ -1,7 +1,9 @@
-"""Masked patch prediction, as in appendix B.1.2 of "An Image is Worth 16x16 Words" (2010.11929).
+"""Masked patch prediction, as in appendix B.1.2 of "An Image is Worth 16x16 Words" (2010.11929), and as in BEiT
+(2106.08254).
 
-A fraction of the patch embeddings of an image is corrupted, and the network predicts the colours or the pixels of the
-corrupted patches from the others. No labels are needed. `vitrail.tasks.patch_targets` computes what is predicted.
+A fraction of the patch embeddings of an image is corrupted, and the network predicts the colours, the pixels or the
+discrete tokens of the corrupted patches from the others. No labels are needed. `vitrail.tasks.patch_targets` computes
+colours, and `vitrail.tasks.tokens` computes tokens.
 """
 
 from __future__ import annotations
@@ -31,8 +33,17 @@ from vitrail.settings import one_of
 from vitrail.tasks.patch_targets import CELLS, PatchTarget, colour_classes, colour_levels, colours
 from vitrail.tasks.patch_task import PatchObjective, PatchTask, Restored, batch_key, draw_order, tokens_at
 from vitrail.tasks.task import Objective, StepCost, TaskMetric
+from vitrail.tasks.tokens.tokenizer import TokenizerTargets, check_grid, tokenizer_facts
+from vitrail.weights.bundle import Bundle
 
 __all__ = ["Corruption", "MaskedPatches", "MaskedPatchesObjective", "draw_corruption"]
+
+ACCURACY: dict[PatchTarget, str] = {
+    "mean-colour": "colour_accuracy",
+    "colours": "colour_accuracy",
+    "tokens": "token_accuracy",
+}
+"""Metric of the fraction of right predictions, by the target."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +58,17 @@ class MaskedPatches(PatchTask):
     metrics = (
         TaskMetric("patch_loss", higher_is_better=False),
         TaskMetric("colour_accuracy", is_fraction=True),
+        TaskMetric("token_accuracy", is_fraction=True),
     )
     hidden = "corrupted"
     fraction = "corrupt_fraction"
 
     patch_target: PatchTarget = "mean-colour"
     """Prediction for a corrupted patch: its mean colour in 3 bits per channel (mean-colour), 4 x 4 such colours
-    (colours), or its normalised pixels with the squared error (pixels)."""
+    (colours), its normalised pixels with the squared error (pixels), or its token (tokens, with --tokenizer)."""
+    tokenizer: str | None = None
+    """Model whose tokens are predicted: a run of the task vqvae, or its model folder. It must divide images into as
+    many patches as the network does."""
     corrupt_fraction: float = 0.5
     """Fraction of each image's patches that are corrupted. The loss counts only these patches."""
     mask_fraction: float = 0.8
@@ -72,35 +87,76 @@ class MaskedPatches(PatchTask):
                 f"mask_fraction={self.mask_fraction} and swap_fraction={self.swap_fraction} add up to more than 1; "
                 "choose smaller fractions"
             )
-        if self.select == "colour_accuracy" and self.patch_target == "pixels":
-            yield "select='colour_accuracy' needs colours, but patch_target='pixels' predicts none; choose patch_loss"
+        if self.patch_target == "tokens" and self.tokenizer is None:
+            yield (
+                "tokenizer: patch_target='tokens' needs a trained tokenizer; name a run of the task vqvae, such as "
+                "runs/vqvae"
+            )
+        if self.patch_target != "tokens" and self.tokenizer is not None:
+            yield (
+                f"tokenizer={self.tokenizer!r} is not used with patch_target={self.patch_target!r}; choose "
+                "patch_target='tokens', or leave it out"
+            )
+        if self.select in ACCURACY.values() and self.select != ACCURACY.get(self.patch_target):
+            noun = self.select.removesuffix("_accuracy")
+            yield (
+                f"select={self.select!r} needs {noun}s, but patch_target={self.patch_target!r} predicts none; choose "
+                "patch_loss"
+            )
         yield from super()._problems()
+
+    def check_network(self, network: AnyConfig | None) -> None:
+        """Raise `ConfigError` as `PatchTask.check_network`, and unless the tokenizer has a token for each patch."""
+        super().check_network(network)
+        if self.tokenizer is not None:
+            check_grid(self.tokenizer, self.transformer(network))
+
+    def models(self) -> dict[str, str]:
+        return {} if self.tokenizer is None else {"tokenizer": tokenizer_facts(self.tokenizer).sha256}
 
     def outputs_of(self, network: ViTConfig) -> int:
         """Return the number of outputs of the decoder for one patch."""
+        if self.tokenizer is not None:
+            return tokenizer_facts(self.tokenizer).coder.codes
         if self.patch_target == "pixels":
             return network.channels * math.prod(network.patch_size)
         return CELLS[self.patch_target] ** 2 * colours(network.channels)
 
     def step_cost(self, network: AnyConfig, precision: FootprintPrecision) -> StepCost:
-        """Return the cost of a step, in which the network computes all tokens and the decoder the corrupted ones.
+        """Return the cost of a step, in which the network computes all tokens and the decoder the corrupted ones. A
+        tokenizer computes the whole image.
 
-        At the peak, the outputs of the decoder exist three times, or the levels of all pixels twice as whole numbers.
+        At the peak, the outputs of the decoder exist three times, or once beside the work of the tokenizer, or the
+        levels of all pixels exist twice as whole numbers.
         """
         network = self.transformer(network)
         patches, outputs = self.hidden_of(math.prod(network.grid)), self.outputs_of(network)
-        levels = 0 if self.patch_target == "pixels" else 16 * network.channels * math.prod(network.image_size)
+        facts = None if self.tokenizer is None else tokenizer_facts(self.tokenizer)
+        tokenizing = 0 if facts is None else 4 * patches * outputs + facts.image_bytes(precision)
+        levels = 16 * network.channels * math.prod(network.image_size) if self.patch_target in CELLS else 0
         return StepCost(
             dataclasses.replace(network, pool="gap", class_token=network.has_class_token),
             parameters=network.width + outputs * (network.width + 1),
-            image_bytes=max(12 * patches * outputs, levels),
-            flops=6 * patches * outputs * network.width,
+            fixed_bytes=0 if facts is None else facts.fixed_bytes(precision),
+            image_bytes=max(12 * patches * outputs, levels, tokenizing),
+            flops=6 * patches * outputs * network.width + (0 if facts is None else facts.flops),
         )
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
         """Return the network with a mask embedding and a linear decoder. Raise `ConfigError` as `check_network`."""
         self.check_network(getattr(network, "config", None))
-        return MaskedPatchesObjective(network, self)
+        targets = None if self.tokenizer is None else TokenizerTargets(self.tokenizer)
+        return MaskedPatchesObjective(network, self, targets)
+
+    def bundle(
+        self, objective: Objective, names: tuple[str, ...], preprocess: Preprocess, provenance: dict[str, Any]
+    ) -> Bundle:
+        """Return the model as it would be saved now. It states the tokenizer in its provenance."""
+        assert isinstance(objective, MaskedPatchesObjective)
+        if objective.tokenizer is not None:
+            stated = {"tokenizer": self.tokenizer, "tokenizer_sha256": objective.tokenizer.sha256}
+            provenance = provenance | stated
+        return super().bundle(objective, names, preprocess, provenance)
 
 
 class Corruption(NamedTuple):
@@ -157,13 +213,16 @@ def draw_corruption(task: MaskedPatches, batch: Batch, patches: int, *, seed: in
 class MaskedPatchesObjective(PatchObjective):
     """A network that predicts corrupted patches through a linear decoder of their encoded tokens.
 
-    The mask embedding is trained beside the network, as the decoder is.
+    The mask embedding is trained beside the network, as the decoder is. Tokens are those of the images without
+    corruption.
     """
 
-    def __init__(self, network: nn.Module, task: MaskedPatches) -> None:
+    def __init__(self, network: nn.Module, task: MaskedPatches, tokenizer: TokenizerTargets | None = None) -> None:
         super().__init__(network)
         self.task = task
-        self.measured = ("patch_loss",) if task.patch_target == "pixels" else ("patch_loss", "colour_accuracy")
+        self.tokenizer = tokenizer
+        accuracy = ACCURACY.get(task.patch_target)
+        self.measured = ("patch_loss",) if accuracy is None else ("patch_loss", accuracy)
         config: ViTConfig = self.network.config
         self.mask_embedding = nn.Parameter(torch.empty(config.width))
         nn.init.normal_(self.mask_embedding, std=0.02)
@@ -171,11 +230,17 @@ class MaskedPatchesObjective(PatchObjective):
         nn.init.normal_(self.decoder.weight, std=0.02)
         nn.init.zeros_(self.decoder.bias)
 
-    def losses(self, network: Any, batch: Batch, preprocess: Preprocess, *, seed: int) -> dict[str, Tensor]:
-        """Return `patch_loss` and, unless pixels are predicted, `colour_accuracy` of each image.
+    def begin(self, preprocess: Preprocess, seed: int) -> None:
+        """Prepare as `PatchObjective.begin`, and prepare the tokenizer for images with this preprocessing."""
+        super().begin(preprocess, seed)
+        if self.tokenizer is not None:
+            self.tokenizer.begin(preprocess, self.mask_embedding.device)
 
-        The loss is the cross-entropy per predicted colour, in nats, or the squared error per predicted normalised
-        pixel. The accuracy is the fraction of the predicted colours that are right.
+    def losses(self, network: Any, batch: Batch, preprocess: Preprocess, *, seed: int) -> dict[str, Tensor]:
+        """Return `patch_loss` and, unless pixels are predicted, `colour_accuracy` or `token_accuracy` of each image.
+
+        The loss is the cross-entropy per predicted colour or token, in nats, or the squared error per predicted
+        normalised pixel. The accuracy is the fraction of the predicted colours or tokens that are right.
         """
         config = cast(ViTConfig, network.config)
         places, predicted = self.predicted(network, batch, seed=seed)
@@ -183,12 +248,15 @@ class MaskedPatchesObjective(PatchObjective):
         if self.task.patch_target == "pixels":
             pixels = cut_patches(batch.images, config.patch_size)[rows, places].flatten(2)
             return {"patch_loss": F.mse_loss(predicted, pixels, reduction="none").mean(dim=(1, 2))}
-        levels = cut_patches(preprocess.levels(batch.images), config.patch_size)[rows, places]
-        classes = colour_classes(levels, CELLS[self.task.patch_target])
+        if self.tokenizer is not None:
+            classes = self.tokenizer.tokens(batch.images).gather(1, places)[:, :, None]
+        else:
+            levels = cut_patches(preprocess.levels(batch.images), config.patch_size)[rows, places]
+            classes = colour_classes(levels, CELLS[self.task.patch_target])
         predicted = predicted.reshape(*classes.shape, -1)
         losses = F.cross_entropy(predicted.movedim(3, 1), classes, reduction="none")
         right = (predicted.detach().argmax(dim=3) == classes).float()
-        return {"patch_loss": losses.mean(dim=(1, 2)), "colour_accuracy": right.mean(dim=(1, 2))}
+        return {"patch_loss": losses.mean(dim=(1, 2)), ACCURACY[self.task.patch_target]: right.mean(dim=(1, 2))}
 
     def predicted(
         self, network: Any, batch: Batch, *, seed: int
@@ -200,9 +268,15 @@ class MaskedPatchesObjective(PatchObjective):
         return corruption.patches, self.decoder(tokens_at(encoded, corruption.patches)).float()
 
     def restored(self, network: Any, batch: Batch, preprocess: Preprocess, *, seed: int) -> Restored:
-        """Return the predicted levels: those of pixels, or the middle levels of the most likely colours."""
+        """Return the predicted levels: those of pixels, the middle levels of the most likely colours, or what the
+        tokenizer restores from the most likely tokens among the right tokens of the other patches."""
         config = cast(ViTConfig, network.config)
         places, predicted = self.predicted(network, batch, seed=seed)
+        if self.tokenizer is not None:
+            tokens = self.tokenizer.tokens(batch.images).scatter(1, places, predicted.argmax(dim=2))
+            levels = preprocess.levels(self.tokenizer.restored(tokens))
+            rows = torch.arange(len(places), device=places.device)[:, None]
+            return Restored(places, cut_patches(levels, config.patch_size)[rows, places])
         if self.task.patch_target == "pixels":
             levels = preprocess.levels(predicted.reshape(-1, config.channels, *config.patch_size))
             return Restored(places, levels.view(*places.shape, *levels.shape[1:]))

@@ -1,9 +1,9 @@
-"""Targets of masked patch prediction: the pixels of patches, and their colours as classes.
+"""Targets of masked patch prediction: the pixels of patches, their colours as classes, and their tokens.
 
 The levels 0 to 255 of a channel are divided into 8 equal bins, which are 3 bits. The paper does not state its bins. A
 colour of three channels is one of 512 classes: 64 times the bin of red, plus 8 times the bin of green, plus the bin of
 blue. A grey image has one channel, so its levels are 8 classes. Grey images that are read as three equal channels use
-the 8 of the 512 classes that are grey.
+the 8 of the 512 classes that are grey. Tokens are those of a trained tokenizer (`vitrail.tasks.tokens`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 __all__ = ["BINS", "CELLS", "PatchTarget", "colour_classes", "colour_levels", "colours"]
 
-PatchTarget = Literal["mean-colour", "colours", "pixels"]
+PatchTarget = Literal["mean-colour", "colours", "pixels", "tokens"]
 
 CELLS: dict[PatchTarget, int] = {"mean-colour": 1, "colours": 4}
 """Rows and columns of cells of a patch whose mean colours are predicted."""
