@@ -115,7 +115,7 @@ def test_beit_in_every_detail() -> None:
     task: Any = config.task
     network, own = network_of(config, 0), network_of(tokenizer, 0)
     assert (task.hidden_of(196), task.mask_fraction, task.swap_fraction) == (75, 1.0, 0.0)
-    assert task.tokenizer == "runs/" + tokenizer.run.name and task.patch_target == "tokens"
+    assert task.corrupt_blocks and task.tokenizer == "runs/" + tokenizer.run.name and task.patch_target == "tokens"
     assert (config.run.epochs, config.run.batch_size, config.images.image_size) == (800, 2048, (224, 224))
     optimizer = config.optimizer
     assert (optimizer.learning_rate, optimizer.end_learning_rate, optimizer.warmup) == (1.5e-3, 1e-5, "10 epochs")

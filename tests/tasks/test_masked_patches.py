@@ -54,7 +54,7 @@ def make_objective(task: MaskedPatches, *, size: tuple[int, int] = (21, 28), cha
 def test_every_image_has_exactly_the_counts_of_the_fractions(
     patches: int, fractions: dict[str, float], masked: int, swapped: int, kept: int
 ) -> None:
-    found = draw_corruption(MaskedPatches(**fractions), batch_of(torch.zeros(40, 1, 1, 1)), patches, seed=0)
+    found = draw_corruption(MaskedPatches(**fractions), batch_of(torch.zeros(40, 1, 1, 1)), (1, patches), seed=0)
     assert (found.masked.shape, found.swapped.shape, found.kept.shape) == ((40, masked), (40, swapped), (40, kept))
     assert found.sources.shape == found.swapped.shape and (found.sources != found.swapped).all()
     assert found.sources.numel() == 0 or 0 <= found.sources.min() <= found.sources.max() < patches
@@ -64,7 +64,7 @@ def test_every_image_has_exactly_the_counts_of_the_fractions(
 
 def test_all_patches_are_corrupted_and_copied_equally_often() -> None:
     task = MaskedPatches(mask_fraction=0.4, swap_fraction=0.4)
-    found = draw_corruption(task, batch_of(torch.zeros(4000, 1, 1, 1)), 10, seed=0)
+    found = draw_corruption(task, batch_of(torch.zeros(4000, 1, 1, 1)), (2, 5), seed=0)
     for places in found[:4]:
         counts = places.flatten().bincount(minlength=10) / places.numel()
         assert (counts - 0.1).abs().max() < 0.02
@@ -72,13 +72,13 @@ def test_all_patches_are_corrupted_and_copied_equally_often() -> None:
 
 def test_the_corruption_depends_on_seed_epoch_and_sample_alone() -> None:
     task, images = MaskedPatches(), torch.zeros(6, 1, 1, 1)
-    whole = draw_corruption(task, batch_of(images), 49, seed=5)
-    part = draw_corruption(task, batch_of(images[:2], first=3), 49, seed=5)
+    whole = draw_corruption(task, batch_of(images), (7, 7), seed=5)
+    part = draw_corruption(task, batch_of(images[:2], first=3), (7, 7), seed=5)
     assert all(torch.equal(one[3:5], other) for one, other in zip(whole, part, strict=True))
     for other in (
-        draw_corruption(task, batch_of(images, epoch=1), 49, seed=5),
-        draw_corruption(task, batch_of(images), 49, seed=6),
-        draw_corruption(task, replace(batch_of(images), views=torch.ones(6, dtype=torch.int64)), 49, seed=5),
+        draw_corruption(task, batch_of(images, epoch=1), (7, 7), seed=5),
+        draw_corruption(task, batch_of(images), (7, 7), seed=6),
+        draw_corruption(task, replace(batch_of(images), views=torch.ones(6, dtype=torch.int64)), (7, 7), seed=5),
     ):
         assert not torch.equal(whole.patches, other.patches)
     assert len({tuple(row) for row in whole.patches.tolist()}) == 6
@@ -86,7 +86,7 @@ def test_the_corruption_depends_on_seed_epoch_and_sample_alone() -> None:
 
 def test_embeddings_are_replaced_as_the_groups_say() -> None:
     task = MaskedPatches(mask_fraction=0.4, swap_fraction=0.4)
-    found = draw_corruption(task, batch_of(torch.zeros(3, 1, 1, 1)), 12, seed=0)
+    found = draw_corruption(task, batch_of(torch.zeros(3, 1, 1, 1)), (3, 4), seed=0)
     embeddings, token = torch.randn(3, 12, 5), torch.randn(5)
     replaced = found.replacing(token)(embeddings)
     for image in range(3):
@@ -119,7 +119,7 @@ def test_only_corrupted_patches_of_decoded_images_have_gradients(target: Any) ->
     output = objective(batch)
     output.loss.backward()
     moved = network.tokens.grad.abs().sum(dim=2) > 0
-    corrupted = draw_corruption(task, batch, 12, seed=3).patches
+    corrupted = draw_corruption(task, batch, (3, 4), seed=3).patches
     assert [set(row.nonzero()[:, 0].tolist()) for row in moved] == [
         set(corrupted[0].tolist()), set(), set(corrupted[2].tolist()),
     ]  # fmt: skip
@@ -131,7 +131,7 @@ def test_the_loss_is_the_formula(target: Any, channels: int) -> None:
     objective = make_objective(MaskedPatches(patch_target=target), channels=channels)
     images = images_of(2, channels=channels)
     output, batch = objective(batch_of(images)), batch_of(images)
-    corruption = draw_corruption(objective.task, batch, 12, seed=3)
+    corruption = draw_corruption(objective.task, batch, (3, 4), seed=3)
     encoded = objective.network.encode(images, replace=corruption.replacing(objective.mask_embedding)).patches
     losses, right = [], []
     for image in range(2):
@@ -163,7 +163,7 @@ def test_tokens_are_those_of_the_image_without_corruption(channels: int, tokeniz
     images = images_of(3, channels=channels)
     batch = replace(batch_of(images), valid=torch.tensor([True, False, True]))
     output = objective(batch)
-    corruption = draw_corruption(objective.task, batch, 12, seed=3)
+    corruption = draw_corruption(objective.task, batch, (3, 4), seed=3)
     encoded = objective.network.encode(images, replace=corruption.replacing(objective.mask_embedding)).patches
     colours = images.expand(-1, 3, -1, -1)
     right = make_tokenizer().tokens(((colours * 0.5 + 0.5) - 0.4) / 0.3)
@@ -213,7 +213,7 @@ def test_predicted_tokens_are_restored_among_the_right_ones(tokenizer: str) -> N
 def test_the_pixels_of_masked_patches_are_hidden_from_the_network() -> None:
     objective = make_objective(MaskedPatches(mask_fraction=1.0, swap_fraction=0.0)).eval()
     images = images_of(2)
-    corruption = draw_corruption(objective.task, batch_of(images), 12, seed=3)
+    corruption = draw_corruption(objective.task, batch_of(images), (3, 4), seed=3)
     pixels = pixels_of(corruption.masked)
     replace_tokens = corruption.replacing(objective.mask_embedding)
     tokens = objective.network.encode(images, replace=replace_tokens).patches

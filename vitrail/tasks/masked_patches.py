@@ -30,6 +30,7 @@ from vitrail.models.patches import Replace, cut_patches
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import one_of
+from vitrail.tasks.patch_blocks import draw_block_order
 from vitrail.tasks.patch_targets import CELLS, PatchTarget, colour_classes, colour_levels, colours
 from vitrail.tasks.patch_task import PatchObjective, PatchTask, Restored, batch_key, draw_order, tokens_at
 from vitrail.tasks.task import Objective, StepCost, TaskMetric
@@ -71,6 +72,9 @@ class MaskedPatches(PatchTask):
     many patches as the network does."""
     corrupt_fraction: float = 0.5
     """Fraction of each image's patches that are corrupted. The loss counts only these patches."""
+    corrupt_blocks: bool = False
+    """True to corrupt rectangles of patches, as BEiT does, instead of patches one by one. If rectangles have fewer
+    patches than --corrupt-fraction says, single patches are corrupted as well."""
     mask_fraction: float = 0.8
     """Fraction of the corrupted patches whose embedding becomes the learned mask embedding."""
     swap_fraction: float = 0.1
@@ -97,7 +101,8 @@ class MaskedPatches(PatchTask):
                 f"tokenizer={self.tokenizer!r} is not used with patch_target={self.patch_target!r}; choose "
                 "patch_target='tokens', or leave it out"
             )
-        if self.select in ACCURACY.values() and self.select != ACCURACY.get(self.patch_target):
+        unfit = {*ACCURACY.values()} - {ACCURACY.get(self.patch_target)}
+        if self.select is not None and self.select in unfit:
             noun = self.select.removesuffix("_accuracy")
             yield (
                 f"select={self.select!r} needs {noun}s, but patch_target={self.patch_target!r} predicts none; choose "
@@ -191,14 +196,18 @@ class Corruption(NamedTuple):
         return replace
 
 
-def draw_corruption(task: MaskedPatches, batch: Batch, patches: int, *, seed: int) -> Corruption:
-    """Return the corrupted patches of a batch whose images have this many patches.
+def draw_corruption(task: MaskedPatches, batch: Batch, grid: tuple[int, int], *, seed: int) -> Corruption:
+    """Return the corrupted patches of a batch whose images have these numbers of rows and columns of patches.
 
     The corruption of an image is a pure function of the seed and of the image's epoch, sample and view. All images have
     exactly as many masked, swapped and kept patches as the fractions say, rounded to whole patches.
     """
-    order = draw_order(batch, patches, seed=seed)
+    patches = math.prod(grid)
     corrupted = task.hidden_of(patches)
+    if task.corrupt_blocks:
+        order = draw_block_order(batch, grid, corrupted, seed=seed)
+    else:
+        order = draw_order(batch, patches, seed=seed)
     masked = round(task.mask_fraction * corrupted)
     swapped = min(round(task.swap_fraction * corrupted), corrupted - masked)
     places = order[:, masked : masked + swapped]
@@ -262,8 +271,8 @@ class MaskedPatchesObjective(PatchObjective):
         self, network: Any, batch: Batch, *, seed: int
     ) -> tuple[Int64[Tensor, "b k"], Float[Tensor, "b k outputs"]]:
         """Return the corrupted patches of each image, and the outputs of the decoder for them."""
-        patches = math.prod(network.config.grid_of(*batch.images.shape[2:]))
-        corruption = draw_corruption(self.task, batch, patches, seed=seed)
+        grid = network.config.grid_of(*batch.images.shape[2:])
+        corruption = draw_corruption(self.task, batch, grid, seed=seed)
         encoded = network.encode(batch.images, replace=corruption.replacing(self.mask_embedding)).patches
         return corruption.patches, self.decoder(tokens_at(encoded, corruption.patches)).float()
 

@@ -88,7 +88,11 @@ def _entry(option: Option, text: str, defaults: Mapping[str, str], width: int, *
         lines[0] = head.ljust(TEXT_AT) + lines[0][TEXT_AT:]
         yield from lines
     else:
-        yield from _wrapped(head.strip(), width, "      ", "  ")
+        pieces = head.strip().replace("|", "| ")  # a long list of choices is broken after a choice
+        is_long = len(head.split()[-1]) > width - 6
+        yield from (
+            line.replace("| ", "|") for line in _wrapped(pieces if is_long else head.strip(), width, "      ", "  ")
+        )
         yield from lines
 
 

@@ -27,6 +27,7 @@ class Slot(IntEnum):
     """One draw per patch. About two million draws are reserved for each of the slots of patches."""
     PATCH_SOURCE = 1 << 22
     CODE_RESTART = 3 << 21
+    PATCH_BLOCKS = 1 << 23
 
 
 def keyed_uniform(

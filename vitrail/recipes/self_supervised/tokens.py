@@ -41,7 +41,7 @@ def beit() -> TrainConfig:
 
     The tokenizer is the one that `vitrail train vqvae` trains into `runs/vqvae`. The network is a small Vision
     Transformer with patches of 4 x 4 pixels, which pools the mean of its patches. As in BEiT, 40 % of the patches are
-    masked, and none of them keeps its embedding.
+    masked in blocks, and none of them keeps its embedding.
 
     Command: `vitrail train beit`, after `vitrail train vqvae`. `--tokenizer RUN` names another tokenizer.
     Hardware: two CPU cores; any GPU.
@@ -53,6 +53,7 @@ def beit() -> TrainConfig:
             patch_target="tokens",
             tokenizer="runs/vqvae",
             corrupt_fraction=0.4,
+            corrupt_blocks=True,
             mask_fraction=1.0,
             swap_fraction=0.0,
         ),
@@ -88,13 +89,14 @@ def vqvae_i1k() -> TrainConfig:
 def beit_i1k() -> TrainConfig:
     """Return the config of the published code's pre-training of BEiT-B/16 on ImageNet (2106.08254), with 800 epochs.
 
-    75 of the 196 patches are masked, and the tokens of a tokenizer with 8,192 codes are predicted, which sees the
-    images with 112 x 112 pixels. The optimizer is AdamW with a learning rate of 1.5e-3, a beta2 of 0.98, a warm-up of
-    10 epochs, a cosine decay to 1e-5 and a weight decay of 0.05. The norm of the gradient is limited to 3.
+    75 of the 196 patches are masked in blocks, and the tokens of a tokenizer with 8,192 codes are predicted, which sees
+    the images with 112 x 112 pixels. The optimizer is AdamW with a learning rate of 1.5e-3, a beta2 of 0.98, a warm-up
+    of 10 epochs, a cosine decay to 1e-5 and a weight decay of 0.05. The norm of the gradient is limited to 3.
 
     Some details differ from the published code. The tokenizer is one of this package (`beit-tokenizer-i1k`), because
-    that of DALL-E does not exist here. It sees the crops of the network, made smaller, and not crops of its own
-    interpolation. Masked patches are drawn one by one, and not in blocks. Weights start as in the other recipes.
+    that of DALL-E does not exist here. The tokenizer sees the network's views at half their size, and not a second
+    scaling of the image. If blocks have fewer than 75 patches, single patches follow. Weights start as in the other
+    recipes.
     """
     return TrainConfig(
         data=DataConfig(spec=DATA["i1k"], validation="train", validation_share=0.01),
@@ -102,6 +104,7 @@ def beit_i1k() -> TrainConfig:
             patch_target="tokens",
             tokenizer="runs/beit-tokenizer-i1k",
             corrupt_fraction=75 / 196,
+            corrupt_blocks=True,
             mask_fraction=1.0,
             swap_fraction=0.0,
         ),

@@ -284,7 +284,7 @@ class ReconstructionErrors:
         """Return the mean squared error of normalised pixels, the perplexity of the tokens, and the number of codes
         that occur, with the counts `images` and `skipped`."""
         bundle, coder = outputs.bundle, self.objective.coder
-        network = shared_copy(bundle.network)
+        network: Any = shared_copy(bundle.network)
         used = torch.zeros(coder.config.codes, dtype=torch.float64, device=bundle.device)
         sums = torch.zeros(2, dtype=torch.float64, device=bundle.device)  # of errors, and of images
         skipped: list[Skipped] = []
