@@ -6,8 +6,7 @@ from vitrail.data.augmentation.augment import Augment
 from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.config import ModelConfig
-from vitrail.recipes.self_supervised.mae import IMAGENET_MEAN, IMAGENET_STD
-from vitrail.recipes.paper import DATA, PaperRecipe
+from vitrail.recipes.paper import DATA, IMAGENET_MEAN, IMAGENET_STD, PaperRecipe
 from vitrail.tasks import MaskedPatches, VqVae
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.optimization.optimizer import OptimizerConfig
