@@ -146,7 +146,7 @@ def test_a_student_learns_from_a_teacher(
         (["--patch-target", "token"], "--patch-target: 'token' is not one of mean-colour, colours, pixels, tokens"),
         (["--patch-target", "tokens"], "--tokenizer: --patch-target 'tokens' needs a trained tokenizer; name a run of"),
         (["--patch-target", "tokens", "--tokenizer", "nowhere"], "--tokenizer: 'nowhere' cannot be loaded: "),
-        (["--tokenizer", "runs/vqvae"], "--tokenizer: 'runs/vqvae' is not used with --patch-target 'colours'"),
+        (["--tokenizer", "runs/vqvae"], "--tokenizer: 'runs/vqvae' is not used with patch_target='colours'; choose"),
         (["--corrupt-fraction", "1"], "--corrupt-fraction: 1.0 is not between 0 and 1"),
         (["--variant", "Conv+ViT-Pico/8", "--image-size", "32", "32"], "the tokens of a hybrid do"),
         (["--mixup", "0.2"], "--mixup: 0.2 mixes the labels of images"),
