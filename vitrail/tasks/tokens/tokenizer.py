@@ -75,8 +75,7 @@ class Tokenizer(Bundle):
         return join_patches(pixels, config.grid, config.patch_size)
 
     def save(self, path: str | Path, *, overwrite: bool = False, stored: StoredFormat = "float32") -> Path:
-        """Write the folder. Raise `ConfigError` for another `stored`, because rounding changes tokens, and the errors of
-        `Bundle.save`."""
+        """Write the folder. Raise `ConfigError` for rounded weights, and the errors of `Bundle.save`."""
         if stored != "float32":
             raise ConfigError(
                 f"stored={stored!r}: rounding the weights of a tokenizer would change its tokens; leave it out"
