@@ -11,7 +11,7 @@ import torch
 
 from vitrail.bench.entries import OURS, Entry, make_step
 from vitrail.bench.measure import timed, waits_for
-from vitrail.bench.workload import Workload
+from vitrail.bench.workload import Format, Workload
 from vitrail.errors import ConfigError, plural
 from vitrail.machine import available_memory, has_bf16_matrix_units
 from vitrail.models.variants import AnyConfig
@@ -151,8 +151,8 @@ def forecast(cost: StudyCost, *, jobs: int, threads: int, device: torch.device) 
 def _flops_per_second(network: AnyConfig, batch_size: int, device: torch.device) -> float:
     """Return the speed of training steps of a network."""
     network = network.with_head(network.num_classes or 2)
-    precision = "bf16" if has_bf16_matrix_units(device) else "float32"
-    workload = Workload(name="", config=network, batch=batch_size, precision=precision, device=device)  # type: ignore[arg-type]
+    precision: Format = "bf16" if has_bf16_matrix_units(device) else "float32"
+    workload = Workload(name="", config=network, batch=batch_size, precision=precision, device=device)
     step = make_step(Entry(OURS), workload)
     step()
     timer = timed(step, waits_for(device))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vitrail.studies.claims import Finding
+from vitrail.studies.claims import Finding, Outcome
 from vitrail.studies.results import Results
 from vitrail.studies.statistics import PowerLaw, estimate, power_law
 
@@ -58,8 +58,8 @@ class PowerLawFit:
         if found.count < 2:
             return Finding(self.text, "not shown", (f"{text} with one seed, which has no interval",))
         interval = f"95 % interval {found.low:.3f} to {found.high:.3f} ({found.count} seeds)"
-        outcome = "shown" if found.high < 0 else "contradicted" if found.low > 0 else "not shown"
-        return Finding(self.text, outcome, (f"{text}, {interval}",))  # type: ignore[arg-type]
+        outcome: Outcome = "shown" if found.high < 0 else "contradicted" if found.low > 0 else "not shown"
+        return Finding(self.text, outcome, (f"{text}, {interval}",))
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class LessCompute:
         if found.count < 2:
             return Finding(self.text, "not shown", (f"{text} with one seed, which has no interval",))
         low, high = (math.exp(min(end, 700.0)) for end in (found.low, found.high))
-        outcome = "shown" if found.low > 0 else "contradicted" if found.high < 0 else "not shown"
+        outcome: Outcome = "shown" if found.low > 0 else "contradicted" if found.high < 0 else "not shown"
         text += f", 95 % interval {low:.2g} to {high:.2g} ({found.count} seeds)"
-        return Finding(self.text, outcome, (text,))  # type: ignore[arg-type]
+        return Finding(self.text, outcome, (text,))
 
 
 def _mean_of_best(lines: Sequence[Line]) -> float:

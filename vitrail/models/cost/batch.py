@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vitrail.machine import Precision, resolve_precision, total_memory
-from vitrail.models.cost.footprint import prediction_bytes
+from vitrail.models.cost.footprint import FootprintPrecision, prediction_bytes
 
 __all__ = ["prediction_batch"]
 
@@ -38,8 +38,8 @@ def prediction_batch(
     largest = LARGEST.get(device.type, LARGEST["cuda"])
     if device.type == "cpu":
         largest = min(largest, MACS_PER_THREAD * torch.get_num_threads() // max(1, config.macs(image_size)))
-    found = "bf16" if resolve_precision(precision, device) == "bf16" else "float32"
-    empty, one = (prediction_bytes(config, count, image_size, found) for count in (0, 1))  # type: ignore[arg-type]
+    found: FootprintPrecision = "bf16" if resolve_precision(precision, device) == "bf16" else "float32"
+    empty, one = (prediction_bytes(config, count, image_size, found) for count in (0, 1))
     free = MEMORY_FRACTION * total_memory() - empty
     largest = min(largest, int(free // (one - empty)))
     return 2 ** (max(1, largest).bit_length() - 1)
