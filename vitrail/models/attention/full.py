@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vitrail.models.attention.kernels import attend, attend_fused
+from vitrail.models.attention.kernels import attend, attend_fused, attend_plainly
 from vitrail.models.attention.kind import AttentionKind, AttentionLayer, AttentionOperands, AttentionPositions
 from vitrail.models.cost.footprint import FootprintPrecision, bytes_each
 from vitrail.models.linear.dense import Linear
@@ -112,7 +112,11 @@ class SelfAttention(AttentionLayer):
         if positions is None and read is None and self.query_norm is None and fuses(tokens):
             return self.out(attend_fused(self.qkv(tokens), self.heads))
         q, k, v, bias = self._operands(tokens, positions, read)
-        return self.out(attend(q, k, v, bias).transpose(1, 2).flatten(2))
+        # Keys of offsets make a bias as large as the logits, so a fused kernel would save no memory, and PyTorch 2.13
+        # cannot write it as ONNX.
+        plain = positions is not None and positions.offset_keys is not None
+        mixed = (attend_plainly if plain else attend)(q, k, v, bias)
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
     def with_operands(
         self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["attend", "attend_fused"]
+__all__ = ["attend", "attend_fused", "attend_plainly"]
 
 
 def attend(
@@ -24,12 +24,20 @@ def attend(
     In bfloat16 on a CPU, plain matrix products are faster than PyTorch's fused kernel for the sequences of a ViT
     (`docs/performance.md`). In float32, both are equally fast, and the fused kernel keeps no n x n matrix in memory.
     """
-    if bias is not None:
-        bias = bias.to(q.dtype)
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
-        logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
-        return (logits if bias is None else logits + bias).softmax(dim=-1) @ v
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return attend_plainly(q, k, v, bias)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias.to(q.dtype))
+
+
+def attend_plainly(
+    q: Float[Tensor, "*batch m d"],
+    k: Float[Tensor, "*batch n d"],
+    v: Float[Tensor, "*batch n d"],
+    bias: Float[Tensor, "*#batch #m n"] | None = None,
+) -> Float[Tensor, "*batch m d"]:
+    """Return what `attend` returns, by plain matrix products."""
+    logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+    return (logits if bias is None else logits + bias.to(q.dtype)).softmax(dim=-1) @ v
 
 
 def attend_fused(qkv: Float[Tensor, "b n three_width"], heads: int) -> Float[Tensor, "b n width"]:

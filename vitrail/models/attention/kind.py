@@ -37,13 +37,16 @@ class OffsetKeys(NamedTuple):
     kept: Int64[Tensor, "b k"] | None = None
     """Numbers of the patches of each image, or None if all images have all patches."""
 
-    def bias(self, queries: Float[Tensor, "b heads m d"], prefix: int) -> Float[Tensor, "b heads m n"]:
+    def bias(self, queries: Float[Tensor, "b heads m d"], prefix: int) -> Float[Tensor, "*#batch heads m n"]:
         """Return the products of the queries, divided by sqrt(d), with the key of each pair's offset.
 
         The first `prefix` tokens are no patches: pairs with them have no offset, and their products are zero.
         """
         (b, heads, m, d), offsets = queries.shape, self.keys.shape[1]
         patches = max(0, m - prefix)
+        if not patches:  # no products of size zero, which ONNX does not have; the keys get gradients of zero
+            n = prefix + (offsets // 2 + 1 if self.kept is None else self.kept.shape[1])
+            return (0 * self.keys[:, :1, :1]).expand(heads, m, n)
         by_head = queries[:, :, prefix:].transpose(0, 1).reshape(heads, b * patches, d).contiguous()
         products = torch.bmm(by_head, self.keys.to(queries.dtype).transpose(1, 2) * d**-0.5)
         products = products.view(heads, b, patches, offsets).transpose(0, 1)
