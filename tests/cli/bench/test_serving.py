@@ -43,7 +43,7 @@ def test_two_servers_under_two_loads(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert 0 < one["p50"] <= one["p95"] <= one["p99"] and one["cpu_seconds"] >= 0
     assert [one["server"] for one in found["overheads"]] == ["vitrail", "naive"]
     for one in found["overheads"]:
-        assert one["errors"] == 0 < one["bare"] and one["alone"] > 0 and one["added"] < 1
+        assert one["errors"] == 0 < one["bare"] and one["alone"] > 0 and one["added"] < 1 <= one["threads"]
         assert one["throughput"] > 0 and 0 < one["fraction"] < 2
 
 

@@ -198,13 +198,14 @@ def _table(bare: Bare, measured: Sequence[Measured]) -> Any:
 def _overhead_table(overheads: Sequence[Overhead]) -> Any:
     caption = (
         "Each server in turns with prediction without a server; medians. one client and alone: time for an image with "
-        f"and without the server, in ms. added: their difference. {BUSY} clients and batches: images per second with "
+        "and without the server on the same number of threads, in ms. added: their difference. "
+        f"{BUSY} clients and batches: images per second with "
         "and without the server. of it: their ratio."
     )
-    headings = ("server", "one client", "alone", "added", f"{BUSY} clients", "batches", "of it", "errors")
+    headings = ("server", "threads", "one client", "alone", "added", f"{BUSY} clients", "batches", "of it", "errors")
     table = plain_table(headings, caption)
     for one in overheads:
         times = [f"{1000 * value:.1f}" for value in (one.alone, one.bare, one.added)]
         speeds = [f"{value:.1f}" for value in (one.throughput, one.bare_throughput)]
-        table.add_row(one.server, *times, *speeds, f"{100 * one.fraction:.0f} %", f"{one.errors}")
+        table.add_row(one.server, f"{one.threads}", *times, *speeds, f"{100 * one.fraction:.0f} %", f"{one.errors}")
     return table
