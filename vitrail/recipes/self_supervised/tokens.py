@@ -22,7 +22,9 @@ def vqvae() -> TrainConfig:
 
     Command: `vitrail train vqvae`, or `vitrail train --task vqvae`.
     Hardware: two CPU cores; any GPU.
-    Time and result: docs/pretraining.md.
+    Time: not measured.
+    Result: measured on CIFAR-10 (JPEG) only, at 32 x 32 pixels with 400 steps: a mean squared error of 0.093 of the
+    normalised pixels, and 510 of 512 codes used (seed 0, one run; docs/log.md).
     """
     return TrainConfig(
         data=DataConfig(spec="bundled", validation_share=0.05, cut_method="threshold"),
@@ -44,7 +46,10 @@ def beit() -> TrainConfig:
 
     Command: `vitrail train beit`, after `vitrail train vqvae`. `--tokenizer RUN` names another tokenizer.
     Hardware: two CPU cores; any GPU.
-    Time and result: docs/pretraining.md.
+    Time: not measured.
+    Result: measured on CIFAR-10 (JPEG) only, at 32 x 32 pixels with 300 steps and without blocks: 29.8 % by 20 nearest
+    neighbours and 38.8 % by a linear model of frozen features. The mean colour as the target has 28.0 and 37.6 %, and
+    the initial weights have 28.7 and 34.1 % (seed 0, one run each; docs/log.md).
     """
     return TrainConfig(
         data=DataConfig(spec="bundled", validation_share=0.05, cut_method="threshold"),
