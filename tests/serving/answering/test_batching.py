@@ -152,14 +152,14 @@ def test_a_worker_leaves_its_part_of_the_queue_to_a_worker_that_will_soon_be_fre
         batcher = Batcher(gate, compute, largest=8, seconds=20.0)
         first = [asyncio.ensure_future(batcher.compute([image(value)])) for value in (1, 2)]
         await until(lambda: compute.running == 2)
-        rest = asyncio.ensure_future(batcher.compute([image(value) for value in (3, 4, 5)]))
+        rest = asyncio.ensure_future(batcher.compute([image(value) for value in (3, 4, 5, 6, 7)]))
         await asyncio.sleep(0)
         gate.open.set()
         await asyncio.gather(rest, *first)
         compute.stop()
 
     asyncio.run(work())
-    assert sorted(map(sorted, gate.batches)) == [[1], [2], [3, 4], [5]]
+    assert sorted(map(sorted, gate.batches)) == [[1], [2], [3, 4], [5], [6], [7]]
 
 
 def test_images_of_clients_that_have_gone_are_not_computed(batcher: Batcher, gate: Gate) -> None:

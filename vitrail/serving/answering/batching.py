@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
 from collections import OrderedDict
@@ -193,8 +192,9 @@ class Batcher:
 
     def _next_batch(self) -> list[_Waiting]:
         """Take the next batch from the queue: at most `largest` images. Each worker gets an equal part of the queue,
-        also if it computes now, because it will soon be free."""
-        most = min(self.largest, math.ceil(len(self._waiting) / self._compute.workers))
+        also if it computes now, because it will soon be free. The parts are rounded down: an image more would delay the
+        whole batch, and alone it is soon taken by another worker."""
+        most = min(self.largest, max(1, len(self._waiting) // self._compute.workers))
         batch: list[_Waiting] = []
         while self._waiting and len(batch) < most:
             item, _ = self._waiting.popitem(last=False)
