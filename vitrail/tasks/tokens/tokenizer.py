@@ -197,7 +197,7 @@ def check_grid(model: str, network: ViTConfig) -> None:
     if facts.network.grid == network.grid:
         return
     own, other = (
-        f"{one.grid[0]} x {one.grid[1]} patches (image_size={one.image_size}, patches of {one.patch_size})"
+        "{} x {} patches (each {} x {} of {} x {} pixels)".format(*one.grid, *one.patch_size, *one.image_size)
         for one in (facts.network, network)
     )
     raise ConfigError(
