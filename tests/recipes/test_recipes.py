@@ -22,6 +22,7 @@ COMMANDS = {
     "fashion-mnist": "vitrail train fashion-mnist",
     "cifar10": "vitrail train cifar10",
     "folder": "vitrail train folder --data DIR",
+    "fractals": "vitrail train fractals",
     "masked-patches": "vitrail train masked-patches",
     "mae": "vitrail train mae",
     "simclr": "vitrail train simclr",

@@ -10,6 +10,7 @@ from vitrail.recipes.cifar10 import cifar10
 from vitrail.recipes.demo import demo
 from vitrail.recipes.fashion_mnist import fashion_mnist
 from vitrail.recipes.folder import folder
+from vitrail.recipes.fractals import fractals
 from vitrail.recipes.paper import PaperRecipe
 from vitrail.recipes.self_supervised.dino import DINO_RECIPES, dino
 from vitrail.recipes.self_supervised.mae import MAE_RECIPES, mae
@@ -43,6 +44,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "fashion-mnist": fashion_mnist,
     "cifar10": cifar10,
     "folder": folder,
+    "fractals": fractals,
     "masked-patches": masked_patches,
     "mae": mae,
     "simclr": simclr,
@@ -52,4 +54,4 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "beit": beit,
     **PAPER_RECIPES,
 }
-"""All recipes by name: eleven of our own, and those of papers."""
+"""All recipes by name: twelve of our own, and those of papers."""
