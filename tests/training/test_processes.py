@@ -27,6 +27,15 @@ from vitrail.training.state.checkpoint import Checkpoints
 MIXED = {"mixup": 0.5, "cutmix": 1.0, "randaugment_layers": 1, "accumulation": 5, "average": 0.9, "shift": 2}
 
 
+@pytest.mark.slow
+def test_two_processes_train_reversible_blocks_as_one_does(three_splits: Path, tmp_path: Path) -> None:
+    fields = {"reversible": True, "dropout": 0.0, "stochastic_depth": 0.0, **MIXED}
+    train(ranks.config_of(three_splits, tmp_path / "one", **fields))
+    found = in_processes(2, ranks.trained, ranks.config_of(three_splits, tmp_path / "two", **fields))
+    assert [one.error for one in found] == [None, None] and found[0].result == found[1].result
+    assert difference(tmp_path / "one", tmp_path / "two") < 2e-6
+
+
 def test_two_processes_train_as_one_does(three_splits: Path, tmp_path: Path) -> None:
     alone = train(ranks.config_of(three_splits, tmp_path / "one", **MIXED))
     found = in_processes(2, ranks.trained, ranks.config_of(three_splits, tmp_path / "two", **MIXED))

@@ -283,10 +283,10 @@ class _Tracer:
         return block
 
     def _remember(self, layer: int) -> Any:
-        def hook(block: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+        def hook(block: nn.Module, arguments: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
             self._inputs[layer] = arguments[0], arguments[1]
             if "outputs" in self.keep:
-                self._outputs[layer] = output
+                self._outputs[layer] = output if isinstance(output, Tensor) else (output[0] + output[1]) / 2
 
         return hook
 

@@ -40,9 +40,10 @@ def resolve_compile(compile: Compile, device: torch.device, config: AnyConfig) -
     """Return `compile`, with "auto" replaced by its value for this device and config. Raise `ConfigError` if the device
     or the config does not support the value."""
     lacks, skips = _lacks(device), bool(getattr(config, "skip_dropped", False))
+    inverts = bool(getattr(config, "reversible", False))
     if compile == "auto":
         compiles = device.type == "cuda" and config.has_uniform_blocks and lacks is None
-        return "on" if compiles and not skips else "off"
+        return "on" if compiles and not skips and not inverts else "off"
     if compile == "off":
         return "off"
     if not config.has_uniform_blocks:
@@ -55,6 +56,11 @@ def resolve_compile(compile: Compile, device: torch.device, config: AnyConfig) -
         raise ConfigError(
             f"compile={compile!r} makes one graph for all blocks, but with skip_dropped every block has another number "
             "of images; choose 'off', or leave out skip_dropped"
+        )
+    if inverts:
+        raise ConfigError(
+            f"compile={compile!r} compiles the call of a block, but with reversible=True the backward pass computes "
+            "its branches one by one; choose 'off', or leave out reversible"
         )
     if lacks is not None:
         raise ConfigError(f"compile={compile!r} needs {lacks}, which is not installed here; choices: 'auto', 'off'")

@@ -5,13 +5,13 @@
     z_l  = MLP(LN(z'_l)) + z'_l                           equation 3
     y    = LN(z_L^0)                                      equation 4
 
-Read `VisionTransformer._encode` for equations 1 and 4, `Block.forward` for 2 and 3.
+Read `VisionTransformer._encode` for equations 1 and 4, `Block.forward` in `block.py` for 2 and 3.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import overload
 
 import torch
@@ -21,13 +21,15 @@ from torch.utils.checkpoint import checkpoint
 
 from vitrail.errors import ConfigError
 from vitrail.models.attention import AttentionLayer, AttentionPositions
-from vitrail.models.layers import LayerScale, Mlp, StochasticDepth, SwiGlu, lecun_normal_, make_mlp
+from vitrail.models.block import Block, ReversibleBlock, make_block
+from vitrail.models.layers import LayerScale, Mlp, SwiGlu, lecun_normal_
 from vitrail.models.linear.dense import Linear
 from vitrail.models.network import Features, Layers, block_numbers, with_new_head, with_weights
 from vitrail.models.patches import PatchEmbedding, PrefixTokens, Replace
 from vitrail.models.pooling import AttentionPool, pool
-from vitrail.models.reduction import Reduce, TokenReduction, size_bias
+from vitrail.models.reduction import TokenReduction, size_bias
 from vitrail.models.resnet import HybridRoot
+from vitrail.models.reversible import reversible
 from vitrail.models.vit_config import ViTConfig
 
 __all__ = ["Block", "ViTConfig", "VisionTransformer", "make_block"]
@@ -179,6 +181,9 @@ class VisionTransformer(nn.Module):
         insides = self.positions.for_attention(grid, len(self.blocks), images.device, kept)
         if self.context is not None:
             insides = self.context.join(insides, grid, images.device, kept)
+        if self.config.reversible:
+            z = self._reversibly(z, insides, read, visit)
+            return self.norm(z) if self.config.final_norm == "tokens" else z
         for layer, (block, inside) in enumerate(zip(self.blocks, insides, strict=True)):
             if layer:
                 z = self.positions(z, grid, layer, kept)  # adds positions if they act at every layer
@@ -190,6 +195,27 @@ class VisionTransformer(nn.Module):
             if visit is not None:
                 visit(layer, before, inside, z)
         return self.norm(z) if self.config.final_norm == "tokens" else z  # equation 4
+
+    def _reversibly(
+        self,
+        z: Float[Tensor, "b n width"],
+        insides: Sequence[AttentionPositions | None],
+        read: int | None,
+        visit: Visit | None,
+    ) -> Float[Tensor, "b m width"]:
+        """Return the mean of both streams after the last block, of which the first `read` tokens. They begin as the
+        same tokens."""
+        blocks = [block for block in self.blocks if isinstance(block, ReversibleBlock)]
+        first = second = z
+        if self.training and torch.is_grad_enabled() and visit is None:
+            first, second = reversible(blocks, insides, first, second)
+            return (first[:, :read] + second[:, :read]) / 2
+        for layer, (block, inside) in enumerate(zip(blocks, insides, strict=True)):
+            before = second
+            first, second = block(second, inside, first=first)
+            if visit is not None:
+                visit(layer, before, inside, (first + second) / 2)
+        return (first[:, :read] + second[:, :read]) / 2
 
     def _embedded(
         self, images: Tensor, grid: tuple[int, int], kept: Tensor | None = None, replace: Replace | None = None
@@ -285,97 +311,3 @@ class VisionTransformer(nn.Module):
         if self.head is not None:
             nn.init.zeros_(self.head.weight)
             nn.init.constant_(self.head.bias, self.config.head_bias)
-
-
-class Block(nn.Module):
-    """One encoder layer: attention and an MLP, each after a layer norm and added to the residual stream."""
-
-    def __init__(
-        self,
-        *,
-        width: int,
-        attention: AttentionLayer,
-        mlp: nn.Module,
-        norm_eps: float,
-        dropout: float = 0.0,
-        layer_scale: float = 0.0,
-        stochastic_depth: float = 0.0,
-        skip_dropped: bool = False,
-    ) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(width, eps=norm_eps)
-        self.attention = attention
-        self.dropout = nn.Dropout(dropout)
-        self.scale1 = LayerScale(width, layer_scale) if layer_scale else nn.Identity()
-        self.norm2 = nn.LayerNorm(width, eps=norm_eps)
-        self.mlp = mlp
-        self.scale2 = LayerScale(width, layer_scale) if layer_scale else nn.Identity()
-        self.skip = StochasticDepth(stochastic_depth, skips=skip_dropped)
-
-    def forward(
-        self, z: Float[Tensor, "b n width"], inside: AttentionPositions | None = None, read: int | None = None
-    ) -> Float[Tensor, "b m width"]:
-        """Return the tokens after this block. With `read`, return only the first `read` tokens, which still attend to
-        all tokens."""
-        if self.training and self.skip.skips:
-            return self._forward_of_kept(z, inside, read)
-        mixed = self.attention(self.norm1(z), inside, read)
-        z = z[:, :read] + self.skip(self.scale1(self.dropout(mixed)))  # equation 2
-        return z + self.skip(self.scale2(self.mlp(self.norm2(z))))  # equation 3
-
-    def reduced(
-        self, z: Float[Tensor, "b n width"], sizes: Float[Tensor, "b n"] | None, reduce: Reduce
-    ) -> tuple[Float[Tensor, "b m width"], Float[Tensor, "b m"] | None]:
-        """Return what `forward` returns in evaluation mode, if `reduce` removes tokens between attention and MLP."""
-        bias = size_bias(sizes)
-        mixed, queries, keys = self.attention.with_operands(
-            self.norm1(z), None if bias is None else AttentionPositions(bias)
-        )
-        z, sizes = reduce(z + self.scale1(mixed), sizes, queries, keys)
-        return z + self.scale2(self.mlp(self.norm2(z))), sizes
-
-    def _forward_of_kept(
-        self, z: Float[Tensor, "b n width"], inside: AttentionPositions | None, read: int | None
-    ) -> Float[Tensor, "b m width"]:
-        """Compute each branch only for the images that stochastic depth keeps."""
-        kept = self.skip.draw(len(z), z.device)
-        tokens = z if kept is None else z[kept]
-        inside = inside if kept is None or inside is None else inside.of_images(kept)
-        mixed = self.scale1(self.dropout(self.attention(self.norm1(tokens), inside, read)))
-        z = _added(z[:, :read], mixed, kept)
-        kept = self.skip.draw(len(z), z.device)
-        tokens = z if kept is None else z[kept]
-        return _added(z, self.scale2(self.mlp(self.norm2(tokens))), kept)
-
-    def projections(self) -> Iterator[tuple[Linear, tuple[str, ...]]]:
-        """Yield each dense layer with the names of its projections. The rows of the layer's weight are divided equally
-        among these projections, in this order."""
-        yield from self.attention.projections()
-        for name in ("up", "down"):
-            layer = self.mlp.get_submodule(name)
-            assert isinstance(layer, Linear)
-            yield layer, (name,)
-
-
-def _added(
-    z: Float[Tensor, "b n width"], branch: Float[Tensor, "k n width"], kept: Int64[Tensor, " k"] | None
-) -> Float[Tensor, "b n width"]:
-    """Add a branch to the tokens of the images for which it was computed, scaled so that the expected value is that of
-    a branch of all images."""
-    if kept is None:
-        return z + branch
-    return z.index_add(0, kept, branch.to(z.dtype), alpha=len(z) / len(kept))
-
-
-def make_block(config: ViTConfig, layer: int) -> Block:
-    """Return a new block for a network of this config. `layer` is the number of the block, from 0."""
-    return Block(
-        width=config.width,
-        attention=config.attention_in(layer).build(),
-        mlp=make_mlp(config.width, config.mlp_width, config.activation, bias=config.dense_bias, dropout=config.dropout),
-        norm_eps=config.norm_eps,
-        dropout=config.dropout,
-        layer_scale=config.layer_scale,
-        stochastic_depth=config.depth_rate(layer),
-        skip_dropped=config.skip_dropped,
-    )

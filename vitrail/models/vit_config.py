@@ -112,6 +112,10 @@ class ViTConfig:
     of images then keeps each branch. If False, branches are computed for all images."""
     patch_dropout: float = 0.0
     """Fraction of each image's patches that are dropped in training, chosen at random in every step (2208.07220)."""
+    reversible: bool = False
+    """True to make blocks of two residual streams, whose inputs the backward pass computes from their outputs
+    (2001.04451). The memory for activations then does not grow with the depth, and a step computes the blocks once
+    more."""
     reduction: TokenReduction | None = None
     """Token merging or pruning when the network predicts (`vitrail.models.reduction`). By default all tokens are
     kept."""
@@ -303,6 +307,8 @@ def _misfits(config: ViTConfig) -> list[str]:
         found = [*_misfits_of_attention(config), *found]
     if config.reduction is not None:
         found += _misfits_of_reduction(config)
+    if config.reversible:
+        found += _misfits_of_reversible(config)
     if config.class_token is False and config.pool.startswith("cls"):
         found.append(f"pool={config.pool!r} needs a class token: class_token=False does not fit")
     if config.pool == "cls+dist" and not config.registers:
@@ -329,6 +335,26 @@ def _misfits_of_attention(config: ViTConfig) -> list[str]:
             f"patch_dropout={config.patch_dropout} does not fit attention={config.attention!r}, which needs the whole "
             "grid of patches; set it to 0, or choose attention='full'"
         )
+    return found
+
+
+def _misfits_of_reversible(config: ViTConfig) -> list[str]:
+    """Return messages for fields that do not fit reversible blocks."""
+    found = []
+    for name in ("dropout", "stochastic_depth"):
+        if getattr(config, name):
+            found.append(
+                f"{name}={getattr(config, name)} does not fit reversible=True, whose backward pass computes blocks "
+                "again and would draw other numbers; set it to 0"
+            )
+    is_added = config.positions in POSITIONS and config.position_embedding.inside_attention == "none"
+    if is_added and config.positions_place != "stem":
+        found.append(
+            f"positions_at={config.positions_place!r} adds positions between blocks, which reversible=True cannot "
+            "invert; choose 'stem'"
+        )
+    if config.reduction is not None:
+        found.append("reduction does not fit reversible=True, which has two streams of tokens; leave the reduction out")
     return found
 
 

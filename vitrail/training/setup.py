@@ -164,6 +164,17 @@ def _check_network_settings(config: TrainConfig, network: AnyConfig) -> None:
         raise ConfigError(
             "checkpoint_activations=True computes blocks of a transformer again, but a ResNet has none; leave it out"
         )
+    if getattr(network, "reversible", False):
+        if config.run.checkpoint_activations:
+            raise ConfigError(
+                "checkpoint_activations=True keeps the inputs of blocks, but reversible=True keeps none of them; leave "
+                "checkpoint_activations out"
+            )
+        if config.run.shard != "none":
+            raise ConfigError(
+                f"shard={config.run.shard!r} gathers the weights of a block when it is called, but with "
+                "reversible=True the backward pass computes its branches one by one; choose shard='none'"
+            )
 
 
 def _opened(config: TrainConfig, data: Source | Splits | OpenedData | None) -> tuple[TrainConfig, Splits]:

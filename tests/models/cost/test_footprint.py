@@ -150,6 +150,10 @@ HELD: dict[str, tuple[AnyConfig, int]] = {
         variant_config("ViT-Ti/8", image_size=(96, 64), depth=2, num_classes=10, positions="relative-keys"),
         4,
     ),
+    "reversible": (
+        variant_config("ViT-Ti/16", image_size=(96, 64), depth=4, num_classes=10, reversible=True),
+        8,
+    ),
     "one image": (variant_config("ViT-S/16", image_size=(96, 64), depth=3, num_classes=10), 1),
     "stem": (variant_config("R+ViT-Ti/16", image_size=(96, 64), depth=2, num_classes=10), 16),
     "convolutions": (variant_config("Conv+ViT-Pico/8", image_size=32, depth=2, num_classes=10), 32),

@@ -62,9 +62,9 @@ def inference_flops(config: ViTConfig, size: tuple[int, int]) -> int:
 def training_flops(config: ViTConfig, size: tuple[int, int], trained_blocks: int | None = None) -> int:
     """Return the FLOPs that a training step computes per image.
 
-    The backward pass has two matrix products for each product of the forward pass. The gradient of the image is not
-    computed. Patches that `patch_dropout` removes are not counted, nor are branches that `skip_dropped` skips. The
-    number of images that skip a branch is not rounded here.
+    The backward pass has two matrix products for each product of the forward pass, and computes reversible blocks
+    again. The gradient of the image is not computed. Patches that `patch_dropout` removes are not counted, nor are
+    branches that `skip_dropped` skips. The number of images that skip a branch is not rounded here.
 
     If only the last `trained_blocks` blocks are trained with the layers after them, the layers below have no backward
     pass, and skip no branch. With 0 trained blocks, only the head is trained.
@@ -79,15 +79,16 @@ def training_flops(config: ViTConfig, size: tuple[int, int], trained_blocks: int
         skipped = sum(config.depth_rate(block) * _block_macs(config, block, n) for block in blocks)
         forward -= round(skipped - config.depth_rate(blocks[-1]) * unread)
     root = config.root
+    again = sum(_block_macs(config, block, n) for block in range(frozen, config.num_blocks)) if config.reversible else 0
     if trained_blocks is None:
         first = resnet.root_first_macs(root, config.channels, size) if root else _stem_macs(config, patches)
-        return 2 * (3 * forward - first)
+        return 2 * (3 * forward - first + again)
     head = config.num_classes * config.head_inputs
     if not trained_blocks:  # the lowest trained layer has no gradient of its input
         return 2 * (forward + (2 * head + config.head_hidden * config.embed_width if config.head_hidden else head))
     below = _stem_macs(config, patches) + sum(_block_macs(config, block, n) for block in range(frozen))
     below += resnet.root_macs(root, config.channels, size) if root else 0
-    return 2 * (3 * forward - 2 * below)
+    return 2 * (3 * forward - 2 * below + again)
 
 
 def footprint(config: ViTConfig, size: tuple[int, int], precision: FootprintPrecision) -> Footprint:
@@ -96,13 +97,14 @@ def footprint(config: ViTConfig, size: tuple[int, int], precision: FootprintPrec
     config = config.with_image_size(size)
     activations, passing = _activations(config, size, precision), _passing_bytes(config, size, precision)
     gaps, filters, remaining, in_root, standardised = GAPS[precision] + 1 / config.num_blocks, 0, 0, 0, 0
+    of_block = 0 if config.reversible else activations // config.num_blocks
     if config.root:
         in_root = resnet.root_parameters(config.root, config.channels)
         standardised = resnet.standardised_bytes(precision) * in_root
         remaining = resnet.root_bytes(config.root, config.channels, size, precision, backward=True)
         filters, gaps = resnet.filter_bytes(config.root), resnet.GAPS
     else:
-        remaining = activations // config.num_blocks + passing
+        remaining = of_block + passing
     return Footprint(
         parameters=count,
         activations=activations,
@@ -135,9 +137,10 @@ def _block_macs(config: ViTConfig, block: int, n: int) -> int:
 def _unread_macs(config: ViTConfig, n: int) -> int:
     """Return the multiply-accumulates that the last block skips.
 
-    The head reads only the class token, so the other tokens need only keys and values.
+    The head reads only the class token, so the other tokens need only keys and values. Reversible blocks compute all
+    tokens, because the backward pass needs them.
     """
-    if config.pool != "cls":
+    if config.pool != "cls" or config.reversible:
         return 0
     attention = config.attention_in(config.num_blocks - 1)
     return attention.macs(n, n) - attention.macs(n, 1) + (n - 1) * _mlp_macs(config)
@@ -203,7 +206,10 @@ def _activations(config: ViTConfig, size: tuple[int, int], precision: FootprintP
     stem = patches * math.prod(config.patch_size) * _stem_channels(config)
     kept = each * stem
     last = config.num_blocks - 1
-    kept += sum(_block_bytes(config, block, n, n if block < last else read, precision) for block in range(last + 1))
+    if config.reversible:
+        kept += 8 * n * width  # both streams after the last block
+    else:
+        kept += sum(_block_bytes(config, block, n, n if block < last else read, precision) for block in range(last + 1))
     kept += 4 * read * (width + 2) if config.final_norm == "tokens" else 4 * config.embed_width
     if config.dropout:
         kept += 4 * n * width
@@ -252,6 +258,8 @@ def _passing_bytes(config: ViTConfig, size: tuple[int, int], precision: Footprin
     if attention:  # the tensors that the MLP kept are freed by then
         attention -= each * n * config.mlp_width + 6 * n * width
     whole = stream + max(mlp, attention)
+    if config.reversible:  # what one block keeps, both streams before it, and the gradients of both
+        return whole + _block_bytes(config, 0, n, n, precision) + 12 * n * width
     if config.pool != "cls":
         return whole
     keys_and_values = each * 2 * n * width

@@ -1,0 +1,156 @@
+"""Tests of reversible blocks: their equations, their gradients, and the memory that they keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.models.attention.oracle import config_of, made_network
+from tests.models.cost.test_footprint import saved_per_image
+from vitrail.bench.products import record
+from vitrail.cli import main
+from vitrail.errors import ConfigError
+from vitrail.models.cost.footprint import activation_bytes
+from vitrail.models.vit import VisionTransformer
+
+KINDS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "all tokens": {"pool": "gap", "registers": 0, "layer_scale": 0.3},
+    "relative": {"positions": "relative-bias", "positions_at": "shared", "qk_norm": True},
+    "offset keys": {"positions": "relative-keys"},
+    "linformer": {"attention": "linformer:rows=4:share=layers", "activation": "swiglu"},
+    "hashed": {"attention": "lsh:chunk=4", "depth": 3},
+    "windows": {"attention": "local:window=3", "positions": "rotary-2d", "pool": "map"},
+}
+
+
+def reversible_network(**fields: Any) -> VisionTransformer:
+    return made_network(config_of(**{"attention": "full", "reversible": True, **fields}))
+
+
+def by_hand(network: VisionTransformer, images: Tensor) -> Tensor:
+    """Return the logits of two streams, which begin as the same tokens, by ordinary autograd."""
+    grid, config = network.config.grid, network.config
+    first = second = network._embedded(images, grid)
+    insides = network.positions.for_attention(grid, len(network.blocks), images.device)
+    if network.context is not None:
+        insides = network.context.join(insides, grid, images.device, None)
+    for block, inside in zip(network.blocks, insides, strict=True):
+        one: Any = block
+        first = first + one.scale1(one.attention(one.norm1(second), inside))
+        second = second + one.scale2(one.mlp(one.norm2(first)))
+    tokens = network.norm((first + second) / 2)
+    if config.pool == "map":
+        assert network.attention_pool is not None and network.head is not None
+        return network.head(network.attention_pool(tokens))
+    assert network.head is not None
+    return network.head(tokens[:, 0] if config.pool == "cls" else tokens[:, config.prefix :].mean(1))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_gradients_are_those_of_ordinary_autograd(name: str) -> None:
+    network = reversible_network(**KINDS[name]).train()
+    if name == "hashed":
+        network.context.eval()  # type: ignore[union-attr]  # the same rotations in both passes
+    images = torch.randn(2, 1, 10, 14, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    images.requires_grad_()
+    sources = [images, *network.parameters()]
+    ours, expected = network(images), by_hand(network, images)
+    torch.testing.assert_close(ours, expected, atol=1e-12, rtol=1e-12)
+    mine, theirs = (torch.autograd.grad(one.sin().sum(), sources) for one in (ours, expected))
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(network.eval()(images), expected, atol=1e-12, rtol=1e-12)
+    *_, last = network.features(images, layers=(0, network.config.num_blocks - 1))
+    torch.testing.assert_close(network.norm(last.patches), network.features(images).patches)
+
+
+def test_frozen_weights_and_casts_are_kept_apart() -> None:
+    """In bfloat16, the forward pass converts weights without gradients, and the backward pass converts them again."""
+    network = reversible_network(depth=3).float().train()
+    network.blocks[0].requires_grad_(False)
+    images = torch.randn(4, 1, 10, 14)
+    with torch.autocast("cpu", torch.bfloat16):
+        network(images).float().square().mean().backward()  # inside of the context, where converted weights are cached
+    coarse = {name: weight.grad for name, weight in network.named_parameters()}
+    network.zero_grad()
+    network(images).square().mean().backward()
+    for name, weight in network.named_parameters():
+        if name.startswith("blocks.0."):
+            assert weight.grad is None and coarse[name] is None
+        else:
+            assert weight.grad is not None and coarse[name] is not None
+            assert (weight.grad - coarse[name]).norm() < 0.2 * weight.grad.norm() + 1e-4, name
+
+
+@pytest.mark.parametrize("trained", [0, 1, 3])
+def test_frozen_blocks_have_no_backward_pass(trained: int) -> None:
+    config = config_of("full", reversible=True, depth=3, pool="gap", registers=0)
+    network, images = made_network(config), torch.randn(1, 1, 10, 14, dtype=torch.float64)
+    network.requires_grad_(False)
+    for part in [*network.blocks[3 - trained :], *([network.norm] if trained else []), network.head]:
+        part.requires_grad_(True)  # type: ignore[union-attr]
+    with sdpa_kernel(SDPBackend.MATH):
+        products = record(lambda: network.train()(images).sin().sum().backward())
+    assert sum(product.flops for product in products) == config.training_flops(config.image_size, trained)
+    trained_weights = [weight for weight in network.parameters() if weight.requires_grad]
+    expected = torch.autograd.grad(by_hand(network, images).sin().sum(), trained_weights)
+    for weight, gradient in zip(trained_weights, expected, strict=True):
+        torch.testing.assert_close(weight.grad, gradient, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("fields", [{}, {"pool": "gap", "registers": 0, "attention": "lsh:chunk=8"}], ids=str)
+def test_kept_bytes_do_not_grow_with_depth(fields: dict[str, Any], precision: Any) -> None:
+    kept = []
+    for depth in (2, 5):
+        config = config_of(**{"attention": "full", "reversible": True, "depth": depth, "width": 32, **fields})
+        kept.append(saved_per_image(config, (10, 14), precision))
+        assert activation_bytes(config, None, precision) == pytest.approx(kept[-1], rel=0.02)
+    assert kept[0] == kept[1] < saved_per_image(config_of("full", depth=2, width=32), (10, 14), precision) / 2
+
+
+@pytest.mark.parametrize("fields", [{}, {"pool": "gap", "class_token": True}], ids=str)
+def test_a_step_computes_the_blocks_once_more(fields: dict[str, Any]) -> None:
+    config = config_of("axial", reversible=True, **fields)
+    network = VisionTransformer(config)
+    images = torch.zeros(1, 1, 10, 14)
+    with sdpa_kernel(SDPBackend.MATH):  # torch's own counter of FLOPs cannot follow a backward pass in a backward pass
+        trained = record(lambda: network(images).sum().backward())
+        predicted = record(torch.no_grad()(lambda: network.eval()(images)))
+    assert sum(product.flops for product in trained) == config.training_flops()
+    assert sum(product.flops for product in predicted) == config.inference_flops()
+    assert config.parameters() == sum(weight.numel() for weight in network.parameters())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dropout": 0.1}, r"^dropout=0.1 does not fit reversible=True, whose backward pass computes blocks again and"),
+        ({"stochastic_depth": 0.1}, r"^stochastic_depth=0.1 does not fit reversible=True"),
+        ({"positions_at": "shared"}, r"^positions_at='shared' adds positions between blocks, which reversible=True "),
+    ],
+)
+def test_fields_that_do_not_fit_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of("full", reversible=True, **fields)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--checkpoint-activations"], "--checkpoint-activations: True keeps the inputs of blocks, but --reversible"),
+        (["--shard", "full"], "'full' gathers the weights of a block when it is called, but with --reversible"),
+        (["--compile", "on"], "'on' compiles the call of a block, but with --reversible True the backward pass"),
+    ],
+)
+def test_runs_refuse_what_computes_whole_blocks(
+    option: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--reversible", "--dropout", "0", "--stochastic-depth", "0"]
+    assert main(["train", "demo", *words, *option]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
