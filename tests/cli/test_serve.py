@@ -208,7 +208,8 @@ def test_workers_share_a_port_and_are_replaced(slow_model: Path) -> None:
         assert '"cause": "exit code 0"' in "".join(lines)
         for _ in range(8):  # whichever worker answers
             assert server.metric("vitrail_ready") == 2
-            assert server.metric('vitrail_requests_total{path="/",status="200"}') >= sum(answered)
+            # A killed worker may have sent answers that it had not counted yet, at most one to each client.
+            assert server.metric('vitrail_requests_total{path="/",status="200"}') >= sum(answered) - 8
         third, fourth = workers_of(lines)[-2:]
         process.kill()
         wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (third, fourth)))
