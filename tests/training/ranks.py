@@ -29,10 +29,11 @@ from vitrail.models.network import HasLayers
 from vitrail.processes.group import join_processes
 from vitrail.processes.launch import launch
 from vitrail.recipes import RECIPES
-from vitrail.training import linear_head
+from vitrail.training import forecast, linear_head
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring import limit
 from vitrail.training.monitoring.monitor import Monitor
+from vitrail.training.parallel.streamed import StreamedCopy
 from vitrail.training.run import resume, train
 from vitrail.training.state import checkpoint
 from vitrail.weights.load import load
@@ -274,6 +275,32 @@ def with_linear_head(config: TrainConfig) -> dict[str, int]:
     linear_head.fit_linear = fit  # type: ignore[assignment]
     train(config)
     return calls
+
+
+def streamed(config: TrainConfig, batch: int) -> tuple[dict[str, float], list[int], str]:
+    """Train sharded weights with evaluations in small batches. Return the metrics, the largest number of bytes of block
+    weights that evaluations held at a time with the number of bytes of all blocks, and the device of the result."""
+    forecast.EVALUATION_BATCH = batch
+    gather, free = StreamedCopy._gather, StreamedCopy._free
+    held = {"now": 0, "most": 0}
+    sizes: dict[tuple[int, int], int] = {}
+
+    def size_of(copied: StreamedCopy, number: int, place: int) -> int:
+        return sum(parameter.nbytes for _, parameter in copied._blocks[number][place])
+
+    def gathering(self: StreamedCopy, number: int, place: int) -> None:
+        gather(self, number, place)
+        sizes[number, place] = size_of(self, number, place)
+        held["now"] += sizes[number, place]
+        held["most"] = max(held.values())
+
+    def freeing(self: StreamedCopy, number: int, place: int) -> None:
+        held["now"] -= size_of(self, number, place) if (number, place) in sizes else 0
+        free(self, number, place)
+
+    StreamedCopy._gather, StreamedCopy._free = gathering, freeing  # type: ignore[method-assign]
+    result = train(config)
+    return result.metrics, [held["most"], sum(sizes.values())], str(result.bundle.device)
 
 
 def evaluated(model: Path, data: Path) -> tuple[dict[str, float], list[str]]:

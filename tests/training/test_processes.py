@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.several import in_processes
 from tests.training import ranks
@@ -23,6 +24,7 @@ from vitrail.errors import ConfigError, NonFiniteLoss, ProcessError, RunError, S
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.run import train
 from vitrail.training.state.checkpoint import Checkpoints
+from vitrail.weights.load import load
 
 MIXED = {"mixup": 0.5, "cutmix": 1.0, "randaugment_layers": 1, "accumulation": 5, "average": 0.9, "shift": 2}
 
@@ -161,6 +163,38 @@ def test_tasks_train_alike_on_machines_of_several_processes(
         steps = [event for event in events if event["event"] == "step"]
         rows.append([number for event in steps for number in (event["loss"], event["gradient_norm"])])
     assert len(rows[0]) == 24 and rows[0] == pytest.approx(rows[1], abs=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "fields"), [
+    (3, {"batch_size": 21, "average": 0.8, "probe": "linear,knn", "probe_every": 6, "keep": "best"}),
+    (2, {"keep": "last", "pool": "map", "evaluations": 1}),
+], ids=str)  # fmt: skip
+def test_sharded_weights_are_evaluated_block_by_block(
+    three_splits: Path, tmp_path: Path, world: int, fields: dict[str, Any]
+) -> None:
+    (alone,) = in_processes(1, ranks.streamed, ranks.config_of(three_splits, tmp_path / "one", **fields), 8)
+    config = ranks.config_of(three_splits, tmp_path / "more", shard="full", **fields)
+    found = in_processes(world, ranks.streamed, config, 8)
+    assert [one.error for one in found] == [None] * world
+    for one in found:
+        metrics, (most, whole), _ = one.result
+        assert metrics == pytest.approx(alone.result[0], abs=1e-6)
+        assert 0 < most == whole / 2, "one of two blocks at a time"
+    assert [one.result[2] for one in found] == ["cpu", *["meta"] * (world - 1)]
+    assert alone.result[1:] == ([0, 0], "cpu")
+    for kind in ("evaluation", "probe"):
+        one, more = (
+            [event for event in read_journal(tmp_path / name / "journal.jsonl") if event["event"] == kind]
+            for name in ("one", "more")
+        )
+        assert len(one) == len(more) and (kind == "evaluation" or len(one) == (2 if "probe" in fields else 0))
+        for ours, theirs in zip(one, more, strict=True):
+            names = [name for name, value in ours.items() if isinstance(value, float) and name != "time"]
+            assert [ours[name] for name in names] == pytest.approx([theirs[name] for name in names], abs=1e-6)
+    one_model, more_model = (load(tmp_path / name).network.state_dict() for name in ("one", "more"))
+    for name, tensor in one_model.items():
+        torch.testing.assert_close(more_model[name], tensor, rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -28,7 +29,8 @@ class Outputs:
     `on_note` with messages for the user, and `on_skip` with each sample that cannot be decoded. `skipped` maps the key
     of each skipped sample to the reason. With the batch size None, `prediction_batch` chooses it. `feature_precision`
     is the precision of features, by default `precision`. Several `processes` share the work, and each of them has all
-    results. Features are shared through the cache if there is one.
+    results. Features are shared through the cache if there is one. If the processes can only compute together, `settle`
+    is called by each of them when it has computed its images, and before they exchange anything.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class Outputs:
         on_note: Callable[[str], None] | None = None,
         on_skip: Callable[[Skipped], None] | None = None,
         processes: Processes = Processes(),
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         self.processes = processes
+        self.settle = settle
         self.bundle = bundle
         self.batch_size = batch_size
         self.readers = readers
@@ -88,7 +92,7 @@ class Outputs:
                 layer=layer,
                 cache=self.cache,
                 ranks=Ranks(self.processes.rank, self.processes.world),
-                gather=self.processes.gather if self.processes.are_several else None,
+                gather=self._gather if self.processes.are_several else None,
                 on_progress=lambda done: self.on_progress(done, len(source)),
                 on_note=self.note,
             )
@@ -111,6 +115,7 @@ class Outputs:
                 precision=self.precision,
                 on_skip=self._skip,
                 processes=self.processes,
+                settle=self.settle,
             )
             self._predictions[id(source)] = source, found
         return self._predictions[id(source)][1]
@@ -141,6 +146,7 @@ class Outputs:
             precision=self.precision,
             on_skip=self._skip,
             processes=self.processes,
+            settle=self.settle,
         )
         if rows is not None:
             self._rows[id(source)] = source, rows, skipped
@@ -161,6 +167,10 @@ class Outputs:
         return prediction_batch(
             self.bundle.network, self.bundle.preprocess.image_size, self.bundle.device, self.precision
         )
+
+    def _gather(self, value: Any) -> list[Any]:
+        self.settle()
+        return self.processes.gather(value)
 
     def _skip(self, item: Skipped) -> None:
         self.skipped[item.key] = item.reason

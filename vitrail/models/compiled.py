@@ -19,7 +19,7 @@ from vitrail.models.layers import StochasticDepth
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit import VisionTransformer
 
-__all__ = ["Compile", "Compiled", "compile_blocks", "compile_copy", "resolve_compile"]
+__all__ = ["Compile", "Compiled", "compile_blocks", "compile_copy", "resolve_compile", "uncompiled"]
 
 Compile = Literal["auto", "on", "off", "graphs"]
 """Compilation of blocks. "auto" is "on" on a GPU and "off" elsewhere. With "graphs", a GPU also replays each block as
@@ -102,6 +102,12 @@ def compile_copy(module: nn.Module) -> None:
     options = vars(module).get(OPTIONS)
     if options is not None:
         _compile(module, options)
+
+
+def uncompiled(module: nn.Module) -> None:
+    """Let a block, and its copies, compute without compilation."""
+    vars(module).pop(OPTIONS, None)
+    module._compiled_call_impl = None
 
 
 def _compile(module: nn.Module, options: dict[str, Any]) -> None:

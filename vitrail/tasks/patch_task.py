@@ -251,6 +251,7 @@ class PatchErrors:
             )
             rows = torch.stack([*(found[name] for name in names), torch.ones_like(found["patch_loss"])]).double()
             totals += torch.where(batch.valid, rows, 0.0).sum(dim=1)
+        outputs.settle()
         skipped = [item for part in outputs.processes.gather(skipped) for item in part]
         for item in skipped:
             outputs.on_skip(item)

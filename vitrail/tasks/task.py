@@ -238,7 +238,8 @@ class Task(ABC):
         """Return the evaluator that measures the model on the validation and the test split.
 
         Most evaluators measure the outputs of the saved model. An evaluator that needs other modules than the network
-        takes them from the objective.
+        takes them from the objective. Several processes compute sharded weights together, so an evaluator that calls
+        the network itself calls `outputs.settle()` before it exchanges anything with `outputs.processes`.
         """
 
     @abstractmethod

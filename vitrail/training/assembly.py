@@ -27,6 +27,7 @@ from vitrail.training.optimization.optimizer import check_names, make_optimizer
 from vitrail.training.own import check_network
 from vitrail.training.parallel.gradients import GradientSum
 from vitrail.training.parallel.sharding import ShardedGradients, shard
+from vitrail.training.parallel.streamed import StreamedCopy, can_stream
 from vitrail.training.plan import Plan
 from vitrail.training.setup import Setup, network_config_of, schedule_of
 from vitrail.training.start import Origin, network_from
@@ -50,7 +51,7 @@ def make_network(
     notes: tuple[str, ...] = ()
     names = task.output_names(splits)
     if setup.objects.network is not None:
-        network: Any = setup.objects.network.to(setup.device)
+        network: Any = setup.objects.network.to(setup.first_device)
         check_network(network, config.images, len(names))
         check_names(network, config.optimizer)
         return network, setup, notes
@@ -69,7 +70,7 @@ def make_network(
     if config.run.checkpoint_activations:
         network.checkpoints_activations = True
     check_names(network, config.optimizer)
-    network.to(setup.device)
+    network.to(setup.first_device)
     if config.run.precision == "float8":
         use_float8(network)
     compile_blocks(network, setup.compile)
@@ -80,12 +81,17 @@ def make_state(setup: Setup, network: nn.Module) -> TrainState:
     """Return the state before the first step."""
     config = setup.config
     optimizer = config.optimizer.for_batch_size(config.run.batch_size)
-    objective = config.task.objective(network, setup.splits).to(setup.device)
+    objective = config.task.objective(network, setup.splits).to(setup.first_device)
     setup.processes.copy_from_first((*objective.parameters(), *objective.buffers()))
     objective.begin(config.images, config.run.seed)
-    copied = None
-    if config.run.shard != "none" and setup.processes.are_several:
-        copied = copy.deepcopy(objective).requires_grad_(False)
+    copied: Objective | None = None
+    streamed = None
+    if setup.shards:
+        if can_stream(objective):
+            streamed = StreamedCopy(objective, setup.device, setup.processes)
+            copied = streamed.objective
+        else:
+            copied = copy.deepcopy(objective).requires_grad_(False).to(setup.device)
         shard(objective, config.run.shard, setup.device, setup.processes)
     if setup.processes.rank:
         torch.manual_seed(process_seed(config.run.seed, setup.processes.rank))
@@ -111,7 +117,7 @@ def make_state(setup: Setup, network: nn.Module) -> TrainState:
     gradients: GradientSum | ShardedGradients | None = None
     if setup.processes.are_several:
         gradients = GradientSum(objective, setup.processes) if copied is None else ShardedGradients(setup.processes)
-    return TrainState(objective, made, batches, average=average, gradients=gradients, copy=copied)
+    return TrainState(objective, made, batches, average=average, gradients=gradients, copy=copied, streamed=streamed)
 
 
 def make_plan(setup: Setup) -> Plan:

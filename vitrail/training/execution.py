@@ -6,7 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,6 +39,7 @@ from vitrail.training.monitoring.pictures import write_pictures
 from vitrail.training.monitoring.sinks import Sinks
 from vitrail.training.monitoring.stop import StopRequest
 from vitrail.training.monitoring.trackers import tracking
+from vitrail.training.parallel.streamed import StreamedCopy
 from vitrail.training.phases import cost_text
 from vitrail.training.plan import Plan
 from vitrail.training.records.extension import record_extension
@@ -60,7 +64,7 @@ class RunResult:
     folder: Path
     bundle: Bundle
     """The model, which is saved in `folder / "model"`. If the network is of the user's own class, only the weights are
-    saved."""
+    saved. If weights are sharded, only the first process has the model's weights, in main memory."""
     metrics: dict[str, float]
     """Metrics of the model on the held-out splits: `validation_accuracy`, and `test_accuracy` if there is a test split.
     Other tasks have other metrics, such as `test_r2`."""
@@ -112,8 +116,10 @@ class Execution:
         *,
         resuming: bool = False,
         extends: int | None = None,
+        changes: Mapping[str, tuple[Any, Any]] = MappingProxyType({}),
     ) -> RunResult:
-        """Train the network, and save the model. `extends` is the former number of steps of a run that is extended."""
+        """Train the network, and save the model. `extends` is the former number of steps of a run that is extended.
+        `changes` are the settings that a resumed run changes, with their values before and now."""
         setup, journal, display = self.setup, self.journal, self.display
         keep_freed_memory()
         state, plan = make_state(setup, network), make_plan(setup)
@@ -122,7 +128,9 @@ class Execution:
         self._announce(network, notes)
         if state.step:
             display.say(f"continuing after step {state.step:,} of {setup.steps:,}")
-        extension = {} if extends is None else {"extends": extends}
+        extension: dict[str, Any] = {} if extends is None else {"extends": extends}
+        if changes:
+            extension["changes"] = {name: list(values) for name, values in changes.items()}
         journal.write("resumed" if resuming else "started", step=state.step, steps=setup.steps, **extension)
         if extends is not None:
             state.best.waited = 0  # otherwise a run that --patience ended would end again at once
@@ -200,13 +208,21 @@ class Execution:
             setup.splits,
             sinks,
             model=lambda: make_bundle(setup, state.whole_objective()),
-            outputs=self._outputs,
+            saved=lambda: make_bundle(setup, state.saved_objective()),
+            outputs=partial(self._outputs, state),
             best=self.best if setup.config.run.keep == "best" else None,
             probes=(*setup.probes, *probes),
             processes=self.processes,
         )
 
-    def _outputs(self, bundle: Bundle, *, keep: int = 0, on_skip: Callable[[Skipped], None] | None = None) -> Outputs:
+    def _outputs(
+        self,
+        state: TrainState,
+        bundle: Bundle,
+        *,
+        keep: int = 0,
+        on_skip: Callable[[Skipped], None] | None = None,
+    ) -> Outputs:
         """Return the outputs of a model for an evaluation, whose images all processes share."""
         return Outputs(
             bundle,
@@ -215,6 +231,7 @@ class Execution:
             keep=keep,
             on_skip=on_skip,
             processes=self.processes,
+            settle=state.settle,
         )
 
     def _announce(self, network: nn.Module, notes: tuple[str, ...]) -> None:
@@ -236,24 +253,28 @@ class Execution:
         setup, folder, journal = self.setup, self.folder, self.journal
         if state.average is not None:
             state.average.swap()  # no swap back, because no step follows
-        bundle = make_bundle(setup, state.whole_objective())
+        bundle = make_bundle(setup, state.saved_objective())
         if setup.config.start.lora_rank is not None:
             bundle = without_adapters(bundle)
         bundle.provenance["step"] = state.step
-        if setup.config.run.keep == "best" and state.best.step >= 0:
+        is_best = setup.config.run.keep == "best" and state.best.step >= 0
+        if is_best:
             self.processes.on_first(lambda: load_weights(bundle, folder / "model"))
-            self.processes.on_first(lambda: load_beside(state.copy or state.objective, folder / BESIDE))
-            self.processes.copy_from_first(bundle.network.state_dict().values())
-            self.processes.copy_from_first(beside(state.copy or state.objective).values())
+            self.processes.on_first(lambda: load_beside(state.kept, folder / BESIDE))
             bundle.provenance["step"] = state.best.step
-        predictions = self._measure(bundle, state)
+        if state.streamed is not None:
+            predictions = self._measure_streamed(bundle, state, state.streamed, is_best=is_best)
+        else:
+            if is_best:
+                self.processes.copy_from_first(bundle.network.state_dict().values())
+                self.processes.copy_from_first(beside(state.kept).values())
+            predictions = self._measure(bundle, state)
         self.processes.on_first(lambda: write_weights(bundle, folder / "model"))
         self.processes.on_first(self.best.forget)
         held_out = setup.splits.held_out
         source = held_out[1] if held_out else setup.splits.train
         examples = self.processes.on_first(lambda: write_examples(bundle, source, folder / "examples"))
-        objective = state.copy or state.objective
-        self.processes.on_first(lambda: self._write_pictures(bundle, objective, source))
+        self.processes.on_first(lambda: self._write_pictures(bundle, state.kept, source))
         journal.write("finished", step=state.step, metrics=bundle.metrics, **summary)
         return RunResult(folder, bundle, bundle.metrics, summary, examples, setup.config.task, predictions)
 
@@ -264,6 +285,20 @@ class Execution:
         heading = f"{name}, pre-trained by {config.task.name} on {config.data.spec}, {self.setup.steps:,} steps."
         write_pictures(self.folder, heading, bundle.metrics, config.task.pictures(objective, bundle, source))
 
+    def _measure_streamed(
+        self, bundle: Bundle, state: TrainState, streamed: StreamedCopy, *, is_best: bool
+    ) -> dict[str, Predictions]:
+        """Measure the model whose weights are in the main memory of the first process, by sharded weights. `is_best` is
+        True if the weights of training are others."""
+        if is_best:
+            streamed.scatter(state.objective)
+        measured = make_bundle(self.setup, state.whole_objective())
+        streamed.copy_rest(measured.network, bundle.network)
+        measured.provenance, measured.metrics = bundle.provenance, bundle.metrics
+        predictions = self._measure(measured, state)
+        bundle.metrics = measured.metrics
+        return predictions
+
     def _measure(self, bundle: Bundle, state: TrainState) -> dict[str, Predictions]:
         """Measure the finished model on the held-out splits, and add the metrics to it. Return its outputs."""
         task, splits = self.setup.config.task, self.setup.splits
@@ -271,12 +306,13 @@ class Execution:
         def skip(item: Skipped) -> None:
             self.journal.write("skipped", step=state.step, key=item.key, reason=item.reason)
 
-        outputs = self._outputs(bundle, keep=MAX_KEPT, on_skip=skip)
+        outputs = self._outputs(state, bundle, keep=MAX_KEPT, on_skip=skip)
         predictions: dict[str, Predictions] = {}
         evaluator = task.evaluator(state.copy or state.objective)
         for split, source in (("validation", splits.validation), ("test", splits.test)):
             if source is not None:
                 result = evaluator(outputs, splits.train, source)
+                state.settle()
                 check_finite(result, task.loss_metric, state.step)
                 values = {"split": split, "weights": state.measured, "kept": True, **result}
                 self.journal.write("evaluation", step=bundle.provenance["step"], **values)

@@ -87,6 +87,17 @@ class Setup:
     processes: Processes = Processes()
 
     @property
+    def shards(self) -> bool:
+        """True if each process keeps only a part of the weights."""
+        return self.config.run.shard != "none" and self.processes.are_several
+
+    @property
+    def first_device(self) -> torch.device:
+        """Device of the network before the first step. Weights that are divided among processes are first in main
+        memory, because they may not fit on one device."""
+        return torch.device("cpu") if self.shards else self.device
+
+    @property
     def readers(self) -> Readers:
         """The worker threads and processes that read and decode images in each process of the run."""
         readers, here = self.config.run.readers, self.processes.place.local_world

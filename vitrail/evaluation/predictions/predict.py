@@ -89,6 +89,7 @@ def predict_all(
     precision: Precision = "float32",
     on_skip: Callable[[Skipped], None] | None = None,
     processes: Processes = Processes(),
+    settle: Callable[[], None] = lambda: None,
 ) -> Predictions:
     """Return the network's outputs for every sample of a source.
 
@@ -107,6 +108,7 @@ def predict_all(
         precision=precision,
         on_skip=on_skip,
         processes=processes,
+        settle=settle,
     )
     return rows.predictions(scores, skipped)
 
@@ -155,6 +157,7 @@ def each_batch(
     precision: Precision,
     on_skip: Callable[[Skipped], None] | None,
     processes: Processes = Processes(),
+    settle: Callable[[], None] = lambda: None,
 ) -> tuple[Skipped, ...]:
     """Call `take` with every batch of a source, on the network's device, and with its outputs in float32.
 
@@ -163,7 +166,8 @@ def each_batch(
     a head. The number of compute threads follows the cores that other programs leave, except in float32.
 
     Several processes share the batches. Each of them calls `take` with all batches and outputs in the order of the
-    source, so all of them measure the same as one process would. Their batches have no pixels (images of 0 x 0).
+    source, so all of them measure the same as one process would. Their batches have no pixels (images of 0 x 0). Each
+    process calls `settle` between the computation of its outputs and the exchange of them.
     """
     if getattr(network, "head", network) is None:
         raise ConfigError(
@@ -181,7 +185,7 @@ def each_batch(
 
     found: Iterator[tuple[Batch, Tensor]] = map(outputs_of, batches)
     if processes.are_several:
-        found = _of_all(found, math.ceil(len(source) / batch_size), predictor.device, processes)
+        found = _of_all(found, math.ceil(len(source) / batch_size), predictor.device, processes, settle)
     with following_cores(predictor.precision, predictor.device) as adapt_threads:
         for batch, outputs in found:
             skipped += batch.skipped
@@ -194,7 +198,11 @@ def each_batch(
 
 
 def _of_all(
-    found: Iterator[tuple[Batch, Tensor]], count: int, device: torch.device, processes: Processes
+    found: Iterator[tuple[Batch, Tensor]],
+    count: int,
+    device: torch.device,
+    processes: Processes,
+    settle: Callable[[], None],
 ) -> Iterator[tuple[Batch, Tensor]]:
     """Yield the `count` batches of all processes in order, with their outputs and without their pixels. `found` has the
     batches of this process."""
@@ -204,6 +212,7 @@ def _of_all(
             batch, outputs = mine
             bare = replace(batch, images=batch.images[:, :, :0, :0]).to(torch.device("cpu"))
             mine = bare, outputs.cpu()
+        settle()
         for pair in processes.gather(mine):
             if pair is not None:
                 yield pair[0].to(device), pair[1].to(device)

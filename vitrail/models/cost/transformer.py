@@ -15,7 +15,7 @@ from vitrail.models.cost.footprint import Footprint, FootprintPrecision, bytes_e
 if TYPE_CHECKING:
     from vitrail.models.vit_config import ViTConfig
 
-__all__ = ["footprint", "inference_flops", "macs", "parameters", "training_flops"]
+__all__ = ["block_parameters", "footprint", "inference_flops", "macs", "parameters", "training_flops"]
 
 GAPS = {"float32": 1 / 12, "bf16": 1 / 5}
 """Unused bytes between tensors, as a fraction of the activations. `footprint` adds the bytes that one block keeps.
@@ -39,10 +39,14 @@ def parameters(config: ViTConfig) -> int:
         attention_pool = width + 4 * width * (width + 1) + 2 * width + _mlp_parameters(config, bias=True)
     hidden = config.head_hidden * (config.embed_width + 1)
     head = config.num_classes * (config.head_inputs + 1)
+    context = config.attention_kind.context_parameters()
+    return root + stem + prefix + positions + context + block_parameters(config) + norm + attention_pool + hidden + head
+
+
+def block_parameters(config: ViTConfig) -> int:
+    """Return the number of weights in all blocks."""
     attention = sum(config.attention_in(block).parameters() for block in range(config.num_blocks))
-    attention += config.attention_kind.context_parameters()
-    blocks = attention + config.num_blocks * _rest_of_block_parameters(config)
-    return root + stem + prefix + positions + blocks + norm + attention_pool + hidden + head
+    return attention + config.num_blocks * _rest_of_block_parameters(config)
 
 
 def macs(config: ViTConfig, size: tuple[int, int]) -> int:

@@ -23,7 +23,7 @@ from vitrail.models.linear.dense import Linear
 from vitrail.models.variants import AnyConfig, AnyNetwork, build
 from vitrail.models.vit import Block
 
-__all__ = ["LowRank", "Projection", "add_adapters", "check_adapters", "merged"]
+__all__ = ["ADAPTER", "LowRank", "Projection", "add_adapters", "check_adapters", "merged"]
 
 Projection = Literal["query", "key", "value", "out", "up", "down"]
 """Names of a block's weights: the projections to queries, keys and values, attention's output, and the MLP's two

@@ -302,6 +302,7 @@ class ReconstructionErrors:
             sums += torch.where(batch.valid, torch.stack([errors, torch.ones_like(errors)]).double(), 0.0).sum(dim=1)
             ones = batch.valid[:, None].expand_as(tokens).double()
             used.index_add_(0, tokens.flatten(), ones.flatten())
+        outputs.settle()
         skipped = [item for part in outputs.processes.gather(skipped) for item in part]
         for item in skipped:
             outputs.on_skip(item)

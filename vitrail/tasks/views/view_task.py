@@ -163,6 +163,7 @@ class ViewErrors:
             rows = objective.compared(network, *fixed_views(images, batch.samples)).cpu()
             whole = network.embed(images).float().cpu()
             found.append((batch.samples[batch.valid], rows[batch.valid], whole[batch.valid]))
+        outputs.settle()
         skipped = [item for part in outputs.processes.gather(skipped) for item in part]
         for item in skipped:
             outputs.on_skip(item)

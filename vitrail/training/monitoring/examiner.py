@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -60,19 +61,22 @@ class Examiner:
         sinks: Sinks,
         *,
         model: Callable[[], Bundle],
+        saved: Callable[[], Bundle],
         outputs: Callable[[Bundle], Outputs],
         best: BestModel | None,
         probes: Sequence[Probe] = (),
         processes: Processes,
     ) -> None:
-        """`model` returns the model with its current weights, and `outputs` the outputs of a model. Several `processes`
-        share the images, and all of them get the same metrics. With None for `best`, no best model is saved."""
+        """`model` returns the model with its current weights for an evaluation, `saved` the same model for the first
+        process to save, and `outputs` the outputs of a model. Several `processes` share the images, and all of them get
+        the same metrics. With None for `best`, no best model is saved."""
         self.processes = processes
         self.task = task
         self.state = state
         self.splits = splits
         self.sinks = sinks
         self.model = model
+        self.saved = saved
         self.outputs = outputs
         self.best = best
         self.evaluator = task.evaluator(state.copy or state.objective)
@@ -92,14 +96,13 @@ class Examiner:
             result = self._measure(self.model(), validation)
             journal.write("evaluation", step=state.step, split="validation", weights="trained", **result)
         with state.averaged():
-            model = self.model()
-            result = self._measure(model, validation)
+            result = self._measure(self.model(), validation)
             score = result.get(self.selection.name)
             higher = self.selection.higher_is_better
             best = score is not None and state.best.is_beaten_by(score, higher_is_better=higher)
             if best:
                 replaced, state.best = state.best.step, Best(score, state.step)
-                self.processes.on_first(lambda: self._save(model, result, replaced))
+                self._save(result, replaced)
             else:
                 state.best.waited += 1
         values = {"weights": state.measured, "best": best, **result}
@@ -115,11 +118,18 @@ class Examiner:
     def probe(self, due: Sequence[Probe]) -> None:
         """Measure the model with these probes, and write their metrics into the journal."""
         device = self.model().device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            outputs = self.outputs(self.current())
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+            if self.state.streamed is None:
+                model = self.current()
+            else:  # the weights are gathered from those in training while the probes compute
+                stack.enter_context(self.state.averaged())
+                model = self.model()
+            outputs = self.outputs(model)
             for probe in due:
                 assert self.splits.validation is not None, "`check_probes` requires a validation split"
                 metrics = probe.evaluator(outputs, self.splits.train, self.splits.validation)
+                self.state.settle()
                 values = {"name": probe.name, "weights": self.state.measured, **metrics}
                 self.sinks.journal.write("probe", step=self.state.step, **values)
                 shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
@@ -133,12 +143,20 @@ class Examiner:
 
     def _measure(self, model: Bundle, source: Source) -> dict[str, float]:
         result = self.evaluator(self.outputs(model), self.splits.train, source)
+        self.state.settle()
         check_finite(result, self.task.loss_metric, self.state.step)
         return result
 
-    def _save(self, model: Bundle, result: dict[str, float], replaced: int) -> None:
-        if self.best is not None:
+    def _save(self, result: dict[str, float], replaced: int) -> None:
+        """Save the current weights as the best model. All processes call this method together."""
+        if (best := self.best) is None:
+            return
+        model, objective = self.saved(), self.state.kept
+
+        def write() -> None:
             model.metrics = {f"validation_{name}": value for name, value in self.task.summary(result).items()}
             model.provenance["step"] = self.state.best.step
-            self.best.keep(replaced, self.sinks.checkpoints.best_steps())
-            self.best.save(model, self.state.copy or self.state.objective)
+            best.keep(replaced, self.sinks.checkpoints.best_steps())
+            best.save(model, objective)
+
+        self.processes.on_first(write)

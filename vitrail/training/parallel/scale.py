@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from vitrail.models.cost.footprint import Footprint, checkpointed_bytes
-from vitrail.models.variants import AnyConfig
+from vitrail.models.cost.transformer import block_parameters
+from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.settings import raise_problems
 from vitrail.training.config import TrainConfig
 from vitrail.training.parallel.sharding import Shard
@@ -54,7 +55,8 @@ class ScalePlan:
     state_bytes: int
     """Bytes of this process's parts of the weights, their gradients, moments and mean."""
     whole_bytes: int
-    """Bytes of whole weights: of the blocks that are gathered at once, and of the copy that evaluations use."""
+    """Bytes of whole weights: in bf16, of the blocks that are gathered at once, and of the copy that evaluations use.
+    The copy of a transformer has no blocks, which evaluations gather one after the other."""
     activation_bytes: int
     bucket_bytes: int
     """Bytes of the copies of gradients that are sent, at a time when all activations are freed."""
@@ -129,7 +131,9 @@ def _plan(config: TrainConfig, network: AnyConfig, world: int, gpu: Gpu) -> Scal
         kept = checkpointed_bytes(network, config.images.image_size, "bf16")
         flops += 2 * network.macs()  # every block is computed twice
     copies = 4 + (config.optimizer.average > 0)  # weights, gradients, two moments, mean
-    gathered = 2 * weights // network.num_blocks + weights  # two blocks at a time, and the copy for evaluations
+    vit = transformer_config(network) if config.start.lora_rank is None else None
+    copied = weights if vit is None or vit.reduction is not None or vit.reversible else weights - 4 * block_parameters(vit)
+    gathered = 2 * weights // network.num_blocks + copied  # two blocks at a time, and the copy for evaluations
     within, between = _sent(weights, shard, here, machines, run.accumulation)
     return ScalePlan(
         world,

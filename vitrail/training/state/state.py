@@ -15,6 +15,7 @@ from vitrail.tasks.task import Objective
 from vitrail.training.faults import Faults
 from vitrail.training.parallel.gradients import GradientSum
 from vitrail.training.parallel.sharding import ShardedGradients, whole_weights
+from vitrail.training.parallel.streamed import StreamedCopy
 from vitrail.training.state.average import Average
 from vitrail.training.state.random import random_state, restore_random_state
 
@@ -57,7 +58,11 @@ class TrainState:
     gradients: GradientSum | ShardedGradients | None = None
     """The sum of gradients over several processes, or None if this process is alone."""
     copy: Objective | None = None
-    """If weights are sharded, a copy of the objective with whole weights, which is evaluated and saved."""
+    """If weights are sharded, a copy of the objective with whole weights, which is evaluated and saved. With `streamed`
+    weights, it is the copy that is evaluated."""
+    streamed: StreamedCopy | None = None
+    """If weights are sharded, and no process needs whole weights on its device: the copies that are evaluated and
+    saved."""
 
     @property
     def is_sharded(self) -> bool:
@@ -82,12 +87,34 @@ class TrainState:
             self.average.swap()
 
     def whole_objective(self) -> Objective:
-        """Return the objective with its current weights, and with whole weights if they are sharded. All processes call
-        this method together."""
+        """Return the objective with its current weights, for evaluations. Sharded weights are whole in it, or they are
+        gathered block by block while it computes (`streamed`). All processes call this method together."""
         if self.copy is None:
             return self.objective
+        if self.streamed is not None:
+            self.streamed.refresh(self.objective)
+            return self.copy
         self.copy.load_state_dict(whole_weights(self.objective))
         return self.copy
+
+    def saved_objective(self) -> Objective:
+        """Return the objective with its current weights, to be saved by the first process. `streamed` weights are in
+        main memory, and the other processes have none. All processes call this method together."""
+        if self.streamed is None:
+            return self.whole_objective()
+        self.streamed.collect(self.objective)
+        return self.streamed.saved
+
+    @property
+    def kept(self) -> Objective:
+        """The objective that `saved_objective` returned last."""
+        return self.streamed.saved if self.streamed is not None else self.copy or self.objective
+
+    def settle(self) -> None:
+        """Take part in the evaluations of other processes until none computes. All processes call this method together
+        after they have computed their images."""
+        if self.streamed is not None:
+            self.streamed.settle()
 
     def tensors(self) -> dict[str, Any]:
         """Return the weights and their mean, and the optimiser's state, as torch.distributed.checkpoint takes them. If
