@@ -301,6 +301,7 @@ def test_lengths_of_a_schedule_are_fractions_or_have_units(colour_folder: Path, 
         (["--resume", "{folder}/none", "--seed", "9"],
          "--seed: a run that --resume continues keeps its settings, and only --epochs or --steps can make it longer"),
         (["--resume", "{folder}/none", "--steps", "9", "--epochs", "2"], "give one of them"),
+        (["--allow", "data"], "--allow: only a run that --resume continues can change settings; leave --allow out"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(

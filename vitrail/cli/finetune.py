@@ -16,6 +16,7 @@ from rich.table import Table
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Option, Positional, flag
 from vitrail.cli.options.run_options import (
+    changes_of_resume,
     check_effects,
     check_known_effects,
     default_texts,
@@ -33,6 +34,7 @@ from vitrail.models.config import override_fields
 from vitrail.settings import bare_names
 from vitrail.training.config import WITHOUT_WEIGHTS, TrainConfig
 from vitrail.training.monitoring.display import ConsoleDisplay, Display
+from vitrail.training.records.changes import changed_config
 from vitrail.training.records.extension import Length
 from vitrail.training.records.folder import check_request
 from vitrail.training.records.record import read_record
@@ -83,6 +85,9 @@ class Finetune:
     of training for 300 images and 10 for 5,000."""
     resume: Path | None = None
     """Folder of a run to continue, or to extend with --epochs or --steps."""
+    allow: str = ""
+    """Settings that the run of --resume may change, separated by commas: data, device, precision and others that change
+    only rounding (docs/reliability.md)."""
     suite: str = ""
     """Suite of tasks to fine-tune on, one after the other: vtab-1k, paper-table-5, fewshot, offline, or a TOML file.
     --data is then a folder that can hold a folder of data per task, and --name is the folder of all runs."""
@@ -144,7 +149,9 @@ def main(call: Call) -> int:
     try:
         if (folder := given.get("resume")) is not None:
             length = length_of_resume(given, COMMAND.known)
-            result = _resumed(folder, length, given.get("max_time"), display, call.started)
+            result = _resumed(folder, length, given, display, call.started)
+        elif "allow" in given:
+            raise ConfigError("--allow: only a run that --resume continues can change settings; leave --allow out")
         elif "suite" in given:
             return _suite(given, display)
         else:
@@ -168,15 +175,25 @@ def main(call: Call) -> int:
 
 
 def _resumed(
-    folder: Path, length: Length | None, max_time: str | None, display: Display, started: float
+    folder: Path, length: Length | None, given: Mapping[str, Any], display: Display, started: float
 ) -> FinetuneResult:
     """Finish a run that was stopped, or extend it, and measure its model unless an earlier command did."""
     if part := _part(folder):
         raise RunError(f"run {folder} is {part}; {AGAIN}")
-    config = read_record(folder).config
+    changes, allow = changes_of_resume(given)
+    config, _ = changed_config(folder, read_record(folder).config, changes, allow)
     data = config.data.open_whole()
     run = None if length is not None or (folder / "report.html").exists() else finished(folder)
-    run = run or resume(folder, data=data, length=length, max_time=max_time, display=display, started=started)
+    run = run or resume(
+        folder,
+        data=data,
+        length=length,
+        max_time=given.get("max_time"),
+        changes=changes,
+        allow=allow,
+        display=display,
+        started=started,
+    )
     return evaluate_run(run, config, config.data.cut(data))
 
 

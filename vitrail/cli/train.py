@@ -16,6 +16,7 @@ from rich.table import Table
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Option, Positional
 from vitrail.cli.options.run_options import (
+    changes_of_resume,
     check_effects,
     default_texts,
     length_of_resume,
@@ -58,6 +59,9 @@ class Train:
     """Time of the training, such as 90s, 3m or 1h, if settings are chosen from the data. Default: 5m."""
     resume: Path | None = None
     """Folder of a run to continue, or to extend with --epochs or --steps."""
+    allow: str = ""
+    """Settings that the run of --resume may change, separated by commas: data, device, precision and others that change
+    only rounding (docs/reliability.md)."""
     like: Path | None = None
     """Folder of a run whose settings and data are used again in a new run. Options that you type replace them."""
     plan: tuple[int, ...] | None = None
@@ -205,7 +209,18 @@ def main(call: Call) -> int:
         elif (folder := call.options.get("resume")) is not None:
             length = length_of_resume(call.options, COMMAND.known)
             max_time = call.options.get("max_time")
-            result = resume(folder, length=length, max_time=max_time, display=display, started=call.started)
+            changes, allow = changes_of_resume(call.options)
+            result = resume(
+                folder,
+                length=length,
+                max_time=max_time,
+                changes=changes,
+                allow=allow,
+                display=display,
+                started=call.started,
+            )
+        elif "allow" in call.options:
+            raise ConfigError("--allow: only a run that --resume continues can change settings; leave --allow out")
         else:
             # The processes join here with the usual time-out, so that an error in the settings is printed once.
             timeout = seconds_in(call.options.get("process_timeout", RunConfig.process_timeout))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,10 +29,11 @@ from vitrail.training.forecast import check_run_memory
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.examiner import Probe, check_probes
 from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.records.changes import changed_config
 from vitrail.training.records.extension import Length, check_extension
 from vitrail.training.records.folder import new_folder
 from vitrail.training.records.lock import locked
-from vitrail.training.records.record import Record, read_record
+from vitrail.training.records.record import Record, read_record, replace_config
 from vitrail.training.setup import OwnObjects, Setup, prepare, record_of
 from vitrail.training.start import open_again, open_initial
 from vitrail.training.state.checkpoint import Checkpoints
@@ -68,8 +71,9 @@ def train(
     `NonFiniteLoss` if it diverges, and `SaveError` if a file cannot be written.
 
     If torchrun or SLURM has started several processes, all of them call this function. They train one network together,
-    with the settings of the first process, which alone writes files. The results are the same in all of them. Raises
-    `ProcessError` if one of them ends or hangs.
+    with the settings of the first process, which alone writes files. The results are the same in all of them, but with
+    sharded weights, only the first process returns the weights of the model. Raises `ProcessError` if one of them ends
+    or hangs.
     """
     started = time.perf_counter() if started is None else started
     processes = join_processes(config.run.process_seconds)
@@ -119,6 +123,8 @@ def resume(
     measure_test: bool = True,
     length: Length | None = None,
     max_time: str | None = None,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+    allow: Collection[str] = (),
     display: Display | None = None,
     started: float | None = None,
 ) -> RunResult:
@@ -128,6 +134,10 @@ def resume(
     In float32 on the CPU, the result is bitwise equal to the result of a run that was not stopped. `data` and `network`
     are the objects that were passed to `train`, or None. A run that was killed before its first checkpoint starts
     again, so it needs the model that it started from. Raises the same errors as `train`.
+
+    `changes` are new values of settings, by their bare names. Those that change no number of training are `FREE`. Those
+    that change rounding, or the place of the data, must be named in `allow` if they differ from the run's own
+    (`ALLOWED`). A resumed run keeps all others.
 
     `max_time` replaces the run's own `max_time`, for this process only. Without it, the run's own time begins again.
 
@@ -143,7 +153,8 @@ def resume(
         model = None
         if record.origin is not None and not Checkpoints(folder / "checkpoints").steps():
             model = open_again(record.config.start, str(folder), record.origin.sha256)
-        config = record.config if length is None else length.apply(record.config)
+        changed, differences = changed_config(folder, record.config, changes, allow)
+        config = changed if length is None else length.apply(changed)
         config = config if max_time is None else config.override(max_time=max_time)
         setup = prepare(
             config, model=model, origin=record.origin, objects=objects, measure_test=measure_test, processes=processes
@@ -161,9 +172,13 @@ def resume(
         with _same_arithmetic(setup.config):
             torch.manual_seed(record.config.run.seed)
             trained, setup, notes = make_network(setup, model)
+            if differences:
+                lasting = setup.config.override(max_time=record.config.run.max_time)
+                processes.on_first(lambda: replace_config(folder, lasting))
             run = Execution(setup, folder, display or Display(), started, _memory_of_resumed(setup))
             before = record.config.total_steps(record.images)
-            return run.go(trained, notes, probes, resuming=True, extends=None if length is None else before)
+            extends = None if length is None else before
+            return run.go(trained, notes, probes, resuming=True, extends=extends, changes=differences)
 
 
 def finished(folder: Path) -> RunResult | None:

@@ -15,9 +15,11 @@ from vitrail.models.vit import ViTConfig
 from vitrail.settings import bare_names
 from vitrail.tasks import TASKS, Regression, Task
 from vitrail.training.config import TrainConfig
+from vitrail.training.records.changes import ALLOWED, FREE
 from vitrail.training.records.extension import Length
 
 __all__ = [
+    "changes_of_resume",
     "check_effects",
     "check_known_effects",
     "default_texts",
@@ -139,14 +141,20 @@ def _value(section: Any, name: str) -> Any:
 
 def length_of_resume(given: Mapping[str, Any], labels: Mapping[str, Option]) -> Length | None:
     """Return the new length of the run that --resume continues, or None if it keeps its length. Raise `ConfigError` if
-    any other option than --max-time is combined with --resume."""
+    --resume is combined with a setting that a run keeps."""
     for name in given:
-        if name not in ("resume", "epochs", "steps", "max_time"):
+        if name not in ("resume", "allow", "epochs", "steps", "max_time", *FREE, *ALLOWED):
             raise ConfigError(
                 f"{labels[name].label}: a run that --resume continues keeps its settings, and only --epochs or --steps "
                 f"can make it longer; leave {labels[name].label} out"
             )
     return Length(given.get("epochs"), given.get("steps")) if {"epochs", "steps"} & given.keys() else None
+
+
+def changes_of_resume(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the settings that the run that --resume continues changes, and the names of --allow."""
+    changes = {name: value for name, value in given.items() if name in FREE or name in ALLOWED}
+    return changes, tuple(name.strip().replace("-", "_") for name in given.get("allow", "").split(",") if name.strip())
 
 
 def check_effects(given: Mapping[str, Any], config: TrainConfig) -> None:

@@ -1,0 +1,101 @@
+"""Tests of the settings that a resumed run may change."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vitrail.errors import ConfigError, RunError, Stopped
+from vitrail.training.config import TrainConfig
+from vitrail.training.monitoring.display import Display
+from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.records.changes import ALLOWED, FREE, changed_config
+from vitrail.training.records.record import read_record
+from vitrail.training.run import resume, train
+
+Small = Callable[..., TrainConfig]
+StopAt = Callable[[int], Display]
+RUN = Path("runs/photos")
+
+
+def test_every_name_is_a_setting() -> None:
+    assert {*FREE, *ALLOWED} <= TrainConfig().settings().keys() and not {*FREE} & {*ALLOWED}
+
+
+def test_a_free_setting_and_an_equal_one_need_no_leave(small: Small) -> None:
+    config = small(RUN)
+    changed, differences = changed_config(RUN, config, {"threads": 0, "precision": "float32", "track": ""})
+    assert changed == config.override(threads=0) and differences == {"threads": (2, 0)}
+
+
+def test_each_difference_is_named(small: Small) -> None:
+    config = small(RUN, data="photos")
+    wanted = {"precision": "bf16", "data": "moved", "seed": 3, "threads": 1, "accumulation": 2}
+    with pytest.raises(ConfigError) as caught:
+        changed_config(RUN, config, wanted, ("accumulation",))
+    assert str(caught.value).split("\n") == [
+        "seed=3 cannot change, because run runs/photos keeps the settings that it began with; leave seed out, or start "
+        "a new run",
+        "precision='bf16' differs from 'float32', with which run runs/photos began, and numbers then round "
+        "differently; leave precision out, or accept the change with --allow accumulation,precision,data",
+        "data='moved' differs from 'photos', with which run runs/photos began, and its images and labels must be those "
+        "of the run; leave data out, or accept the change with --allow accumulation,precision,data",
+    ]
+    del wanted["seed"]
+    changed, differences = changed_config(RUN, config, wanted, ("accumulation", "precision", "data"))
+    assert changed == config.override(precision="bf16", data="moved", threads=1, accumulation=2)
+    assert differences["data"] == ("photos", "moved") and len(differences) == 4
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("precison", "allow='precison' is not a setting that may change; nearest: precision"),
+    ("seed", "allow='seed' is not a setting that may change; choices: data, device, precision, float32_products"),
+])  # fmt: skip
+def test_names_that_cannot_be_allowed(name: str, message: str, small: Small) -> None:
+    with pytest.raises(ConfigError) as caught:
+        changed_config(RUN, small(RUN), {}, (name,))
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.slow
+def test_moved_data_changes_no_bit(
+    small: Small, stop_at: StopAt, straight: dict[str, Any], outcome: Callable[[Path], dict[str, Any]], tmp_path: Path
+) -> None:
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    config = small(run)
+    shutil.copytree(config.data.spec, tmp_path / "first")
+    with pytest.raises(Stopped):
+        train(config.override(data=str(tmp_path / "first")), display=stop_at(11))
+    (tmp_path / "first").rename(moved)
+    with pytest.raises(ConfigError, match="accept the change with --allow data"):
+        resume(run, changes={"data": str(moved)})
+    labels = next(moved.glob("train-labels*"))
+    content = labels.read_bytes()
+    labels.write_bytes(content[:-1] + bytes([(content[-1] + 1) % 10]))
+    with pytest.raises(RunError, match="has changed since the run began"):
+        resume(run, changes={"data": str(moved)}, allow=("data",))
+    assert read_record(run).config.data.spec == str(tmp_path / "first"), "a refused change is not recorded"
+    labels.write_bytes(content)
+    resume(run, changes={"data": str(moved), "threads": 0}, allow=("data",))
+    assert outcome(run) == straight
+    resumed = [event for event in read_journal(run / "journal.jsonl") if event["event"] == "resumed"]
+    assert resumed[-1]["changes"] == {"data": [str(tmp_path / "first"), str(moved)], "threads": [2, 0]}
+
+
+@pytest.mark.slow
+def test_another_precision_goes_on_and_is_recorded(small: Small, stop_at: StopAt, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(Stopped):
+        train(small(run), display=stop_at(11))
+    with pytest.raises(Stopped):
+        resume(run, changes={"precision": "bf16"}, allow=("precision",), display=stop_at(15))
+    assert read_record(run).config.run.precision == "bf16"
+    with pytest.raises(Stopped):  # without the option, the run goes on as it was
+        resume(run, max_time="1s", display=stop_at(18))
+    record = read_record(run).config.run
+    assert (record.precision, record.max_time) == ("bf16", None)
+    assert resume(run).summary["steps"] == 24
