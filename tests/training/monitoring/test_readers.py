@@ -73,6 +73,16 @@ def weights_of(run: Path) -> bytes:
     return (run / "model" / "model.safetensors").read_bytes()
 
 
+def curve_of(run: Path) -> list[dict[str, Any]]:
+    """Return the events of steps, evaluations and skipped images, without what depends on the machine. They tell at
+    which step two runs part, and if an image was skipped."""
+    names = ("event", "step", "loss", "accuracy", "gradient_norm", "parameter_norm", "cross_entropy", "best", "key")
+    kept = [
+        event for event in read_journal(run / "journal.jsonl") if event["event"] in ("step", "evaluation", "skipped")
+    ]
+    return [{name: event[name] for name in names if name in event} for event in kept]
+
+
 def test_a_run_records_its_choice_and_computes_the_same(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +123,7 @@ def test_a_resumed_run_reads_as_the_run_chose(small: Small, tmp_path: Path, monk
     resume(tmp_path / "run", display=display)
     assert not [line for line in display.said if line.startswith("images are read by")]
     train(small(tmp_path / "whole", threads=1, steps=14, checkpoints=14))
+    assert curve_of(tmp_path / "run") == curve_of(tmp_path / "whole")
     assert weights_of(tmp_path / "run") == weights_of(tmp_path / "whole")
 
 
