@@ -132,7 +132,9 @@ def _plan(config: TrainConfig, network: AnyConfig, world: int, gpu: Gpu) -> Scal
         flops += 2 * network.macs()  # every block is computed twice
     copies = 4 + (config.optimizer.average > 0)  # weights, gradients, two moments, mean
     vit = transformer_config(network) if config.start.lora_rank is None else None
-    copied = weights if vit is None or vit.reduction is not None or vit.reversible else weights - 4 * block_parameters(vit)
+    copied = (
+        weights if vit is None or vit.reduction is not None or vit.reversible else weights - 4 * block_parameters(vit)
+    )
     gathered = 2 * weights // network.num_blocks + copied  # two blocks at a time, and the copy for evaluations
     within, between = _sent(weights, shard, here, machines, run.accumulation)
     return ScalePlan(
