@@ -46,8 +46,11 @@ class Batch:
     """View number of each image, from 0. By default every image is view 0."""
     targets: Float[Tensor, "b k"] | None = None
     """Amount of each class, or the numbers of a regression target. An unknown number is NaN. If every image has at most
-    one class and no images are mixed, `targets` is None and `labels` contains the targets."""
+    one class, no targets are soft and no images are mixed, `targets` is None and `labels` contains the targets."""
     target_kind: TargetKind = "class"
+    has_soft_targets: bool = False
+    """True if the source has soft targets. `targets` then holds the amounts of all images, and `labels` their most
+    likely classes."""
     skipped: tuple[Skipped, ...] = ()
     partners: int = 0
     """Number of rows at the end that belong to another process. The last sample of this process is mixed with them."""
@@ -76,7 +79,8 @@ class Batch:
         """True for each image that was decoded and has a label or a target."""
         if self.target_kind == "numbers" and self.targets is not None:
             return self.valid & ~self.targets.isnan().all(dim=1)
-        return self.valid & (self.labels >= 0) if self.targets is None else self.valid
+        has_labels = self.targets is None or self.has_soft_targets
+        return self.valid & (self.labels >= 0) if has_labels else self.valid
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch with the images, labels and other tensors for the loss on the device.
@@ -122,7 +126,12 @@ class Batch:
         parts = zip(*(getattr(self, name).tensor_split(ends) for name in names), strict=True)
         local = [None] * chunks if self.local is None else self.local.chunks(count)
         return [
-            Batch(**dict(zip(names, part, strict=True)), target_kind=self.target_kind, local=more)
+            Batch(
+                **dict(zip(names, part, strict=True)),
+                target_kind=self.target_kind,
+                has_soft_targets=self.has_soft_targets,
+                local=more,
+            )
             for part, more in zip(parts, local, strict=True)
         ]
 

@@ -20,7 +20,7 @@ import numpy as np
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.rows import Crop, Loader, LocalViews, as_batch, collate
-from vitrail.data.source import Mixture, Source, target_kind
+from vitrail.data.source import Mixture, Source, has_soft_targets, target_kind
 from vitrail.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -201,8 +201,10 @@ class TrainingBatches(Iterator[Batch]):
         """Return the rows of all samples in the order of the run."""
         source, kind, crop, views, local = self._source, self._kind, self._crop, self._views, self._local
 
+        soft = has_soft_targets(source)
+
         def loader(first: int, length: int) -> Loader:
-            return Loader(source, preprocess, kind, crop, first, length, views, local, whole_levels=True)
+            return Loader(source, preprocess, kind, crop, first, length, views, local, whole_levels=True, soft=soft)
 
         return self._order(loader)
 

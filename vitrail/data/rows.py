@@ -13,7 +13,7 @@ import torch
 from vitrail.data.batch import Batch, Skipped
 from vitrail.data.pixels.decode import decode, image_size_of
 from vitrail.data.pixels.preprocess import Box, Preprocess
-from vitrail.data.source import Source, Target, TargetKind, class_indices
+from vitrail.data.source import Source, Target, TargetKind, class_indices, soft_target_of
 from vitrail.errors import UndecodableImage
 
 __all__ = ["Crop", "Loader", "LocalViews", "as_batch", "collate"]
@@ -55,6 +55,8 @@ class Loader:
     local: LocalViews | None = None
     whole_levels: bool = False
     """True to round the pixels to uint8, which augmentation needs."""
+    soft: bool = False
+    """True for soft targets, if some samples of the source have them."""
 
     def __call__(self, position: int, index: int) -> dict[str, Any]:
         epoch = position // (self.length or len(self.source))
@@ -70,7 +72,8 @@ class Loader:
             skipped = Skipped(self.source.key(place), str(error))
         return {
             "images": pixels, "valid": skipped is None, "samples": place, "epochs": epoch, "local": local,
-            "labels": target if isinstance(target, int) else -1, "targets": self._values(target), "skipped": skipped,
+            "labels": target if isinstance(target, int) else -1, "skipped": skipped,
+            "targets": self._values(place, target),
         }  # fmt: skip
 
     def _pixels(self, image: bytes | np.ndarray, epoch: int, place: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -102,12 +105,15 @@ class Loader:
         boxes = [crop(epoch, place, *size, view=view) for view in views]
         return [preprocess.pixels(image, box, whole_levels=self.whole_levels) for box in boxes]
 
-    def _values(self, target: Target) -> np.ndarray | None:
+    def _values(self, place: int, target: Target) -> np.ndarray | None:
         """Return the numbers of a target or the amount of each class. Return None if each sample has at most one
         class."""
         if self.kind == "numbers":
             return np.array([math.nan] * len(self.source.classes) if target is None else target, np.float32)
-        if self.kind != "classes":
+        if self.kind == "class" and self.soft:
+            if (amounts := soft_target_of(self.source, place)) is not None:
+                return amounts
+        elif self.kind != "classes":
             return None
         amounts = np.zeros(len(self.source.classes), np.float32)
         amounts[list(class_indices(target))] = 1
@@ -148,4 +154,4 @@ def as_batch(columns: dict[str, Any], kind: TargetKind) -> Batch:
     }
     if "local" in values:
         values["local"] = as_batch(values["local"], kind)
-    return Batch(**values, target_kind=kind)
+    return Batch(**values, target_kind=kind, has_soft_targets=kind == "class" and "targets" in values)

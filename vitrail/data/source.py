@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, cast, runtime_checkable
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Float32, UInt8
 
 __all__ = [
     "Mixture",
@@ -25,7 +25,9 @@ __all__ = [
     "Widened",
     "class_indices",
     "fingerprint",
+    "has_soft_targets",
     "origin_of",
+    "soft_target_of",
     "stamp_of",
     "target_kind",
 ]
@@ -34,6 +36,9 @@ Target = int | tuple[int, ...] | tuple[float, ...] | None
 """The training target of an image. An int is the index of the image's class. A tuple of ints holds the indices of all
 classes of the image, in rising order. A tuple of floats holds the numbers of a regression target, where NaN is an
 unknown number. None means that the image has no target."""
+
+SoftTarget = Float32[np.ndarray, " classes"]
+"""The amount of each class of an image, such as the probabilities that a model predicted."""
 
 TargetKind = Literal["class", "classes", "numbers", "none"]
 """The kind of a source's targets: one class per image, several classes, numbers, or no targets at all."""
@@ -95,6 +100,13 @@ class Subset:
     def origin(self, index: int) -> str | None:
         return origin_of(self.source, int(self.indices[index]))
 
+    def soft_target(self, index: int) -> SoftTarget | None:
+        return soft_target_of(self.source, int(self.indices[index]))
+
+    @property
+    def has_soft_targets(self) -> bool:
+        return has_soft_targets(self.source)
+
     @property
     def target_kind(self) -> TargetKind:
         return target_kind(self.source)
@@ -128,6 +140,13 @@ class Widened:
 
     def origin(self, index: int) -> str | None:
         return origin_of(self.source, index)
+
+    def soft_target(self, index: int) -> SoftTarget | None:
+        return _moved_amounts(soft_target_of(self.source, index), self._places, len(self.classes))
+
+    @property
+    def has_soft_targets(self) -> bool:
+        return has_soft_targets(self.source)
 
     def _target(self, target: Target) -> Target:
         return _moved(target, self._places, len(self.classes), self.target_kind)
@@ -182,6 +201,16 @@ class Mixture:
         number, inner = self._place(index)
         return stamp_of(self.sources[number], inner)
 
+    def soft_target(self, index: int) -> SoftTarget | None:
+        number, inner = self._place(index)
+        if self.target_kind == "none":
+            return None
+        return _moved_amounts(soft_target_of(self.sources[number], inner), self._renumbered[number], len(self.classes))
+
+    @property
+    def has_soft_targets(self) -> bool:
+        return self.target_kind != "none" and any(map(has_soft_targets, self.sources))
+
     def _place(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):
             raise IndexError(index)
@@ -209,6 +238,22 @@ def target_kind(source: Source) -> TargetKind:
     if isinstance(first, tuple):
         return "numbers" if any(isinstance(number, float) for number in first) else "classes"
     return "none" if first is None else "class"
+
+
+def has_soft_targets(source: Source) -> bool:
+    """Return True if some samples of a source have soft targets.
+
+    A source whose targets are classes can have an attribute `has_soft_targets`, which is True, and a method
+    `soft_target(index)`. The method returns the amount of each class, or None for a sample that has only the class
+    `target(index)`. Training learns the soft targets. All other code uses `target`, which is the most likely class.
+    """
+    return bool(getattr(source, "has_soft_targets", False))
+
+
+def soft_target_of(source: Source, index: int) -> SoftTarget | None:
+    """Return the soft target of a sample, or None if it has none."""
+    own = getattr(source, "soft_target", None) if has_soft_targets(source) else None
+    return None if own is None else own(index)
 
 
 def class_indices(target: Target) -> tuple[int, ...]:
@@ -247,8 +292,8 @@ def origin_of(source: Source, index: int) -> str | None:
 
 
 def fingerprint(*sources: Source | None) -> str:
-    """Return a hash of all keys and targets in order. Sources with the same hash have the same samples in the same
-    order.
+    """Return a hash of all keys, targets and soft targets in order. Sources with the same hash have the same samples in
+    the same order.
 
     Images are not read, so the hash does not change if a file is replaced by one with the same name. If a source has an
     `identity`, because a few numbers determine all samples, the hash of the `identity` is returned.
@@ -263,6 +308,8 @@ def fingerprint(*sources: Source | None) -> str:
             continue
         for index in range(len(source)):
             digest.update(os.fsencode(f"{source.key(index)}\0{source.target(index)}\n"))
+            if (amounts := soft_target_of(source, index)) is not None:
+                digest.update(amounts.tobytes())
     return digest.hexdigest()
 
 
@@ -279,3 +326,12 @@ def _moved(target: Target, places: Sequence[int], width: int, kind: TargetKind) 
     if isinstance(target, tuple):
         return tuple(sorted(places[one] for one in class_indices(target)))
     return places[target]
+
+
+def _moved_amounts(amounts: Float32[np.ndarray, " own"] | None, places: Sequence[int], width: int) -> SoftTarget | None:
+    """Return a soft target for `width` classes, in which class i has the index `places[i]`."""
+    if amounts is None:
+        return None
+    moved = np.zeros(width, np.float32)
+    moved[list(places)] = amounts
+    return moved

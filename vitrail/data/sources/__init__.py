@@ -11,12 +11,13 @@ from typing import NamedTuple
 from vitrail.data.faults import refuse
 from vitrail.data.overlap import shared_images
 from vitrail.data.selection import CutMethod, take, take_per_class
-from vitrail.data.source import Mixture, Source, Target, TargetKind, Widened, target_kind
+from vitrail.data.source import Mixture, Source, Subset, Target, TargetKind, Widened, target_kind
 from vitrail.data.sources import fashion_mnist
 from vitrail.data.sources.files import FileSource, shared_files
 from vitrail.data.sources.fractals import open_fractals
 from vitrail.data.sources.hub_data import open_hub_data
 from vitrail.data.sources.idx import IdxSource, find_idx
+from vitrail.data.sources.pseudo_labels import Pool, looks_like_pseudo_labels, open_pseudo_labels
 from vitrail.data.sources.shards.shard_paths import looks_like_shards
 from vitrail.data.sources.shards.shards import open_shards
 from vitrail.data.sources.split_folders import open_folders
@@ -27,7 +28,18 @@ from vitrail.data.splits import Splits, check_classes, one_class, with_validatio
 from vitrail.errors import ConfigError, DataError, nearest, plural
 from vitrail.page import printable
 
-__all__ = ["NAMES", "MixedData", "OpenedData", "mix_in", "open_data", "open_mixed", "open_whole"]
+__all__ = [
+    "NAMES",
+    "MixedData",
+    "OpenedData",
+    "absolute_spec",
+    "has_amount",
+    "mix_in",
+    "open_data",
+    "open_mixed",
+    "open_pool",
+    "open_whole",
+]
 
 KINDS: dict[TargetKind, str] = {
     "class": "one class per image",
@@ -197,6 +209,34 @@ def open_mixed(splits: Splits, more: tuple[str, ...]) -> tuple[MixedData, ...]:
     return tuple(opened)
 
 
+def open_pool(pool: Pool) -> Source:
+    """Return the images that a model labels. Raises `DataError` if there are none."""
+    location, amount = _amount_of(pool.spec)
+    opened = open_whole(location if pool.rest else pool.spec, unlabelled=True)
+
+    def train(opened: OpenedData, per_class: int | None) -> Source:
+        return opened.splits(
+            validation_share=pool.validation_share,
+            validation=pool.validation,
+            per_class=per_class,
+            subset_seed=pool.subset_seed,
+            cut_method=pool.cut_method,
+        ).train
+
+    if not pool.rest:
+        return train(opened, pool.per_class)
+    everything, labelled = train(opened, None), train(replace(opened, spec=pool.spec), pool.per_class)
+    keys = {labelled.key(index) for index in range(len(labelled))}
+    rest = [index for index in range(len(everything)) if everything.key(index) not in keys]
+    if not rest:
+        selected = "selects all of them" if amount or pool.per_class else "selects no amount of them"
+        raise DataError(
+            f"data {pool.spec!r} leaves none of its {plural(len(everything), 'training image')} to label, because it "
+            f"{selected}; select a part such as [:10%] to learn from its labels, or give unlabelled=..."
+        )
+    return Subset(everything, rest)
+
+
 def _mixture(splits: Splits, mixed: tuple[MixedData, ...]) -> Splits:
     """Return the splits with additional training data. New classes follow the classes of the splits. Raise `DataError`
     if the additional data contains held-out images."""
@@ -226,6 +266,8 @@ def _open(location: str, classes: tuple[str, ...] | None, numbers: tuple[str, ..
         splits = _open_classes(location, path, classes, unlabelled)
     elif looks_like_shards(location if "://" in location else str(path)):
         return open_shards(location if "://" in location else str(path), classes, numbers)
+    elif looks_like_pseudo_labels(path):
+        splits = open_pseudo_labels(path, classes, open_pool)
     elif looks_like_parquet(path):
         return open_parquet(path, classes, numbers)
     elif path.is_file() and path.suffix.lower() in TABLES:
@@ -281,6 +323,20 @@ def _is_known(target: Target) -> bool:
     if isinstance(target, tuple) and target:
         return not all(math.isnan(value) for value in target)
     return target is not None
+
+
+def absolute_spec(spec: str) -> str:
+    """Return the same data with the absolute path if it is on the disk, for a file that is read from any folder."""
+    location, amount = _amount_of(spec)
+    path = Path(location).expanduser()
+    if location in ("bundled", "fashion-mnist") or not path.exists():
+        return spec
+    return f"{path.absolute()}[{amount}]" if amount else str(path.absolute())
+
+
+def has_amount(spec: str) -> bool:
+    """Return True if `spec` selects an amount of its training images, such as "photos[:10%]"."""
+    return bool(_amount_of(spec)[1])
 
 
 def _amount_of(spec: str) -> tuple[str, str]:

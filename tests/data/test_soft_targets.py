@@ -1,0 +1,175 @@
+"""Tests of soft targets on their way from a source to the loss: batches, parts of batches, mixup and evaluation."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tasks.images import Pictures
+from tests.tasks.objectives import small_network
+from vitrail.data.augmentation.augment import Augment
+from vitrail.data.batch import Batch
+from vitrail.data.pipeline import Readers, TrainingBatches, evaluation_batches
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import (
+    Mixture,
+    Sample,
+    SoftTarget,
+    Subset,
+    Widened,
+    fingerprint,
+    has_soft_targets,
+    soft_target_of,
+)
+from vitrail.data.splits import Splits
+from vitrail.tasks.classification import Classification, ClassificationObjective, balanced_weights
+
+CLASSES = ("ant", "bee", "cat")
+SIZE = Preprocess(image_size=(21, 28))
+
+
+class Soft(Pictures):
+    """Random images whose targets are probabilities of two classes, `bee` and `dog`."""
+
+    has_soft_targets = True
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count, ("bee", "dog"), (0,))
+
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(self.key(index), super().__getitem__(index + 100).image, self.target(index))
+
+    def target(self, index: int) -> int:
+        return int(self.soft_target(index).argmax())
+
+    def soft_target(self, index: int) -> SoftTarget:
+        return np.array([index / 10, 1 - index / 10], np.float32)
+
+
+def mixture() -> Mixture:
+    """Return a mixture of six images with one label each, the last one without, and eight with soft targets."""
+    return Mixture([Pictures(6, CLASSES, (0, 1, 2, 0, 1, None)), Soft(8)], [0.5, 0.5])
+
+
+def expected(source: Mixture, index: int) -> np.ndarray:
+    """Return the amounts of ant, bee, cat and dog, computed by hand."""
+    amounts = np.zeros(4, np.float32)
+    if index >= 6:
+        amounts[[1, 3]] = (index - 6) / 10, 1 - (index - 6) / 10
+    elif (target := source.target(index)) is not None:
+        amounts[target] = 1  # type: ignore[index]
+    return amounts
+
+
+def test_selections_and_mixtures_keep_soft_targets() -> None:
+    source = mixture()
+    assert source.classes == (*CLASSES, "dog") and has_soft_targets(source)
+    assert soft_target_of(source, 2) is None
+    np.testing.assert_array_equal(soft_target_of(source, 8), expected(source, 8))
+    part = Subset(source, [9, 1])
+    assert has_soft_targets(part) and soft_target_of(part, 1) is None
+    np.testing.assert_array_equal(soft_target_of(part, 0), expected(source, 9))
+    wide = Widened(Soft(3), ("bee", "dog", "elk"))
+    np.testing.assert_array_equal(soft_target_of(wide, 2), np.array([0.2, 0.8, 0], np.float32))
+    assert fingerprint(Soft(3)) != fingerprint(Pictures(3, ("bee", "dog"), (1, 1, 1)))
+    unlabelled = Mixture([Pictures(2), Soft(2)], [0.5, 0.5])
+    assert not has_soft_targets(unlabelled) and soft_target_of(unlabelled, 3) is None
+    assert not has_soft_targets(Pictures(2, CLASSES, (0, 1))), "an ordinary source"
+
+
+@pytest.mark.parametrize("readers", [Readers(0), pytest.param(Readers(1, 1), marks=pytest.mark.slow)])
+def test_batches_hold_the_amounts_of_all_images(readers: Readers) -> None:
+    source = mixture()
+    batches = TrainingBatches(source, SIZE, batch_size=7, seed=1, readers=readers)
+    for batch in islice(batches, 4):
+        assert batch.targets is not None and batch.has_soft_targets
+        for row, index in enumerate(batch.samples.tolist()):
+            np.testing.assert_array_equal(batch.targets[row].numpy(), expected(source, index))
+            assert batch.labels[row] == (-1 if source.target(index) is None else source.target(index))
+        assert torch.equal(batch.counted, batch.samples != 5), "the image without a label is not counted"
+        for part in batch.chunks(3):
+            assert part.has_soft_targets and torch.equal(part.counted, part.samples != 5)
+    batches.close()
+
+
+def test_evaluation_uses_the_most_likely_class() -> None:
+    (batch,) = evaluation_batches(Soft(8), SIZE, batch_size=8, readers=Readers(0))
+    assert batch.targets is None and batch.labels.tolist() == [1, 1, 1, 1, 1, 0, 0, 0] and not batch.has_soft_targets
+
+
+def whole_batch() -> tuple[Batch, Mixture]:
+    source = mixture()
+    return next(TrainingBatches(source, SIZE, batch_size=14, seed=3, readers=Readers(0))), source
+
+
+def softmax(rows: Tensor) -> np.ndarray:
+    exponents = np.exp(rows.detach().double().numpy() - rows.detach().double().numpy().max(1, keepdims=True))
+    return exponents / exponents.sum(1, keepdims=True)
+
+
+@pytest.mark.parametrize(("smoothing", "weights"), [(0.0, "none"), (0.2, "none"), (0.1, "balanced")])
+def test_the_loss_is_the_formula(smoothing: float, weights: Any) -> None:
+    """Labelled and pseudo-labelled images share one mean cross-entropy, as in the paper (1911.04252, equation 2)."""
+    batch, source = whole_batch()
+    class_weights = balanced_weights(source) if weights == "balanced" else None
+    network = small_network(num_classes=4)
+    objective = ClassificationObjective(network, label_smoothing=smoothing, class_weights=class_weights)
+    torch.nn.init.normal_(network.head.weight)  # type: ignore[union-attr]
+    images = SIZE.normalise(batch.images)
+    output = objective(Batch(**{**vars(batch), "images": images}))
+    probabilities = softmax(network(images))
+    losses = []
+    for row, index in enumerate(batch.samples.tolist()):
+        if index == 5:
+            continue
+        amounts, weight = expected(source, index).astype(np.float64), 1.0
+        if class_weights is not None:
+            weight = float((amounts * class_weights.double().numpy()).sum())
+            amounts = amounts * class_weights.double().numpy() / weight
+        amounts = (1 - smoothing) * amounts + smoothing / 4
+        losses.append(-weight * (amounts * np.log(probabilities[row])).sum())
+    assert 10 < len(losses) == batch.counted.sum() and output.loss.item() == pytest.approx(np.mean(losses), rel=1e-5)
+    hits = [probabilities[row].argmax() == label for row, label in enumerate(batch.labels.tolist()) if label >= 0]
+    assert output.metrics["accuracy"].item() == pytest.approx(np.mean(hits))
+
+
+def test_mixup_mixes_the_amounts() -> None:
+    batch, source = whole_batch()
+    mixed = Augment(flip=False, mixup=0.5)(batch, seed=0, classes=4)
+    assert mixed.targets is not None and mixed.has_soft_targets
+    own = torch.from_numpy(np.stack([expected(source, index) for index in batch.samples.tolist()]))
+    lost = batch.samples == 5
+    usable = (~lost).roll(-1)
+    for row in range(14):
+        if lost[row]:
+            continue
+        partner = own[(row + 1) % 14]
+        if not usable[row]:
+            torch.testing.assert_close(mixed.targets[row], own[row])
+            continue
+        shares = ((mixed.targets[row] - partner) / (own[row] - partner))[(own[row] - partner).abs() > 1e-6]
+        assert shares.numel() == 0 or (shares.min() > 0.49 and shares.max() - shares.min() < 1e-4)
+    assert torch.equal(mixed.counted, ~lost)
+
+
+def test_a_batch_overfits() -> None:
+    batch, _ = whole_batch()
+    torch.manual_seed(0)
+    network = small_network(num_classes=4)
+    objective: Any = Classification().objective(network, Splits(mixture(), None, None))
+    batch = Batch(**{**vars(batch), "images": SIZE.normalise(batch.images)})
+    optimizer = torch.optim.AdamW(objective.parameters(), lr=3e-3)
+    for _ in range(150):
+        loss = objective(batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert batch.targets is not None
+    targets = batch.targets[batch.counted].double()
+    entropy = float(-(targets * targets.clamp(min=1e-12).log()).sum(1).mean())
+    assert loss.item() < entropy + 0.15, "the least loss is the entropy of the targets"

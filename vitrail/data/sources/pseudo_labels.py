@@ -1,0 +1,261 @@
+"""Pseudo labels: a folder with the labels that a model gave to the training images of another data set.
+
+The folder holds no images. `labels.json` says which images were labelled, by which model and how. `labels.csv` has a
+row for each image that was chosen, and `probabilities.npy` its probabilities if the labels are soft.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Float32, Int64
+
+from vitrail.data.selection import CutMethod
+from vitrail.data.source import Sample, SoftTarget, Source, TargetKind, fingerprint, origin_of, stamp_of
+from vitrail.data.splits import Splits
+from vitrail.errors import ConfigError, DataError
+from vitrail.files import replacing_folder, write_json
+from vitrail.plain import from_plain, to_plain
+
+__all__ = [
+    "FILES",
+    "ClassCounts",
+    "LabelKind",
+    "LabelledRows",
+    "Pool",
+    "PseudoLabelInfo",
+    "PseudoLabels",
+    "looks_like_pseudo_labels",
+    "open_pseudo_labels",
+    "read_info",
+    "write_pseudo_labels",
+]
+
+INFO, TABLE, PROBABILITIES = "labels.json", "labels.csv", "probabilities.npy"
+
+FILES = (INFO, TABLE, PROBABILITIES)
+"""Names of all files in a folder of pseudo labels."""
+
+FORMAT = 1
+"""Version of the files."""
+
+COLUMNS = ("position", "key", "label", "confidence", "copies")
+
+LabelKind = Literal["soft", "hard"]
+"""soft: all probabilities are learned. hard: only the most likely class is learned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """The images that a model labels: the training images of a data set. Their own labels, if any, are not used."""
+
+    spec: str
+    """Data set, in any form that `open_data` accepts."""
+    rest: bool = False
+    """True for the training images that the amount in `spec`, or `per_class`, leaves out."""
+    per_class: int | None = None
+    subset_seed: int = 0
+    validation: str = "auto"
+    validation_share: float = 0.0
+    cut_method: CutMethod = "stratified"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassCounts:
+    """Numbers of images of a class."""
+
+    label: str
+    predicted: int
+    """Images whose most likely class is this one."""
+    confident: int
+    """Those of them that are confident enough."""
+    different: int
+    """Those of them that were chosen."""
+    chosen: int
+    """The chosen images with their repetitions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PseudoLabelInfo:
+    """The content of `labels.json`."""
+
+    pool: Pool
+    fingerprint: str
+    """A hash of the keys of the pool."""
+    teacher: str
+    teacher_sha256: str
+    labels: LabelKind
+    confidence: float
+    """Least probability of the most likely class of a chosen image."""
+    balance: bool
+    images_per_class: int | None
+    seed: int
+    images: int
+    """Number of images in the pool."""
+    unreadable: int
+    """Number of images in the pool that could not be decoded."""
+    counts: tuple[ClassCounts, ...]
+    """Numbers of images of each class, in the order of the classes of the model."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return tuple(count.label for count in self.counts)
+
+
+class LabelledRows(NamedTuple):
+    """The chosen images of a pool, in rising order of their positions."""
+
+    positions: Int64[np.ndarray, " n"]
+    """Indices of the images in the pool."""
+    labels: Int64[np.ndarray, " n"]
+    """Index of the most likely class of each image."""
+    confidences: Float32[np.ndarray, " n"]
+    copies: Int64[np.ndarray, " n"]
+    """Number of times that training uses each image in an epoch."""
+    probabilities: Float32[np.ndarray, "n classes"] | None = None
+    """Probabilities of all classes, if the labels are soft."""
+
+
+class PseudoLabels:
+    """Images of a pool with the labels of a model. An image that is used several times has as many samples.
+
+    The keys of repeated samples begin with "copy 2/" and so on.
+    """
+
+    target_kind: TargetKind = "class"
+
+    def __init__(self, pool: Source, rows: LabelledRows, classes: tuple[str, ...]) -> None:
+        self.pool = pool
+        self.rows = rows
+        self.classes = classes
+        self.has_soft_targets = rows.probabilities is not None
+        self._row_of = np.repeat(np.arange(len(rows.copies)), rows.copies)
+        self._first_of = np.cumsum(rows.copies) - rows.copies
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def __getitem__(self, index: int) -> Sample:
+        image = self.pool[self._position(index)].image
+        return Sample(self.key(index), image, self.target(index))
+
+    def key(self, index: int) -> str:
+        copy = index - int(self._first_of[self._row_of[index]])
+        key = self.pool.key(self._position(index))
+        return f"copy {copy + 1}/{key}" if copy else key
+
+    def target(self, index: int) -> int:
+        return int(self.rows.labels[self._row_of[index]])
+
+    def soft_target(self, index: int) -> SoftTarget | None:
+        return None if self.rows.probabilities is None else self.rows.probabilities[self._row_of[index]]
+
+    def stamp(self, index: int) -> str | None:
+        return stamp_of(self.pool, self._position(index))
+
+    def origin(self, index: int) -> str | None:
+        return origin_of(self.pool, self._position(index))
+
+    def _position(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return int(self.rows.positions[self._row_of[index]])
+
+
+def looks_like_pseudo_labels(path: Path) -> bool:
+    """Return True if a path is a folder of pseudo labels."""
+    return (path / INFO).is_file() and (path / TABLE).is_file()
+
+
+def write_pseudo_labels(folder: Path, info: PseudoLabelInfo, rows: LabelledRows, pool: Source) -> None:
+    """Write a folder of pseudo labels, which appears complete or not at all. Raises `SaveError`."""
+    with replacing_folder("the pseudo labels", folder, FILES) as partial:
+        with (partial / TABLE).open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+            table = csv.writer(file)
+            table.writerow(COLUMNS)
+            columns = (rows.positions, rows.labels, rows.confidences, rows.copies)
+            for position, label, confidence, copies in zip(*(column.tolist() for column in columns), strict=True):
+                table.writerow((position, pool.key(position), info.classes[label], f"{confidence:.6f}", copies))
+        if rows.probabilities is not None:
+            np.save(partial / PROBABILITIES, rows.probabilities)
+        write_json(partial / INFO, {"format": FORMAT, **to_plain(info)})
+
+
+def open_pseudo_labels(folder: Path, classes: tuple[str, ...] | None, open_pool: Callable[[Pool], Source]) -> Splits:
+    """Return pseudo labels as a training split. If `classes` are the same classes in another order, labels are indices
+    into `classes`.
+
+    Raises `DataError` if the files are damaged, or if the pool has other images than when it was labelled.
+    """
+    info = read_info(folder)
+    pool = open_pool(info.pool)
+    if fingerprint(pool) != info.fingerprint:
+        raise DataError(
+            f"{folder} has labels for images of data {info.pool.spec!r}, but these are others now: there were "
+            f"{info.images:,} to label and there are {len(pool):,} now; if both numbers are equal, names have changed. "
+            "Label the images again with vitrail data label"
+        )
+    rows = _read_rows(folder, info)
+    names = info.classes
+    if classes is not None and set(classes) == set(names):
+        places = np.array([classes.index(name) for name in names])
+        order = np.argsort(places)
+        amounts = None if rows.probabilities is None else rows.probabilities[:, order]
+        rows = rows._replace(labels=places[rows.labels], probabilities=amounts)
+        names = classes
+    return Splits(PseudoLabels(pool, rows, names), None, None)
+
+
+def read_info(folder: Path) -> PseudoLabelInfo:
+    """Read `labels.json`. Raises `DataError` if the file is damaged or has a newer format."""
+    path = folder / INFO
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        number = values.pop("format")
+        if number != FORMAT:
+            raise DataError(
+                f"{path} has format {number}, but this version of Vitrail reads format {FORMAT}; install a newer "
+                "version to use these labels"
+            )
+        return from_plain(PseudoLabelInfo, values)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path} is damaged: {error}; label the images again") from error
+
+
+def _read_rows(folder: Path, info: PseudoLabelInfo) -> LabelledRows:
+    """Read the chosen images. Raises `DataError` unless they are those that `labels.json` counts."""
+    numbers = {name: number for number, name in enumerate(info.classes)}
+    path = folder / TABLE
+    try:
+        with path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
+            table = csv.DictReader(file, strict=True)
+            found = [
+                (int(row["position"]), numbers[row["label"]], float(row["confidence"]), int(row["copies"]))
+                for row in table
+            ]
+        probabilities = np.load(folder / PROBABILITIES) if info.labels == "soft" else None
+    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
+        raise DataError(f"{folder} is damaged: {error}; label the images again") from error
+    positions, labels, confidences, copies = zip(*found, strict=True) if found else ((), (), (), ())
+    rows = LabelledRows(
+        np.array(positions, np.int64), np.array(labels, np.int64), np.array(confidences, np.float32),
+        np.array(copies, np.int64), probabilities,
+    )  # fmt: skip
+    counts = (sum(count.different for count in info.counts), sum(count.chosen for count in info.counts))
+    shape = (counts[0], len(info.classes))
+    if (len(found), int(rows.copies.sum())) != counts or (
+        probabilities is not None and (probabilities.shape != shape or probabilities.dtype != np.float32)
+    ):
+        raise DataError(
+            f"{folder} is damaged: {INFO} counts {counts[0]:,} images, which {TABLE} or {PROBABILITIES} does not have; "
+            "label the images again"
+        )
+    return rows
