@@ -210,7 +210,7 @@ def test_the_cost_of_a_step_counts_the_teacher(teacher: Callable[..., str]) -> N
         ({"classes": ("ant", "bee")}, r"has other classes than .*: it does not know cat; choose a teacher that was"),
         ({"classes": ("ant", "bee", "dog")}, r"it does not know cat, and it also knows dog; choose a teacher"),
         ({"classes": (*CLASSES, "dog")}, r"classes than .*: it also knows dog; choose"),
-        ({"output": "sigmoid"}, r"has the outputs 'sigmoid', but distillation needs probabilities that add up to 1"),
+        ({"output": "sigmoid"}, r"has the outputs 'sigmoid', but a teacher needs probabilities that add up to 1"),
     ],
 )
 def test_unfit_teachers_are_refused(made: dict[str, Any], message: str, teacher: Callable[..., str]) -> None:

@@ -1,4 +1,4 @@
-"""The teacher of a distillation: a trained model that predicts the classes of the images of a training step."""
+"""Teachers: trained models whose predictions other networks learn, in a training step or as pseudo labels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,15 @@ from vitrail.weights.bundle import Bundle, OutputKind, weights_sha256
 from vitrail.weights.exported.network import ExportedNetwork
 from vitrail.weights.load import load
 
-__all__ = ["Teacher", "TeacherFacts", "check_teacher", "files_of", "teacher_facts"]
+__all__ = [
+    "Teacher",
+    "TeacherFacts",
+    "check_classifier",
+    "check_teacher",
+    "files_of",
+    "load_teacher",
+    "teacher_facts",
+]
 
 
 class TeacherFacts(NamedTuple):
@@ -53,7 +61,7 @@ def teacher_facts(model: str) -> TeacherFacts:
 def _facts(model: str, folder: str, files: tuple[tuple[str, int, int], ...]) -> TeacherFacts:
     """Return the properties of a model. A relative path is looked up in `folder`, the current one. `files` tells
     versions of the model apart."""
-    bundle = _load(model)
+    bundle = load_teacher(model)
     is_exported = isinstance(bundle.network, ExportedNetwork)
     sha256 = "" if is_exported else weights_sha256(bundle.network)
     return TeacherFacts(bundle.classes, bundle.network.config, bundle.preprocess, bundle.output, is_exported, sha256)
@@ -68,19 +76,29 @@ def files_of(model: str, pattern: str) -> tuple[tuple[str, int, int], ...]:
     return tuple((str(file), state.st_mtime_ns, state.st_size) for file, state in found)
 
 
-def check_teacher(model: str, classes: tuple[str, ...], title: str) -> None:
-    """Raise `ConfigError` unless the model can teach these classes of the data `title`."""
+def check_classifier(model: str) -> TeacherFacts:
+    """Return the properties of a model that can teach classes. Raise `ConfigError` for any other model."""
     facts = teacher_facts(model)
     if facts.is_exported:
         raise ConfigError(
-            f"teacher={model!r} is an exported model, which cannot predict inside a training step; name the model that "
-            "it was exported from"
+            f"teacher={model!r} is an exported model, which cannot teach; name the model that it was exported from"
+        )
+    if not facts.classes:
+        raise ConfigError(
+            f"teacher={model!r} has no classes, so it cannot teach any; name a model that was trained on labels"
         )
     if facts.output != "softmax":
         raise ConfigError(
-            f"teacher={model!r} has the outputs {facts.output!r}, but distillation needs probabilities that add up to "
-            "1; choose a teacher that was trained with loss='softmax'"
+            f"teacher={model!r} has the outputs {facts.output!r}, but a teacher needs probabilities that add up to 1; "
+            "choose a model that was trained with loss='softmax'"
         )
+    return facts
+
+
+def check_teacher(model: str, classes: tuple[str, ...], title: str) -> TeacherFacts:
+    """Return the properties of a model that can teach these classes of the data `title`. Raise `ConfigError` for any
+    other model."""
+    facts = check_classifier(model)
     if set(facts.classes) != set(classes):
         missing = ", ".join(name for name in classes if name not in facts.classes)
         further = ", ".join(name for name in facts.classes if name not in classes)
@@ -90,6 +108,7 @@ def check_teacher(model: str, classes: tuple[str, ...], title: str) -> None:
             f"teacher={model!r} has other classes than {title}: {', and '.join(parts)}; choose a teacher that was "
             "trained for the same classes"
         )
+    return facts
 
 
 class Teacher:
@@ -98,7 +117,7 @@ class Teacher:
 
     def __init__(self, model: str, classes: tuple[str, ...]) -> None:
         """`classes` are the classes of the data, in whose order the teacher's outputs are returned."""
-        bundle = _load(model)
+        bundle = load_teacher(model)
         self.network = bundle.network.eval().requires_grad_(False)
         self.preprocess = bundle.preprocess
         self.order = torch.tensor([bundle.classes.index(name) for name in classes])
@@ -121,8 +140,9 @@ class Teacher:
         return self.network(self.convert(images)).float()[:, self.order]
 
 
-def _load(model: str) -> Bundle:
+def load_teacher(model: str, device: str = "cpu") -> Bundle:
+    """Load a teacher. Raise `ConfigError` if this fails."""
     try:
-        return load(model, device="cpu")
+        return load(model, device=device)
     except UserError as error:
         raise ConfigError(f"teacher={model!r} cannot be loaded: {error}") from None
