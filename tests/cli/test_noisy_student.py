@@ -1,0 +1,55 @@
+"""Tests of `vitrail noisy-student`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vitrail.cli import main
+
+TINY = (
+    "--width", "16", "--depth", "2", "--heads", "2", "--mlp-width", "32", "--steps", "2", "--batch-size", "8",
+    "--evaluations", "1", "--checkpoints", "1", "--device", "cpu", "--threads", "0", "--precision", "float32",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fewer_bundled")
+def test_the_command_alone_runs_and_continues(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["noisy-student", *TINY, "--confidence", "0.05", "--rounds", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "round 0: the first teacher learns" in shown and "round 1: the student learns" in shown
+    assert "round 1: runs/noisy-student/round-0/run labels images" in shown
+    assert "0 (teacher)" in shown and "validation" in shown and "is best on the validation split. Its model is" in shown
+    assert main(["noisy-student", *TINY, "--confidence", "0.05", "--rounds", "1"]) == 0
+    again = capsys.readouterr().out
+    assert "labels images" not in again and again.splitlines()[-1] == shown.splitlines()[-1]
+    assert main(["noisy-student", *TINY, "--confidence", "0.06"]) == 2
+    message = "vitrail: 'runs/noisy-student' has rounds with other settings: confidence was 0.05 and is 0.06. Give the"
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["dmo"], "vitrail: recipe 'dmo' does not exist; nearest: demo"),
+        (["--overwrite"], "vitrail: --overwrite: finished rounds are never replaced; leave it out, or choose another"),
+        (["--rounds", "0"], "vitrail: --rounds: 0 is less than 1"),
+        (["--data", "bundled"], "vitrail: --unlabelled: data 'bundled' is labelled and used whole, so there are no"),
+        (["--task", "mae"], "vitrail: --task: 'mae' has no pseudo labels; Noisy Student needs"),
+        (["--teacher", "nowhere"], "vitrail: --teacher: 'nowhere' cannot be loaded"),
+        (["--steps", "5", "--epochs", "2"], "vitrail: --steps and --epochs exclude each other"),
+    ],
+)
+def test_mistakes_are_one_line(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["noisy-student", *options]) == 2
+    assert capsys.readouterr().err.startswith(message)
+    assert not (tmp_path / "runs").exists()
