@@ -19,6 +19,7 @@ Make = Callable[..., VisionTransformer]
 
 
 def test_a_resnet_sees_more_with_depth_and_nothing_outside() -> None:
+    torch.manual_seed(1)  # With 5 of 60 seeds, the second stage of these random weights sees no further than the first.
     network = ResNet(ResNetConfig(depths=(1, 1), width=32, num_classes=3))
     images = torch.randn(2, 3, 65, 80, generator=torch.Generator().manual_seed(0))
     found = effective_receptive_field(network, images)
