@@ -24,7 +24,8 @@ def mae() -> TrainConfig:
 
     Command: `vitrail train mae`, or `vitrail train --task mae`.
     Hardware: two CPU cores; any GPU.
-    Time and result: not measured.
+    Time and result: 23 minutes on one core beside other programs. Of 531 validation images, 20 nearest neighbours
+    classify 81.7 % (68.0 % with the initial weights), and a linear model 85.3 % (75.7 %), with seed 0.
     """
     return TrainConfig(
         data=DataConfig(spec="bundled", validation_share=0.05, cut_method="threshold"),

@@ -22,7 +22,8 @@ def masked_patches() -> TrainConfig:
 
     Command: `vitrail train masked-patches`, or `vitrail train --task masked-patches`.
     Hardware: two CPU cores; any GPU.
-    Time and result: not measured.
+    Time and result: 10 minutes on one core beside other programs. Of 531 validation images, 20 nearest neighbours
+    classify 72.5 % (64.8 % with the initial weights), and a linear model 83.1 % (73.4 %), with seed 0.
     """
     return TrainConfig(
         data=DataConfig(spec="bundled", validation_share=0.05, cut_method="threshold"),

@@ -25,7 +25,8 @@ def moco() -> TrainConfig:
 
     Command: `vitrail train moco`, or `vitrail train --task moco`.
     Hardware: two CPU cores; any GPU.
-    Time and result: not measured.
+    Time and result: 7 minutes on two cores beside other programs. Of 531 validation images, 20 nearest neighbours
+    classify 82.5 % (72.5 % with the initial weights), and a linear model 81.7 % (75.7 %), with seed 0.
     """
     return TrainConfig(
         data=DataConfig(spec="bundled", validation_share=0.05, cut_method="threshold"),

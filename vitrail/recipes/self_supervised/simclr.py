@@ -21,7 +21,8 @@ def simclr() -> TrainConfig:
 
     Command: `vitrail train simclr`, or `vitrail train --task simclr`.
     Hardware: two CPU cores; any GPU.
-    Time and result: not measured.
+    Time and result: 14 minutes on one core beside other programs. Of 531 validation images, 20 nearest neighbours
+    classify 79.1 % (64.8 % with the initial weights), and a linear model 82.9 % (73.4 %), with seed 0.
     """
     return TrainConfig(
         data=DataConfig(spec="bundled", validation_share=0.05, cut_method="threshold"),
