@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vitrail.models.compiled import uncompiled
 from vitrail.models.linear.lora import ADAPTER
-from vitrail.models.vit import VisionTransformer
+from vitrail.models.variants import transformer
 from vitrail.processes.group import Processes
 from vitrail.processes.parts import local, whole
 from vitrail.tasks.task import Objective
@@ -28,13 +28,10 @@ __all__ = ["StreamedCopy", "can_stream"]
 def can_stream(objective: Objective) -> bool:
     """Return True if the networks of an objective that are evaluated are transformers whose blocks are called one after
     the other, without reduction and not reversible. Adapters would be merged into new weights."""
-    networks = _networks(objective)
     if any(ADAPTER in f".{name}" for name, _ in objective.named_parameters()):
         return False
-    return all(
-        isinstance(one, VisionTransformer) and one.config.reduction is None and not one.config.reversible
-        for one in networks
-    )
+    found = [transformer(network) for network in _networks(objective)]
+    return all(one is not None and one.config.reduction is None and not one.config.reversible for one in found)
 
 
 def _networks(objective: Objective) -> list[Any]:
