@@ -159,12 +159,7 @@ def resume(
         setup = prepare(
             config, model=model, origin=record.origin, objects=objects, measure_test=measure_test, processes=processes
         )
-        if record.fingerprint != setup.fingerprint:
-            raise RunError(
-                f"the data of run {folder} has changed since the run began: it had {record.images:,} training "
-                f"images then, and has {len(setup.splits.train):,} now. If both numbers are equal, names or "
-                "labels of images have changed, or another split has. To resume the run, restore its data"
-            )
+        _check_data(folder, record, setup)
         _check_models(folder, record)
         processes.on_first(lambda: _check_unfinished(folder, record, setup.steps, extends=length is not None))
         check_probes((*setup.probes, *probes), setup.splits)
@@ -234,6 +229,16 @@ def _check_objects(folder: Path, record: Record, objects: OwnObjects) -> None:
     if further := [name for name in objects.names if name not in record.objects]:
         raise RunError(
             f"run {folder} was started without {_arguments(further)}; resume it without {_arguments(further)}"
+        )
+
+
+def _check_data(folder: Path, record: Record, setup: Setup) -> None:
+    """Raise `RunError` if the data of a run is not what it was when the run began."""
+    if record.fingerprint != setup.fingerprint:
+        raise RunError(
+            f"the data of run {folder} has changed since the run began: it had {record.images:,} training images then, "
+            f"and has {len(setup.splits.train):,} now. If both numbers are equal, names or labels of images have "
+            "changed, or another split has. To resume the run, restore its data"
         )
 
 
