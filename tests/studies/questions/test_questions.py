@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
+import torch
 
+from vitrail.models.variants import build
 from vitrail.studies.claims import Alike, Better, Claim, GainShrinks
 from vitrail.studies.cost import CELL_SECONDS, cost_of, sizes_for
 from vitrail.studies.questions import STUDIES
@@ -82,3 +85,23 @@ def test_the_published_size_has_a_cost(study: Study) -> None:
     points = study.published()
     cost = cost_of(points, (0,), sizes_for(points, Settings()))
     assert cost.flops > 1e18 and study.paper and study.question.endswith("?")
+
+
+def test_each_kind_of_attention_changes_what_the_network_computes() -> None:
+    """Two arms with equal weights once had equal outputs, because the class token sees all patches in every kind."""
+    images = torch.randn(2, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    outputs: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
+    for one in points_of(STUDIES["attention"], "quick"):
+        config = one.stages[0].config
+        torch.manual_seed(0)
+        network = build(config.model.resolve(num_classes=3, image_size=(28, 28), channels=1)).eval()
+        torch.nn.init.normal_(network.head.weight, generator=torch.Generator().manual_seed(1))
+        weights = weights or network.state_dict()
+        kept = {name: tensor for name, tensor in weights.items() if name in network.state_dict()}
+        fitting = {name: tensor for name, tensor in kept.items() if tensor.shape == network.state_dict()[name].shape}
+        network.load_state_dict(fitting, strict=False)
+        with torch.no_grad():
+            outputs[one.arm] = network(images)
+    for first, second in itertools.combinations(outputs, 2):
+        assert (outputs[first] - outputs[second]).abs().max() > 1e-3, (first, second)
