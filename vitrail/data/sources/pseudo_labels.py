@@ -72,13 +72,13 @@ class ClassCounts:
 
     label: str
     predicted: int
-    """Images whose most likely class is this one."""
+    """Number of images whose most likely class is this one."""
     confident: int
-    """Those of them that are confident enough."""
+    """Number of the predicted images whose probability reaches the least confidence."""
     different: int
-    """Those of them that were chosen."""
+    """Number of the confident images that were chosen, each counted once."""
     chosen: int
-    """The chosen images with their repetitions."""
+    """Number of the chosen images, with their repetitions."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,8 +64,9 @@ class Service:
         threads = torch.get_num_threads()
         self._compute = Compute(min(threads, MOST_WORKERS) if on_cpu else 1, threads)
         self._decode = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "vitrail-decode")
-        self._draw = ThreadPoolExecutor(1, "vitrail-overlay")  # one at a time, because each needs much memory
-        self._parse = ThreadPoolExecutor(1, "vitrail-parse")  # likewise: JSON takes many times the memory of its text
+        # Overlays are drawn, and JSON bodies are parsed, one at a time, because each takes much memory.
+        self._draw = ThreadPoolExecutor(1, "vitrail-overlay")
+        self._parse = ThreadPoolExecutor(1, "vitrail-parse")
         self._overlays = overlays
         self._accepted = 0
         self._precision = precision

@@ -57,7 +57,7 @@ class Codebook(nn.Module):
         one with the lowest index is returned."""
         with torch.no_grad(), torch.autocast(vectors.device.type, enabled=False):
             flat = vectors.float().flatten(0, -2)
-            # The square of each vector is left out, because it is the same for all codes.
+            # |v - c|² is |v|² - 2 v·c + |c|². For one vector v, all codes c share |v|², so |v|² is not computed.
             distances = torch.addmm(self.codes.square().sum(dim=1), flat, self.codes.T, alpha=-2)
             return distances.argmin(dim=1).view(vectors.shape[:-1])
 
