@@ -73,7 +73,7 @@ def _of_task(given: Mapping[str, Any]) -> dict[str, Option]:
 COMMAND = Command(
     name="noisy-student",
     summary="""Train on labelled images and on many more without labels (Noisy Student, 1911.04252). A teacher labels
-    images, of which the confident ones are chosen, equally many of each class. A student, at least as large, learns
+    images, and equally many confident images of each class are chosen. A student, at least as large, learns
     from all of them with noise, and is the next teacher.
 
     All settings of vitrail train are those of the students. If the command is stopped, run it again to continue.""",

@@ -203,7 +203,7 @@ class VisionTransformer(nn.Module):
         read: int | None,
         visit: Visit | None,
     ) -> Float[Tensor, "b m width"]:
-        """Return the mean of both streams after the last block, of which the first `read` tokens. They begin as the
+        """Return the first `read` tokens of the mean of both streams after the last block. Both streams begin as the
         same tokens."""
         blocks = [block for block in self.blocks if isinstance(block, ReversibleBlock)]
         first = second = z

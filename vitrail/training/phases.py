@@ -32,7 +32,7 @@ class Phase:
     cost: float = 1.0
     """FLOPs of a step as a fraction of those of a step in the last phase."""
     flops: int = 0
-    """FLOPs of a step of all processes, of which frozen layers have no backward pass. 0 if they are unknown."""
+    """FLOPs of a step of all processes. Frozen layers have no backward pass. 0 if the FLOPs are unknown."""
 
     def step_flops(self, network: AnyConfig, task: Task, trained_blocks: int | None = None) -> int:
         """Return the FLOPs of one step. By default all blocks are trained, otherwise the last `trained_blocks`."""

@@ -143,7 +143,7 @@ def _of_head(predictions: Predictions, source: Source) -> SeenImages:
 
 
 def _of_features(features: FeatureSet, source: Source) -> SeenImages:
-    """Return the images of which a model without a head has features. They need no labels."""
+    """Return the images whose features are shown for a model without a head. They need no labels."""
     if not len(features):
         raise DataError("no image can be decoded, so there is nothing to report on")
     skipped = {item.key for item in features.skipped}

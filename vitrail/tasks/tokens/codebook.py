@@ -130,7 +130,7 @@ def perplexity(counts: Float[Tensor, " size"]) -> Float[Tensor, ""]:
 
 
 def _gathered(rows: Float64[Tensor, "b columns"], processes: Processes) -> Float64[Tensor, "all columns"]:
-    """Return the rows of all processes, each of which has equally many."""
+    """Return the rows of all processes. Each process has the same number of rows."""
     if not processes.are_several:
         return rows
     found = rows.new_zeros(processes.world, *rows.shape)

@@ -1,4 +1,4 @@
-"""Pseudo labels: a teacher predicts the classes of images, of which the confident ones are chosen and balanced."""
+"""Pseudo labels: a teacher predicts classes, and equally many confident images of each class are chosen."""
 
 from __future__ import annotations
 
