@@ -72,3 +72,24 @@ def test_a_ratio_needs_falling_errors_and_two_seeds() -> None:
     assert "one seed" in LessCompute("less", "vit", "bit").check(one).evidence[0]
     flat = Results([*arm("vit", law(3.0)), *arm("bit", lambda x: 0.5, noise=0.0)])
     assert LessCompute("less", "vit", "bit").check(flat).evidence == ("no seed has a falling error of both arms",)
+
+
+def test_an_arm_that_hardly_learns_gives_a_ratio_beyond_all_numbers() -> None:
+    flat = [measured("bit", values, x=x, label=f"{x:g}") for x, values in ((1e9, [0.1, 0.1]), (1e11, [0.10001, 0.7]))]
+    found = LessCompute("less", "vit", "bit").check(Results([*arm("vit", law(1.0), seeds=2), *flat]))
+    assert found.outcome == "not shown" and ": 1e+304, 95 % interval 0 to 1e+304 (2 seeds)" in found.evidence[0]
+
+
+def test_arms_without_errors_have_no_ratio() -> None:
+    arms = [
+        measured(name, [value, value], x=x, label=f"{x:g}")
+        for name in ("vit", "bit")
+        for x, value in zip(COMPUTE, (0.5, 0.75, 1.0), strict=True)
+    ]
+    found = LessCompute("less", "vit", "bit").check(Results(arms))
+    assert found.outcome == "not shown" and "both arms reach an error of 0" in found.evidence[0]
+
+
+def test_an_arm_that_was_not_measured_is_named() -> None:
+    found = LessCompute("less", "vit", "bit").check(Results(arm("vit", law(1.0))))
+    assert found.outcome == "not shown" and found.evidence == ("bit was not measured",)

@@ -12,6 +12,9 @@ from vitrail.studies.statistics import PowerLaw, estimate, power_law
 
 __all__ = ["LessCompute", "PowerLawFit", "frontier"]
 
+MAX_LOG = 700.0
+"""Largest logarithm of a ratio that is shown as a number."""
+
 Line = Sequence[tuple[float, float]]
 """Points of compute and error."""
 
@@ -72,19 +75,22 @@ class LessCompute:
 
     def check(self, results: Results) -> Finding:
         """Return the verdict on the ratio of the compute. The error is the smallest one that both arms reach."""
+        if missing := [arm for arm in (self.first, self.second) if not results.of_arm(arm)]:
+            return Finding(self.text, "not shown", (f"{missing[0]} was not measured",))
         lines = [_lines(results, arm) for arm in (self.first, self.second)]
         laws = [_laws(results, arm) for arm in (self.first, self.second)]
         seeds = sorted(seed for seed in laws[0] if seed in laws[1] and laws[0][seed].slope < 0 > laws[1][seed].slope)
         if not seeds:
             return Finding(self.text, "not shown", ("no seed has a falling error of both arms",))
         error = max(_mean_of_best([line[seed] for seed in seeds]) for line in lines)
-        logs = [math.log(laws[1][seed].x_at(error) / laws[0][seed].x_at(error)) for seed in seeds]
-        found = estimate(logs)
+        if not error:
+            return Finding(self.text, "not shown", ("both arms reach an error of 0, which no power law has",))
+        found = estimate([laws[1][seed].log_x_at(error) - laws[0][seed].log_x_at(error) for seed in seeds])
+        mean, low, high = (math.exp(min(end, MAX_LOG)) for end in (found.mean, found.low, found.high))
         text = f"compute of {self.second} divided by that of {self.first} at an error of {error:.2%}: "
-        text += f"{math.exp(found.mean):.2f}"
+        text += f"{mean:.2f}" if mean < 1000 else f"{mean:.2g}"
         if found.count < 2:
             return Finding(self.text, "not shown", (f"{text} with one seed, which has no interval",))
-        low, high = (math.exp(min(end, 700.0)) for end in (found.low, found.high))
         outcome: Outcome = "shown" if found.low > 0 else "contradicted" if found.high < 0 else "not shown"
         text += f", 95 % interval {low:.2g} to {high:.2g} ({found.count} seeds)"
         return Finding(self.text, outcome, (text,))

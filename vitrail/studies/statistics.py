@@ -77,12 +77,9 @@ class PowerLaw:
     slope: float
     intercept: float
 
-    def x_at(self, y: float) -> float:
-        """Return the x at which the law has the value y."""
-        return math.exp((math.log(y) - self.intercept) / self.slope)
-
-    def y_at(self, x: float) -> float:
-        return math.exp(self.intercept + self.slope * math.log(x))
+    def log_x_at(self, y: float) -> float:
+        """Return the logarithm of the x at which the law has the value y. The x itself can be too large for a float."""
+        return (math.log(y) - self.intercept) / self.slope
 
 
 def power_law(points: Sequence[tuple[float, float]]) -> PowerLaw | None:
