@@ -90,7 +90,18 @@ class RunResult:
 class Execution:
     """One run, from a network or the newest checkpoint to the finished model."""
 
-    def __init__(self, setup: Setup, folder: Path, display: Display, started: float, memory: str) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        folder: Path,
+        display: Display,
+        started: float,
+        memory: str,
+        *,
+        max_seconds: float | None = None,
+    ) -> None:
+        """`max_seconds` is the time after `started` at which this process stops. By default it is that of the config.
+        It is not recorded in the run's folder."""
         self.setup = setup
         self.folder = folder
         self.processes = setup.processes
@@ -105,6 +116,7 @@ class Execution:
         self.best = BestModel(folder)
         self.display = display if setup.processes.is_first else Display()
         self.started = started
+        self.max_seconds = setup.config.run.max_seconds if max_seconds is None else max_seconds
         self.memory = memory
         """A sentence about the memory that the run needs."""
 
@@ -146,8 +158,7 @@ class Execution:
     def _train(self, state: TrainState, plan: Plan, probes: Sequence[Probe]) -> Monitor:
         """Take the steps that are left, and return the monitor that received them. Signals stop the run meanwhile."""
         setup, journal, display = self.setup, self.journal, self.display
-        limit = setup.config.run.max_seconds
-        with StopRequest(None if limit is None else self.started + limit) as stop:
+        with StopRequest(None if self.max_seconds is None else self.started + self.max_seconds) as stop:
             sinks = Sinks(journal, self.checkpoints, display)
             monitor = Monitor(
                 state,

@@ -155,7 +155,7 @@ def resume(
             model = open_again(record.config.start, str(folder), record.origin.sha256)
         changed, differences = changed_config(folder, record.config, changes, allow)
         config = changed if length is None else length.apply(changed)
-        config = config if max_time is None else config.override(max_time=max_time)
+        max_seconds = None if max_time is None else config.override(max_time=max_time).run.max_seconds
         setup = prepare(
             config, model=model, origin=record.origin, objects=objects, measure_test=measure_test, processes=processes
         )
@@ -168,9 +168,9 @@ def resume(
             torch.manual_seed(record.config.run.seed)
             trained, setup, notes = make_network(setup, model)
             if differences:
-                lasting = setup.config.override(max_time=record.config.run.max_time)
-                processes.on_first(lambda: replace_config(folder, lasting))
-            run = Execution(setup, folder, display or Display(), started, _memory_of_resumed(setup))
+                processes.on_first(lambda: replace_config(folder, setup.config))
+            memory = _memory_of_resumed(setup)
+            run = Execution(setup, folder, display or Display(), started, memory, max_seconds=max_seconds)
             before = record.config.total_steps(record.images)
             extends = None if length is None else before
             return run.go(trained, notes, probes, resuming=True, extends=extends, changes=differences)

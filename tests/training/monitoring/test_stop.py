@@ -18,6 +18,7 @@ from vitrail.errors import Stopped
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.monitoring.stop import StopRequest, interrupted_by_signals
+from vitrail.training.records.extension import Length
 from vitrail.training.records.record import read_record
 from vitrail.training.run import resume, train
 
@@ -52,6 +53,8 @@ def test_a_run_stops_after_its_time_and_goes_on(tiny: Callable[..., TrainConfig]
         resume(caught.value.run)
     assert resume(caught.value.run, max_time="10m").summary["steps"] == 4
     assert read_record(caught.value.run).config.run.max_time == "0.001s"
+    assert resume(caught.value.run, length=Length(steps=5), max_time="10m").summary["steps"] == 5
+    assert read_record(caught.value.run).config.run.max_time == "0.001s", "an extension does not record the time"
 
 
 def test_a_hangup_asks_and_can_come_twice() -> None:
