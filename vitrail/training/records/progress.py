@@ -96,6 +96,8 @@ class ProgressPage:
         step = max((event.get("step", 0) for event in events), default=0)
         done = f"{step:,} of {self.steps:,} steps"
         for event in reversed(events):
+            if event["event"] == "resumed":  # the ends before do not count
+                break
             if event["event"] == "failed":
                 return f"The run failed after {done}: {event['reason']}."
             if event["event"] == "finished":
