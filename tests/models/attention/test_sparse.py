@@ -138,6 +138,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "chunk": ({"attention": "lsh:chunk=0"}, r"chunk=0 is less than 1"),
     "buckets": ({"attention": "lsh:buckets=3"}, r"buckets=3 is not an even number; 0 is about one for each chunk"),
+    "no head": ({"attention": "lsh", "heads": 0}, r"^heads=0 is less than 1$"),
     "norms": ({"attention": "lsh", "qk_norm": True}, r"^qk_norm=True does not fit attention='lsh', whose keys have"),
     "bias": (
         {"attention": "lsh", "positions": "relative-bias"},

@@ -23,8 +23,7 @@ class FullAttention(AttentionKind):
     can_reduce = True
 
     def problems(self) -> list[str]:
-        width, heads = self.config.width, self.config.heads
-        return [f"width={width} is not divisible by heads={heads}"] if heads >= 1 and width % heads else []
+        return self.heads_problems()
 
     def layer_class(self) -> type[SelfAttention]:
         """Return the class of the layer. It takes the arguments of `SelfAttention`."""

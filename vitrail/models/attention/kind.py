@@ -237,6 +237,12 @@ class AttentionKind:
         """Return a message for every field of the config that does not fit this attention."""
         return []
 
+    def heads_problems(self) -> list[str]:
+        """Return a message if the number of heads does not divide the width. The config itself checks that there is a
+        head."""
+        width, heads = self.config.width, self.config.heads
+        return [f"width={width} is not divisible by heads={heads}"] if heads >= 1 and width % heads else []
+
     def context(self) -> AttentionContext | None:
         """Return a new module of what all blocks share, or None."""
         return None

@@ -56,9 +56,7 @@ class LshAttention(AttentionKind):
 
     def problems(self) -> list[str]:
         config, settings, name = self.config, self.settings, f"attention={self.config.attention!r}"
-        found = (
-            [f"width={config.width} is not divisible by heads={config.heads}"] if config.width % config.heads else []
-        )
+        found = self.heads_problems()
         for field in ("chunk", "rounds"):
             if getattr(settings, field) < 1:
                 found.append(f"{name}: {field}={getattr(settings, field)} is less than 1")
