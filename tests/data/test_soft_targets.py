@@ -114,7 +114,7 @@ def softmax(rows: Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize(("smoothing", "weights"), [(0.0, "none"), (0.2, "none"), (0.1, "balanced")])
 def test_the_loss_is_the_formula(smoothing: float, weights: Any) -> None:
-    """Labelled and pseudo-labelled images share one mean cross-entropy, as in the paper (1911.04252, equation 2)."""
+    """Labelled and pseudo-labelled images share one mean cross-entropy, as in Noisy Student (1911.04252)."""
     batch, source = whole_batch()
     class_weights = balanced_weights(source) if weights == "balanced" else None
     network = small_network(num_classes=4)

@@ -75,9 +75,10 @@ def test_table_3(
 
 
 def test_dino_in_every_detail() -> None:
-    """The defaults of main_dino.py, and the options of the longer run in its README."""
+    """The defaults of main_dino.py, and the options of the longer run in its README. With 64 images per GPU, the shorter
+    run has 8 GPUs, and the longer one has 16."""
     base, longer = (PAPER_RECIPES[f"vit-s16-i1k-dino-{epochs}"]() for epochs in (100, 300))
-    assert (base.run.epochs, longer.run.epochs, base.run.batch_size) == (100, 300, 1024)
+    assert [(config.run.epochs, config.run.batch_size) for config in (base, longer)] == [(100, 512), (300, 1024)]
     task: Any = base.task
     assert (task.prototypes, task.projection_hidden, task.bottleneck, task.unit_prototypes) == (65_536, 2048, 256, True)
     assert (task.local_views, task.local_size, task.local_crop_area) == (8, (96, 96), (0.05, 0.4))
@@ -86,8 +87,9 @@ def test_dino_in_every_detail() -> None:
     assert longer.task == dataclasses.replace(
         task, target_temperature=0.07, target_temperature_epochs=30.0, unit_prototypes=False
     )
-    optimizer = base.optimizer.for_batch_size(1024)
-    assert (optimizer.learning_rate, optimizer.end_learning_rate, optimizer.warmup) == (2e-3, 1e-6, "10 epochs")
+    assert longer.optimizer == base.optimizer and longer.optimizer.for_batch_size(1024).learning_rate == 2e-3
+    optimizer = base.optimizer.for_batch_size(512)
+    assert (optimizer.learning_rate, optimizer.end_learning_rate, optimizer.warmup) == (1e-3, 1e-6, "10 epochs")
     assert (optimizer.weight_decay, optimizer.end_weight_decay, optimizer.clip) == (0.04, 0.4, 3.0)
     assert base.augment.settings.crop_area == (0.4, 1.0) and base.images.interpolation == "bicubic"
     network = network_of(base, 0)
@@ -119,7 +121,8 @@ def test_beit_in_every_detail() -> None:
     assert (config.run.epochs, config.run.batch_size, config.images.image_size) == (800, 2048, (224, 224))
     optimizer = config.optimizer
     assert (optimizer.learning_rate, optimizer.end_learning_rate, optimizer.warmup) == (1.5e-3, 1e-5, "10 epochs")
-    assert (optimizer.beta1, optimizer.beta2, optimizer.weight_decay, optimizer.clip) == (0.9, 0.98, 0.05, 3.0)
+    assert (optimizer.beta1, optimizer.beta2, optimizer.weight_decay, optimizer.clip) == (0.9, 0.999, 0.05, 3.0)
+    assert config.augment.colour_jitter == (0.4, 0.4, 0.4, 0.0)
     assert (network.layer_scale, network.stochastic_depth, network.has_class_token) == (0.1, 0.1, True)
     assert (network.positions, network.positions_at) == ("relative-bias", "shared")
     assert config.augment.settings.crop_area == (0.08, 1.0) and config.images.mean == (0.485, 0.456, 0.406)

@@ -1,6 +1,6 @@
 """The choice of predicted labels to learn from: confident ones, with equally many images of each class.
 
-The rules are those of Noisy Student (1911.04252, section 3.2).
+The rules are those of Noisy Student (1911.04252).
 """
 
 from __future__ import annotations

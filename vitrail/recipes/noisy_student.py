@@ -51,13 +51,17 @@ def noisy_folder() -> NoisyStudentConfig:
 def noisy_vit_l16_i1k() -> NoisyStudentConfig:
     """Return the paper's rounds, with a Vision Transformer in place of EfficientNet-L2.
 
-    These settings are the paper's: 300 million unlabelled images, probabilities of at least 0.3, 130,000 images of each
-    class, soft labels, three rounds, 14 of them for each of the 2,048 labelled images of a step, 350 epochs of the
-    labelled images, RandAugment with two operations of magnitude 27, and a stochastic depth of 0.2. The paper's last
-    round has 28 unlabelled images for each labelled one.
+    These settings are those of the published code (google-research/noisystudent) for its largest networks:
+    probabilities of at least 0.3, 130,000 images of each class, soft labels, 350 epochs of the labelled images,
+    RandAugment with two operations of magnitude 27, and a stochastic depth of 0.2. The paper has 300 million unlabelled
+    images. Two more settings are the paper's, but they were not checked against its text: steps of 2,048 labelled
+    images, and three rounds with 14, 14 and 28 unlabelled images for each of them. The recipe has 14 in every round.
 
-    These are not: the network, its optimizer and its learning rate, which are usual for Vision Transformers; dropout in
-    all blocks instead of 0.5 before the head; training at a single image size.
+    These are not published: the network, its optimizer, its weight decay and its learning rate, which are usual for
+    Vision Transformers; dropout in all blocks instead of 0.5 before the head; no label smoothing, which the code has
+    for labelled images (0.1); training at a single image size. The first teacher is the same network, trained on the
+    labelled images. Every teacher chooses the images anew, but the authors' teachers label images that were chosen
+    once.
 
     Command: `vitrail noisy-student vit-l16-i1k --data IMAGENET --unlabelled IMAGES`.
     Published result: 88.4 % on ImageNet with EfficientNet-L2 (1911.04252, Table 2). It was not repeated here.

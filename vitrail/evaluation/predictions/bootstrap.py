@@ -82,7 +82,7 @@ def calibration_error_interval(
 ) -> Metric:
     """Return the expected calibration error, with a bootstrap interval that contains it.
 
-    The error is a sum of absolute values, so noise makes the estimate too large (Kumar et al. 1909.10155, section 4).
+    The error is a sum of absolute values, so noise makes the estimate too large (Kumar et al. 1909.10155).
     Resampling adds the same noise again, and percentiles of the resampled errors can all lie above the estimate. The
     bootstrap estimate of this bias (Efron & Tibshirani 1993, section 10.2) is the median of the resampled errors minus
     the estimate. The interval is that of the percentiles, shifted down by this bias, and limited to [0, 1]. It is an

@@ -46,8 +46,8 @@ def moco_i1k(variant: str, overrides: dict[str, Any]) -> TrainConfig:
     warm-up of 40 epochs and a cosine decay. The patch projection is not trained.
 
     Some details differ from the published code. Blur, random grey and solarisation do not exist here, and colour jitter
-    changes every view instead of 80 % of the views. The dense layers have layer norms instead of batch norms. Norms,
-    biases and tokens do not decay.
+    changes every view instead of 80 % of the views. The dense layers have layer norms instead of batch norms, and no
+    norm after the last layer. Norms, biases and tokens do not decay.
     """
     return TrainConfig(
         data=DataConfig(spec=DATA["i1k"], validation="train", validation_share=0.01),

@@ -74,8 +74,9 @@ def vqvae_i1k() -> TrainConfig:
 
     BEiT uses the tokenizer of DALL-E, a convolutional network whose training data is not public. This recipe has its
     sizes: 14 x 14 tokens of images of 112 x 112 pixels, and 8,192 codes. The width and the depth of both transformers
-    and the 32 numbers of a code are those of the small ViT-VQGAN (2110.04627). The optimizer, the batch size, the
-    number of steps, the commitment and the decay of the codes are those of VQ-VAE on ImageNet (1711.00937).
+    and the 32 numbers of a code are those of the small ViT-VQGAN (2110.04627). The learning rate of Adam, the batch
+    size and the number of steps are those of VQ-VAE on CIFAR-10 (1711.00937, section 4.1), since that paper states none
+    for ImageNet. The commitment and the decay of the codes are that paper's as well.
     """
     return TrainConfig(
         data=DataConfig(spec=DATA["i1k"], validation="train", validation_share=0.01),
@@ -94,13 +95,15 @@ def beit_i1k() -> TrainConfig:
     """Return the config of the published code's pre-training of BEiT-B/16 on ImageNet (2106.08254), with 800 epochs.
 
     75 of the 196 patches are masked in blocks, and the tokens of a tokenizer with 8,192 codes are predicted, which sees
-    the images with 112 x 112 pixels. The optimizer is AdamW with a learning rate of 1.5e-3, a beta2 of 0.98, a warm-up
-    of 10 epochs, a cosine decay to 1e-5 and a weight decay of 0.05. The norm of the gradient is limited to 3.
+    the images with 112 x 112 pixels. The optimizer is AdamW with a learning rate of 1.5e-3, a warm-up of 10 epochs, a
+    cosine decay to 1e-5 and a weight decay of 0.05. The norm of the gradient is limited to 3. Images are cropped and
+    mirrored, and their brightness, contrast and saturation change by up to 40 %.
 
     Some details differ from the published code. The tokenizer is one of this package (`beit-tokenizer-i1k`), because
     that of DALL-E does not exist here. The tokenizer sees the network's views at half their size, and not a second
     scaling of the image. If blocks have fewer than 75 patches, single patches follow. Weights start as in the other
-    recipes.
+    recipes. Relative positions have no bias for pairs with the class token, and neither they nor the mask embedding
+    decay.
     """
     return TrainConfig(
         data=DataConfig(spec=DATA["i1k"], validation="train", validation_share=0.01),
@@ -124,7 +127,7 @@ def beit_i1k() -> TrainConfig:
             },
         ),
         images=Preprocess(image_size=(224, 224), mean=IMAGENET_MEAN, std=IMAGENET_STD, interpolation="bicubic"),
-        augment=Augment(flip=True, crop_area=(0.08, 1.0)),
+        augment=Augment(flip=True, crop_area=(0.08, 1.0), colour_jitter=(0.4, 0.4, 0.4, 0.0)),
         optimizer=OptimizerConfig(
             learning_rate=1.5e-3,
             schedule="cosine",
@@ -132,7 +135,6 @@ def beit_i1k() -> TrainConfig:
             warmup="10 epochs",
             warmup_from_zero=True,
             weight_decay=0.05,
-            beta2=0.98,
             clip=3.0,
         ),
         run=RunConfig(epochs=800.0, batch_size=2048, keep="last"),

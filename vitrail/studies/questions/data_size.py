@@ -1,4 +1,4 @@
-"""The study `data-size`: how much data each architecture needs (2010.11929, Figures 3 and 4)."""
+"""The study `data-size`: how much data each architecture needs (2010.11929, Figures 3 to 5)."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ DATA_SIZE = Study(
     question="How many training images does a Vision Transformer need to be better than a ResNet?",
     paper=(
         "Figures 3 and 4 of 2010.11929: with 9 million images of JFT-300M, ResNets are better than Vision Transformers "
-        "of similar compute; with 90 million and more, Vision Transformers are better. Hybrids are better than pure "
-        "transformers for small budgets."
+        "of similar compute; with 90 million and more, Vision Transformers are better. Figure 5: hybrids are better "
+        "than pure transformers for small budgets of compute."
     ),
     points=_points,
     claims=_claims,
