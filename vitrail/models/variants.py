@@ -84,8 +84,8 @@ PUBLISHED = (
     "BiT-R50x1", "BiT-R101x1", "BiT-R50x3", "BiT-R101x3", "BiT-R152x2", "BiT-R152x4", "BiT-R200x3",
     "BiT-Pico", "BiT-Nano",
 )  # fmt: skip
-"""Published combinations of size and patch, as `vitrail models` lists them. Any size also works with any other
-patch."""
+"""Combinations of size and patch that `vitrail models` lists: published ones, and the small networks of this package.
+Any size also works with any other patch."""
 
 VIT = re.compile(r"ViT-(?P<size>\w+)/(?P<patch_h>[1-9]\d*)(x(?P<patch_w>[1-9]\d*))?")
 HYBRID = re.compile(r"(Conv|R((?P<layers>\d+)(x(?P<factor>[1-9]\d*))?)?)\+ViT-(?P<size>\w+)/(?P<patch>[1-9]\d*)")

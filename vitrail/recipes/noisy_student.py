@@ -54,8 +54,8 @@ def noisy_vit_l16_i1k() -> NoisyStudentConfig:
     These settings are those of the published code (google-research/noisystudent) for its largest networks:
     probabilities of at least 0.3, 130,000 images of each class, soft labels, 350 epochs of the labelled images,
     RandAugment with two operations of magnitude 27, and a stochastic depth of 0.2. The paper has 300 million unlabelled
-    images. Two more settings are the paper's, but they were not checked against its text: steps of 2,048 labelled
-    images, and three rounds with 14, 14 and 28 unlabelled images for each of them. The recipe has 14 in every round.
+    images, and steps of 2,048 labelled images with 14 unlabelled ones for each. It has three rounds, the last of which
+    has 28 for each; only these two numbers were not checked against its text. The recipe has 14 in every round.
 
     These are not published: the network, its optimizer, its weight decay and its learning rate, which are usual for
     Vision Transformers; dropout in all blocks instead of 0.5 before the head; no label smoothing, which the code has

@@ -57,7 +57,8 @@ SCHEDULES = (
 LEARNING_RATE, BATCH_SIZE = 0.003, 512
 SMALL, LARGE = (160, 128), (512, 480)
 """Settings for small and for large images: the side in pixels to which a training image is scaled, and the side of the
-box that is cut out of the scaled image."""
+box that is cut out of the scaled image. They are those of the original code. The paper has 512 and 480 for R152x4 only,
+and 448 and 384 for large images with its other networks."""
 
 
 def schedule_for(images: int) -> StepSchedule:

@@ -90,8 +90,8 @@ TABLE_4: dict[TableRow, Row] = {
     "vtab": Row(0, 2500, 500, (0.01,), 0.0, "VTAB", 448),
 }
 """Rows by name. The paper names data sets instead of numbers of images, so the bounds between the first three rows are
-those of BiT's HyperRule. For VTAB the paper uses the preprocessing of BiT (1912.11370, section 3.3) at 384 pixels:
-scaling to 448 x 448, a random box of 384 x 384, and mirroring."""
+those of BiT's HyperRule. For VTAB the paper uses the preprocessing of BiT (1912.11370, section 3.3) at 384 pixels,
+where BiT scales to 448 x 448, cuts out a random box of 384 x 384, and mirrors."""
 
 VTAB_HELD_OUT = 0.2
 """Fraction of the 1,000 images of a VTAB task that is held out if several learning rates are tried."""
