@@ -1,7 +1,7 @@
 """Similarity of the features of layers, in one network or two: centred kernel alignment (1905.00414).
 
 The estimator of the Hilbert-Schmidt independence criterion (HSIC) is unbiased, and it is averaged over minibatches
-(2010.15327, equation 3).
+(2010.15327).
 """
 
 from __future__ import annotations

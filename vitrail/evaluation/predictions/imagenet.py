@@ -192,7 +192,7 @@ class RealAccuracy:
 def real_accuracy(
     predictions: Predictions, real: Sequence[tuple[int, ...]], *, bootstrap: int = 1000, seed: int = 0
 ) -> RealAccuracy:
-    """Return the accuracy by the reassessed labels (2006.07159, section 4), with a 95 % interval.
+    """Return the accuracy by the reassessed labels (2006.07159), with a 95 % interval.
 
     A prediction is correct if the likeliest class is one of the reassessed labels. Images without a reassessed label
     are skipped. File names like ILSVRC2012_val_00000001.JPEG identify the images.
