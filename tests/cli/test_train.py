@@ -36,16 +36,17 @@ def test_a_folder_of_colours_is_learned_shown_and_used(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     more = ["--steps", "30", "--image-size", "16", "24", "--learning-rate", "0.003", "--batch-size", "12"]
-    assert run("--data", str(colour_folder), *TINY, *more) == 0
+    place = "runs/my [red] run"
+    assert run("--data", str(colour_folder), "--run", place, *TINY, *more) == 0
     shown = capsys.readouterr().out
     assert "has no validation split" in shown and "validation accuracy" in shown
     assert "; training accuracy " in shown and "(last training steps, with augmentation)" in shown
     assert "waiting for data" in shown and "first step after" in shown and "peak memory" in shown
-    assert "vitrail predict runs/colours/model runs/colours/examples" in shown
-    description = json.loads((tmp_path / "runs/colours/model/model.json").read_text())
+    assert f"vitrail predict '{place}/model' '{place}/examples'" in shown
+    description = json.loads((tmp_path / place / "model/model.json").read_text())
     assert description["classes"] == ["blue", "green", "red"]
     assert description["config"]["image_size"] == [16, 24]
-    assert main(["predict", "runs/colours/model", "runs/colours/examples", "--json"]) == 0
+    assert main(["predict", f"{place}/model", f"{place}/examples", "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert all(row["label"] in Path(row["image"]).name for row in rows)
 

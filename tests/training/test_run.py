@@ -283,6 +283,9 @@ def test_an_existing_folder_is_left_alone(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"^run folder '.*run' exists; choose another --run, go on with --resume "):
         train(tiny())
     assert not list((tmp_path / "run").iterdir())
+    (tmp_path / "my run").mkdir()
+    with pytest.raises(RunError, match=r"go on with --resume '.*/my run', or replace it"):
+        train(tiny(run=str(tmp_path / "my run")))
 
 
 def test_overwrite_replaces_a_run_and_nothing_else(tiny: Tiny, tmp_path: Path) -> None:

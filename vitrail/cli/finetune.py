@@ -168,7 +168,7 @@ def main(call: Call) -> int:
             )
     except Stopped as stop:
         part = _part(stop.run)
-        how = f"The run is {part}; {AGAIN}" if part else f"Continue with: vitrail finetune --resume {stop.run}"
+        how = f"The run is {part}; {AGAIN}" if part else f"Continue with: vitrail finetune --resume {shlex.quote(str(stop.run))}"
         raise Stopped(f"{stop}\n{how}", stop.run) from None
     _report(display, result)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -151,7 +152,7 @@ def main(call: Call) -> int:
     best = max(rounds, key=lambda one: one.metrics["validation_accuracy"])
     console.print(
         f"Round {best.number} is best on the validation split. Its model is {best.model}. "
-        f"Use it: vitrail predict {best.model} IMAGE",
+        f"Use it: vitrail predict {shlex.quote(best.model)} IMAGE",
         highlight=False,
         markup=False,
         soft_wrap=True,

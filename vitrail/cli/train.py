@@ -233,10 +233,10 @@ def main(call: Call) -> int:
                 display.say(f"published result: {paper.result} {paper.measured} ({paper.source})")
             result = train(config, data=data, initial=initial, display=display, started=call.started)
     except Stopped as stop:
-        further = Stopped(f"{stop}\nContinue with: vitrail train --resume {stop.run}", stop.run)
+        further = Stopped(f"{stop}\nContinue with: vitrail train --resume {shlex.quote(str(stop.run))}", stop.run)
         further.is_reported = stop.is_reported
         raise further from None
-    _report(console, result)
+    _report(display, result)
     return 0
 
 
@@ -258,8 +258,9 @@ def _from_data(given: Mapping[str, Any], display: ConsoleDisplay, started: float
     check_request(base)
     check_columns(base)
     data = base.data.open_whole()
+    splits = base.data.cut(data)
     display.say("measuring the speed of this machine")
-    plan = plan_for_data(base, base.data.cut(data), explicit, seconds, started=started)
+    plan = plan_for_data(base, splits, explicit, seconds, started=started)
     display.say("settings chosen for this data and machine:")
     for reason in plan.reasons:
         display.say(f"  {reason}")
@@ -317,8 +318,8 @@ def _print_plan(
     console.print(table)
 
 
-def _report(console: Console, result: RunResult) -> None:
-    summary = result.summary
+def _report(display: ConsoleDisplay, result: RunResult) -> None:
+    console, summary = display.console, result.summary
     if result.bundle.classes:
         console.print(_examples(result))
     if result.texts("validation") and (texts := ", ".join(result.texts("train"))):
@@ -341,17 +342,13 @@ def _report(console: Console, result: RunResult) -> None:
     )
     model = result.folder / "model"
     if (page := result.folder / "report.html").is_file():
-        console.print(f"Pictures of held-out images are in {page}", highlight=False, soft_wrap=True)
+        display.say(f"Pictures of held-out images are in {page}")
     if result.bundle.classes:
-        console.print(f"The model is in {model}. Try it:", highlight=False, soft_wrap=True)
-        console.print(f"  vitrail predict {model} {result.folder / 'examples'}", highlight=False, soft_wrap=True)
+        display.say(f"The model is in {model}. Try it:")
+        display.say(f"  {shlex.join(('vitrail', 'predict', str(model), str(result.folder / 'examples')))}")
     else:
-        console.print(
-            f"The model, a network without a head, is in {model}. Adapt it to images with labels:",
-            highlight=False,
-            soft_wrap=True,
-        )
-        console.print(f"  vitrail finetune {model} --data DIR", highlight=False, soft_wrap=True)
+        display.say(f"The model, a network without a head, is in {model}. Adapt it to images with labels:")
+        display.say(f"  vitrail finetune {shlex.quote(str(model))} --data DIR")
 
 
 def _examples(result: RunResult) -> Table:

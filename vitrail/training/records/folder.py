@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def check_place(folder: Path, config: TrainConfig) -> None:
         return
     if not config.run.overwrite:
         raise RunError(
-            f"run folder {str(folder)!r} exists; choose another --run, go on with --resume {folder}, "
+            f"run folder {str(folder)!r} exists; choose another --run, go on with --resume {shlex.quote(str(folder))}, "
             "or replace it with --overwrite"
         )
     if not (folder / "run.json").is_file():

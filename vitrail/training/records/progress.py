@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -103,7 +104,8 @@ class ProgressPage:
             if event["event"] == "finished":
                 return f"The run is finished, after {done}."
             if event["event"] == "stopped":
-                return f"The run was stopped after {done}. It goes on with vitrail train --resume {self.folder}."
+                again = f"vitrail train --resume {shlex.quote(str(self.folder))}"
+                return f"The run was stopped after {done}. It goes on with {again}."
         return f"The run goes on: {done} were done when this page was written. Load the page again to see more."
 
     def _examples(self) -> Iterator[str]:

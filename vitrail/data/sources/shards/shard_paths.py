@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,7 +141,8 @@ def _folder(location: str) -> Located:
             base,
         )
     if _file(base + manifest.UNFINISHED) is not None:
-        raise DataError(f"{location} is not packed completely; continue with: vitrail data pack SPEC {location}")
+        again = f"vitrail data pack SPEC {shlex.quote(location)}"
+        raise DataError(f"{location} is not packed completely; continue with: {again}")
     if remote.is_remote(base):
         found = [path for path in remote.list_files(base) if _is_shard(path)]
     else:
