@@ -263,6 +263,18 @@ def test_colours_are_those_of_the_images() -> None:
     assert grey == (1, (0.2,), (0.05,))
 
 
+def test_colours_of_images_that_cannot_be_decoded_are_skipped() -> None:
+    file = io.BytesIO()
+    draws = np.random.default_rng(0)
+    Image.fromarray(draws.integers(0, 256, (90, 70), dtype=np.uint8)).save(file, "PNG")
+
+    def levels(index: int) -> Any:
+        return file.getvalue()[:2000] if index == 4 else b"no image" if index == 8 else np.full((9, 7, 1), 51, np.uint8)
+
+    assert colours_of(Made(levels, 9)) == (1, (0.2,), (0.05,))
+    assert colours_of(Made(lambda index: b"no image", 3)) == (1, (0.5,), (0.05,))
+
+
 def test_data_without_images_is_refused() -> None:
     with pytest.raises(ConfigError, match="data 'made' has no image"):
         planned(digits, images=0)

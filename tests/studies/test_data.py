@@ -35,6 +35,12 @@ def test_settings_follow_from_the_data(tmp_path: Path) -> None:
     assert (found.images, found.classes, found.channels) == (9000, 10, 1)
 
 
+def test_an_image_that_cannot_be_decoded_is_tolerated(tmp_path: Path) -> None:
+    write_folder(tmp_path, colour=False)
+    (tmp_path / "train" / "cat" / "0.png").write_bytes(b"not an image")
+    assert open_study_data(str(tmp_path), "quick").settings.channels == 1
+
+
 def test_the_fingerprint_tells_data_apart(tmp_path: Path) -> None:
     one = open_study_data(write_folder(tmp_path / "a"), "quick").fingerprint
     assert one == open_study_data(write_folder(tmp_path / "b"), "quick").fingerprint

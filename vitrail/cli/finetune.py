@@ -168,7 +168,8 @@ def main(call: Call) -> int:
             )
     except Stopped as stop:
         part = _part(stop.run)
-        how = f"The run is {part}; {AGAIN}" if part else f"Continue with: vitrail finetune --resume {shlex.quote(str(stop.run))}"
+        again = f"Continue with: vitrail finetune --resume {shlex.quote(str(stop.run))}"
+        how = f"The run is {part}; {AGAIN}" if part else again
         raise Stopped(f"{stop}\n{how}", stop.run) from None
     _report(display, result)
     return 0

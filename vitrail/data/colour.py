@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 import numpy as np
 from PIL import Image
@@ -11,7 +12,7 @@ from vitrail.data.pixels.decode import open_image
 from vitrail.data.source import Source
 from vitrail.errors import DataError, UndecodableImage, plural
 
-__all__ = ["MAX_LOOKS", "colour_note", "has_colour", "images_of"]
+__all__ = ["MAX_LOOKS", "colour_note", "colours_in", "has_colour", "images_of"]
 
 MAX_LOOKS = 32
 """Maximum number of images that are decoded."""
@@ -51,6 +52,15 @@ def images_of(source: Source) -> Iterator[bytes | np.ndarray]:
             continue
 
 
+def colours_in(images: Iterable[bytes | np.ndarray | Image.Image]) -> list[bool]:
+    """Return for each image if it has colours. Images that cannot be decoded are skipped."""
+    found = []
+    for image in images:
+        with suppress(UndecodableImage):
+            found.append(has_colour(image))
+    return found
+
+
 def colour_note(images: Iterable[bytes | np.ndarray | Image.Image], channels: int) -> str:
     """Return a sentence about colours that a network of `channels` channels drops, or an empty text if it drops none.
 
@@ -58,12 +68,7 @@ def colour_note(images: Iterable[bytes | np.ndarray | Image.Image], channels: in
     """
     if channels != 1:
         return ""
-    found = []
-    for image in images:
-        try:
-            found.append(has_colour(image))
-        except UndecodableImage:
-            continue
+    found = colours_in(images)
     if not found or sum(found) < MIN_IMAGES * len(found):
         return ""
     many = f"{sum(found):,} of {plural(len(found), 'image')} looked at" if len(found) > 1 else "the image"

@@ -7,13 +7,14 @@ import math
 import shlex
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from vitrail.data.colour import MIN_IMAGES, has_colour, images_of
+from vitrail.data.colour import MIN_IMAGES, colours_in, images_of
 from vitrail.data.pixels.decode import open_image
 from vitrail.data.pixels.preprocess import SPARE, Preprocess
 from vitrail.data.source import Source
@@ -144,18 +145,15 @@ def plan_for_data(
 
 def colours_of(source: Source) -> Colours:
     """Return the number of channels, and the mean and the standard deviation of the levels of up to 32 images."""
-    images, coloured = [], 0
-    for image in images_of(source):
-        try:
-            coloured += has_colour(image)
-        except UndecodableImage:
-            continue
-        images.append(image)
-    channels = 3 if coloured > MIN_IMAGES * len(images) else 1
+    images = list(images_of(source))
+    coloured = colours_in(images)
+    channels = 3 if sum(coloured) > MIN_IMAGES * len(coloured) else 1
     preprocess = Preprocess(image_size=(32, 32), channels=channels, scaled_decode=True)
-    levels = (
-        np.stack([preprocess.pixels(image) for image in images]) / 255 if images else np.full((1, channels, 1, 1), 0.5)
-    )
+    decoded = []
+    for image in images:
+        with suppress(UndecodableImage):  # training skips such images and names them
+            decoded.append(preprocess.pixels(image))
+    levels = np.stack(decoded) / 255 if decoded else np.full((1, channels, 1, 1), 0.5)
     mean, std = levels.mean(axis=(0, 2, 3)), levels.std(axis=(0, 2, 3))
     return Colours(channels, _rounded(mean), _rounded(np.maximum(std, 0.05)))
 

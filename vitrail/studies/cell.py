@@ -71,7 +71,8 @@ class CellResult:
     flops: float
     """FLOPs of the training steps by closed form, with those of the cells that this cell starts from."""
     seconds: float
-    """Seconds from the start of training to the saved model."""
+    """Seconds of the process, with opening the data and measuring the model. The time of earlier processes of the cell,
+    which were killed, is not known."""
     parameters: int
     machine: Mapping[str, Any]
     """Device, threads and versions."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vitrail.data.colour import has_colour, images_of
+from vitrail.data.colour import colours_in, images_of
 from vitrail.data.source import fingerprint
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, plural
@@ -44,13 +44,12 @@ def open_study_data(spec: str, scale: Scale) -> StudyData:
             f"data {spec!r} has no test split; a study reports results on test images, so add a folder test/ or files "
             "whose names begin with test"
         )
-    channels = 3 if any(map(has_colour, images_of(splits.train))) else 1
     settings = Settings(
         scale=scale,
         data=spec,
         images=len(splits.train),
         classes=len(splits.classes),
-        channels=1 if channels == 1 else 3,
+        channels=3 if any(colours_in(images_of(splits.train))) else 1,
     )
     return StudyData(settings, splits, fingerprint(splits.train, splits.validation, splits.test))
 

@@ -29,16 +29,20 @@ RESULTS = Results(
 )
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def written(tmp_path: Path, results: Results) -> Path:
     settings = Settings(scale="quick", data="bundled")
     run = StudyRun(
         study=HEAD, settings=settings, points=tuple(HEAD.points(settings)), seeds=(0, 1, 2), folder=tmp_path,
         fingerprint="f",
     )  # fmt: skip
     run.record()
-    write_study(tmp_path, run, RESULTS)
+    write_study(tmp_path, run, results)
     return tmp_path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return written(tmp_path, RESULTS)
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -66,6 +70,15 @@ def test_the_page_has_the_verdict_the_figure_and_the_table(folder: Path) -> None
     assert '<span class="tag">shown</span>: The mean of the patches works as well as the class token' in page
     assert "attention diverged with 1 of 3 seeds" in page and "a better one may lie beyond: mean." in page
     assert (folder / "figure.svg").read_text().startswith("<svg xmlns=")
+
+
+def test_the_page_tells_the_trials_of_stages_apart(folder: Path, tmp_path: Path) -> None:
+    page = (folder / "study.html").read_text()
+    assert "<td>mean</td><td>0.004</td><td>75.00</td><td>chosen</td>" in page
+    trials = [*RESULTS.trials, replace(RESULTS.trials[0], stage=1, chosen=True)]
+    page = (written(tmp_path / "stages", replace(RESULTS, trials=trials)) / "study.html").read_text()
+    assert "<td>mean</td><td>1</td><td>0.004</td><td>75.00</td><td>chosen</td>" in page
+    assert "<td>mean</td><td>2</td><td>0.0005</td><td>50.00</td><td>chosen</td>" in page
 
 
 def test_a_rate_inside_the_grid_needs_no_note() -> None:

@@ -18,7 +18,7 @@ from vitrail.data.packing.manifest import Manifest
 from vitrail.data.packing.pack import pack
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
-from vitrail.errors import Stopped
+from vitrail.errors import Stopped, plural
 from vitrail.plain import byte_count
 from vitrail.training.monitoring.stop import StopRequest
 
@@ -101,8 +101,8 @@ def _report(manifest: Manifest, options: Pack, console: Console) -> None:
         rescaled = sum(record.rescaled for record in records)
         scaled = f", {rescaled:,} of them scaled down" if options.max_side else ""
         console.print(
-            f"{split}: {manifest.samples[split]:,} images{scaled}, in {len(records):,} shards of {size / 1e6:,.1f} MB "
-            "in all",
+            f"{split}: {plural(manifest.samples[split], 'image')}{scaled}, in {plural(len(records), 'shard')} of "
+            f"{size / 1e6:,.1f} MB in all",
             highlight=False,
             soft_wrap=True,
         )

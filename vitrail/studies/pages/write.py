@@ -116,16 +116,18 @@ def _row(point: PointResult, metrics: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _trials(results: Results) -> str:
+    has_stages = any(trial.stage for trial in results.trials)
     rows = [
         (
             trial.tuning,
+            *([f"{trial.stage + 1}"] if has_stages else []),
             f"{trial.rate:g}",
             "diverged" if trial.value is None else f"{100 * trial.value:.2f}",
             "chosen" if trial.chosen else "",
         )
         for trial in results.trials
     ]
-    return table(("", "learning rate", "validation accuracy", ""), rows)
+    return table(("", *(["stage"] if has_stages else []), "learning rate", "validation accuracy", ""), rows)
 
 
 def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
