@@ -91,4 +91,5 @@ class Study:
     x_name: str = ""
     """Name of the x axis, or "" for studies without an axis."""
     published: Callable[[], Sequence[Point]]
-    """Returns the points of the study in the published size. They are planned and not run."""
+    """Returns the points of the study in the published size. They are planned for their cost and not run. Settings that
+    the paper does not state are assumed, and learning rates do not matter."""

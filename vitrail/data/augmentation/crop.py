@@ -58,10 +58,10 @@ def torchvision_crop(
 ) -> Box:
     """Return a random box inside an image of `height` x `width` pixels, as top, left, height and width.
 
-    The box covers a uniform fraction of the image's area, within `area`. The logarithm of its aspect ratio (width /
-    height) is uniform within the logarithms of `ratio` (1409.4842). Its position is uniform. Up to ten boxes are drawn,
-    and the first that fits into the image is returned. If none fits, the result is the largest centred box whose aspect
-    ratio is in the range.
+    This is the crop of torchvision, an idea of 1409.4842. The box covers a uniform fraction of the image's area, within
+    `area`. The logarithm of its aspect ratio (width / height) is uniform within the logarithms of `ratio`. Its position
+    is uniform. Up to ten boxes are drawn, and the first that fits into the image is returned. If none fits, the result
+    is the largest centred box whose aspect ratio is in the range.
     """
     numbers = _draws(seed, epoch, sample, view, TRIES, Slot.CROP)
     share, log_ratio, down, across = numbers.astype(np.float64).T

@@ -18,7 +18,9 @@ SIZES = {"small": (32, 6), "medium": (64, 10), "large": (96, 14)}
 
 PUBLISHED = {
     "ViT": (("ViT-B/32", 7), ("ViT-B/16", 7), ("ViT-L/32", 7), ("ViT-L/16", 7), ("ViT-L/16", 14), ("ViT-H/14", 14)),
-    "hybrid": (("R50+ViT-B/32", 7), ("R50+ViT-B/16", 7), ("R50+ViT-L/32", 7), ("R50+ViT-L/16", 7)),
+    "hybrid": (
+        ("R50+ViT-B/32", 7), ("R50+ViT-B/16", 7), ("R50+ViT-L/32", 7), ("R50+ViT-L/16", 7), ("R50+ViT-L/16", 14),
+    ),
     "BiT": (
         ("BiT-R50x1", 7), ("BiT-R50x2", 7), ("BiT-R101x1", 7), ("BiT-R152x1", 7), ("BiT-R152x2", 7),
         ("BiT-R152x2", 14), ("BiT-R200x3", 14),
