@@ -149,7 +149,7 @@ def relevance(
     """Return the relevance of the first layer's tokens (columns) for the last layer's tokens (rows).
 
     It starts as the identity R. Each layer adds the product A R, where A is the mean over heads of the positive part
-    of attention times gradient (2103.15679, equations 5 and 6). With the form "gradient", A is the mean of the positive
+    of attention times gradient (2103.15679). With the form "gradient", A is the mean of the positive
     part of the gradient alone.
     """
     _check_form(form)

@@ -1,6 +1,6 @@
 """The health of training: the norm of the weights, the relative size of an update, and the largest attention logit.
 
-Attention logits that grow without limit precede a divergence (2302.05442, section 2). Query-key normalisation
+Attention logits that grow without limit precede a divergence (2302.05442). Query-key normalisation
 (`qk_norm`) keeps them small.
 """
 

@@ -1,4 +1,4 @@
-"""Adafactor (1804.04235) in the variant of big_vision (2106.04560, section 3.4)."""
+"""Adafactor (1804.04235) in the variant of big_vision (2106.04560)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class Schedule:
     """The learning rate of every step: a warm-up to `peak`, then a course that `kind` names, then a cool-down.
 
     - "cosine", "linear", "polynomial": from the peak down to `end` at the end of the run.
-    - "rsqrt": `peak / sqrt(1 + (steps after warm-up + shift) / timescale)` (2106.04560, section 3.5).
+    - "rsqrt": `peak / sqrt(1 + (steps after warm-up + shift) / timescale)` (2106.04560).
     - "staircase": the peak times one of `factors`. The factor of a boundary applies from the step at the boundary.
     - "constant": the peak.
 
