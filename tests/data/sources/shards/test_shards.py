@@ -480,6 +480,16 @@ def test_where_nothing_can_be_written_the_index_is_in_the_cache(tmp_path: Path, 
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_a_file_of_another_program_is_not_replaced(tmp_path: Path, cache: Path, scans: list[str]) -> None:
+    location = write(tmp_path / "x.tar", labelled("1:rose", "2:daisy"))
+    own = tmp_path / "x.tar.index"
+    own.write_text("1.jpg 512\n")
+    for _ in range(2):
+        assert keys_of(open_shards(location, None).train) == ["1", "2"]
+    assert own.read_text() == "1.jpg 512\n"
+    assert len(scans) == 1 and len(list((cache / "shards").iterdir())) == 1
+
+
 def test_where_there_is_no_cache_either_it_is_scanned_each_time(tmp_path: Path, cache: Path, scans: list[str]) -> None:
     location = write(tmp_path / "x.tar", labelled("1:0"))
     (tmp_path / "x.tar.index").mkdir()

@@ -1,8 +1,8 @@
 """The index of a tar shard: the position of each sample, saved in a file so that the shard is scanned only once.
 
-The index of `a.tar` is `a.tar.index`, in the format .npz. If that file cannot be written, the index is in the cache
-folder (`$VITRAIL_DATA`, else ~/.cache/vitrail) under a hash of the shard's path. An index is valid only for one size
-and version of the shard.
+The index of `a.tar` is `a.tar.index`, in the format .npz. If that file cannot be written or belongs to another program,
+the index is in the cache folder (`$VITRAIL_DATA`, else ~/.cache/vitrail) under a hash of the shard's path. An index is
+valid only for one size and version of the shard.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ KEY = "__key__"
 """Field of a sample's JSON that holds the key if the key cannot be the name of a member."""
 
 LONGEST_LABEL = 2**20
+
+ZIP = b"PK\x03\x04"
+"""First bytes of an index, which is a ZIP archive."""
 
 
 @dataclass(frozen=True)
@@ -267,11 +270,16 @@ def _places(shard: str) -> list[Path]:
 
 
 def _save(shard: str, version: Version, index: ShardIndex) -> None:
-    """Save the index of a shard. If no path is writable, the shard is scanned again the next time it is opened."""
+    """Save the index of a shard. If no path is writable, the shard is scanned again the next time it is opened.
+
+    A file of another program is not replaced.
+    """
     about = {"format": FORMAT, "version": version, "labels": index.labels, "ignored": index.ignored}
     columns = np.stack([getattr(index, name).astype(np.int64) for name in COLUMNS])
     text = np.frombuffer(json.dumps(about).encode(), np.uint8)
     for place in _places(shard):
+        if not _is_free(place):
+            continue
         partial = place.with_name(f"{place.name}.{os.getpid()}-{threading.get_ident()}.partial")
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -282,6 +290,15 @@ def _save(shard: str, version: Version, index: ShardIndex) -> None:
         except OSError:
             with contextlib.suppress(OSError):
                 partial.unlink()
+
+
+def _is_free(place: Path) -> bool:
+    """Return True if there is no file, an empty file, or an index, which can be out of date or damaged."""
+    try:
+        with place.open("rb") as file:
+            return file.read(len(ZIP)) in (b"", ZIP)
+    except OSError:
+        return not place.exists()
 
 
 def _load(shard: str, version: Version) -> ShardIndex | None:
