@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from PIL import Image
 
 from vitrail.data.check import Report, check_data, quick_check
+from vitrail.data.check.look import Oddity, look
 from vitrail.data.check.page import page
 from vitrail.data.packing.pack import pack
 from vitrail.data.source import Sample, Source, Subset
@@ -359,3 +362,17 @@ def test_numbers_and_unlabelled_images_are_checked_as_well(arrays: Callable[...,
     report = check_data(plain)
     assert report.findings == () and quick_check(plain)[0].endswith("3 train; no labels")
     assert "No labels" in page(report, plain, "x") and "<h2>Examples<" in page(report, plain, "x")
+
+
+def test_colours_of_16_bits_are_deep() -> None:
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return len(content).to_bytes(4) + kind + content + zlib.crc32(kind + content).to_bytes(4)
+
+    for kind, channels in ((2, 3), (6, 4)):  # RGB, and RGB with alpha; Pillow cannot write 16 bits per colour
+        header = (5).to_bytes(4) + (2).to_bytes(4) + bytes([16, kind, 0, 0, 0])
+        rows = zlib.compress(2 * (b"\0" + bytes(range(2 * channels * 5))))
+        parts = chunk(b"IHDR", header), chunk(b"IDAT", rows), chunk(b"IEND", b"")
+        assert look(b"\x89PNG\r\n\x1a\n" + b"".join(parts)).oddities & Oddity.DEEP
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(file, "PNG")
+    assert not look(file.getvalue()).oddities & Oddity.DEEP

@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Int, Integer, UInt8
 from PIL import Image
+from PIL.ImageFile import ImageFile
 
 from vitrail.data.pipeline import default_threads
 from vitrail.data.pixels.decode import open_file, to_pil
@@ -252,7 +253,7 @@ def _header(data: bytes) -> tuple[str, Oddity]:
             odd |= Oddity.TRANSPARENT
         if picture.mode == "CMYK":
             odd |= Oddity.CMYK
-        if picture.mode.startswith("I;16"):
+        if _is_deep(picture):
             odd |= Oddity.DEEP
         tagged = "exif" in picture.info or picture.format == "TIFF"  # for other files, Pillow would decode the pixels
         if tagged and _says(lambda: picture.getexif().get(ORIENTATION, 1) != 1):
@@ -260,6 +261,12 @@ def _header(data: bytes) -> tuple[str, Oddity]:
         if _says(lambda: picture.format != "JPEG" and getattr(picture, "is_animated", False)):
             odd |= Oddity.ANIMATED
         return f"{picture.format} {picture.mode}", odd
+
+
+def _is_deep(picture: ImageFile) -> bool:
+    """Return True if an image file stores 16 bits per channel. Pillow opens such colours in the mode RGB, so the raw
+    mode of the file decides."""
+    return picture.format in ("PNG", "TIFF") and any(";16" in str(tile[3]) for tile in picture.tile)
 
 
 def _says(question: Callable[[], bool]) -> bool:

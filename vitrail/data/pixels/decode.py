@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, UnidentifiedImageError
+from PIL.ImageFile import ImageFile
 
 from vitrail.data.pixels.formats import FORMATS, missing_decoder, pillow_formats
 from vitrail.data.pixels.signature import format_of
@@ -177,7 +178,7 @@ def _refusing() -> Iterator[None]:
         raise UndecodableImage(f"cannot be decoded: {error}") from error
 
 
-def open_file(data: bytes) -> Image.Image:
+def open_file(data: bytes) -> ImageFile:
     """Open an encoded image with Pillow and read its header only. Raise `UndecodableImage` for a file of another kind,
     and any exception of Pillow for a damaged header."""
     if not data:
