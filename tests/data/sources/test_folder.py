@@ -201,6 +201,13 @@ def test_links_are_followed_and_no_folder_is_entered_twice(tree: Trees) -> None:
     check_source(source, decodes=False)
 
 
+def test_a_link_to_itself_is_skipped(tree: Trees) -> None:
+    root = tree("a/1.png", "b/2.png")
+    (root / "a" / "loop").symlink_to("loop")
+    source = FolderSource(root)
+    assert keys_of(source) == ["a/1.png", "b/2.png"] and source.ignored == 1
+
+
 def test_a_link_that_leads_nowhere_is_an_image_that_cannot_be_read(tree: Trees) -> None:
     root = tree("a/1.png")
     (root / "a" / "gone.png").symlink_to(root / "nowhere.png")

@@ -95,7 +95,7 @@ class FolderSource(FileSource):
             for entry in entries:
                 if entry.name.startswith("."):
                     continue
-                if entry.is_dir():
+                if _is_folder(entry):
                     if is_system_folder(entry.name):
                         self._system.append(f"{start}{entry.name}")
                     else:
@@ -107,6 +107,13 @@ class FolderSource(FileSource):
         for inner in sorted(folders):  # sorted, so that every machine follows the same one of two equal links
             found += self._images(root, inner, entered)
         return found
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
 
 
 def _unknown(text: str, images: int, root: Path) -> Fault:
