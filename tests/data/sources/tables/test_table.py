@@ -78,6 +78,9 @@ def test_an_empty_label_is_none(table: Callable[..., Path]) -> None:
     assert rows_of(opened(table("path,label", "a/1.jpg,rose", "4.jpg,", "a/2.jpg,x"))) == [
         ("a/1.jpg", 0), ("4.jpg", None), ("a/2.jpg", 1),
     ]  # fmt: skip
+    lines = [{"file_name": "a/1.jpg", "label": "x"}, {"file_name": "4.jpg", "label": ""}]
+    source = opened(table(*map(json.dumps, [*lines, {"file_name": "a/2.jpg", "label": "y"}]), name="labels.jsonl"))
+    assert source.classes == ("x", "y") and rows_of(source) == [("a/1.jpg", 0), ("4.jpg", None), ("a/2.jpg", 1)]
 
 
 def test_json_lines_have_one_label_or_a_list(table: Callable[..., Path]) -> None:
@@ -160,6 +163,7 @@ def test_mistakes_are_named(table: Callable[..., Path], lines: tuple[str, ...], 
     ("lines", "message"),
     [
         (('{"file_name": "4.jpg", "label": "x"',), r"line 1: the line is not valid JSON \("),
+        (('{"file_name": "4.jpg", "label": ' + "[" * 100_000,), r"line 1: the line is not valid JSON \("),
         (("[1]",), r"line 1: the line is a JSON list; it must be an object"),
         (('{"file_name": "4.jpg"}',), r"line 1: there is no label among the fields file_name"),
         (

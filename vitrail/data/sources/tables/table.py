@@ -198,7 +198,7 @@ def _read_json(table: Path, file: Iterable[str], numbers: Sequence[str], unlabel
             continue
         try:
             fields = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{table}, line {number}: the line is not valid JSON ({error})") from None
         if not isinstance(fields, dict):
             raise DataError(
@@ -233,7 +233,7 @@ def _read_json(table: Path, file: Iterable[str], numbers: Sequence[str], unlabel
 def _json_label(value: Any) -> str | tuple[str, ...] | None:
     if isinstance(value, list):
         return tuple(map(str, value))
-    return None if value is None else str(value)
+    return None if value is None or value == "" else str(value)
 
 
 def _numbers(where: str, columns: Sequence[tuple[str, int]], line: Sequence[Any]) -> tuple[float, ...]:
