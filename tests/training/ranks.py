@@ -22,14 +22,16 @@ from vitrail.data.source import Sample, Source, Target
 from vitrail.data.sources.folder import FolderSource
 from vitrail.errors import Stopped
 from vitrail.evaluation import frozen
+from vitrail.evaluation import outputs as outputs_module
 from vitrail.evaluation.evaluators import evaluators_of, measure
+from vitrail.evaluation.features import extract
 from vitrail.evaluation.head import Accuracy
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.network import HasLayers
 from vitrail.processes.group import join_processes
 from vitrail.processes.launch import launch
 from vitrail.recipes import RECIPES
-from vitrail.training import forecast, linear_head
+from vitrail.training import execution, forecast, linear_head
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring import limit
 from vitrail.training.monitoring.monitor import Monitor
@@ -310,3 +312,18 @@ def evaluated(model: Path, data: Path) -> tuple[dict[str, float], list[str]]:
         load(str(model)), batch_size=4, processes=join_processes(), on_skip=lambda item: skipped.append(item.key)
     )
     return Accuracy()(outputs, source, source), skipped
+
+
+def trained_on_unequal_machines(config: TrainConfig) -> dict[str, float]:
+    """Train as if each machine had memory for evaluations in larger batches than the one before."""
+    execution.evaluation_batch = lambda config, network: 8 + 3 * launch().rank  # type: ignore[assignment]
+    return trained(config)
+
+
+def measured_on_unequal_machines(model: Path, data: Path) -> tuple[dict[str, float], list[list[float]]]:
+    """Return the metrics of a model, and its features, as if each machine computed in larger batches than the one
+    before."""
+    outputs_module.prediction_batch = extract.prediction_batch = lambda *settings: 4 + 3 * launch().rank  # type: ignore[assignment]
+    source = FolderSource(data)
+    outputs = Outputs(load(str(model)), batch_size=None, processes=join_processes())
+    return Accuracy()(outputs, source, source), outputs.features(source).features.tolist()

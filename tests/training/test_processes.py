@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -218,6 +219,23 @@ def test_an_evaluation_is_exact(world: int, colour_folder: Path, tmp_path: Path,
     alone = ranks.evaluated(model, colour_folder)
     assert alone[1] == ["red/broken.png"] and 0 < alone[0]["images"] < 5 * 4 * world
     assert [one.result for one in in_processes(world, ranks.evaluated, model, colour_folder)] == [alone] * world
+
+
+@pytest.mark.slow
+def test_machines_with_unequal_memory_measure_the_same(
+    colour_folder: Path, three_splits: Path, tmp_path: Path, initial: Callable[..., Path]
+) -> None:
+    model = initial(classes=("blue", "green", "red"), channels=3)
+    metrics, features = ranks.measured_on_unequal_machines(model, colour_folder)
+    for one in in_processes(2, ranks.measured_on_unequal_machines, model, colour_folder):
+        assert one.error is None and one.result is not None
+        assert one.result[0]["images"] == metrics["images"]
+        assert one.result[0] == pytest.approx(metrics, abs=1e-5)
+        np.testing.assert_allclose(one.result[1], features, atol=1e-5)
+    config = ranks.config_of(three_splits, tmp_path / "run", task="mae", steps=2)
+    alone = ranks.trained_on_unequal_machines(config.override(run=str(tmp_path / "alone")))
+    for trained in in_processes(2, ranks.trained_on_unequal_machines, config):
+        assert trained.error is None and trained.result == pytest.approx(alone, abs=1e-4)
 
 
 @pytest.mark.slow

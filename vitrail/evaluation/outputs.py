@@ -161,12 +161,14 @@ class Outputs:
 
     @property
     def _batch_of_head(self) -> int:
-        """Batch size for the outputs of the head."""
+        """Batch size for the outputs of the head. Processes share the images batch by batch, so all of them have the
+        size of the first one, although their machines can differ."""
         if self.batch_size is not None:
             return self.batch_size
-        return prediction_batch(
+        own = prediction_batch(
             self.bundle.network, self.bundle.preprocess.image_size, self.bundle.device, self.precision
         )
+        return self.processes.from_first(own)
 
     def _gather(self, value: Any) -> list[Any]:
         self.settle()

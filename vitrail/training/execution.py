@@ -114,6 +114,8 @@ class Execution:
             on_restored=lambda state: self.processes.on_first(lambda: self.best.put_back(state.best.step)),
         )
         self.best = BestModel(folder)
+        # Processes share the images of an evaluation batch by batch, although their machines can differ.
+        self.evaluation_batch = setup.processes.from_first(evaluation_batch(setup.config, setup.network))
         self.display = display if setup.processes.is_first else Display()
         self.started = started
         self.max_seconds = setup.config.run.max_seconds if max_seconds is None else max_seconds
@@ -237,7 +239,7 @@ class Execution:
         """Return the outputs of a model for an evaluation, whose images all processes share."""
         return Outputs(
             bundle,
-            batch_size=evaluation_batch(self.setup.config, self.setup.network),
+            batch_size=self.evaluation_batch,
             readers=self.setup.readers,
             keep=keep,
             on_skip=on_skip,

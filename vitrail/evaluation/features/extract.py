@@ -245,7 +245,8 @@ def _in_memory(job: _Job, chosen: Int64[np.ndarray, " n"] | None = None) -> Kept
 
 def _exchanged(job: _Job, ranks: Ranks, gather: Gather) -> Kept:
     """Return all features, of which each rank computes consecutive batches."""
-    job = replace(job, precision=gather(job.precision)[0])
+    precision, batch_size = gather((job.precision, job.batch_size))[0]  # machines can differ in both
+    job = replace(job, precision=precision, batch_size=batch_size)
     batches = math.ceil(len(job.source) / job.batch_size)
     first, end = (
         min(batches * rank // ranks.world * job.batch_size, len(job.source)) for rank in (ranks.rank, ranks.rank + 1)
