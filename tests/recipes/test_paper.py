@@ -75,8 +75,8 @@ def test_table_3(
 
 
 def test_dino_in_every_detail() -> None:
-    """The defaults of main_dino.py, and the options of the longer run in its README. With 64 images per GPU, the shorter
-    run has 8 GPUs, and the longer one has 16."""
+    """The defaults of main_dino.py, and the options of the longer run in its README. With 64 images per GPU, the
+    shorter run has 8 GPUs, and the longer one has 16."""
     base, longer = (PAPER_RECIPES[f"vit-s16-i1k-dino-{epochs}"]() for epochs in (100, 300))
     assert [(config.run.epochs, config.run.batch_size) for config in (base, longer)] == [(100, 512), (300, 1024)]
     task: Any = base.task

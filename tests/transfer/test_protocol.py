@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.errors import ConfigError, RunError, Stopped
+from vitrail.errors import ConfigError, NonFiniteLoss, RunError, Stopped
 from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.training.config import TrainConfig
+from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.monitoring.monitor import Monitor
 from vitrail.transfer.choices import DataFacts, Plan
@@ -173,6 +174,23 @@ def test_each_rate_has_a_run_and_the_test_split_no_part(base: TrainConfig, tiny_
         assert record["config"]["optimizer"]["learning_rate"] == trial.rate
         splits = {event["split"] for event in read_journal(trial.folder / "journal.jsonl") if "split" in event}
         assert splits == {"validation"}
+
+
+@pytest.mark.slow
+def test_a_rate_that_diverges_is_skipped(base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path) -> None:
+    class Notes(Display):
+        def __init__(self) -> None:
+            self.notes: list[str] = []
+
+        def note(self, text: str) -> None:
+            self.notes.append(text)
+
+    notes, wild = Notes(), base.override(optimizer="sgd", clip=0.0, steps=6)
+    trials = tried(tiny_bundle, wild, (0.01, 1e30), tmp_path / "rates", display=notes)
+    assert [trial.rate for trial in trials] == [0.01]
+    assert "learning rate 1e+30 is skipped: loss is nan at step 2" in notes.notes
+    with pytest.raises(NonFiniteLoss, match="the run diverged"):
+        tried(tiny_bundle, wild, (1e30, 1e31), tmp_path / "wild")
 
 
 @pytest.mark.slow

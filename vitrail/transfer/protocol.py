@@ -14,7 +14,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import fingerprint
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, RunError
+from vitrail.errors import ConfigError, NonFiniteLoss, RunError
 from vitrail.models.variants import AnyConfig
 from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import RESOLVED, TrainConfig
@@ -221,8 +221,10 @@ def choose_rate(
     Every trial has a folder inside `folder`. A finished trial is reused, and a stopped trial continues. The test split
     is not used. `data` is the open data set of `config`, and `initial` is the model that every trial starts from.
 
+    A trial that diverges is skipped, and `display` names it.
+
     Raise `ConfigError` if no image is held out, `RunError` if an existing trial has other settings, data or weights,
-    and all errors of `train`.
+    `NonFiniteLoss` if all trials diverge, and all other errors of `train`.
     """
     no_images = (
         f"validation_share={config.data.validation_share} leaves no labelled image for choosing the learning "
@@ -235,13 +237,19 @@ def choose_rate(
     if not metric.describes_model:  # a run returns only the metrics of its model
         metric = replace(config.task, select=None).selection(splits)
     name = f"validation_{metric.name}"
-    trials = []
+    trials: list[Trial] = []
     for rate in rates:
         place = folder / f"{rate:g}"
         trial = config.override(learning_rate=rate, keep="last", run=str(place), overwrite=False)
-        metrics, _ = complete_run(
-            trial, data, initial, display=display, measure_test=False, replaces=config.run.overwrite
-        )
+        try:
+            metrics, _ = complete_run(
+                trial, data, initial, display=display, measure_test=False, replaces=config.run.overwrite
+            )
+        except NonFiniteLoss as error:
+            if rate == rates[-1] and not trials:
+                raise
+            (display or Display()).note(f"learning rate {rate:g} is skipped: {str(error).partition(':')[0]}")
+            continue
         if name not in metrics:  # no held-out image has a label and can be decoded
             raise ConfigError(no_images)
         trials.append(Trial(rate, metrics[name], metric, place))
