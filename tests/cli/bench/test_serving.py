@@ -21,6 +21,7 @@ from vitrail.cli import main
         (["--environment", "litserve=python"], "--environment: 'litserve' is no library of the servers to measure"),
         (["--against", "litserve", "--environment", "litserve=no/python"], "no/python cannot be run as the Python"),
         (["--against", "litserve", "--environment", "litserve"], "--environment: 'litserve' is not LIBRARY=PATH"),
+        (["--rounds", "0"], "--rounds: 0 is less than 1"),
         (["--requests", "-1"], "--requests: -1 is less than 0"),
         (["--requests", "9", "--clients"], "--requests: 9 needs a number of clients"),
         (["ViT-S/17x"], "ViT-S/17x"),
@@ -34,7 +35,8 @@ def test_wrong_usage(arguments: list[str], words: str, capsys: pytest.CaptureFix
 @pytest.mark.slow
 def test_two_servers_under_two_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_bundle().save(tmp_path / "model")
-    assert main(["bench", "serve", str(folder), "--clients", "4", "--rates", "0.1", "--seconds", "0.5", "--json"]) == 0
+    load = ["--clients", "4", "--rates", "0.1", "--seconds", "0.5", "--rounds", "2"]
+    assert main(["bench", "serve", str(folder), *load, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [one["server"] for one in found["servers"]] == ["vitrail", "naive"] * 2
     assert found["servers"][0]["load"] == "4 clients" and found["bare"]["images_per_second"] > 1

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from vitrail.serving.answering.batching import Batcher, Compute, TooLate, choose_batch, choose_threads
+from vitrail.serving.answering.batching import Batcher, Compute, TooLate, choose_batch
 from vitrail.serving.answering.metrics import Metrics
 from vitrail.serving.answering.served import ModelOutputs, ServedModel
 from vitrail.serving.answering.settings import ServeSettings
+from vitrail.serving.answering.threads import ThreadChoice
 from vitrail.weights.bundle import Bundle
 
 
@@ -227,26 +228,54 @@ def test_the_largest_batch_is_the_smallest_that_is_nearly_as_fast_as_the_best() 
     assert chosen(lambda images: 9.0) == 1
 
 
-def test_a_batch_alone_has_the_fewest_threads_that_are_nearly_as_fast_as_the_best() -> None:
-    def chosen(seconds: Callable[[int], float], most: int) -> tuple[int, int]:
-        """Return the chosen number of threads, and the number of trials. `seconds` returns the time of one image."""
-        now, trials = 0.0, 0
+def test_only_batches_of_one_image_that_were_alone_throughout_are_timed(gate: Gate) -> None:
+    noted: list[int] = []
 
-        def run(batch: np.ndarray) -> dict[str, np.ndarray]:
-            nonlocal now, trials
-            trials += 1
-            now += seconds(torch.get_num_threads())
-            return {}
+    class Noted(ThreadChoice):
+        def note(self, threads: int, seconds: float) -> None:
+            assert 0 <= seconds < 20
+            noted.append(threads)
 
-        return choose_threads(run, np.zeros((1, 2, 2)), most, lambda: now), trials
+    async def work() -> None:
+        compute = Compute(2, 2)
+        batcher = Batcher(gate, compute, largest=8, seconds=20.0, threads=Noted([1]))
+        await compute.run(gate, np.zeros((3, 1)), Noted([2]))  # a batch of three images
+        assert noted == []
+        await batcher.compute([image(1)])
+        assert noted == [1]
+        gate.open.clear()
+        first = asyncio.ensure_future(batcher.compute([image(2)]))
+        await until(lambda: compute.running == 1)
+        await asyncio.sleep(0.05)  # the batch was alone when it began
+        second = asyncio.ensure_future(batcher.compute([image(3)]))
+        await until(lambda: compute.running == 2)
+        gate.open.set()
+        await asyncio.gather(first, second)
+        assert noted == [1]
+        await batcher.compute([image(4)])
+        assert noted == [1, 1]
+        compute.stop()
 
-    cores = len(os.sched_getaffinity(0))
-    many = min(2, cores)
-    assert chosen(lambda threads: 0.08 / threads, 2) == (many, 16)
-    assert chosen(lambda threads: 0.05 * (1 + 1 / threads), 1) == (1, 0)
-    assert chosen(lambda threads: 0.001, 2) == (1, 16)
-    assert chosen(lambda threads: 0.1 * threads, 2) == (1, 2 * (5 if cores > 1 else 8))  # 1.5 seconds are over
-    assert chosen(lambda threads: 9.0 / threads, 2) == (many, 4)
+    gate.open.set()
+    asyncio.run(work())
+
+
+def test_a_batch_alone_has_the_chosen_threads_and_others_their_part() -> None:
+    found: list[int] = []
+
+    def run(pixels: np.ndarray) -> dict[str, np.ndarray]:
+        found.append(torch.get_num_threads())
+        return {"logits": pixels}
+
+    async def work() -> None:
+        compute = Compute(2, 2)
+        for choice in (ThreadChoice([1]), ThreadChoice([2]), None):
+            await Batcher(run, compute, largest=1, seconds=20.0, threads=choice).compute([image(1)])
+        compute.stop()
+
+    asyncio.run(work())
+    most = min(2, len(os.sched_getaffinity(0)))
+    assert found == [1, most, most]
 
 
 def test_neighbours_in_a_batch_do_not_change_an_answer(bundle: Bundle) -> None:

@@ -84,6 +84,22 @@ class MemoryPoint:
     """Bytes of the server's processes."""
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """The outcomes of a server's turn under a load, and the seconds and the server's processor time that it took."""
+
+    outcomes: Sequence[Outcome]
+    took: float
+    cpu_seconds: float
+
+
+def _turn(process: int, port: int, load: Load, images: Sequence[bytes], seconds: float, seed: int) -> _Turn:
+    asyncio.run(send_load(load, port, images, seconds / 10, seed=1000 + seed))
+    before, begun = cpu_seconds(process), time.perf_counter()
+    outcomes = asyncio.run(send_load(load, port, images, seconds, seed=seed))
+    return _Turn(outcomes, time.perf_counter() - begun, cpu_seconds(process) - before)
+
+
 def measure_bare(bundle: Bundle, images: Sequence[bytes], precision: Precision, seconds: float) -> Bare:
     """Measure prediction without a server, for `seconds` per batch size."""
     predictor = Predictor(bundle.network, precision)
@@ -109,20 +125,28 @@ def measure_servers(
     *,
     precision: Precision,
     seconds: float,
+    rounds: int = 1,
     pythons: Mapping[str, str] | None = None,
 ) -> Iterator[Measured]:
     """Yield the measurements of every server under every load. All servers run during the whole measurement, and one of
-    them at a time has a load. Each load is measured for `seconds`, after a tenth of that for warming up. `pythons` has
-    the Python of libraries with an environment of their own."""
+    them at a time has a load. Each load is measured for `seconds`, after a tenth of that for warming up. This time is
+    divided among `rounds`, in which the servers take turns, so that a machine that becomes slower changes all of them.
+    All servers get requests at the same times, and other times in each round. `pythons` has the Python of libraries
+    with an environment of their own."""
     with ExitStack() as stack:
         running = {name: stack.enter_context(started(name, model, precision, pythons or {})) for name in names}
         for number, load in enumerate(loads):
-            for name, (process, port) in running.items():
-                asyncio.run(send_load(load, port, images, seconds / 10, seed=1000 + number))
-                before, begun = cpu_seconds(process), time.perf_counter()
-                outcomes = asyncio.run(send_load(load, port, images, seconds, seed=number))
-                took = time.perf_counter() - begun
-                yield summarise(name, load, outcomes, took, cpu_seconds(process) - before, memory_bytes(process))
+            turns: dict[str, list[_Turn]] = {name: [] for name in names}
+            for count in range(rounds):
+                seed = number + len(loads) * count
+                for place in range(len(names)):  # another server begins each round
+                    name = names[(place + count) % len(names)]
+                    turns[name].append(_turn(*running[name], load, images, seconds / rounds, seed))
+            for name, (process, _) in running.items():
+                outcomes = [outcome for turn in turns[name] for outcome in turn.outcomes]
+                took = sum(turn.took for turn in turns[name])
+                cpu = sum(turn.cpu_seconds for turn in turns[name])
+                yield summarise(name, load, outcomes, took, cpu, memory_bytes(process))
 
 
 def measure_memory(

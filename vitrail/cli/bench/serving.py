@@ -56,6 +56,8 @@ class BenchServe:
     without a server."""
     seconds: float = 5.0
     """Seconds per server and load."""
+    rounds: int = 1
+    """Number of rounds in which the servers take turns under each load. The seconds are divided among them."""
     against: str = "naive"
     """Other servers to measure, with commas between them: naive computes each request alone, on the threads of its
     framework; litserve computes batches; litserve-workers has a process per core; none measures Vitrail only."""
@@ -84,7 +86,7 @@ COMMAND = Command(
     ),
     options=(BenchServe,),
     essential={
-        "Load": ("clients", "rates", "seconds"),
+        "Load": ("clients", "rates", "seconds", "rounds"),
         "Measurement and output": ("against", "environment", "requests", "precision", "json"),
     },
 )
@@ -108,7 +110,8 @@ def main(call: Call) -> int:
         bare = measure_bare(bundle, images, options.precision, options.seconds / 4)
         loads = [Load(clients=count) for count in options.clients]
         loads += [Load(rate=share * bare.images_per_second) for share in options.rates]
-        measured = list(measure_servers(names, loads, folder, images, seconds=options.seconds, **shared))
+        timing: dict[str, Any] = {"seconds": options.seconds, "rounds": options.rounds}
+        measured = list(measure_servers(names, loads, folder, images, **timing, **shared))
         overheads = list(measure_overhead(names, folder, bundle, images, bare, seconds=options.seconds, **shared))
     machine = describe(bundle.device)
     if options.json:
@@ -128,6 +131,8 @@ def _check(options: BenchServe) -> None:
             raise ConfigError(f"{name}={getattr(options, name)} has a value that is not above 0")
     if not options.clients and not options.rates:
         raise ConfigError("clients=() and rates=() leave nothing to measure; give at least one of them")
+    if options.rounds < 1:
+        raise ConfigError(f"rounds={options.rounds} is less than 1")
     if options.requests < 0:
         raise ConfigError(f"requests={options.requests} is less than 0")
     if options.requests and not options.clients:
@@ -184,12 +189,12 @@ def _table(bare: Bare, measured: Sequence[Measured]) -> Any:
         "a request was due. per s: answers per second. good: answers within a second, per second. CPU: processor time "
         "of the server per request, in ms."
     )
-    headings = ("load", "server", "per s", "good", "p50", "p95", "p99", "errors", "CPU", "MB")
+    headings = ("load", "server", "requests", "per s", "good", "p50", "p95", "p99", "errors", "CPU", "MB")
     table = plain_table(headings, caption)
     for one in measured:
         times = [f"{1000 * value:,.0f}" for value in (one.p50, one.p95, one.p99)]
         table.add_row(
-            one.load, one.server, f"{one.throughput:.1f}", f"{one.goodput:.1f}", *times,
+            one.load, one.server, f"{one.requests:,}", f"{one.throughput:.1f}", f"{one.goodput:.1f}", *times,
             f"{one.errors}", f"{1000 * one.cpu_seconds:.0f}", f"{one.memory / 1e6:,.0f}",
         )  # fmt: skip
     return table

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from vitrail.cores import compute_threads
+from vitrail.serving.answering.threads import ThreadChoice
 
-__all__ = ["LARGEST", "Batcher", "Compute", "Row", "Run", "TooLate", "choose_batch", "choose_threads"]
+__all__ = ["LARGEST", "Batcher", "Compute", "Row", "Run", "TooLate", "choose_batch"]
 
 LARGEST = 16
 """Largest batch that is tried when the largest batch size is measured."""
@@ -25,16 +26,6 @@ ENOUGH = 0.95
 
 LONGEST = 0.5
 """Longest time in seconds for a batch of more than one image, because all requests wait for a batch."""
-
-NEARLY = 4 / 3
-"""Largest ratio of the time of an image with the chosen number of threads to its time with the best number. Threads
-that gain less are left to other batches."""
-
-ROUNDS = 8
-"""Number of times that each number of threads is tried."""
-
-TRIAL_SECONDS = 1.5
-"""Seconds after which no further round of trials begins, if there were two."""
 
 Run = Callable[[np.ndarray], Mapping[str, np.ndarray]]
 """A function that computes the named outputs of a batch of pixels (b, c, h, w)."""
@@ -57,16 +48,16 @@ class _Waiting:
 class Compute:
     """Computes batches on a number of workers, among which the compute threads of the process are divided.
 
-    A batch that is alone has all threads, which answers it soonest. Batches that are computed at the same time have
-    threads of their own, because threads of one batch wait for each other (docs/serving.md). The threads are divided
-    anew while batches are computed, if their function calls `divide` now and then.
+    A batch that is alone has as many threads as are worth it (`ThreadChoice`). Batches that are computed at the same
+    time have threads of their own, because threads of one batch wait for each other (docs/serving.md). The threads are
+    divided anew while batches are computed, if their function calls `divide` now and then.
     """
 
     def __init__(self, workers: int, threads: int) -> None:
         """Compute at most `workers` batches at the same time, with `threads` compute threads in all."""
         self.workers = workers
         self._threads = threads
-        self._running = 0
+        self._running = self._begun = 0
         self._here = threading.local()
         self._executor = ThreadPoolExecutor(workers, "vitrail-compute")
 
@@ -80,13 +71,24 @@ class Compute:
         """Number of compute threads of all workers together."""
         return self._threads
 
-    async def run(self, function: Run, batch: np.ndarray, most: int | None = None) -> Mapping[str, np.ndarray]:
-        """Return `function(batch)`, computed with at most `most` threads, by default with all."""
-        most = self._threads if most is None else most
+    async def run(
+        self, function: Run, batch: np.ndarray, choice: ThreadChoice | None = None
+    ) -> Mapping[str, np.ndarray]:
+        """Return `function(batch)`, computed with at most as many threads as `choice` says, by default with all. The
+        time of a batch of one image that was alone is noted in `choice`."""
+        choice = choice or ThreadChoice([self._threads])
         self._running += 1
+        self._begun += 1
         try:
             await asyncio.sleep(0)  # batches that begin together know of each other
-            return await asyncio.get_running_loop().run_in_executor(self._executor, self._work, function, batch, most)
+            number, is_alone = self._begun, self._running == 1
+            most = choice.next() if is_alone else choice.threads
+            outputs, seconds = await asyncio.get_running_loop().run_in_executor(
+                self._executor, self._work, function, batch, most
+            )
+            if is_alone and self._begun == number and len(batch) == 1:
+                choice.note(most, seconds)
+            return outputs
         finally:
             self._running -= 1
 
@@ -105,18 +107,15 @@ class Compute:
         """Return the number of compute threads of a batch that may have at most `most`."""
         return max(1, min(most, self._threads // max(1, min(self.workers, self._running))))
 
-    def _work(self, function: Run, batch: np.ndarray, most: int) -> Mapping[str, np.ndarray]:
+    def _work(self, function: Run, batch: np.ndarray, most: int) -> tuple[Mapping[str, np.ndarray], float]:
+        """Return the outputs of a batch, and the seconds that they took."""
         with compute_threads(self._part(most)):
             self._here.most = most
+            begun = time.perf_counter()
             try:
-                return function(batch)
+                return function(batch), time.perf_counter() - begun
             finally:
                 self._here.most = None
-
-
-def _run_with(threads: int, function: Run, batch: np.ndarray) -> Mapping[str, np.ndarray]:
-    with compute_threads(threads):  # of this worker only
-        return function(batch)
 
 
 class Batcher:
@@ -133,11 +132,11 @@ class Batcher:
         *,
         largest: int,
         seconds: float,
-        threads: int | None = None,
+        threads: ThreadChoice | None = None,
         on_batch: Callable[[int, float, float], None] = lambda images, waited, took: None,
     ) -> None:
-        """Compute at most `largest` images together, and drop images that wait longer than `seconds`. A batch that is
-        alone has `threads` compute threads, by default all.
+        """Compute at most `largest` images together, and drop images that wait longer than `seconds`. `threads`
+        chooses the number of compute threads of a batch that is alone, by default all.
 
         Batchers can share the workers of `compute`. `on_batch` is called with the number of images, the longest wait
         and the time for computing.
@@ -216,37 +215,16 @@ def choose_batch(run: Run, pixels: np.ndarray, clock: Callable[[], float] = time
     size = 1
     while size <= LARGEST:
         batch = np.repeat(pixels[None], size, axis=0)
-        _run_with(1, run, batch)  # the first call of a size allocates memory
-        took = min(_time(run, batch, clock) for _ in range(2))
+        times = []
+        with compute_threads(1):
+            run(batch)  # the first call of a size allocates memory
+            for _ in range(2):
+                begun = clock()
+                run(batch)
+                times.append(clock() - begun)
+        took = min(times)
         if took > LONGEST and speeds:
             break
         speeds[size] = size / max(took, 1e-9)
         size *= 2
     return min(size for size, speed in speeds.items() if speed >= ENOUGH * max(speeds.values()))
-
-
-def choose_threads(run: Run, pixels: np.ndarray, most: int, clock: Callable[[], float] = time.perf_counter) -> int:
-    """Return the number of compute threads for a batch that is alone: the smallest of 1, 2, 4, ... and `most` whose
-    mean time for one image is at most `NEARLY` times the best one. `pixels` is one image.
-
-    On free cores, more threads answer a large model sooner. Small models gain nothing, and if other programs use the
-    cores, threads that wait for each other are slower than one.
-    """
-    numbers = sorted({most, *(2**power for power in range(most.bit_length()))})
-    if len(numbers) == 1:
-        return most
-    batch, begun = pixels[None], clock()
-    times: dict[int, list[float]] = {number: [] for number in numbers}
-    for round_number in range(ROUNDS):
-        if round_number > 1 and clock() - begun > TRIAL_SECONDS:
-            break
-        for number in numbers:
-            times[number].append(_time(run, batch, clock, number))
-    means = {number: sum(found[1:]) / len(found[1:]) for number, found in times.items()}  # the first call is slow
-    return min(number for number, mean in means.items() if mean <= NEARLY * min(means.values()))
-
-
-def _time(run: Run, batch: np.ndarray, clock: Callable[[], float], threads: int = 1) -> float:
-    begun = clock()
-    _run_with(threads, run, batch)
-    return clock() - begun

@@ -14,9 +14,10 @@ from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.machine import Precision
 from vitrail.models.network import HasLayers
 from vitrail.models.predictor import Predictor
-from vitrail.serving.answering.batching import Batcher, Compute, Run, choose_batch, choose_threads
+from vitrail.serving.answering.batching import Batcher, Compute, Run, choose_batch
 from vitrail.serving.answering.metrics import Metrics
 from vitrail.serving.answering.settings import ServeSettings
+from vitrail.serving.answering.threads import ThreadChoice, measured_choice
 from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.exported.description import output_names
 from vitrail.weights.exported.network import ExportedNetwork
@@ -69,10 +70,8 @@ class ServedModel:
         for task in self.tasks:  # the first call of a network is slow, and shows whether the network can be used
             self.computed.run(task)(blank[None])
         run, known = self.computed.run(self.tasks[0]), before if self._is_like(before) else None
-        self.threads: int = settings.batch_threads or (
-            known.threads if known else self._choose_threads(run, blank, compute)
-        )
-        """Number of compute threads of a batch that is alone."""
+        self.choice: ThreadChoice = known.choice if known else self._choice(settings, run, blank, compute)
+        """The number of compute threads of a batch that is alone."""
         self.largest: int = settings.max_batch or (known.largest if known else choose_batch(run, blank))
         """Largest number of images that are computed together."""
         self.batchers = {
@@ -81,11 +80,16 @@ class ServedModel:
                 compute,
                 largest=self.largest,
                 seconds=settings.deadline_seconds,
-                threads=self.threads,
+                threads=self.choice,
                 on_batch=metrics.batches(name, task),
             )
             for task in self.tasks
         }
+
+    @property
+    def threads(self) -> int:
+        """Number of compute threads of a batch that is alone, at present."""
+        return self.choice.threads
 
     @property
     def precision(self) -> str:
@@ -122,9 +126,12 @@ class ServedModel:
         possible: dict[Task, bool] = {"classes": bool(self.bundle.classes), "embedding": contents != "logits"}
         return tuple(task for task in get_args(Task) if possible[task])
 
-    def _choose_threads(self, run: Run, blank: np.ndarray, compute: Compute) -> int:
-        """Measure the number of compute threads of a batch that is alone. On a GPU it hardly matters."""
-        return choose_threads(run, blank, compute.threads) if self.bundle.device.type == "cpu" else compute.threads
+    def _choice(self, settings: ServeSettings, run: Run, blank: np.ndarray, compute: Compute) -> ThreadChoice:
+        """Return the choice of the number of compute threads of a batch that is alone. On a GPU it hardly matters."""
+        if settings.batch_threads is not None:
+            return ThreadChoice([settings.batch_threads])
+        is_on_cpu = self.bundle.device.type == "cpu"
+        return measured_choice(run, blank, compute.threads) if is_on_cpu else ThreadChoice([compute.threads])
 
     def _is_like(self, before: ServedModel | None) -> bool:
         """Return True if measurements of an earlier model hold for this one too."""

@@ -34,7 +34,7 @@ class ServeSettings:
     """Largest number of images that are computed together. By default it is measured at the start, up to 16."""
     batch_threads: int | None = None
     """Compute threads of a batch that is computed alone. Batches that are computed at the same time divide all threads.
-    By default the number is measured at the start: as many as make a single image faster."""
+    By default the number follows the times of the latest batches: as many as make a single image faster."""
     max_body: str = "16MB"
     """Largest body of a request. A larger one is answered by 413."""
     max_images: int = 64
