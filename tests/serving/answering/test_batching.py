@@ -147,20 +147,29 @@ def test_images_of_clients_that_have_gone_need_no_memory(batcher: Batcher, gate:
     asyncio.run(work())
 
 
-def test_a_worker_leaves_its_part_of_the_queue_to_a_worker_that_will_soon_be_free(gate: Gate) -> None:
-    async def work() -> None:
-        compute = Compute(2, 2)
-        batcher = Batcher(gate, compute, largest=8, seconds=20.0)
-        first = [asyncio.ensure_future(batcher.compute([image(value)])) for value in (1, 2)]
-        await until(lambda: compute.running == 2)
-        rest = asyncio.ensure_future(batcher.compute([image(value) for value in (3, 4, 5, 6, 7)]))
-        await asyncio.sleep(0)
-        gate.open.set()
-        await asyncio.gather(rest, *first)
-        compute.stop()
+def test_workers_compute_a_short_queue_one_by_one_and_a_long_one_in_batches(gate: Gate) -> None:
+    def batches(images: int) -> list[list[float]]:
+        """Return the batches of images 1, 2, ... that arrive while both workers compute others."""
+        gate.open.clear()
+        gate.batches.clear()
 
-    asyncio.run(work())
-    assert sorted(map(sorted, gate.batches)) == [[1], [2], [3, 4], [5], [6], [7]]
+        async def work() -> None:
+            compute = Compute(2, 2)
+            batcher = Batcher(gate, compute, largest=3, seconds=20.0)
+            first = [asyncio.ensure_future(batcher.compute([image(value)])) for value in (1, 2)]
+            await until(lambda: compute.running == 2)
+            rest = asyncio.ensure_future(batcher.compute([image(-value) for value in range(1, images + 1)]))
+            await asyncio.sleep(0)
+            gate.open.set()
+            await asyncio.gather(rest, *first)
+            compute.stop()
+
+        asyncio.run(work())
+        return sorted(sorted(-value for value in batch) for batch in gate.batches if batch[0] < 0)
+
+    assert batches(7) == [[1], [2], [3], [4], [5], [6], [7]]
+    assert batches(9) == [[1, 2], [3], [4], [5], [6], [7], [8], [9]]
+    assert batches(14) == [[1, 2, 3], [4, 5], [6, 7], [8], [9], [10], [11], [12], [13], [14]]
 
 
 def test_images_of_clients_that_have_gone_are_not_computed(batcher: Batcher, gate: Gate) -> None:

@@ -190,10 +190,14 @@ class Batcher:
                 item.answer.set_result({name: values[row] for name, values in outputs.items()})
 
     def _next_batch(self) -> list[_Waiting]:
-        """Take the next batch from the queue: at most `largest` images. Each worker gets an equal part of the queue,
-        also if it computes now, because it will soon be free. The parts are rounded down: an image more would delay the
-        whole batch, and alone it is soon taken by another worker."""
-        most = min(self.largest, max(1, len(self._waiting) // self._compute.workers))
+        """Take the next batch from the queue: at most `largest` images.
+
+        A single worker takes all of them. One of several workers takes half of its equal part of the queue. All images
+        of a batch are answered when the last one is computed, so while few images wait they are computed one by one,
+        and larger batches, which save some time per image, are left to long queues.
+        """
+        workers = self._compute.workers
+        most = min(self.largest, max(1, len(self._waiting) // (2 * workers if workers > 1 else 1)))
         batch: list[_Waiting] = []
         while self._waiting and len(batch) < most:
             item, _ = self._waiting.popitem(last=False)

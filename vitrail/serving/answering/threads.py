@@ -16,7 +16,7 @@ from vitrail.cores import compute_threads
 
 __all__ = ["ThreadChoice", "measured_choice"]
 
-NEARLY = 4 / 3
+NEARLY = 1.15
 """Largest ratio of the time of an image with the chosen number of threads to its time with the best number. Threads
 that gain less are left to other batches and programs."""
 
