@@ -24,9 +24,10 @@ LATEST = 8
 """Number of times that are kept per number of threads. The slowest of them is ignored, because a single interruption
 says little."""
 
-PAUSE = 200
-"""Number of lone batches between two trials of another number of threads. A trial that fails delays one answer, and so
-stays outside the 99th percentile."""
+FIRST_PAUSE, PAUSE = 25, 200
+"""Numbers of lone batches before the first trial of another number of threads, and between two trials. After a failed
+trial the pause is doubled, up to the second number. A failed trial delays one answer, and with the long pause stays
+outside the 99th percentile."""
 
 TRIALS = 4
 """Number of successful trials after which another number of threads is chosen."""
@@ -54,11 +55,11 @@ class ThreadChoice:
         self._times: dict[int, deque[float]] = {number: deque(maxlen=LATEST) for number in self.numbers}
         self._trial: int | None = None
         self._tried = self.threads
-        self._since = 0
+        self._since, self._pause = 0, FIRST_PAUSE
 
     def next(self) -> int:
         """Return the number of threads for the next lone batch."""
-        if self._trial is None and self._since >= PAUSE and len(self.numbers) > 1:
+        if self._trial is None and self._since >= self._pause and len(self.numbers) > 1:
             self._begin_trial()
         return self.threads if self._trial is None else self._trial
 
@@ -70,9 +71,16 @@ class ThreadChoice:
         best = self._best()
         if self._trial is None:
             self._since += 1
-            self.threads = best
+            self._use(best)
         elif threads == self._trial and (best != self._trial or len(self._times[threads]) >= TRIALS):
-            self._trial, self._since, self.threads = None, 0, best
+            self._trial, self._since, self._pause = None, 0, min(2 * self._pause, PAUSE)
+            self._use(best)
+
+    def _use(self, threads: int) -> None:
+        """Choose a number. After a change the next trial comes soon, because the cores have just been taken or freed,
+        or the first measurements were wrong."""
+        if threads != self.threads:
+            self.threads, self._pause = threads, FIRST_PAUSE
 
     def _begin_trial(self) -> None:
         """Try a neighbour of the chosen number: the one that was not tried last. Its old times are forgotten."""
