@@ -146,7 +146,9 @@ def partial_path(path: Path) -> Path:
 def write_json(path: Path, value: Any) -> None:
     """Write a value as indented JSON, replacing the file in one step."""
     partial = partial_path(path)
-    partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    # A file name that is not UTF-8 has lone surrogates, whose backslash form is also their form in JSON.
+    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
     partial.replace(path)
 
 

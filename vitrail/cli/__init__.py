@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import shlex
 import sys
@@ -88,6 +89,8 @@ SEVERAL = ("train", "evaluate", "embed")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `vitrail ARGUMENTS...` and return its exit code."""
     started = time.perf_counter()
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="surrogateescape")  # prints the bytes of file names that are not UTF-8
     typed = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in typed
     # The C++ messages of processes that lost each other have dozens of stack frames. The error that follows says why.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
+import shutil
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -222,6 +226,29 @@ def test_only_earlier_explanations_are_replaced(
     assert main([*words, "--overwrite"]) == 2
     assert "holds files that Vitrail did not write (mine.png)" in capsys.readouterr().err
     assert "a rose.html" in json.loads((out / "explain.json").read_text())["files"]
+
+
+def test_names_with_wildcards_and_raw_bytes(
+    model: Path,
+    image: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "out"
+    for name in ("photo[1].png", "*.png", raw := os.fsdecode(b"\xe9.png")):
+        shutil.copy(image, tmp_path / name)
+    words = ["explain", str(model), str(tmp_path / "photo[1].png"), "--out", str(out), "--device", "cpu", "--overwrite"]
+    assert main(words) == 0 and main(words) == 0
+    words[2] = str(tmp_path / "*.png")
+    assert main(words) == 0 and not (out / "photo[1].html").exists()
+    (out / "mine.html").write_text("mine")
+    assert main(words) == 2 and "files that Vitrail did not write (mine.html)" in capsys.readouterr().err
+    assert (out / "mine.html").read_text() == "mine"
+    words[2], words[4] = str(tmp_path / raw), str(tmp_path / "raw")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed := io.BytesIO(), encoding="utf-8"))
+    assert main(words) == 0 and main(words) == 0
+    assert printed.getvalue() == 2 * os.fsencode(f"{tmp_path}/raw/{raw.replace('png', 'html')}\n")
 
 
 def test_what_is_refused(model: Path, image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

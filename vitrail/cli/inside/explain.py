@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import sys
@@ -133,12 +134,12 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _earlier(folder: Path) -> list[str]:
-    """Return the names of the files that an earlier command wrote into a folder."""
+    """Return shell patterns of the files that an earlier command wrote into a folder. Each pattern matches one name."""
     try:
         files = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    return [name for name in files if isinstance(name, str)] if isinstance(files, list) else []
+    return [glob.escape(name) for name in files if isinstance(name, str)] if isinstance(files, list) else []
 
 
 def _is_ours(folder: Path) -> bool:
