@@ -72,6 +72,21 @@ def test_neighbours_are_those_of_all_cosines(run: Run, features: Path, tmp_path:
     assert found == pytest.approx([float(cosines[images.index(path)]) for path in expected], abs=1e-5)
 
 
+def test_an_image_is_not_its_own_neighbour_under_another_spelling_of_its_folder(
+    run: Run, features: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other").mkdir()
+    again = tmp_path / "other" / "features"
+    data = tmp_path / "other" / ".." / "data"
+    words = ["embed", str(tmp_path / "model"), "--data", str(data), "--out", str(again), "--no-cache"]
+    assert main([*words, "--precision", "float32"]) == 0
+    capsys.readouterr()
+    query = tmp_path / "data" / "train" / "green" / "03.png"
+    _, out, _ = run(again, query, "--json", "--top", "3")
+    images = [each["image"] for each in json.loads(out)["nearest"]]
+    assert len(images) == 3 and not any(Path(image).samefile(query) for image in images)
+
+
 def test_csv_and_table_show_whole_paths(
     run: Run, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

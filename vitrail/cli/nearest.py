@@ -182,12 +182,17 @@ def _neighbours(bundle: Bundle, path: Path, stored: _Stored, top: int) -> list[_
     except UndecodableImage as error:
         return error
     (found,) = nearest(stored.features, query, min(top + 1, len(stored.images)))
-    own = str(path.absolute())
+    own = _place(path)
     return [
         _Neighbour(stored.images[row], float(cosine), stored.labels[row])
         for row, cosine in zip(found.indices[0].tolist(), found.similarities[0].tolist(), strict=True)
-        if stored.images[row] != own
+        if not Path(stored.images[row]).is_absolute() or _place(Path(stored.images[row])) != own
     ][:top]
+
+
+def _place(path: Path) -> Path:
+    """Return the path of an image with its folder resolved, because the same folder can be spelled in several ways."""
+    return path.parent.resolve() / path.name
 
 
 Result = tuple[Path, list[_Neighbour] | UndecodableImage]
