@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -57,3 +61,34 @@ def test_the_memory_of_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str
     points = json.loads(capsys.readouterr().out)["memory"]
     assert [point["requests"] for point in points] == [20, 40, 60, 81, 101, 121, 142, 162, 182, 203]
     assert all(point["errors"] == 0 and point["memory"] > 3e7 for point in points)
+
+
+@pytest.mark.slow
+def test_a_terminated_measurement_leaves_no_server_behind(tmp_path: Path) -> None:
+    folder = make_bundle().save(tmp_path / "model")
+    words = ["bench", "serve", str(folder), "--clients", "1", "--rates", "--seconds", "60", "--against", "none"]
+    with subprocess.Popen([sys.executable, "-m", "vitrail", *words], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            deadline = time.monotonic() + 100
+            while len(_commands_with(folder)) < 2:
+                assert time.monotonic() < deadline and process.poll() is None
+                time.sleep(0.1)
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130 and "interrupted" in errors
+    assert not _commands_with(folder)
+
+
+def _commands_with(path: Path) -> list[str]:
+    """Return the command lines of all processes that name this path, as the measurement and its servers do."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = file.read_bytes().decode(errors="replace")
+        except OSError:  # the process has ended meanwhile
+            continue
+        if str(path) in words:
+            found.append(words)
+    return found

@@ -32,6 +32,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, nearest
 from vitrail.machine import Precision, describe
 from vitrail.models.variants import build, config_type, variant_config
+from vitrail.training.monitoring.stop import interrupted_by_signals
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported.runtimes import optional_module
 from vitrail.weights.load import load
@@ -99,7 +100,11 @@ def main(call: Call) -> int:
     names = _names(options.against)
     pythons = parse_environments(options.environment)
     check_pythons(names, pythons)
-    with _model(options.model) as (folder, bundle), tempfile.TemporaryDirectory(prefix="vitrail-bench-") as name:
+    with (
+        interrupted_by_signals(),  # otherwise SIGTERM leaves the servers running
+        _model(options.model) as (folder, bundle),
+        tempfile.TemporaryDirectory(prefix="vitrail-bench-") as name,
+    ):
         images = [path.read_bytes() for path in sorted(write_photographs(Path(name), IMAGES).rglob("*.jpg"))]
         shared: dict[str, Any] = {"precision": options.precision, "pythons": pythons}
         if options.requests:
