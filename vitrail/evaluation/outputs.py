@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from vitrail.data.batch import Batch, Skipped
-from vitrail.data.pipeline import Ranks, Readers
+from vitrail.data.pipeline import Ranks, Readers, evaluation_batches
 from vitrail.data.source import Source
 from vitrail.evaluation.features.extract import FeatureSet, Layer, existing_layer, extract
 from vitrail.evaluation.predictions.predict import Predictions, Rows, each_batch, predict_all
@@ -151,6 +151,22 @@ class Outputs:
         if rows is not None:
             self._rows[id(source)] = source, rows, skipped
         return skipped
+
+    def batches(self, source: Source) -> Iterator[Batch]:
+        """Yield the batches of a source that this process computes, for evaluators that need more than the outputs of
+        the head. Without a `batch_size`, they have 256 images."""
+        ranks = Ranks(self.processes.rank, self.processes.world)
+        return evaluation_batches(
+            source, self.bundle.preprocess, batch_size=self.batch_size or 256, readers=self.readers, ranks=ranks
+        )
+
+    def gather_skipped(self, skipped: Sequence[Skipped]) -> int:
+        """Report the samples that all processes have skipped in `batches`, and return their number. All processes call
+        this method together after their last batch."""
+        everyone = [item for part in self._gather(list(skipped)) for item in part]
+        for item in everyone:
+            self.on_skip(item)
+        return len(everyone)
 
     def kept(self, source: Source) -> Predictions | None:
         """Return the outputs that `each_batch` stored for a source, or None. Raise the errors of `Rows.predictions`."""

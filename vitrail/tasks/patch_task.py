@@ -17,7 +17,6 @@ from torch import Tensor
 from vitrail.data.augmentation.draws import Slot, keyed_uniform
 from vitrail.data.augmentation.operations import GREY
 from vitrail.data.batch import Batch, Skipped
-from vitrail.data.pipeline import Ranks, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
 from vitrail.data.splits import Splits
@@ -238,11 +237,7 @@ class PatchErrors:
         names = objective.measured
         totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=bundle.device)  # sums of losses, and images
         skipped: list[Skipped] = []
-        ranks = Ranks(outputs.processes.rank, outputs.processes.world)
-        batch_size = outputs.batch_size or 256
-        for batch in evaluation_batches(
-            held_out, bundle.preprocess, batch_size=batch_size, readers=outputs.readers, ranks=ranks
-        ):
+        for batch in outputs.batches(held_out):
             skipped += batch.skipped
             batch = batch.to(bundle.device)
             images = bundle.preprocess.normalise(batch.images)
@@ -251,13 +246,10 @@ class PatchErrors:
             )
             rows = torch.stack([*(found[name] for name in names), torch.ones_like(found["patch_loss"])]).double()
             totals += torch.where(batch.valid, rows, 0.0).sum(dim=1)
-        outputs.settle()
-        skipped = [item for part in outputs.processes.gather(skipped) for item in part]
-        for item in skipped:
-            outputs.on_skip(item)
+        count_skipped = outputs.gather_skipped(skipped)
         *sums, count = outputs.processes.sum(totals).tolist()
         means = {name: value / max(count, 1) for name, value in zip(names, sums, strict=True)}
-        return means | {"images": count, "skipped": float(len(skipped))}
+        return means | {"images": count, "skipped": float(count_skipped)}
 
 
 def unfit_parts(network: ViTConfig, needs: str) -> Iterator[str]:

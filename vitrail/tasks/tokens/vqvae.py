@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from vitrail.data.augmentation.draws import Slot, keyed_uniform
 from vitrail.data.augmentation.operations import on_device
 from vitrail.data.batch import Batch, Skipped
-from vitrail.data.pipeline import Ranks, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
 from vitrail.data.splits import Splits
@@ -288,10 +287,7 @@ class ReconstructionErrors:
         used = torch.zeros(coder.config.codes, dtype=torch.float64, device=bundle.device)
         sums = torch.zeros(2, dtype=torch.float64, device=bundle.device)  # of errors, and of images
         skipped: list[Skipped] = []
-        ranks = Ranks(outputs.processes.rank, outputs.processes.world)
-        for batch in evaluation_batches(
-            held_out, bundle.preprocess, batch_size=outputs.batch_size or 256, readers=outputs.readers, ranks=ranks
-        ):
+        for batch in outputs.batches(held_out):
             skipped += batch.skipped
             batch = batch.to(bundle.device)
             images = bundle.preprocess.normalise(batch.images)
@@ -302,10 +298,7 @@ class ReconstructionErrors:
             sums += torch.where(batch.valid, torch.stack([errors, torch.ones_like(errors)]).double(), 0.0).sum(dim=1)
             ones = batch.valid[:, None].expand_as(tokens).double()
             used.index_add_(0, tokens.flatten(), ones.flatten())
-        outputs.settle()
-        skipped = [item for part in outputs.processes.gather(skipped) for item in part]
-        for item in skipped:
-            outputs.on_skip(item)
+        count_skipped = outputs.gather_skipped(skipped)
         error, count = outputs.processes.sum(sums).tolist()
         used = outputs.processes.sum(used)
         return {
@@ -313,7 +306,7 @@ class ReconstructionErrors:
             "perplexity": float(perplexity(used)),
             "codes_used": float((used > 0).sum()),
             "images": count,
-            "skipped": float(len(skipped)),
+            "skipped": float(count_skipped),
         }
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from vitrail.data.augmentation.draws import Slot, keyed_uniform
 from vitrail.data.augmentation.operations import on_device
 from vitrail.data.batch import Batch, Skipped
-from vitrail.data.pipeline import Ranks, evaluation_batches
 from vitrail.data.source import Source
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
@@ -154,22 +153,16 @@ class ViewErrors:
         network = shared_copy(bundle.network)
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         skipped: list[Skipped] = []
-        ranks = Ranks(outputs.processes.rank, outputs.processes.world)
-        for batch in evaluation_batches(
-            held_out, bundle.preprocess, batch_size=outputs.batch_size or 256, readers=outputs.readers, ranks=ranks
-        ):
+        for batch in outputs.batches(held_out):
             skipped += batch.skipped
             images = bundle.preprocess.normalise(batch.to(bundle.device).images)
             rows = objective.compared(network, *fixed_views(images, batch.samples)).cpu()
             whole = network.embed(images).float().cpu()
             found.append((batch.samples[batch.valid], rows[batch.valid], whole[batch.valid]))
-        outputs.settle()
-        skipped = [item for part in outputs.processes.gather(skipped) for item in part]
-        for item in skipped:
-            outputs.on_skip(item)
+        count_skipped = outputs.gather_skipped(skipped)
         found = [columns for part in outputs.processes.gather(found) for columns in part]
         count = float(sum(len(samples) for samples, _, _ in found))
-        counts = {"images": count, "skipped": float(len(skipped))}
+        counts = {"images": count, "skipped": float(count_skipped)}
         if not count:
             return dict.fromkeys((metric.name for metric in objective.task.metrics), 0.0) | counts
         samples, rows, embeddings = (torch.cat(column) for column in zip(*found, strict=True))
