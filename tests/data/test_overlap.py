@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,3 +89,17 @@ def test_arrays_are_compared_by_their_pixels_and_only_so_many(
     monkeypatch.setattr(overlap, "MOST_READ", 2)
     assert shared_images(train, train) == [0, 29]
     assert origin_of(train, 0) is None and origin_of(Mixture([train], [1.0]), 0) is None
+
+
+def test_memory_does_not_grow_with_the_pairs_of_one_name(memory_source: Sources) -> None:
+    images = [np.full((1, 1, 1), value % 251, np.uint8) for value in range(700)]
+    train, held_out = (
+        memory_source(some, labels=[0] * 700, keys=[f"{number}/1.png" for number in range(700)])
+        for some in (images, images[::-1])
+    )
+    tracemalloc.start()
+    try:
+        shared_images(train, held_out)  # 490,000 pairs
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    finally:
+        tracemalloc.stop()

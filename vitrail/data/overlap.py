@@ -36,20 +36,29 @@ def shared_images(train: Source, held_out: Source) -> list[int]:
             if kind != "file" or stamp_of(train, index) == stamp_of(held_out, other):
                 same.add(other)
     if kind != "fractal":
-        pairs = [(one, other) for one, other in _with_same_name(train, held_out) if other not in same]
-        chosen = np.unique(np.linspace(0, len(pairs) - 1, min(MOST_READ, len(pairs))).astype(np.int64))
-        same |= {pairs[place][1] for place in chosen.tolist() if _equal(train, held_out, *pairs[place])}
+        same |= {
+            other
+            for one, other in _with_same_name(train, held_out)
+            if other not in same and _equal(train, held_out, one, other)
+        }
     return sorted(same)
 
 
 def _with_same_name(train: Source, held_out: Source) -> Iterator[tuple[int, int]]:
-    """Yield pairs of indices: a training image and a held-out image with the same file name. Folders are ignored."""
+    """Yield at most `MOST_READ` pairs of indices: a training image and a held-out image with the same file name. Folders
+    are ignored.
+
+    The pairs are counted and not listed, because classes whose images have the same numbers have millions of them.
+    """
     names: dict[str, list[int]] = {}
     for index in range(len(held_out)):
         names.setdefault(held_out.key(index).rpartition("/")[2], []).append(index)
-    for index in range(len(train)):
-        for other in names.get(train.key(index).rpartition("/")[2], ()):
-            yield index, other
+    counts = [len(names.get(train.key(index).rpartition("/")[2], ())) for index in range(len(train))]
+    ends = np.cumsum(counts, dtype=np.int64)
+    total = int(ends[-1])
+    for place in np.unique(np.linspace(0, total - 1, min(MOST_READ, total)).astype(np.int64)).tolist():
+        index = int(np.searchsorted(ends, place, side="right"))
+        yield index, names[train.key(index).rpartition("/")[2]][place - int(ends[index]) + counts[index]]
 
 
 def _equal(train: Source, held_out: Source, one: int, other: int) -> bool:
