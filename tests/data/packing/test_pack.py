@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -217,6 +218,20 @@ def test_a_pack_that_was_stopped_goes_on_after_its_whole_shards(folder: Path, tm
     pack(opened(folder), out, shard_size=9_000, progress=seen.append)
     assert files_of(out) == files_of(tmp_path / "straight") and seen[-1] == 24
     assert all((out / name).stat().st_mtime_ns == changed for name, changed in times.items())
+
+
+def test_the_description_of_finished_shards_stays_until_it_is_written_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack(opened(folder), tmp_path / "out", shard_size=9_000)
+
+    def full(path: Path, value: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(SaveError, match="No space left"):
+        patched.setattr("vitrail.data.packing.pack.write_json", full)
+        pack(opened(folder), tmp_path / "out", shard_size=9_000)
+    assert (tmp_path / "out" / "dataset.json").is_file()
 
 
 def test_what_is_done_is_not_done_again(folder: Path, tmp_path: Path) -> None:

@@ -140,8 +140,9 @@ def _begin(destination: Path, state: Manifest) -> dict[str, tuple[ShardRecord, .
             raise ConfigError(f"{destination} is not empty and has no shards to continue; choose another folder")
     with saving("the description of the shards", destination):
         destination.mkdir(parents=True, exist_ok=True)
+    _save(destination, replace(state, shards=shards))  # first, so that there always is a description
+    with saving("the description of the shards", destination):
         (destination / FILE).unlink(missing_ok=True)
-    _save(destination, replace(state, shards=shards))
     return shards
 
 
