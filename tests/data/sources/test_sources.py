@@ -142,6 +142,17 @@ def test_an_empty_split_is_refused(tree: Trees) -> None:
         open_data(str(tree("train/", "val/a/1.png")), validation_share=0.1)
 
 
+def test_a_class_with_the_name_of_a_split_is_named(tree: Trees) -> None:
+    message = r"train has images but no class folders; a folder of this name holds the class folders of the training"
+    with pytest.raises(DataError, match=message):
+        open_data(str(tree("bus/1.png", "car/1.png", "train/1.png")), validation_share=0.1)
+
+
+def test_a_path_that_the_system_refuses_is_named() -> None:
+    with pytest.raises(DataError, match=r"data 'x+' cannot be read: File name too long; correct the path"):
+        open_data("x" * 300, validation_share=0.1)
+
+
 def test_one_class_is_refused(tree: Trees) -> None:
     with pytest.raises(DataError, match=r"has only one class, 'rose'; classification needs at least two"):
         open_data(str(tree(*many("rose"))), validation_share=0.1)

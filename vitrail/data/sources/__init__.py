@@ -144,7 +144,10 @@ def open_whole(
         raise ConfigError(f"numbers={numbers} cannot be combined with classes: targets are either numbers or classes")
     if len(set(numbers)) < len(numbers):
         raise ConfigError(f"numbers={numbers} names a column twice")
-    splits = replace(_open(_amount_of(spec)[0], classes, numbers, unlabelled), title=f"data {spec!r}")
+    try:
+        splits = replace(_open(_amount_of(spec)[0], classes, numbers, unlabelled), title=f"data {spec!r}")
+    except OSError as error:  # a folder that may not be entered, or a name that is too long for a path
+        raise DataError(f"data {spec!r} cannot be read: {error.strerror or error}; correct the path") from error
     if not unlabelled:
         splits = _without_unlabelled(splits)
     if classes is not None and splits.target_kind == "numbers":

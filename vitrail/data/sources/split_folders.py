@@ -35,6 +35,11 @@ def open_folders(root: Path, classes: tuple[str, ...] | None, unlabelled: bool) 
         return Splits(train, None, None, _ignored(train), faults=train.faults)
     if not places["train"]:
         raise DataError(f"{root} has {', '.join(folder.name for folder in found)} but no train/ with training images")
+    if not unlabelled and not class_folders(places["train"][0]) and has_images(places["train"][0]):
+        raise DataError(
+            f"{places['train'][0]} has images but no class folders; a folder of this name holds the class folders of "
+            "the training split, so rename it if it is a class"
+        )
     plain = unlabelled and not _has_classes(places["train"][0])
     train = FolderSource(places["train"][0], classes, unlabelled=plain)
     rest = {
