@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitrail.analysis.cka import MinibatchCka, layer_similarity, unbiased_hsic
+from vitrail.analysis.cka import LayerSimilarity, MinibatchCka, layer_similarity, unbiased_hsic
 from vitrail.errors import ConfigError
 from vitrail.models.resnet import ResNet
 from vitrail.models.resnet_config import ResNetConfig
@@ -46,6 +46,16 @@ def test_rotations_and_scales_change_nothing() -> None:
     assert cka(x @ rotation, y) == pytest.approx(cka(x, y))
     assert cka(x + 4.0, y) == pytest.approx(cka(x, y))
     assert abs(cka(draw(200, 4, 3), draw(200, 4, 4))) < 0.05  # the biased estimator would be about 0.1 or more
+
+
+def test_features_that_do_not_vary_have_no_similarity() -> None:
+    total = MinibatchCka(2, 1)
+    total.add([torch.ones(5, 3), draw(5, 3, 0)], [draw(5, 3, 0)])
+    found = LayerSimilarity("centred kernel alignment", "CKA", (0, 1), (0,), total.result())
+    assert np.isnan(found.values[0, 0]) and found.values[1, 0] == pytest.approx(1.0)
+    assert found.as_lists() == [[None], [1.0]] and found.bounds == pytest.approx((0.0, 1.0))
+    nothing = LayerSimilarity("centred kernel alignment", "CKA", (0,), (0,), np.full((1, 1), np.nan))
+    assert nothing.bounds == (0.0, 1.0)
 
 
 def test_layers_of_one_network(make: Make, images_of: Images) -> None:

@@ -6,6 +6,7 @@ The estimator of the Hilbert-Schmidt independence criterion (HSIC) is unbiased, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,17 @@ class LayerSimilarity:
     columns: tuple[int, ...]
     """Numbers of the second network's blocks."""
     values: Float64[np.ndarray, "rows columns"]
+    """NaN for a layer whose features are the same for all images."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Range of the values, at least from 0 to 1. Estimates can lie a little outside."""
+        defined = self.values[np.isfinite(self.values)]
+        return float(defined.min(initial=0.0)), float(defined.max(initial=1.0))
+
+    def as_lists(self) -> list[list[float | None]]:
+        """Return the values as rows for JSON, which has no NaN."""
+        return [[round(value, 6) if math.isfinite(value) else None for value in row] for row in self.values.tolist()]
 
 
 def layer_similarity(
@@ -84,7 +96,7 @@ class MinibatchCka:
         self._batches += 1
 
     def result(self) -> Float64[np.ndarray, "rows columns"]:
-        """Return the CKA. Raise `ConfigError` if there was no minibatch."""
+        """Return the CKA, NaN where features do not vary. Raise `ConfigError` if there was no minibatch."""
         if not self._batches:
             raise ConfigError("there are no images, so there is nothing to compare; give at least four")
         return (self._cross / (self._rows[:, None] * self._columns).sqrt()).numpy()
@@ -104,6 +116,7 @@ def _kernel(features: Float[Tensor, "b d"]) -> Float64[Tensor, "b b"]:
             f"a batch of {len(features)} images is too small for unbiased CKA; give at least {SMALLEST_BATCH} at a time"
         )
     exact = features.double()
+    exact = exact - exact[:1]  # CKA does not depend on shifts; features that do not vary become exactly 0
     return (exact @ exact.T).fill_diagonal_(0.0).cpu()
 
 

@@ -71,7 +71,7 @@ def draw_layer_similarity(similarity: LayerSimilarity) -> str:
         unit=similarity.unit,
         rows=[str(layer) for layer in similarity.rows],
         columns=[str(layer) for layer in similarity.columns],
-        bounds=(min(0.0, float(np.nanmin(similarity.values))), max(1.0, float(np.nanmax(similarity.values)))),
+        bounds=similarity.bounds,
     )
 
 

@@ -45,8 +45,8 @@ def shared_images(train: Source, held_out: Source) -> list[int]:
 
 
 def _with_same_name(train: Source, held_out: Source) -> Iterator[tuple[int, int]]:
-    """Yield at most `MOST_READ` pairs of indices: a training image and a held-out image with the same file name. Folders
-    are ignored.
+    """Yield at most `MOST_READ` pairs of indices: a training image and a held-out image with the same file name in any
+    folder.
 
     The pairs are counted and not listed, because classes whose images have the same numbers have millions of them.
     """

@@ -179,3 +179,10 @@ def test_nothing_to_measure_is_refused() -> None:
         report(predictions, temperature=0.0)
     with pytest.raises(ConfigError, match="resamples=-1 is less than 0"):
         report(predictions, bootstrap=-1)
+
+
+def test_a_mistake_can_have_a_logit_of_any_size() -> None:
+    """The exponential of 750 is too large for a float."""
+    predictions = several()
+    huge = replace(predictions, logits=np.full_like(predictions.logits, -750.0))
+    assert report(huge, bootstrap=0).worst[0].probability == 0.0

@@ -81,7 +81,7 @@ def comparison_as_plain(found: Comparison) -> dict[str, Any]:
             "name": similarity.name,
             "rows": list(similarity.rows),
             "columns": list(similarity.columns),
-            "values": similarity.values.round(6).tolist(),
+            "values": similarity.as_lists(),
         },
         "disagreements": [
             {
@@ -200,7 +200,7 @@ def _similarity(found: Comparison) -> str:
         unit=similarity.unit,
         rows=[str(layer) for layer in similarity.rows],
         columns=[str(layer) for layer in similarity.columns],
-        bounds=(min(0.0, float(similarity.values.min())), max(1.0, float(similarity.values.max()))),
+        bounds=similarity.bounds,
     )
 
 

@@ -89,7 +89,7 @@ def overview_as_plain(found: Overview) -> dict[str, Any]:
         "images_for_layers": layers.images,
         "distance": {"name": layers.reach.name, "unit": layers.reach.unit, "layers": dict(distances(layers.reach))},
         "entropy": None if layers.entropy is None else layers.entropy.mean.round(6).tolist(),
-        "similarity": None if layers.similarity is None else layers.similarity.values.round(6).tolist(),
+        "similarity": None if layers.similarity is None else layers.similarity.as_lists(),
         "outlier_tokens": None if layers.norms is None else layers.norms.outliers().round(6).tolist(),
         "probes": [to_plain(one) for one in found.probes],
         "saliency": None if found.saliency is None else _saliency_as_plain(found.saliency),

@@ -241,7 +241,7 @@ def _several_labels(
                 key=predictions.keys[row],
                 labels=names(targets[row] > 0),
                 predicted=names(predicted[row]),
-                probability=1 / (1 + math.exp(-logits[row, likeliest[row]])),
+                probability=0.5 + 0.5 * math.tanh(logits[row, likeliest[row]] / 2),  # the logistic function
                 loss=float(losses[row]),
             )
             for row in _worst(~exact, losses, worst)
