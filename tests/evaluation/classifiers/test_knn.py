@@ -17,7 +17,7 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers import knn as module
-from vitrail.evaluation.classifiers.knn import NeighbourRow, Neighbours, knn, knn_leave_one_out, nearest
+from vitrail.evaluation.classifiers.knn import NeighbourRow, Neighbours, knn, nearest
 from vitrail.evaluation.truth import MultiLabels, SingleLabels, Truth
 
 
@@ -104,12 +104,6 @@ def voted(
     return knn(train, truth_in(labels, num_classes), test, truth_in(truth, num_classes), **settings)
 
 
-def voted_leave_one_out(
-    features: np.ndarray, labels: np.ndarray, *, num_classes: int, **settings: Any
-) -> tuple[NeighbourRow, ...]:
-    return knn_leave_one_out(features, truth_in(labels, num_classes), **settings)
-
-
 def clusters(n: int, classes: int, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(seed)
     labels = random.integers(0, classes, n)
@@ -131,21 +125,6 @@ def test_votes_are_those_of_scikit_learn(temperature: float) -> None:
         theirs.fit(train.astype(np.float64), labels)
         assert row.metrics["accuracy"] == theirs.score(test.astype(np.float64), truth)
         assert set(row.metrics) == {"accuracy"}
-
-
-def test_leave_one_out_is_a_search_among_the_others() -> None:
-    features, labels = clusters(45, 3, seed=0)
-    rows = voted_leave_one_out(features, labels, num_classes=3, k=(1, 7, 44))
-    for row in rows:
-        right = []
-        for index in range(45):
-            others = np.arange(45) != index
-            (one,) = voted(
-                features[others], labels[others], features[[index]], labels[[index]], num_classes=3, k=[row.k]
-            )
-            right.append(one.metrics["accuracy"])
-        assert row.metrics["accuracy"] == pytest.approx(np.mean(right))
-    assert voted(features, labels, features, labels, num_classes=3, k=[1])[0].metrics["accuracy"] == 1
 
 
 def test_a_tie_of_votes_goes_to_the_first_class() -> None:
@@ -196,9 +175,9 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
 
 
 def test_leaving_one_out_leaves_one_fewer() -> None:
-    train, labels = clusters(20, 2, seed=0)
+    train, _ = clusters(20, 2, seed=0)
     with pytest.raises(ConfigError, match="k=20 is not from 1 to 19, the number of other features"):
-        voted_leave_one_out(train, labels, num_classes=2, k=[20])
+        nearest(train, None, 20)
 
 
 def test_data_that_does_not_fit_is_refused(types_unchecked: None) -> None:
@@ -209,7 +188,7 @@ def test_data_that_does_not_fit_is_refused(types_unchecked: None) -> None:
         voted(train, labels * 0 - 1, train, labels, num_classes=2, k=[1])
     train[13, 1] = np.inf
     with pytest.raises(DataError, match="features of row 13 are not all finite"):
-        voted_leave_one_out(train, labels, num_classes=2, k=[1])
+        list(nearest(train, None, 1))
 
 
 MEASURE = """

@@ -15,7 +15,7 @@ from vitrail.evaluation.classifiers.arrays import check_finite, check_pair, chec
 from vitrail.evaluation.predictions.streaming import streaming_metrics
 from vitrail.evaluation.truth import Numbers, Truth
 
-__all__ = ["NeighbourRow", "Neighbours", "check_settings", "knn", "knn_leave_one_out", "nearest"]
+__all__ = ["NeighbourRow", "Neighbours", "check_settings", "knn", "nearest"]
 
 QUERIES = 8192
 """Number of queries per pass over the stored features."""
@@ -70,21 +70,6 @@ def knn(
     check_same_kind(train_truth, test_truth)
     found = nearest(train_features, test_features, max(k), device=device)
     return _vote(found, train_truth, test_truth, k, temperature)
-
-
-def knn_leave_one_out(
-    features: Float[np.ndarray, "n d"],
-    truth: Truth,
-    *,
-    k: Sequence[int] = (1, 5, 10, 20, 100, 200),
-    temperature: float = 0.07,
-    device: torch.device | str = "cpu",
-) -> tuple[NeighbourRow, ...]:
-    """Measure in the same way as `knn`, but predict every row from the nearest of all other rows."""
-    check_settings(k, temperature)
-    check_truth("features", features, truth)
-    found = nearest(features, None, max(k), device=device)
-    return _vote(found, truth, truth, k, temperature)
 
 
 def nearest(
