@@ -20,6 +20,8 @@ def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert all(verb in shown for verb in VERBS) and "75" in shown
     assert max(map(len, shown.splitlines())) <= 80
+    lines = [next(line for line in shown.splitlines() if line.endswith(f" {text}")) for text in VERBS.values()]
+    assert len({len(line) - len(text) for line, text in zip(lines, VERBS.values(), strict=True)}) == 1, "one column"
 
 
 def test_no_verb_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -178,4 +178,5 @@ def _no_verb(typed: list[str]) -> int:
 
 
 def _verb_list(verbs: dict[str, str]) -> str:
-    return "\n".join(f"  {verb:<10} {text}" for verb, text in verbs.items())
+    width = max(map(len, verbs))
+    return "\n".join(f"  {verb:<{width}} {text}" for verb, text in verbs.items())
