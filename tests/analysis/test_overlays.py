@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from vitrail.analysis.drawing import overlay
@@ -24,7 +25,11 @@ def make_bundle(**changes: Any) -> Bundle:
         "num_classes": 3,
     }  # fmt: skip
     config = ViTConfig(**{**settings, **changes})
-    return Bundle(build(config).eval(), ("a", "b", "c")[: config.num_classes], Preprocess(image_size=config.image_size))
+    return Bundle(
+        build(config).eval(),
+        ("a", "b", "c")[: config.num_classes],
+        Preprocess(image_size=config.image_size, channels=config.channels),
+    )
 
 
 def file_of(size: tuple[int, int]) -> bytes:
@@ -49,6 +54,18 @@ def test_overlays_are_those_of_explanations(changes: dict[str, Any]) -> None:
         found = pixels_of(Overlays().draw(bundle, image, target))
         assert found.shape == (47, 61, 3)
         assert np.abs(found - overlay(explained.picture, values)).mean() < 4  # of 255: JPEG loses a little
+
+
+def test_a_grey_model_does_not_write_to_pixels_that_are_read_only() -> None:
+    file = io.BytesIO()
+    Image.open(io.BytesIO(file_of((36, 30)))).convert("L").save(file, "PNG")
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # PyTorch warns of such arrays only once in a process
+    try:
+        found = pixels_of(Overlays().draw(make_bundle(channels=1), file.getvalue(), 1))
+    finally:
+        torch.set_warn_always(always)
+    assert found.shape == (36, 30, 3)
 
 
 def test_large_pictures_are_reduced() -> None:

@@ -45,7 +45,7 @@ class Overlays:
         the number `target`, or the attention rollout for None. Raise `UndecodableImage`, and `ConfigError` for a model
         without overlays."""
         network, preprocess = bundle.network, bundle.preprocess
-        inputs = preprocess.normalise(torch.from_numpy(preprocess.pixels(image)[None]).to(bundle.device))
+        inputs = preprocess.normalise(torch.from_numpy(preprocess.pixels(image)[None].copy()).to(bundle.device))
         if target is None:
             found = attention_rollout(network, inputs)
         else:
