@@ -29,11 +29,11 @@ from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional
 from vitrail.cli.output.bench_tables import header, plain_table
 from vitrail.data.packing.pack import pack
-from vitrail.data.pipeline import Readers
+from vitrail.data.pipeline import Readers, default_threads
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, plural
 from vitrail.machine import describe
 
 __all__ = ["main"]
@@ -149,8 +149,9 @@ def _sources(options: BenchData) -> Iterator[dict[str, Source]]:
 
 def _what(reading: Reading, options: BenchData) -> str:
     height, width = options.image_size
-    readers = f"{options.threads or 'as many'} threads" + (
-        f" in {options.processes} processes" * bool(options.processes)
+    threads = default_threads() if options.threads is None else options.threads
+    readers = plural(threads, "thread") + (
+        f" in each of {plural(options.processes, 'process')}" * bool(options.processes)
     )
     return (
         f"{reading.images} images of {reading.image_bytes / 1e3:,.0f} kB to {height} x {width}, in batches of "
