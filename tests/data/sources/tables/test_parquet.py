@@ -252,6 +252,17 @@ def test_a_label_that_only_a_held_out_split_has_is_a_fault(
         open_data(str(tmp_path), validation_share=0.0)
 
 
+def test_an_image_with_several_unknown_labels_is_counted_once(tmp_path: Path, pictures: list[bytes]) -> None:
+    def column(*rows: list[int]) -> pa.Array:
+        return pa.array(rows, pa.list_(pa.int64()))
+
+    write(tmp_path / "train.parquet", {"image": images(pictures[:2]), "label": column([0], [1])})
+    write(tmp_path / "val.parquet", {"image": images(pictures[:4]), "label": column([7, 1, 8, 9], [], [5], [0, 1])})
+    (fault,) = (splits := open_parquet(tmp_path, None)).faults
+    assert fault.count == 2 and "counts 2 images of the validation split" in fault.training
+    assert labels_of(splits.validation) == [(1,), (), (), (0, 1)]
+
+
 @pytest.mark.parametrize("kind", [pa.list_(pa.int64()), pa.large_list(pa.int8()), pa.list_(pa.int64(), 2)], ids=str)
 @pytest.mark.parametrize(
     "feature",

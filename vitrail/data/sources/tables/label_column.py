@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Bool, Int32, Int64
 
 from vitrail.data.faults import Fault, unknown_class
 from vitrail.data.source import Target
@@ -44,6 +44,12 @@ class LabelColumn:
     def row_of(self, place: int) -> int:
         """Return the row of a position in `numbers`."""
         return place if self.starts is None else int(np.searchsorted(self.starts, place, side="right")) - 1
+
+    def rows_with(self, chosen: Bool[np.ndarray, " n"]) -> int:
+        """Return the number of rows to which chosen positions of `numbers` belong."""
+        if self.starts is None:
+            return int(chosen.sum())
+        return len(np.unique(np.searchsorted(self.starts, np.flatnonzero(chosen), side="right")))
 
     @property
     def is_empty(self) -> bool:
@@ -97,7 +103,7 @@ def number(
         if strange.any():
             if known is not None:
                 raise DataError(messages[split])
-            faults.append(unknown_class(split, int(strange.sum()), messages[split]))
+            faults.append(unknown_class(split, column.rows_with(strange), messages[split]))
             numbered[split] = replace(column, numbers=np.where(strange, np.int32(-1), column.numbers))
     return classes, numbered, tuple(faults)
 
