@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.studies.measured import cell_result
+from tests.studies.test_pool import cell_of
 from vitrail.bench.accuracy.cell import write_result
 from vitrail.cli import main
+from vitrail.plain import to_plain
+from vitrail.studies.cell import read_result, write_cell
 from vitrail.studies.data import open_study_data
 from vitrail.studies.engine import chain
 from vitrail.studies.pool import CELLS
@@ -64,6 +67,17 @@ def write(folder: Path, name: str, metrics: dict[str, float]) -> None:
     place = folder / CELLS / name
     place.mkdir(parents=True)
     write_result(place, cell_result(metrics))
+
+
+@pytest.mark.slow  # imports torch in a process
+def test_a_cell_that_is_repeated_is_printed_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cell, data = cell_of(), open_study_data("bundled", "quick")
+    write_cell(tmp_path / CELLS / cell.name, cell)
+    record = {"format": 1, "study": "head", "scale": "quick", "data": "bundled", "fingerprint": data.fingerprint}
+    (tmp_path / "study.json").write_text(json.dumps(record))
+    assert run("head", "--quick", "--out", tmp_path, "--device", "cpu", "--cell", cell.name, "--json") == 0
+    shown, result = json.loads(capsys.readouterr().out), read_result(tmp_path / CELLS / cell.name)
+    assert result is not None and shown == to_plain(result) and shown["metrics"].keys() >= {"accuracy"}
 
 
 def test_a_finished_study_is_shown_without_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from vitrail.cli.options.fields import Positional
 from vitrail.cli.output.study_tables import plain_plan, plan_lines, result_parts
 from vitrail.errors import ConfigError, Interrupted, nearest
 from vitrail.machine import pick_device
+from vitrail.plain import to_plain
 from vitrail.studies.cell import CellResult
 from vitrail.studies.cost import check_jobs, cost_of, default_jobs, forecast, sizes_for
 from vitrail.studies.data import check_subsets, open_study_data
@@ -114,7 +115,9 @@ def main(call: Call) -> int:
     try:
         with interrupted_by_signals(), locked(folder):
             if options.cell:
-                pool.repeat(options.cell)
+                result = pool.repeat(options.cell)
+                if options.json:
+                    print(json.dumps(to_plain(result)))
                 return 0
             results = run.measure(pool)
             plain = write_study(folder, run, results)
