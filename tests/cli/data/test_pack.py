@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from vitrail.cli import main
+from vitrail.data.sources import open_data
 from vitrail.data.sources.shards.shards import open_shards
 
 
@@ -51,6 +52,22 @@ def test_a_folder_is_packed_and_said_to_be(
     assert f"The shards are in {out}. Train on them: vitrail train --data {out}" in shown
     assert len(open_shards(str(out), None).train) == 7
     assert main(words) == 0 and capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize("labels", ["soft", "hard"])
+def test_soft_pseudo_labels_become_classes_and_this_is_said(
+    labels: str, model: Path, some_images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = str(tmp_path / "labels"), tmp_path / "out"
+    words = ["--teacher", str(model), "--pseudo-labels", labels, "--confidence", "0", "--no-balance", "--device", "cpu"]
+    assert main(["data", "label", f"{some_images}[:30]", "--out", folder, *words]) == 0
+    labelled = open_data(folder, validation_share=0.0).train
+    capsys.readouterr()
+    assert main(["data", "pack", folder, str(out)]) == 0
+    is_told = "only the most likely class of each image is packed. To train on the" in capsys.readouterr().out
+    assert is_told == (labels == "soft")
+    packed = open_shards(str(out), None).train
+    assert [packed.target(row) for row in range(30)] == [labelled.target(row) for row in range(30)]
 
 
 def test_refusals_have_code_2(

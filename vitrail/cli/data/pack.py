@@ -16,6 +16,7 @@ from vitrail.cli.options.fields import Positional
 from vitrail.cli.output.bars import images_bar
 from vitrail.data.packing.manifest import Manifest
 from vitrail.data.packing.pack import pack
+from vitrail.data.source import has_soft_targets
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import Stopped, plural
@@ -70,6 +71,12 @@ def main(call: Call) -> int:
     splits = open_data(options.data, validation_share=0.0, numbers=options.numbers, unlabelled=options.unlabelled)
     for note in splits.notes:
         console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    if has_soft_targets(splits.train):
+        console.print(
+            "The pseudo labels are soft, but shards store classes: only the most likely class of each image is packed. "
+            "To train on the probabilities, use the folder of labels itself.",
+            style="yellow", highlight=False, soft_wrap=True,
+        )  # fmt: skip
     manifest = _pack(splits, options, shard_size, console, call.arguments)
     _report(manifest, options, console)
     return 0
