@@ -15,6 +15,7 @@ from vitrail.analysis.faithfulness import randomised_weights, rank_correlation, 
 from vitrail.analysis.saliency import SaliencyMaps, attention_rollout, class_relevance
 from vitrail.errors import ConfigError
 from vitrail.models.vit import VisionTransformer
+from vitrail.weights.bundle import OutputKind
 
 Make = Callable[..., VisionTransformer]
 Images = Callable[..., Tensor]
@@ -24,11 +25,14 @@ def maps_of(values: np.ndarray) -> SaliencyMaps:
     return SaliencyMaps("own", "fraction", values.astype(np.float32))
 
 
-def test_curves_hide_patches_in_the_order_of_the_map(make: Make, images_of: Images) -> None:
+@pytest.mark.parametrize("output", ["softmax", "sigmoid"])
+def test_curves_hide_patches_in_the_order_of_the_map(output: OutputKind, make: Make, images_of: Images) -> None:
     network, images = make(cut_uneven=True), images_of(2, (14, 22))  # two rows and columns of pixels fill no patch
     values = np.random.default_rng(0).permutation(24).reshape(2, 3, 4)
     targets = torch.tensor([2, 0])
-    found = saliency_curves(network, images, {"own": maps_of(values)}, targets, steps=3, fill=0.5, batch_size=1)
+    found = saliency_curves(
+        network, images, {"own": maps_of(values)}, targets, output=output, steps=3, fill=0.5, batch_size=1
+    )
     assert found.methods == ("own", "random") and found.fractions.tolist() == [0, 1 / 3, 2 / 3, 1]
     for image in range(2):
         order = sorted(range(12), key=lambda place: -values[image].ravel()[place])
@@ -41,7 +45,8 @@ def test_curves_hide_patches_in_the_order_of_the_map(make: Make, images_of: Imag
                 inserted[:, rows, columns] = images[image, :, rows, columns]
             for curve, picture in ((found.deletion, deleted), (found.insertion, inserted)):
                 with torch.no_grad():
-                    expected = network(picture[None]).softmax(dim=1)[0, targets[image]]
+                    logits = network(picture[None])
+                expected = (logits.softmax(dim=1) if output == "softmax" else logits.sigmoid())[0, targets[image]]
                 assert curve[0, image, step] == pytest.approx(float(expected), rel=1e-4)
     area = (found.deletion[0, :, 0] / 2 + found.deletion[0, :, 1:3].sum(axis=1) + found.deletion[0, :, 3] / 2) / 3
     np.testing.assert_allclose(found.deletion_auc()[0], area)
@@ -99,3 +104,5 @@ def test_what_is_refused(make: Make, images_of: Images) -> None:
         saliency_curves(network, images, {"own": maps_of(np.ones((2, 4, 3)))})
     with pytest.raises(ConfigError, match="steps=0 is less than 1"):
         saliency_curves(network, images, {"own": own}, steps=0)
+    with pytest.raises(ConfigError, match=r"^output='numbers' has no probabilities, which the curves show; choose"):
+        saliency_curves(network, images, {"own": own}, output="numbers")

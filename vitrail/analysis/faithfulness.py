@@ -20,6 +20,7 @@ from vitrail.analysis.saliency import SaliencyMaps
 from vitrail.analysis.tracing import transformer_of
 from vitrail.errors import ConfigError
 from vitrail.models.predictor import Predictor
+from vitrail.weights.bundle import OutputKind
 
 __all__ = ["RandomisedWeights", "SaliencyCurves", "randomised_weights", "rank_correlation", "saliency_curves"]
 
@@ -73,6 +74,7 @@ def saliency_curves(
     maps: Mapping[str, SaliencyMaps],
     targets: Int64[Tensor, " b"] | None = None,
     *,
+    output: OutputKind = "softmax",
     steps: int = STEPS,
     fill: float = 0.0,
     seed: int = 0,
@@ -81,14 +83,17 @@ def saliency_curves(
     """Return deletion and insertion curves of several saliency maps, beside a random order of the patches.
 
     A deleted patch is filled with `fill` in the normalised image: 0 is the mean colour. Insertion starts from an image
-    that is filled completely. `targets` are the classes, by default the predicted ones. Raises `ConfigError` if a
-    name is "random", if a map has other patches than the images, and for fewer than one step.
+    that is filled completely. `targets` are the classes, by default the predicted ones. `output` says how outputs
+    become probabilities, as `Bundle.output` does. Raises `ConfigError` if a name is "random", if a map has other
+    patches than the images, for outputs that are numbers, and for fewer than one step.
     """
+    if output == "numbers":
+        raise ConfigError("output='numbers' has no probabilities, which the curves show; choose a model of classes")
     if RANDOM in maps:
         raise ConfigError(f"maps has the name {RANDOM!r}, which stands for a random order; choose another name")
     if steps < 1:
         raise ConfigError(f"steps={steps} is less than 1")
-    hiding = _Hiding(network, images, targets, fill=fill, batch_size=batch_size)
+    hiding = _Hiding(network, images, targets, output=output, fill=fill, batch_size=batch_size)
     orders = {name: hiding.order(name, found) for name, found in maps.items()}
     random = np.random.default_rng(seed)
     orders[RANDOM] = np.stack([random.permutation(hiding.count) for _ in range(len(images))])
@@ -115,6 +120,7 @@ class _Hiding:
         images: Float[Tensor, "b c h w"],
         targets: Int64[Tensor, " b"] | None,
         *,
+        output: OutputKind,
         fill: float,
         batch_size: int,
     ) -> None:
@@ -123,6 +129,7 @@ class _Hiding:
         stride = config.root.stride if config.root else 1
         self.predictor = Predictor(network)
         self.images = images
+        self.output = output
         self.fill = fill
         self.batch_size = batch_size
         self.grid = config.grid_of(images.shape[2], images.shape[3])
@@ -150,7 +157,9 @@ class _Hiding:
             hidden.scatter_(1, torch.from_numpy(order[:, :number]), delete)
             mask = _pixel_mask(hidden.reshape(-1, *self.grid), self.patch, self.images.shape[2:])
             logits = self._logits(self.images.masked_fill(mask.to(self.images.device)[:, None], self.fill))
-            chosen = logits.float().softmax(dim=1).gather(1, self.targets[:, None])[:, 0]
+            outputs = logits.float()
+            probabilities = outputs.softmax(dim=1) if self.output == "softmax" else outputs.sigmoid()
+            chosen = probabilities.gather(1, self.targets[:, None])[:, 0]
             found.append(chosen.double().cpu().numpy())
         return np.stack(found, axis=1)
 

@@ -23,7 +23,7 @@ from vitrail.data.source import Sample, Source, Subset, Target
 from vitrail.data.sources import open_whole
 from vitrail.errors import ConfigError
 from vitrail.evaluation.outputs import Outputs
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle import Bundle, OutputKind
 
 
 @pytest.fixture(scope="module")
@@ -175,15 +175,16 @@ def test_what_cannot_be_reported_on(colours: Path) -> None:
         overview(Outputs(bundle_of(output="numbers")), source_of(colours, bundle), source_of(colours, bundle), "it")
 
 
-def test_saliency_maps_are_measured_on_images_at_equal_distances(colours: Path) -> None:
-    bundle = bundle_of(seed=3)
+@pytest.mark.parametrize("output", ["softmax", "sigmoid"])
+def test_saliency_maps_are_measured_on_images_at_equal_distances(output: OutputKind, colours: Path) -> None:
+    bundle = bundle_of(seed=3, output=output)
     found, source = seen(colours, bundle, probe_images=0, saliency_images=5).saliency, source_of(colours, bundle)
     assert found is not None
     inputs = inputs_of(bundle, images_at(source, evenly(27, 5)))
     names = ("rollout", "relevance", "relevance, gradients alone", "random")
     assert found.curves.methods == names and found.curves.deletion.shape[:2] == (4, 5)
     maps = {"rollout": attention_rollout(bundle.network, inputs), "relevance": class_relevance(bundle.network, inputs)}
-    expected = saliency_curves(bundle.network, inputs, maps)
+    expected = saliency_curves(bundle.network, inputs, maps, output=output)
     methods = {one.name: one for one in found.methods}
     for row, name in enumerate(maps):
         assert methods[name].deletion.value == pytest.approx(expected.deletion_auc()[row].mean())

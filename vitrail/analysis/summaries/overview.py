@@ -180,7 +180,7 @@ def _saliency(bundle: Bundle, seen: SeenImages, count: int, attempt: Attempts) -
         attempt.refuse("measurements of saliency maps, which need the classes of a head")
         return None
     rows = evenly(len(seen), count)
-    return attempt(lambda: summarise_saliency(bundle.network, seen.inputs(bundle, rows)))
+    return attempt(lambda: summarise_saliency(bundle.network, seen.inputs(bundle, rows), bundle.output))
 
 
 def _answers(bundle: Bundle, seen: SeenImages, predictions: Predictions, examples: int, bootstrap: int) -> Answers:

@@ -19,6 +19,7 @@ from vitrail.analysis.faithfulness import (
 )
 from vitrail.analysis.saliency import SaliencyMaps, attention_rollout, class_relevance
 from vitrail.evaluation.predictions.bootstrap import Metric, mean_interval
+from vitrail.weights.bundle import OutputKind
 
 __all__ = ["MeasuredMethod", "SaliencySummary", "summarise_saliency"]
 
@@ -70,14 +71,17 @@ class SaliencySummary:
         return rows
 
 
-def summarise_saliency(network: nn.Module, images: Float[Tensor, "n c h w"]) -> SaliencySummary:
-    """Measure all saliency methods for the predicted classes of images.
+def summarise_saliency(
+    network: nn.Module, images: Float[Tensor, "n c h w"], output: OutputKind = "softmax"
+) -> SaliencySummary:
+    """Measure all saliency methods for the predicted classes of images. `output` says how the network's outputs become
+    probabilities.
 
     Raises `ConfigError` for a network without a head, and the errors of `vitrail.analysis.tracing.trace`.
     """
     maps = {name: method(network, images) for name, method in METHODS.items()}
     some = images[:RANDOMISED_IMAGES]
     return SaliencySummary(
-        saliency_curves(network, images, maps),
+        saliency_curves(network, images, maps, output=output),
         {name: randomised_weights(network, some, method) for name, method in METHODS.items()},
     )
