@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Shaped
 
 from vitrail.data.faults import Fault
 from vitrail.data.source import Sample, Target, TargetKind
@@ -83,13 +85,8 @@ class FileSource:
 def shared_files(train: FileSource, other: FileSource, split: str) -> Iterator[Fault]:
     """Yield a fault if the training split and another split contain the same file, even under different names."""
     common = np.intersect1d(train.inodes, other.inodes)
-    pairs = []
-    for inode in common:
-        mine, theirs = (
-            source.root / source.key(int(np.flatnonzero(source.inodes == inode)[0])) for source in (train, other)
-        )
-        if mine.samefile(theirs):  # files on two disks can have the same inode
-            pairs.append((mine, theirs))
+    mine, theirs = (_first_paths(source, common) for source in (train, other))
+    pairs = [(path, theirs[file]) for file, path in mine.items() if file in theirs]
     if pairs:
         yield Fault(
             "shared-files", "error", len(pairs),
@@ -98,6 +95,18 @@ def shared_files(train: FileSource, other: FileSource, split: str) -> Iterator[F
             "Training refuses the data.",
             "Remove one copy of each file.",
         )  # fmt: skip
+
+
+def _first_paths(source: FileSource, inodes: Shaped[np.ndarray, " n"]) -> dict[tuple[int, int], Path]:
+    """Return the first path of each file that has one of these inodes. Files on two disks can have the same inode, so
+    the keys are pairs of device and inode. Files that cannot be read are skipped."""
+    found: dict[tuple[int, int], Path] = {}
+    for index in np.flatnonzero(np.isin(source.inodes, inodes)):
+        path = source.root / source.key(int(index))
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            found.setdefault((status.st_dev, status.st_ino), path)
+    return found
 
 
 def inode_of(entry: os.DirEntry[str]) -> int:
