@@ -173,6 +173,21 @@ def test_the_order_of_samples_does_not_depend_on_the_phases(small: Small, tmp_pa
     assert samples[0] == samples[1][: len(samples[0])] and len(samples[0]) == 12 * 7 + 8 * 20
 
 
+@pytest.mark.parametrize(("local_size", "expected"), [(None, [(7, 7), (14, 7)]), ((7, 14), [(7, 14), (7, 14)])])
+def test_local_views_have_half_the_size_of_the_phase(
+    local_size: tuple[int, int] | None, expected: list[tuple[int, int]], small: Small, tmp_path: Path
+) -> None:
+    early: dict[str, Any] = {"early_image_size": ("14:0.5",), "image_size": (28, 14), "average": 0.0}
+    heads: dict[str, Any] = {"prototypes": 24, "projection_hidden": 20, "bottleneck": 12}
+    config = small(tmp_path / "run", task="dino", local_views=1, local_size=local_size, **early, **heads)
+    setup = prepare(config)
+    batches = make_state(setup, make_network(setup, None)[0]).batches
+    taken = [next(batches) for _ in range(13)]
+    batches.close()
+    seen = [(*batch.images.shape[2:], *batch.local.images.shape[2:]) for batch in taken if batch.local is not None]
+    assert seen == [(14, 14, *expected[0])] * 12 + [(28, 14, *expected[1])]
+
+
 def test_positions_learn_at_every_size() -> None:
     network = create("ViT-Pico/7", image_size=(28, 28), num_classes=3, width=16, depth=1, heads=2)
     torch.nn.init.normal_(network.head.weight)

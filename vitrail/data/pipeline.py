@@ -99,6 +99,8 @@ class Stage:
     """Number of the stage's first batch, counted from 0."""
     preprocess: Preprocess
     batch_size: int
+    local: LocalViews | None = None
+    """Local views of each sample, whose size can follow that of the images."""
 
 
 def check_divisible(batch_sizes: Iterable[int], world: int) -> None:
@@ -159,11 +161,10 @@ class TrainingBatches(Iterator[Batch]):
     ) -> None:
         if views < 1:
             raise ConfigError(f"views={views} is less than 1")
-        self._stages = (Stage(0, preprocess, batch_size), *later)
+        self._stages = (Stage(0, preprocess, batch_size, local), *later)
         check_divisible([stage.batch_size for stage in self._stages], ranks.world)
         self._partners = partners and ranks.world > 1
         self._source, self._seed, self._ranks, self._crop, self._views = source, seed, ranks, crop, views
-        self._local = local
         self._kind = target_kind(source)
         self._readers = readers
         self._taken = 0
@@ -187,7 +188,7 @@ class TrainingBatches(Iterator[Batch]):
             (after.first - earlier.first) * earlier.batch_size
             for earlier, after in itertools.pairwise(self._stages[: number + 1])
         )
-        order = self._rows(stage.preprocess)[before:]
+        order = self._rows(stage)[before:]
         size, rank = stage.batch_size // world, self._ranks.rank
         # Grain's endless data set has no remainder, but without drop_remainder it would look for one.
         batches = order.batch(size, batch_fn=collate, drop_remainder=True)[rank::world]
@@ -197,14 +198,15 @@ class TrainingBatches(Iterator[Batch]):
         done = self._taken - stage.first
         return batches[done:] if done else batches
 
-    def _rows(self, preprocess: Preprocess) -> Any:
-        """Return the rows of all samples in the order of the run."""
-        source, kind, crop, views, local = self._source, self._kind, self._crop, self._views, self._local
-
+    def _rows(self, stage: Stage) -> Any:
+        """Return the rows of all samples in the order of the run, with the settings of a stage."""
+        source, kind, crop, views = self._source, self._kind, self._crop, self._views
         soft = has_soft_targets(source)
 
         def loader(first: int, length: int) -> Loader:
-            return Loader(source, preprocess, kind, crop, first, length, views, local, whole_levels=True, soft=soft)
+            return Loader(
+                source, stage.preprocess, kind, crop, first, length, views, stage.local, whole_levels=True, soft=soft
+            )
 
         return self._order(loader)
 

@@ -106,7 +106,7 @@ def make_state(setup: Setup, network: nn.Module) -> TrainState:
         partners=config.augment.mixes,
         crop=config.augment.crop(config.run.seed),
         views=config.task.views,
-        local=config.task.local_views_of(config.images, config.augment, config.run.seed),
+        local=first.local,
         later=later,
     )
     average = Average(objective, optimizer.average, optimizer.average_start) if optimizer.average else None
@@ -173,11 +173,13 @@ def make_bundle(setup: Setup, objective: Objective) -> Bundle:
 def _stages(setup: Setup) -> list[Stage]:
     """Return the stages of the training batches, one for each phase."""
     config = setup.config
+    images = [replace(config.images, image_size=phase.image_size) for phase in setup.phases]
     return [
         Stage(
             phase.first,
-            config.augment.training_preprocess(replace(config.images, image_size=phase.image_size)),
+            config.augment.training_preprocess(of_phase),
             phase.batch_size,
+            config.task.local_views_of(of_phase, config.augment, config.run.seed),
         )
-        for phase in setup.phases
+        for phase, of_phase in zip(setup.phases, images, strict=True)
     ]

@@ -61,7 +61,8 @@ class Dino(ViewTask):
     local_views: int = 8
     """Number of small views of each image that only the student sees, besides the two views that both networks see."""
     local_size: tuple[int, int] | None = None
-    """Height and width of the local views in pixels, multiples of the patch size. By default half the image size."""
+    """Height and width of the local views in pixels, multiples of the patch size. By default half the image size, also
+    while --early-image-size applies."""
     local_crop_area: tuple[float, float] = (0.05, 0.4)
     """Smallest and largest fraction of the image's area that a local view shows."""
     prototypes: int | None = None
