@@ -27,6 +27,9 @@ from vitrail.weights.tensors import open_tensors
 
 Write = Callable[..., Path]
 
+ROOT = RootConfig(norm_eps=1e-5, weight_eps=1e-8, weight_eps_on="variance")
+"""A stem without stages, with timm's own epsilons."""
+
 
 @pytest.fixture
 def folder(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> Callable[..., Path]:
@@ -375,7 +378,7 @@ def test_names_and_shapes_as_the_library_writes_them(
 
 def test_a_root_without_stages_is_a_bare_stem(random_bundle: Callable[[ViTConfig], Bundle], tmp_path: Path) -> None:
     """timm's `vit_tiny_r_s16_p8_224` has only the stem where other hybrids have a ResNet."""
-    root = RootConfig(width=32, norm_eps=1e-5, weight_eps=1e-8, weight_eps_on="variance")
+    root = replace(ROOT, width=32)
     config = ViTConfig(
         root=root, patch_size=(2, 1), image_size=(16, 12), width=8, depth=1, heads=2, mlp_width=5, num_classes=3
     )
@@ -385,3 +388,39 @@ def test_a_root_without_stages_is_a_bare_stem(random_bundle: Callable[[ViTConfig
     assert sorted(names) == sorted(f"patch_embed.backbone.{name}" for name in ending)
     loaded = load(tmp_path / "x.safetensors", device="cpu", heads=2, image_size=(16, 12))
     assert isinstance(loaded.network.config, ViTConfig) and loaded.network.config.root == root
+
+
+@pytest.mark.parametrize(
+    ("fields", "architecture"),
+    [
+        ({}, "vit_base_patch16_224"), ({"activation": "gelu-tanh"}, "vit_base_patch16_224"),
+        ({"activation": "swiglu"}, "vit_giant_patch14_dinov2"),
+        ({"root": ROOT}, "vit_tiny_r_s16_p8_224"),
+        ({"root": replace(ROOT, depths=(3, 4, 9))}, "vit_base_r50_s16_224"),
+        ({"root": replace(ROOT, depths=(1, 2))}, None), ({"root": replace(ROOT, width=32)}, None),
+        ({"root": ROOT, "activation": "swiglu"}, None),
+    ],
+)  # fmt: skip
+def test_the_architecture_is_one_that_timm_can_build(
+    fields: dict[str, Any], architecture: str | None, random_bundle: Callable[[ViTConfig], Bundle], tmp_path: Path
+) -> None:
+    config = ViTConfig(
+        patch_size=(1, 2),
+        image_size=(32, 64),
+        width=49,
+        depth=1,
+        heads=7,
+        num_classes=3,
+        mlp_width=29,
+        **fields,
+    )
+    lost = TIMM.write(random_bundle(config), tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written.get("architecture") == architecture
+    told = "architecture (timm has no model with this ResNet, so only Vitrail reads the folder)"
+    assert (told in lost) == (architecture is None)
+    is_swiglu = config.activation == "swiglu"
+    assert int(49 * written["model_args"]["mlp_ratio"]) == (58 if is_swiglu else 29), "timm rounds down"
+    assert ("act_layer" in written["model_args"]) != is_swiglu
+    loaded = load(tmp_path / "out", device="cpu").network.config
+    assert isinstance(loaded, ViTConfig) and loaded.activation == config.activation and loaded.mlp_width == 29

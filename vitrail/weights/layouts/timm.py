@@ -38,6 +38,7 @@ from vitrail.weights.layouts.layout import (
 from vitrail.weights.layouts.timm_config import (
     POOLS,
     STORED,
+    architecture_of,
     classes_of,
     family_of,
     lost_preprocess,
@@ -142,6 +143,8 @@ class Timm:
         with replacing_folder("the model", path, self.folder_files) as partial:
             save_tensors(theirs, partial / "model.safetensors", (".safetensors",))
             write_json(partial / "config.json", {**written_config(bundle), "producer": PRODUCER})
+        if architecture_of(config) is None:
+            lost += ("architecture (timm has no model with this ResNet, so only Vitrail reads the folder)",)
         return (*lost, *lost_preprocess(bundle.preprocess))
 
 

@@ -15,6 +15,7 @@ from vitrail.weights.bundle import Bundle
 __all__ = [
     "POOLS",
     "STORED",
+    "architecture_of",
     "classes_of",
     "family_of",
     "lost_preprocess",
@@ -34,6 +35,13 @@ INTERPOLATIONS: dict[Interpolation, str] = {
     "nearest": "nearest", "bilinear": "bilinear", "bicubic": "bicubic", "area": "box",
 }  # fmt: skip
 CROP_MODES: dict[Resize, str] = {"crop": "center", "squash": "squash", "pad": "border"}
+
+
+HYBRIDS = {
+    (): "vit_tiny_r_s16_p8_224", (2, 2, 2, 2): "vit_small_r26_s32_224", (3, 4, 9): "vit_base_r50_s16_224",
+    (3, 4, 6, 3): "vit_large_r50_s32_224",
+}  # fmt: skip
+"""timm's models with a ResNet before the transformer, by the depths of its stages, which no argument changes."""
 
 
 Family = Literal["DINOv2", "DeiT III", ""]
@@ -116,6 +124,16 @@ def size_of(settings: Mapping[str, Any], stated: Mapping[str, Any]) -> tuple[int
     return (int(height), int(width)) if height and width else None
 
 
+def architecture_of(config: AnyConfig) -> str | None:
+    """Return the name of the model of timm that becomes this network by `model_args`, or None if there is none."""
+    if config.architecture == "BiT":
+        return "resnetv2_50x1_bit"
+    is_swiglu = config.activation == "swiglu"
+    if config.root is None:
+        return "vit_giant_patch14_dinov2" if is_swiglu else "vit_base_patch16_224"
+    return HYBRIDS.get(config.root.depths) if config.root.width == 64 and not is_swiglu else None
+
+
 def written_config(bundle: Bundle) -> dict[str, Any]:
     """Return the content of `config.json` in timm's hub folders."""
     config, preprocess = bundle.network.config, bundle.preprocess
@@ -130,22 +148,25 @@ def written_config(bundle: Bundle) -> dict[str, Any]:
     }
     arguments: dict[str, Any]
     if config.architecture == "BiT":
-        architecture, pool, arguments = "resnetv2_50x1_bit", "avg", {"layers": list(config.depths)}
+        pool, arguments = "avg", {"layers": list(config.depths)}
     else:
-        architecture, pool = "vit_base_patch16_224", POOLS[config.pool]
+        pool, is_swiglu = POOLS[config.pool], config.activation == "swiglu"
         patch, cover = config.patch_size, config.positions_cover
+        hidden = config.mlp_width * (1 + is_swiglu)  # timm counts the gate
         arguments = {
             "img_size": list(config.image_size), "patch_size": patch[0] if patch[0] == patch[1] else list(patch),
             "in_chans": config.channels, "embed_dim": config.width,
-            "depth": config.depth, "num_heads": config.heads, "mlp_ratio": config.mlp_width / config.width,
+            "depth": config.depth, "num_heads": config.heads, "mlp_ratio": _mlp_ratio(hidden, config.width),
             "class_token": config.has_class_token, "reg_tokens": config.registers, "qkv_bias": config.qkv_bias,
             "qk_norm": config.qk_norm, "proj_bias": config.dense_bias, "init_values": config.layer_scale or None,
             "fc_norm": config.final_norm == "pooled", "pos_embed": "learn" if config.positions == "learned" else "none",
             "no_embed_class": cover == "patches" or (cover == "class" and config.registers > 0),
-            "act_layer": "gelu_tanh" if config.activation == "gelu-tanh" else "gelu",
         }  # fmt: skip
+        if not is_swiglu:  # the architecture has its own activation
+            arguments["act_layer"] = "gelu_tanh" if config.activation == "gelu-tanh" else "gelu"
+    architecture = architecture_of(config)
     return {
-        "architecture": architecture,
+        **({} if architecture is None else {"architecture": architecture}),
         "num_classes": config.num_classes,
         "num_features": config.embed_width,
         "global_pool": pool,
@@ -178,6 +199,12 @@ def _crop_pct(preprocess: Preprocess) -> float:
     share = preprocess.crop_share
     same = all(math.floor(side / share) == scaled_side(side, share) for side in preprocess.image_size)
     return share if same else share * (1 - 1e-12)
+
+
+def _mlp_ratio(hidden: int, width: int) -> float:
+    """Return the ratio that timm multiplies by `width` and rounds down to `hidden`."""
+    ratio = hidden / width
+    return ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)
 
 
 def _each(values: tuple[float, ...], channels: int) -> list[float]:
