@@ -7,9 +7,11 @@ import resource
 import signal
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -316,14 +318,16 @@ def evaluated(model: Path, data: Path) -> tuple[dict[str, float], list[str]]:
 
 def trained_on_unequal_machines(config: TrainConfig) -> dict[str, float]:
     """Train as if each machine had memory for evaluations in larger batches than the one before."""
-    execution.evaluation_batch = lambda config, network: 8 + 3 * launch().rank  # type: ignore[assignment]
-    return trained(config)
+    with patch.object(execution, "evaluation_batch", lambda config, network: 8 + 3 * launch().rank):
+        return trained(config)
 
 
 def measured_on_unequal_machines(model: Path, data: Path) -> tuple[dict[str, float], list[list[float]]]:
     """Return the metrics of a model, and its features, as if each machine computed in larger batches than the one
     before."""
-    outputs_module.prediction_batch = extract.prediction_batch = lambda *settings: 4 + 3 * launch().rank  # type: ignore[assignment]
-    source = FolderSource(data)
-    outputs = Outputs(load(str(model)), batch_size=None, processes=join_processes())
-    return Accuracy()(outputs, source, source), outputs.features(source).features.tolist()
+    with ExitStack() as patched:
+        for module in (outputs_module, extract):
+            patched.enter_context(patch.object(module, "prediction_batch", lambda *settings: 4 + 3 * launch().rank))
+        source = FolderSource(data)
+        outputs = Outputs(load(str(model)), batch_size=None, processes=join_processes())
+        return Accuracy()(outputs, source, source), outputs.features(source).features.tolist()
