@@ -27,7 +27,18 @@ from vitrail.charts.svg import (
 )
 from vitrail.page import escape
 
-__all__ = ["COLOURS", "STYLE", "colours", "heat_map", "mosaic", "png", "scatter", "series_chart", "standalone"]
+__all__ = [
+    "COLOURS",
+    "STYLE",
+    "colours",
+    "heat_map",
+    "mosaic",
+    "png",
+    "scatter",
+    "series_chart",
+    "series_look",
+    "standalone",
+]
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9", "#7f7f7f", "#e69f00")
 """Colours of series (Okabe and Ito 2008). Yellow is darkened, so that it is visible on white."""
@@ -78,7 +89,7 @@ def series_chart(
         return ""
     parts = [frame]
     for number, one in enumerate(series):
-        colour, dashes = _look(number)
+        colour, dashes = series_look(number)
         parts.append(
             f'<path class="series" stroke="{colour}"{dashes} d="{path_data(area, one.points)}">'
             f"<title>{escape(one.name)}</title></path>"
@@ -223,7 +234,7 @@ def _frame(
     return area, "".join([area.grid(), *names])
 
 
-def _look(number: int) -> tuple[str, str]:
+def series_look(number: int) -> tuple[str, str]:
     """Return the colour of a series, and its attribute for dashes."""
     dashes = DASHES[number // len(COLOURS) % len(DASHES)]
     return COLOURS[number % len(COLOURS)], f' stroke-dasharray="{dashes}"' if dashes else ""
@@ -231,14 +242,14 @@ def _look(number: int) -> tuple[str, str]:
 
 def _dot_look(number: int) -> str:
     """Return the attributes of the dots of a group. Groups that share a colour differ: every second has rings."""
-    colour = _look(number)[0]
+    colour = series_look(number)[0]
     is_ring = number // len(COLOURS) % 2 == 1
     return f'class="dot ring" color="{colour}"' if is_ring else f'class="dot" fill="{colour}"'
 
 
 def _dot(area: PlotArea, point: Point, number: int, title: str, radius: float = 2.5, *, lines: bool = False) -> str:
     """Return a dot of a group of a scatter plot, or of a series, whose line differs from others already."""
-    look = f'class="dot" fill="{_look(number)[0]}"' if lines else _dot_look(number)
+    look = f'class="dot" fill="{series_look(number)[0]}"' if lines else _dot_look(number)
     return dot(area, point, radius, "", title).replace('class="dot "', look)
 
 
@@ -253,7 +264,7 @@ def _with_legend(parts: Sequence[str], names: Sequence[str], label: str, *, line
         needed = 30 + DIGIT_WIDTH * len(name)
         if x > 12 and x + needed > WIDTH:
             x, y = 12.0, y + LEGEND_LINE
-        colour, dashes = _look(number)
+        colour, dashes = series_look(number)
         sample = (
             f'<path class="series" stroke="{colour}"{dashes} d="M{x:g} {y - 4:g}h18"/>'
             if lines

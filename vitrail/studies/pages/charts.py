@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from vitrail.analysis.charts import COLOURS
+from vitrail.analysis.charts import COLOURS, series_look
 from vitrail.charts.axes import Axis, log_ticks, make_axis, short_number
 from vitrail.charts.svg import DIGIT_WIDTH, PlotArea, dot, horizontal_text, path_data, svg_picture, vertical_text
 from vitrail.page import escape
@@ -77,14 +77,15 @@ def lines_chart(results: Results, metric: str, name: str, x_name: str) -> str:
             ((math.log10(point.x or 1.0), mean, point) for point, mean in known if point.arm == arm),
             key=lambda one: one[0],
         )
-        parts.append(_line(area, line, COLOURS[number % len(COLOURS)]))
+        parts.append(_line(area, line, number))
     return svg_picture(
         WIDTH, HEIGHT + LEGEND_LINE * len(results.arms), f"{name} over {x_name}",
         [*parts, *_legend(results.arms)], fixed_size=True,
     )  # fmt: skip
 
 
-def _line(area: PlotArea, line: Sequence[tuple[float, Estimate, PointResult]], colour: str) -> str:
+def _line(area: PlotArea, line: Sequence[tuple[float, Estimate, PointResult]], number: int) -> str:
+    colour, dashes = series_look(number)
     bands = [(x, *_band(mean)) for x, mean, _ in line]
     upper = path_data(area, [(x, 100 * high) for x, _, high in bands])
     lower = path_data(area, [(x, 100 * low) for x, low, _ in reversed(bands)]).replace("M", "L")
@@ -93,15 +94,16 @@ def _line(area: PlotArea, line: Sequence[tuple[float, Estimate, PointResult]], c
     dots = "".join(
         _dot(area, (x, 100 * mean.mean), colour, f"{point.name}: {_text(mean)}", 3.0) for x, mean, point in line
     )
-    return f'{band}<path class="series" stroke="{colour}" d="{path}"/>{dots}'
+    return f'{band}<path class="series" stroke="{colour}"{dashes} d="{path}"/>{dots}'
 
 
 def _legend(arms: Sequence[str]) -> list[str]:
     parts = []
     for number, arm in enumerate(arms):
         y = HEIGHT + LEGEND_LINE * (number + 0.6)
-        parts.append(f'<path class="series" stroke="{COLOURS[number % len(COLOURS)]}" d="M14 {y - 4:g}h18"/>')
-        parts.append(horizontal_text(38, y, arm))
+        colour, dashes = series_look(number)
+        parts.append(f'<path class="series" stroke="{colour}"{dashes} d="M14 {y - 4:g}h24"/>')
+        parts.append(horizontal_text(44.0, y, arm))
     return parts
 
 

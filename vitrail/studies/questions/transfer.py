@@ -24,7 +24,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "batch_size": 128,
     },
     "DINO": {
-        "task": "dino", "local_views": 4, "local_crop_area": (0.15, 0.5), "prototypes": 256, "projection_hidden": 256,
+        "task": "dino", "local_views": 2, "local_crop_area": (0.15, 0.5), "prototypes": 256, "projection_hidden": 256,
         "bottleneck": 64, "teacher_momentum": 0.98, "crop_area": (0.4, 1.0), "colour_jitter": (0.4, 0.4, 0.0, 0.0),
     },
 }  # fmt: skip
@@ -68,18 +68,18 @@ def _points(settings: Settings) -> list[Point]:
 
 def _network(settings: Settings) -> TrainConfig:
     """Return the config of a run from scratch."""
-    variant = f"ViT-Pico/{patch_side(settings, settings.of(4, 7))}"
+    variant = f"ViT-Pico/{patch_side(settings, 4)}"
     return small_config(settings, images=settings.images, epochs=1.0, variant=variant, pool="gap", **VIT)
 
 
 def _pretraining(settings: Settings) -> dict[str, Stage]:
     """Return the pre-training of each arm. All see the same number of images."""
     config = _network(settings)
-    seen = settings.of(6_000, 30_000)
+    seen = settings.of(6_000, 100_000)
     classes, samples = settings.of((20, 100), (50, 400))
     supervised = config.override(data=fractals(settings, classes, samples), epochs=seen / (classes * samples))
     stages = {"fractals": supervised}
-    patch = patch_side(settings, settings.of(4, 7))
+    patch = patch_side(settings, 4)
     local = patch * (config.images.image_size[0] // patch // 2)  # about half of the image
     for arm, fields in TASKS.items():
         views = {"local_size": (local, local)} if arm == "DINO" else {}
