@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -164,7 +165,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
     assert [event["event"] for event in events[-2:]] == ["checkpoint", "stopped"]
     step = events[-1]["step"]
     assert f"stopped at step {step:,} of 100,000" in errors
-    assert f"vitrail train --resume {run}" in errors
+    assert f"vitrail train --resume {shlex.quote(str(run))}\n" in errors
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{step}"]
 
 
