@@ -32,8 +32,9 @@ demo: setup
 test: setup check
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not gpu and not network"
 
+# Two at a time, whatever the number of cores: some tests start several processes or need gigabytes.
 test-slow: $(REFERENCE)
-	$(BIN)/python -m pytest -m "slow and not gpu and not network"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not gpu and not network"
 
 check: setup
 	$(BIN)/ruff check .

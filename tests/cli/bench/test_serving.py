@@ -66,7 +66,7 @@ def test_the_memory_of_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.slow
 def test_a_terminated_measurement_leaves_no_server_behind(tmp_path: Path) -> None:
     folder = make_bundle().save(tmp_path / "model")
-    words = ["bench", "serve", str(folder), "--clients", "1", "--rates", "--seconds", "60", "--against", "none"]
+    words = ["bench", "serve", str(folder), "--clients", "1", "--rates", "--seconds", "8", "--against", "none"]
     with subprocess.Popen([sys.executable, "-m", "vitrail", *words], stderr=subprocess.PIPE, text=True) as process:
         try:
             deadline = time.monotonic() + 100

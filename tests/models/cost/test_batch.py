@@ -83,9 +83,14 @@ print(peak_memory(torch.device("cpu")) - before)
 )  # fmt: skip
 def test_the_formula_is_near_the_peak_of_a_process(name: str, side: int, count: int, precision: Any) -> None:
     command = [sys.executable, "-c", MEASURE, name, str(side), str(count), precision]
-    # The unused bytes between tensors differ from process to process by up to the tensors themselves.
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(3)]
-    measured = min(int(run.stdout) for run in runs)
     config = variant_config(name, image_size=(side, side), num_classes=0)
     predicted = prediction_bytes(config, count, precision=precision) - prediction_bytes(config, 1, precision=precision)
-    assert measured / 1.6 < predicted < measured * 2.5
+    measured = []
+    for _ in range(
+        3
+    ):  # the unused bytes between tensors differ from process to process by up to the tensors themselves
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+        measured.append(int(run.stdout))
+        if min(measured) / 1.6 < predicted < min(measured) * 2.5:
+            return
+    pytest.fail(f"predicted {predicted:,} bytes, measured {measured}")
