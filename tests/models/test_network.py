@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+from torch import nn
 
 from vitrail.errors import ConfigError
 from vitrail.models.network import NetworkConfig
-from vitrail.models.variants import ARCHITECTURES, build, variant_config
+from vitrail.models.variants import ARCHITECTURES, build, create, variant_config
 
 
 @pytest.mark.parametrize(
@@ -39,3 +43,13 @@ def test_a_hidden_layer_is_kept_unless_it_is_dropped() -> None:
 def test_a_network_is_built_by_its_architecture(name: str) -> None:
     network = build(variant_config(name, image_size=32, num_classes=2))
     assert type(network) is ARCHITECTURES[network.config.architecture][1]
+
+
+@pytest.mark.parametrize("name", ["ViT-Ti/16", "BiT-Pico"])
+@pytest.mark.parametrize("where", [{"dtype": torch.float64}, {"dtype": torch.bfloat16}, {"device": "meta"}], ids=str)
+def test_a_new_head_has_the_device_and_the_number_format_of_the_network(name: str, where: dict[str, Any]) -> None:
+    network: nn.Module = create(name, image_size=32, num_classes=2, head_bias=-3.0).to(**where)
+    headed = network.with_head(5)  # type: ignore[operator]
+    weights = list(headed.parameters())
+    assert {(one.device, one.dtype) for one in weights} == {(one.device, one.dtype) for one in network.parameters()}
+    assert weights[-1].shape == (5,) and (weights[-1].is_meta or bool((weights[-1] == -3).all()))

@@ -56,6 +56,13 @@ class Foreign(nn.Module):
         return self.dense(images.mean((2, 3)))
 
 
+class WithFreeze(Foreign):
+    """A network of a user's own class with a method of a common name, which has nothing to do with predictions."""
+
+    def freeze(self, until: object = None) -> None:
+        self.requires_grad_(requires_grad=False)
+
+
 def randomised(network: Any) -> Any:
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -71,6 +78,7 @@ MAKE: dict[str, Callable[[], Any]] = {
     "hybrid": hybrid,
     "ResNet": bit,
     "foreign": lambda: randomised(Foreign()),
+    "foreign with freeze": lambda: randomised(WithFreeze()),
 }
 
 
@@ -109,6 +117,7 @@ def test_results_are_the_networks_own_and_the_network_stays_as_it_is(name: str, 
     assert torch.equal(predictor(images), expected)
     assert everything(network) == before
     assert all(module.training for module in network.modules())
+    assert all(parameter.requires_grad for parameter in network.parameters())
 
 
 def test_embeddings_and_features_too() -> None:

@@ -220,12 +220,14 @@ def with_weights(network: AnyModule, config: Any, weights: dict[str, Tensor]) ->
 
 
 def with_new_head(network: AnyModule, num_classes: int, *, drop_hidden: bool = False) -> AnyModule:
-    """Return the same network with a new head, whose weights are 0 and whose biases are the config's `head_bias`."""
+    """Return the same network with a new head, whose weights are 0 and whose biases are the config's `head_bias`. The
+    head has the device and the number format of the network's first weight."""
     old: Any = network.config
     config = old.with_head(num_classes, drop_hidden=drop_hidden)
     dropped = ("head.", "head_hidden.") if drop_hidden else ("head.",)
     weights = {name: tensor for name, tensor in network.state_dict().items() if not name.startswith(dropped)}
     if num_classes:
-        weights["head.weight"] = torch.zeros(num_classes, config.head_inputs)
-        weights["head.bias"] = torch.full((num_classes,), config.head_bias)
+        like = next(network.parameters())
+        weights["head.weight"] = like.new_zeros(num_classes, config.head_inputs)
+        weights["head.bias"] = like.new_full((num_classes,), config.head_bias)
     return with_weights(network, config, weights)

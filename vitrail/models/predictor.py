@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from vitrail.machine import Precision, TrainingPrecision, autocast, resolve_precision
 from vitrail.models.compiled import compile_copy
+from vitrail.models.linear.dense import Linear
 from vitrail.models.linear.int8 import use_int8
 from vitrail.models.network import Features
+from vitrail.models.resnet import StandardisedConv
 
 __all__ = ["Predictor", "shared_copy"]
 
@@ -51,9 +53,8 @@ class Predictor:
             if self._precision == "int8":
                 use_int8(self._network)
             for module in self._network.modules():
-                freeze = getattr(type(module), "freeze", None)  # if products use another weight
-                if freeze is not None:
-                    freeze(module, dtype)
+                if isinstance(module, Linear | StandardisedConv):  # their products may use another weight
+                    module.freeze(dtype)
                 compile_copy(module)
 
     @property

@@ -25,7 +25,7 @@ from vitrail.models.layers import lecun_normal_
 from vitrail.models.network import Features, Layers, block_numbers, with_new_head, with_weights
 from vitrail.models.resnet_config import ResNetConfig, ResNetUnit, RootConfig, WeightEps
 
-__all__ = ["HybridRoot", "ResNet"]
+__all__ = ["HybridRoot", "ResNet", "StandardisedConv"]
 
 
 class ResNet(nn.Module):
