@@ -1,4 +1,4 @@
-"""What tests of several rooms share: small real data sets and a config that trains in a second or two."""
+"""Fixtures of several subpackages: small real data sets, and a config that trains in one or two seconds."""
 
 from __future__ import annotations
 

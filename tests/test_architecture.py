@@ -14,7 +14,7 @@ import pytest
 import vitrail
 
 PACKAGE = Path(vitrail.__file__).parent
-FLOORS = (
+LAYERS = (
     ("__main__",),
     ("cli", "testing"),
     ("studies",),
@@ -30,7 +30,8 @@ FLOORS = (
     ("cores", "files", "hub", "machine", "page", "plain", "processes", "settings"),
     ("errors",),
 )
-"""Rooms from top to bottom, as docs/design.md draws them. Rooms on one floor do not import each other."""
+"""Subpackages and modules from the top layer to the bottom one, as in docs/design.md. A module imports only from lower
+layers and from its own subpackage."""
 
 INTERNAL = {
     "Bench", "BenchAccuracy", "BenchData", "BenchServe", "Check", "Clock", "CompareRuns", "Convert", "Embed",
@@ -38,11 +39,11 @@ INTERNAL = {
     "Serve", "StudyOptions", "Train",
     "PostActivationUnit", "BasicUnit", "PreActivationUnit", "StandardisedConv",
 }  # fmt: skip
-"""Classes that other modules do not import: settings of verbs, and classes that only their own module uses."""
+"""Classes that other modules do not import: settings of commands, and classes that only their own module uses."""
 
-FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+LAYER = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 MODULES = [PACKAGE / "__init__.py", *sorted({*PACKAGE.rglob("*.py")} - {PACKAGE / "__init__.py"})]
-"""All modules. `vitrail/__init__.py` may import from any floor, because it imports names only when they are used."""
+"""All modules. `vitrail/__init__.py` may import from any layer, because it imports names only when they are used."""
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +51,12 @@ def trees() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text()) for path in MODULES}
 
 
-def room_of(path: Path) -> str:
+def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported_rooms(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Return the lines and rooms of all imports of the package, including imports inside functions."""
+def imported_parts(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Return the lines and parts of all imports of the package, including imports inside functions."""
     for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.ImportFrom):
@@ -73,17 +74,17 @@ def imported_rooms(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def test_imports_run_downward(trees: dict[Path, ast.Module]) -> None:
     faults = []
     for path in MODULES[1:]:
-        room = room_of(path)
-        for line, target in imported_rooms(trees[path]):
-            if target not in FLOOR:
-                faults.append(f"{path}:{line} imports {target}, which is on no floor")
-            elif target != room and FLOOR[target] <= FLOOR[room]:
-                faults.append(f"{path}:{line}: {room} imports {target}")
+        part = part_of(path)
+        for line, target in imported_parts(trees[path]):
+            if target not in LAYER:
+                faults.append(f"{path}:{line} imports {target}, which is in no layer")
+            elif target != part and LAYER[target] <= LAYER[part]:
+                faults.append(f"{path}:{line}: {part} imports {target}")
     assert not faults, "\n".join(faults)
 
 
-def test_every_room_has_a_floor() -> None:
-    assert {room_of(path) for path in MODULES} - {"__init__"} == set(FLOOR)
+def test_every_part_has_a_layer() -> None:
+    assert {part_of(path) for path in MODULES} - {"__init__"} == set(LAYER)
 
 
 def test_a_module_only_defines(trees: dict[Path, ast.Module]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import vitrail
 from tests.conftest import make_idx_folder
-from vitrail.cli import VERBS
+from vitrail.cli import COMMANDS
 from vitrail.data.sources import fashion_mnist
 
 ROOT = Path(vitrail.__file__).parent.parent
@@ -26,7 +26,7 @@ def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "test_accuracy" in shown and "Ankle boot ->" in shown
 
 
-def test_the_design_names_every_room() -> None:
+def test_the_design_names_every_module() -> None:
     design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     for path in (ROOT / "vitrail").rglob("*.py"):
         top = path.parent == ROOT / "vitrail" and not path.name.startswith("__")
@@ -40,8 +40,8 @@ def test_the_files_that_it_names_exist() -> None:
 
 
 @pytest.mark.parametrize("line", re.findall(r"^vitrail (\w+)", README, flags=re.MULTILINE))
-def test_every_verb_it_shows_exists(line: str) -> None:
-    assert line in {verb.split()[0] for verb in VERBS}
+def test_every_command_it_shows_exists(line: str) -> None:
+    assert line in {command.split()[0] for command in COMMANDS}
 
 
 def test_the_two_commands_are_targets() -> None:

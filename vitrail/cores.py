@@ -107,7 +107,7 @@ class SharedCores:
         self._read = read
         self._before = read() if self.full > 1 else None
         self._readings: list[int] = []
-        """Numbers of threads for which the last readings had room."""
+        """Numbers of threads for which the last readings had free cores."""
         self._trial_begins = math.inf
         self._interval = self.FIRST_TRIAL
         self._in_trial = False
@@ -121,10 +121,10 @@ class SharedCores:
         self._before = now
         if now is None:
             return None
-        room = max(1, min(self.full, math.floor(now.since(before).available + 0.5)))
+        free = max(1, min(self.full, math.floor(now.since(before).available + 0.5)))
         if self._in_trial:
-            return self._end_trial(room)
-        self._readings = [*self._readings, room][-max(self.FALL, self.RISE) :]
+            return self._end_trial(free)
+        self._readings = [*self._readings, free][-max(self.FALL, self.RISE) :]
         falls, rises = self._readings[-self.FALL :], self._readings[-self.RISE :]
         if len(falls) == self.FALL and max(falls) < self.threads:
             return self._use(max(falls), now.wall)
@@ -142,10 +142,10 @@ class SharedCores:
         self._trial_begins = now + self._interval if threads < self.full else math.inf
         return threads
 
-    def _end_trial(self, room: int) -> int | None:
+    def _end_trial(self, free: int) -> int | None:
         self._in_trial = False
         assert self._before is not None
-        if room == self.full:
+        if free == self.full:
             self._interval = self.FIRST_TRIAL
             return self._use(self.full, self._before.wall)
         self._interval = min(2 * self._interval, self.LAST_TRIAL)

@@ -1,4 +1,4 @@
-"""A trained model that the tests of several verbs share."""
+"""A trained model that the tests of several commands share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that every verb says when a grey model drops the colours of images, and that --channels 3 keeps them."""
+"""Tests that every command says when a grey model drops the colours of images, and that --channels 3 keeps them."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def test_dropped_colours_are_told(words: list[str], advice: str, capsys: pytest.
         assert DROPPED in page and "To learn from colours, train with --channels 3." in page
 
 
-@pytest.mark.parametrize("verb", ["train", pytest.param("finetune", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("command", ["train", pytest.param("finetune", marks=pytest.mark.slow)])
 def test_three_channels_keep_the_colours_of_a_grey_start(
-    verb: str, place: Path, capsys: pytest.CaptureFixture[str]
+    command: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start = ["--init", "grey"] if verb == "train" else ["grey"]
-    words = [verb, *start, "--data", "colours", "--channels", "3", "--image-size", "8", "12", "--run", "r", *QUICK]
+    start = ["--init", "grey"] if command == "train" else ["grey"]
+    words = [command, *start, "--data", "colours", "--channels", "3", "--image-size", "8", "12", "--run", "r", *QUICK]
     assert main([*words, "--validation-share", "0.2"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert DROPPED not in shown
@@ -76,7 +76,7 @@ def test_three_channels_keep_the_colours_of_a_grey_start(
     assert json.loads((place / "r" / "run.json").read_text())["init"]["network"]["channels"] == 3
     assert main(["predict", "r", "colours"]) == 0
     assert DROPPED not in capsys.readouterr().err
-    if verb == "finetune":
+    if command == "finetune":
         assert DROPPED not in (place / "r" / "report.html").read_text(encoding="utf-8")
 
 

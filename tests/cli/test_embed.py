@@ -52,7 +52,7 @@ def data(tmp_path: Path, colour_folder: Path) -> Path:
 def embed(
     headless: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Embed:
-    """Return a function that runs the verb, and returns the exit code and everything that was printed."""
+    """Return a function that runs the command, and returns the exit code and everything that was printed."""
     monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
 
     def run(*words: str) -> tuple[int, str, str]:

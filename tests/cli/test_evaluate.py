@@ -111,7 +111,7 @@ def test_a_split_that_is_not_there_is_an_error(
 
 @pytest.fixture
 def evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Evaluate:
-    """Return a function that runs the verb with a cache of its own, and returns the exit code and what was printed."""
+    """Return a function that runs the command with its own cache, and returns the exit code and what was printed."""
     monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
 
     def run(model: Path, data: Path | str, *words: str) -> tuple[int, str, str]:

@@ -1,4 +1,4 @@
-"""Tests of `vitrail export`, and of exported files in other verbs."""
+"""Tests of `vitrail export`, and of exported files in other commands."""
 
 from __future__ import annotations
 

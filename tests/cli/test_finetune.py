@@ -237,7 +237,7 @@ def test_the_papers_protocol_and_a_stopped_trial_that_goes_on_with_the_same_comm
         patch.setattr(Monitor, "report", _stop_at(2, Monitor.report))
         assert main(words) == Stopped.exit_code
     error, trial = capsys.readouterr().err, Path("runs/p-learning-rates/0.001")
-    assert "to continue, give the first command again" in error and "--resume" not in error
+    assert "to continue, run the first command again" in error and "--resume" not in error
     assert main(["finetune", "--resume", str(trial)]) == 2
     assert f"run {trial} is a trial of settings" in capsys.readouterr().err
     assert main(words) == 0
@@ -347,7 +347,7 @@ def test_a_suite_is_fine_tuned_and_ends_with_one_table(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Monitor, "report", _stop_at(2, usual))
         assert main(words) == Stopped.exit_code
-    assert "The run is a task of a suite; to continue, give the first command again" in capsys.readouterr().err
+    assert "The run is a task of a suite; to continue, run the first command again" in capsys.readouterr().err
     assert main(["finetune", "--resume", "runs/two/badges"]) == 2
     assert "run runs/two/badges is a task of a suite; to continue, give the first" in capsys.readouterr().err
     assert main(words) == 0

@@ -1,4 +1,4 @@
-"""Tests of the command line as a whole: verbs, help and exit codes."""
+"""Tests of the command line as a whole: commands, help and exit codes."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from pathlib import Path
 import pytest
 
 from vitrail import __version__
-from vitrail.cli import MODULES, VERBS, main
+from vitrail.cli import COMMANDS, MODULES, main
 from vitrail.errors import DataError
 
 
 def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(verb in shown for verb in VERBS) and "75" in shown
+    assert all(name in shown for name in COMMANDS) and "75" in shown
     assert max(map(len, shown.splitlines())) <= 80
-    lines = [next(line for line in shown.splitlines() if line.endswith(f" {text}")) for text in VERBS.values()]
-    assert len({len(line) - len(text) for line, text in zip(lines, VERBS.values(), strict=True)}) == 1, "one column"
+    lines = [next(line for line in shown.splitlines() if line.endswith(f" {text}")) for text in COMMANDS.values()]
+    assert len({len(line) - len(text) for line, text in zip(lines, COMMANDS.values(), strict=True)}) == 1, "one column"
 
 
 def test_no_verb_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    assert "usage: vitrail VERB" in capsys.readouterr().out
+    assert "usage: vitrail COMMAND" in capsys.readouterr().out
 
 
 def test_an_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
-    assert "unknown verb 'trian'; nearest: train" in capsys.readouterr().err
+    assert "unknown command 'trian'; nearest: train" in capsys.readouterr().err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,22 +40,22 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_each_verb_fits_on_a_screen_and_a_half(
-    verb: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert main([*verb.split(), "--help"]) == 0
+    assert main([*name.split(), "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"usage: vitrail {verb} ") and max(map(len, lines)) <= columns
+    assert lines[0].startswith(f"usage: vitrail {name} ") and max(map(len, lines)) <= columns
     assert len(lines) <= 60 and sum(line.startswith("  vitrail ") for line in lines) == 3
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_all_help_shows_every_option_once(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*verb.split(), "--help-all"]) == 0
+@pytest.mark.parametrize("name", COMMANDS)
+def test_all_help_shows_every_option_once(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*name.split(), "--help-all"]) == 0
     shown = capsys.readouterr().out
-    command = importlib.import_module(f"vitrail.cli.{MODULES.get(verb, verb)}").COMMAND
+    command = importlib.import_module(f"vitrail.cli.{MODULES.get(name, name)}").COMMAND
     heads = [line.split()[0].rstrip(",") for line in shown.splitlines() if re.match(r"  (?!vitrail )\S", line)]
     assert sorted(heads) == sorted(one.label for one in command.known.values() if one.name not in command.hidden)
     for python in ("Raise", "ConfigError", "``"):
@@ -67,7 +67,7 @@ def test_a_verb_of_two_words_needs_both(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["data"]) == 2 and main(["data", "--help"]) == 0
     assert capsys.readouterr().out.count("data check") == 2
     assert main(["data", "chek"]) == 2
-    assert "unknown verb 'data chek'; nearest: data check" in capsys.readouterr().err
+    assert "unknown command 'data chek'; nearest: data check" in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

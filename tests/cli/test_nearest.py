@@ -30,7 +30,7 @@ def make_model(path: Path, seed: int = 0) -> Path:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return a function that runs the verb, and returns the exit code and everything that was printed."""
+    """Return a function that runs the command, and returns the exit code and everything that was printed."""
 
     def call(*words: object) -> tuple[int, str, str]:
         code = main(["nearest", *map(str, words)])
@@ -109,7 +109,7 @@ def test_the_weights_of_the_model_are_checked(run: Run, features: Path, tmp_path
     moved = tmp_path / "elsewhere"
     (tmp_path / "model").rename(moved)
     code, _, errors = run(features, query)
-    assert code == 2 and "model, does not exist any more; name its new place with --model" in errors
+    assert code == 2 and "model, does not exist any more; name its new path with --model" in errors
     assert run(features, query, "--json", "--model", moved) == expected
     other = make_model(tmp_path / "other", seed=1)
     code, _, errors = run(features, query, "--model", other)

@@ -1,4 +1,4 @@
-"""Tests of verbs that several processes run together: the results of one process, printed once."""
+"""Tests of commands that several processes run together: the results of one process, printed once."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ TASKS = (Mae(), MaskedPatches())
         (
             "ViT-Pico/8",
             {"positions": "none"},
-            "needs positions, .* tells HIDDEN patches apart, .*positions='learned'",
+            "needs positions, .* distinguishes HIDDEN patches, .*positions='learned'",
         ),
         ("ViT-Pico/8", {"patch_dropout": 0.25}, "patch_dropout=0.25 removes patches that task='NAME'"),
         ("ViT-Pico/8", {"pool": "map"}, "pool='map' has weights that task='NAME' does not train"),

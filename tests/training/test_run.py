@@ -280,11 +280,11 @@ def test_runs_that_choose_leave_the_test_split_alone(
 
 def test_an_existing_folder_is_left_alone(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    with pytest.raises(RunError, match=r"^run folder '.*run' exists; choose another --run, go on with --resume "):
+    with pytest.raises(RunError, match=r"^run folder '.*run' exists; choose another --run, continue it with --resume "):
         train(tiny())
     assert not list((tmp_path / "run").iterdir())
     (tmp_path / "my run").mkdir()
-    with pytest.raises(RunError, match=r"go on with --resume '.*/my run', or replace it"):
+    with pytest.raises(RunError, match=r"continue it with --resume '.*/my run', or replace it"):
         train(tiny(run=str(tmp_path / "my run")))
 
 

@@ -173,7 +173,7 @@ def test_a_trial_that_is_stopped_continues_with_the_same_command(
     train(config.override(run=str(folder), steps=2, evaluations=0, keep="last"), initial=tiny_bundle)
     assert is_trial(folder) and not is_trial(Path("runs/one"))
     assert main(["finetune", "--resume", str(folder)]) == 2
-    assert "is a trial of settings; to continue, give the first command again" in capsys.readouterr().err
+    assert "is a trial of settings; to continue, run the first command again" in capsys.readouterr().err
 
 
 @pytest.mark.slow

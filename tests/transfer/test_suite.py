@@ -265,7 +265,7 @@ def test_a_suite_that_is_not_there_is_named_with_the_nearest(tmp_path: Path) -> 
         read_suite(tmp_path / "empty.toml")
 
 
-# --- the verb
+# --- the command
 
 
 def test_evaluate_measures_a_suite(

@@ -1,1 +1,1 @@
-"""Parts that charts of several rooms share."""
+"""Elements of charts that several subpackages use."""

@@ -1,4 +1,4 @@
-"""The command line. It imports only the module of the verb, and turns errors into a message and an exit code."""
+"""The command line. It imports only the module of the command, and turns errors into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 
 from vitrail import __version__
 from vitrail.errors import ConfigError, Interrupted, UserError, VitrailError
-from vitrail.errors import nearest as nearest_names  # a verb is called nearest, and its module is in this package
+from vitrail.errors import nearest as nearest_names  # a command is called nearest, and its module is in this package
 
-__all__ = ["MODULES", "VERBS", "main"]
+__all__ = ["COMMANDS", "MODULES", "main"]
 
-VERBS = {
+COMMANDS = {
     "train": "train a network on the bundled images or on yours",
     "finetune": "adapt a pre-trained model to your images",
     "noisy-student": "learn from images that a teacher labels, in rounds",
@@ -27,7 +27,7 @@ VERBS = {
     "predict": "classify images with a model",
     "explain": "show which parts of an image a model looked at",
     "compare": "compare two models on the same images",
-    "report": "show how good a model is, what its layers do and where it errs",
+    "report": "report the metrics, layers and errors of a model",
     "embed": "save the features of every image of a data set",
     "nearest": "find the images that resemble given images",
     "convert": "convert models between Vitrail's and other libraries' formats",
@@ -62,18 +62,18 @@ MODULES = {
     "bench serve": "bench.serving",
     "bench accuracy": "bench.accuracy",
 }
-"""Modules of verbs, below this package. Other verbs have a module of their own name."""
+"""Modules of commands, below this package. All other commands have a module of their own name."""
 
 USAGE = """\
 Train, fine-tune, evaluate and use Vision Transformers.
 
-usage: vitrail VERB ...
+usage: vitrail COMMAND ...
 
-{verbs}
+{commands}
 
-vitrail VERB --help      show the most important options
-vitrail VERB --help-all  show every option
-vitrail VERB --debug     show the traceback of an error
+vitrail COMMAND --help      show the most important options
+vitrail COMMAND --help-all  show every option
+vitrail COMMAND --debug     show the traceback of an error
 
 Exit codes: 0 success, 1 internal error, 2 wrong usage or input, 75 stopped on
 request (the command can be continued).
@@ -83,7 +83,7 @@ Start with `vitrail train`: it trains on bundled images in a few minutes.
 HELP = ("-h", "--help", "--help-all")
 
 SEVERAL = ("train", "evaluate", "embed")
-"""Verbs that several processes can run together."""
+"""Commands that several processes can run together."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,15 +97,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "WARNING" if debug else "FATAL")
     typed = [word for word in typed if word != "--debug"]
     if not typed or typed[0] in (*HELP, "help"):
-        print(USAGE.format(verbs=_verb_list(VERBS)), end="")
+        print(USAGE.format(commands=_list_of(COMMANDS)), end="")
         return 0 if typed else 2
     if typed[0] in ("-V", "--version"):
         print(f"vitrail {__version__}")
         return 0
-    verb = next((name for name in (" ".join(typed[:2]), typed[0]) if name in VERBS), None)
-    if verb is None:
-        return _no_verb(typed)
-    return _run(verb, typed[len(verb.split()) :], started, debug)
+    name = next((name for name in (" ".join(typed[:2]), typed[0]) if name in COMMANDS), None)
+    if name is None:
+        return _no_command(typed)
+    return _run(name, typed[len(name.split()) :], started, debug)
 
 
 @contextmanager
@@ -120,13 +120,13 @@ def _printing_once() -> Iterator[None]:
         yield
 
 
-def _run(verb: str, arguments: list[str], started: float, debug: bool) -> int:
-    """Run a verb, or print its help, and return the exit code."""
+def _run(name: str, arguments: list[str], started: float, debug: bool) -> int:
+    """Run a command, or print its help, and return the exit code."""
     from vitrail.cli.options.command import Call
     from vitrail.cli.options.help import help_page
     from vitrail.processes.launch import launch
 
-    module = importlib.import_module(f"vitrail.cli.{MODULES.get(verb, verb)}")
+    module = importlib.import_module(f"vitrail.cli.{MODULES.get(name, name)}")
     command = module.COMMAND
     given: dict[str, Any] = {}
     try:
@@ -135,9 +135,9 @@ def _run(verb: str, arguments: list[str], started: float, debug: bool) -> int:
             print(help_page(command, given, everything="--help-all" in arguments), end="")
             return 0
         command.check_required(given)
-        if verb not in SEVERAL and (place := launch()).world > 1:
+        if name not in SEVERAL and (place := launch()).world > 1:
             error = ConfigError(
-                f"vitrail {verb} runs in one process, but {place.world} were started; leave torchrun or srun out"
+                f"vitrail {name} runs in one process, but {place.world} were started; start it without torchrun or srun"
             )
             error.is_reported = place.rank > 0
             raise error
@@ -153,7 +153,7 @@ def _run(verb: str, arguments: list[str], started: float, debug: bool) -> int:
             print(f"vitrail: {message}", file=sys.stderr)
         return error.exit_code
     except Interrupted as stop:
-        again = shlex.join([*verb.split(), *arguments, *stop.options])
+        again = shlex.join([*name.split(), *arguments, *stop.options])
         print(f"vitrail: {stop}\nContinue with: vitrail {again}", file=sys.stderr)
         return stop.exit_code
     except KeyboardInterrupt:
@@ -164,19 +164,19 @@ def _run(verb: str, arguments: list[str], started: float, debug: bool) -> int:
         return 0
 
 
-def _no_verb(typed: list[str]) -> int:
-    """Print the verbs to choose from, because the typed verb is missing, incomplete or unknown. Return the exit
+def _no_command(typed: list[str]) -> int:
+    """Print the commands to choose from, because the typed command is missing, incomplete or unknown. Return the exit
     code."""
-    if group := {verb: text for verb, text in VERBS.items() if verb.split()[0] == typed[0]}:
+    if group := {name: text for name, text in COMMANDS.items() if name.split()[0] == typed[0]}:
         if len(typed) == 1 or typed[1] in HELP:
-            print(f"usage: vitrail {typed[0]} VERB ...\n\n{_verb_list(group)}")
+            print(f"usage: vitrail {typed[0]} COMMAND ...\n\n{_list_of(group)}")
             return 0 if len(typed) > 1 else 2
         typed = typed[:2]
     name = " ".join(typed[: 2 if group else 1])
-    print(f"vitrail: unknown verb {name!r}; {nearest_names(name, VERBS)} (see vitrail --help)", file=sys.stderr)
+    print(f"vitrail: unknown command {name!r}; {nearest_names(name, COMMANDS)} (see vitrail --help)", file=sys.stderr)
     return 2
 
 
-def _verb_list(verbs: dict[str, str]) -> str:
-    width = max(map(len, verbs))
-    return "\n".join(f"  {verb:<{width}} {text}" for verb, text in verbs.items())
+def _list_of(commands: dict[str, str]) -> str:
+    width = max(map(len, commands))
+    return "\n".join(f"  {name:<{width}} {text}" for name, text in commands.items())

@@ -85,7 +85,7 @@ COMMAND = Command(
     name="export",
     summary="""Write a model as one file for another runtime. The file takes decoded images as uint8 (batch, height,
     width, channels) and contains everything after that: normalisation, the network, and softmax or sigmoid. The
-    written file is loaded again and compared with the network; if it differs, no file is left.""",
+    written file is loaded again and compared with the network; if it differs, the file is deleted.""",
     examples=(
         Example("vitrail export runs/flowers --to onnx", "Write flowers.onnx for onnxruntime."),
         Example("vitrail export runs/flowers --to onnx --output embedding", "Write the features instead of classes."),

@@ -50,7 +50,7 @@ from vitrail.weights.load import load
 
 __all__ = ["main"]
 
-AGAIN = "to continue, give the first command again"
+AGAIN = "to continue, run the first command again"
 
 OWN = ("model", "protocol", "learning_rates", "table_row", "suite", "strict", "budget")
 """Options that are not settings of a run."""
@@ -111,7 +111,7 @@ def _of_task(given: Mapping[str, Any]) -> dict[str, Option]:
 
 COMMAND = Command(
     name="finetune",
-    summary="""Adapt a pre-trained model to your images, and write a report on where it errs.
+    summary="""Adapt a pre-trained model to your images, and write a report with its metrics and errors.
 
     Classes and splits come from the data. The length of the training, the learning rate, the batch size, the image
     size and the augmentation are chosen from the data's size and the machine; options that you give replace them.
@@ -302,7 +302,7 @@ def _report(display: ConsoleDisplay, result: FinetuneResult) -> None:
         for line in _worst_classes(found):
             display.say(line)
     if run.bundle.provenance["step"] == 0:
-        display.say("training did not improve on the start, so the saved model has the weights of the first model")
+        display.say("training did not improve the initial model, so the saved model has the initial weights")
     summary = run.summary
     display.say(f"{summary['images_per_second']:,.0f} images/s; {summary['seconds']:,.0f} s in all")
     if result.page is not None:

@@ -43,7 +43,7 @@ class Nearest:
     top: int = 5
     """Number of neighbours to show for each image."""
     model: str | None = None
-    """Model that computed the features. By default it is looked for where it was when it computed them."""
+    """Model that computed the features. The default is the path or name that the features record."""
     device: str = "auto"
     """Device to run on: auto, cpu, cuda or cuda:N."""
     csv: bool = False
@@ -156,7 +156,7 @@ def _model(options: Nearest, folders: Sequence[Path]) -> Bundle:
     size = (int(size[0]), int(size[1])) if isinstance(size, list) and len(size) == 2 else None
     if options.model is None and Path(place).is_absolute() and not Path(place).exists():
         raise ConfigError(
-            f"{folders[0]}: the model that computed the features, {place}, does not exist any more; name its new place "
+            f"{folders[0]}: the model that computed the features, {place}, does not exist any more; name its new path "
             "with --model"
         )
     bundle = load(place, device=options.device, image_size=size)
@@ -169,7 +169,7 @@ def _model(options: Nearest, folders: Sequence[Path]) -> Bundle:
     if weights_sha256(bundle.network) != recorded:
         raise ConfigError(
             f"{place} has other weights than the model that computed the features in {folders[0]}, so their cosines "
-            "mean nothing; name that model with --model, or compute the features again with vitrail embed"
+            "cannot be compared; name that model with --model, or compute the features again with vitrail embed"
         )
     return replace(bundle, preprocess=from_plain(Preprocess, about["preprocess"]))
 

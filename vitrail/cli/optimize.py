@@ -47,7 +47,7 @@ class Optimize:
     out: Path | None = None
     """Folder of the faster model: a new path or an empty folder. By default nothing is written."""
     keep: float = 0.99
-    """Fraction of the model's accuracy that has to remain, above 0 and at most 1."""
+    """Fraction of the model's accuracy that must remain, above 0 and at most 1."""
     images: int = 1000
     """Maximum number of held-out images on which each setting is measured."""
     budget: str | None = None
@@ -198,7 +198,11 @@ def _show(found: Search, options: Optimize, is_written: bool, console: Console) 
         markup=False,
     )
     if not found.is_complete:
-        console.print("the time was over before all settings were tried; see --budget", style="yellow", markup=False)
+        console.print(
+            "the time ended before all settings were tried; choose a larger --budget to try more",
+            style="yellow",
+            markup=False,
+        )
     if is_written:
         console.print(f"Written: {options.out}", markup=False)
     elif best.verdict == "start":

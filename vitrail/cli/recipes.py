@@ -31,8 +31,8 @@ COMMAND = Command(
     name="recipes",
     summary="""List the recipes of vitrail train. Recipes of papers are shown with the result that was published.
 
-    Train with vitrail train NAME. The papers' data sets are large: --data names your copy, and options that you type
-    replace those of the recipe. None of the papers' runs was repeated here.""",
+    Train with vitrail train NAME. The papers' data sets are large: --data names your copy, and options on the command
+    line replace those of the recipe. None of the papers' runs was repeated here.""",
     examples=(
         Example("vitrail recipes", "List all recipes for training from scratch."),
         Example("vitrail recipes --transfers", "List the papers' fine-tuning runs with their commands."),
@@ -81,7 +81,7 @@ def _recipe_rows() -> list[dict[str, Any]]:
             {
                 "name": name,
                 "network": config.model.name,
-                "data": "a folder of yours" if name == "folder" else config.data.spec,
+                "data": "your own folder" if name == "folder" else config.data.spec,
                 "epochs": config.run.epochs,
                 "result": paper.result if paper else "",
                 "measured": paper.measured if paper else "",

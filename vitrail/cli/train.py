@@ -63,7 +63,7 @@ class Train:
     """Settings that the run of --resume may change, separated by commas: data, device, precision and others that change
     only rounding (docs/reliability.md)."""
     like: Path | None = None
-    """Folder of a run whose settings and data are used again in a new run. Options that you type replace them."""
+    """Folder of a run whose settings and data are used again in a new run. Options on the command line replace them."""
     plan: tuple[int, ...] | None = None
     """Print what a step needs on these numbers of GPUs: memory, communication and bounds of the speed, by formulas for
     the H100. Nothing is trained."""
@@ -131,7 +131,7 @@ def _data_like(run: Path, config: TrainConfig, display: ConsoleDisplay) -> Opene
     if fingerprint(splits.train, splits.validation, splits.test) != record.fingerprint:
         display.note(
             f"the data has changed since {run} was trained: it had {record.images:,} training images, and has "
-            f"{len(splits.train):,} now; if both numbers are equal, names or labels have changed, or another split has"
+            f"{len(splits.train):,} now; if both numbers are equal, names, labels or another split have changed"
         )
     return data
 
@@ -166,8 +166,9 @@ COMMAND = Command(
     summary="""Train a Vision Transformer from scratch, or from a model with --init. Without options it trains a small
     network on bundled images, which takes a few minutes.
 
-    A recipe sets all options, or with --data they are chosen from the data; options that you type replace them. With a
-    pre-trained model, vitrail finetune is better. Ctrl-C saves and stops the run; go on with --resume RUN.""",
+    A recipe sets all options, or with --data they are chosen from the data; options on the command line replace them.
+    With a pre-trained model, vitrail finetune is better. Ctrl-C saves and stops the run; continue with
+    --resume RUN.""",
     examples=(
         Example("vitrail train", "Train the demo on bundled images."),
         Example("vitrail train --data photos --budget 20m", "Train on a folder with one subfolder per class."),
@@ -194,7 +195,7 @@ def restarted_run(given: Mapping[str, Any], place: Launch) -> Path | None:
         return None
     if (folder := given.get("run")) is None:
         raise ConfigError(
-            "--run: the command was started again after a failure, and goes on with its run only if --run names the "
+            "--run: the command was started again after a failure, and continues its run only if --run names the "
             "run's folder; give --run, or leave --max-restarts out"
         )
     return Path(folder) if (Path(folder) / "run.json").is_file() else None

@@ -122,7 +122,7 @@ def plan_for_data(
     choices.add(batch_size=math.ceil(batch / world) * world)
     if "variant" not in explicit:
         variant = _variant(explicit)
-        what = "a small ResNet, which learns more from few images and in little time than a Vision Transformer"
+        what = "a small ResNet, which is more accurate than a Vision Transformer with few images or little time"
         if variant.startswith("Conv"):
             what = "a small Vision Transformer with two convolutions, which has the fields that you set"
         choices.add(f"network {variant}, {what}", variant=variant)

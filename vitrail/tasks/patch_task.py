@@ -106,8 +106,8 @@ class PatchTask(Task):
             )
         if network.positions == "none":
             yield (
-                f"{needs} needs positions, because nothing else tells {self.hidden} patches apart, but the network has "
-                "positions='none'; choose positions='learned'"
+                f"{needs} needs positions, because nothing else distinguishes {self.hidden} patches, but the network "
+                "has positions='none'; choose positions='learned'"
             )
         yield from unfit_parts(network, needs)
         patches = math.prod(network.grid)

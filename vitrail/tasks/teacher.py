@@ -81,11 +81,12 @@ def check_classifier(model: str) -> TeacherFacts:
     facts = teacher_facts(model)
     if facts.is_exported:
         raise ConfigError(
-            f"teacher={model!r} is an exported model, which cannot teach; name the model that it was exported from"
+            f"teacher={model!r} is an exported model, which cannot be a teacher; name the model that it was exported "
+            "from"
         )
     if not facts.classes:
         raise ConfigError(
-            f"teacher={model!r} has no classes, so it cannot teach any; name a model that was trained on labels"
+            f"teacher={model!r} has no classes, so it cannot be a teacher; name a model that was trained on labels"
         )
     if facts.output != "softmax":
         raise ConfigError(
@@ -102,8 +103,8 @@ def check_teacher(model: str, classes: tuple[str, ...], title: str) -> TeacherFa
     if set(facts.classes) != set(classes):
         missing = ", ".join(name for name in classes if name not in facts.classes)
         further = ", ".join(name for name in facts.classes if name not in classes)
-        parts = [f"it does not know {missing}"] if missing else []
-        parts += [f"it also knows {further}"] if further else []
+        parts = [f"it lacks {missing}"] if missing else []
+        parts += [f"it also has {further}"] if further else []
         raise ConfigError(
             f"teacher={model!r} has other classes than {title}: {', and '.join(parts)}; choose a teacher that was "
             "trained for the same classes"

@@ -269,8 +269,8 @@ class TrainConfig:
             )
         if self.augment.cutmix and self.task.targets == ("numbers",):
             yield (
-                f"cutmix={self.augment.cutmix} cannot be used for regression, because no rule says how a pasted "
-                "part of another image changes a number; choose mixup, which blends images and numbers alike"
+                f"cutmix={self.augment.cutmix} cannot be used for regression, because the effect of a pasted "
+                "part of another image on a number is not defined; choose mixup, which blends images and numbers alike"
             )
         if self.optimizer.average and self.task.averages_weights:
             yield (

@@ -256,7 +256,7 @@ class Execution:
         for line in quick_check(setup.splits):
             self.display.say(line)
         self.display.say(self.memory)
-        self.display.say(f"{self.folder / 'progress.html'} shows the curves while the run goes on")
+        self.display.say(f"{self.folder / 'progress.html'} shows the curves during the run")
         self.display.say(f"{_summary(setup, network)}, into {self.folder}")
         if len(setup.phases) > 1 and setup.network is not None:
             self.display.say(cost_text(setup.phases, setup.network, setup.config.task))

@@ -237,8 +237,8 @@ def _check_data(folder: Path, record: Record, setup: Setup) -> None:
     if record.fingerprint != setup.fingerprint:
         raise RunError(
             f"the data of run {folder} has changed since the run began: it had {record.images:,} training images then, "
-            f"and has {len(setup.splits.train):,} now. If both numbers are equal, names or labels of images have "
-            "changed, or another split has. To resume the run, restore its data"
+            f"and has {len(setup.splits.train):,} now. If both numbers are equal, names, labels or another split "
+            "have changed. To resume the run, restore its data"
         )
 
 
@@ -249,7 +249,7 @@ def _check_models(folder: Path, record: Record) -> None:
         if found.get(name) != sha256:
             raise RunError(
                 f"{name}={getattr(record.config.task, name)!r} has other weights now than when run {folder} began. To "
-                "resume the run, put the earlier model there again; to learn from the new one, start a new run"
+                "resume the run, restore the earlier model; to learn from the new model, start a new run"
             )
 
 

@@ -96,7 +96,7 @@ def plan(
     config = config.override(**{"task": usual, **explicit})
     if "none" in config.task.targets:
         raise ConfigError(
-            f"task={config.task.name!r} learns without labels, but fine-tuning learns labels; to go on with "
+            f"task={config.task.name!r} learns without labels, but fine-tuning learns labels; to continue "
             "pre-training, use: vitrail train --init MODEL --task " + config.task.name
         )
     check_choice(config.start, bundle.network.config)

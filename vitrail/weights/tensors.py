@@ -228,7 +228,7 @@ def _open_index(path: Path) -> TensorFile:
     missing = [name for name, shard in weight_map.items() if name not in shards[shard]]
     if missing:
         raise BundleError(
-            f"{path} says that the tensor {missing[0]} is in {weight_map[missing[0]]}, but it is not; download the "
+            f"{path} states that the tensor {missing[0]} is in {weight_map[missing[0]]}, but it is not; download the "
             "files of the model again"
         )
     shapes = {name: shards[shard].shapes[name] for name, shard in weight_map.items()}

@@ -34,7 +34,7 @@ def test_an_environment_without_the_library_is_named() -> None:
         check_environments(("timm-small",), {})
     with pytest.raises(ConfigError, match="environment: /nowhere/python cannot be run as the Python of timm"):
         check_environments(("timm-small",), {"timm": "/nowhere/python"})
-    with pytest.raises(ConfigError, match="--against timm: it says nothing"):
+    with pytest.raises(ConfigError, match="--against timm: it printed nothing"):
         check_environments(("timm-small",), {"timm": str(shutil.which("false"))})
     with pytest.raises(ConfigError, match="environment: unknown library 'tim'; nearest: timm"):
         check_environments(("timm-small",), {"tim": sys.executable})

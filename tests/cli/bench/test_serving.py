@@ -22,7 +22,7 @@ from vitrail.cli import main
         (["--clients", "--rates"], "leave nothing to measure"),
         (["--against", "naive,litserv"], "--against: 'litserv' is not a server; nearest: litserve"),
         (["--against", "litserve"], "--against litserve: ModuleNotFoundError: No module named 'litserve'. Install"),
-        (["--environment", "litserve=python"], "--environment: 'litserve' is no library of the servers to measure"),
+        (["--environment", "litserve=python"], "--environment: 'litserve' is not a library of the servers to measure"),
         (["--against", "litserve", "--environment", "litserve=no/python"], "no/python cannot be run as the Python"),
         (["--against", "litserve", "--environment", "litserve"], "--environment: 'litserve' is not LIBRARY=PATH"),
         (["--rounds", "0"], "--rounds: 0 is less than 1"),

@@ -141,7 +141,7 @@ def test_data_on_the_disk_is_named_by_its_absolute_path(colour_folder: Path, mon
 def test_other_images_in_the_pool_are_refused(labels: Callable[..., str], colour_folder: Path) -> None:
     folder = labels()
     (colour_folder / "red" / "03.png").unlink()
-    message = "these are others now: there were 36 to label and there are 35 now; .* Label the images again with"
+    message = "these images have changed: there were 36 to label and there are 35 now; .* Label the images again with"
     with pytest.raises(DataError, match=message):
         open_data(folder, validation_share=0.0)
 

@@ -44,12 +44,12 @@ def test_the_page_grows_with_the_run(
     monkeypatch.setattr(progress, "SECONDS", 0.0)
     with pytest.raises(Stopped):
         train(small(run, threads=0, learning_rate=0.005), display=stop_at(9))
-    assert "The run goes on: 4 of 24 steps were done" in versions[0]
-    assert "The run was stopped after 9 of 24 steps. It goes on with vitrail train --resume" in versions[-1]
+    assert "The run is in progress: 4 of 24 steps were done" in versions[0]
+    assert "The run was stopped after 9 of 24 steps. Continue it with vitrail train --resume" in versions[-1]
     stopped = versions[-1]
     assert "<h2>Examples</h2>" not in versions[-1] and "a &lt;run&gt;" in versions[-1]
     resume(run)
-    assert any("The run goes on: " in version for version in versions[versions.index(stopped) + 1 :])
+    assert any("The run is in progress: " in version for version in versions[versions.index(stopped) + 1 :])
     page = (run / "progress.html").read_text(encoding="utf-8")
     assert page == versions[-1] and "The run is finished, after 24 of 24 steps." in page
     found = [heading or caption for heading, caption in headings(page)]

@@ -99,7 +99,7 @@ def test_a_flat_folder_without_labels_is_labelled(teacher: Callable[..., str], t
     ("made", "message"),
     [
         ({"output": "sigmoid"}, "has the outputs 'sigmoid', but a teacher needs probabilities that add up to 1"),
-        ({"classes": (), "num_classes": 0}, "has no classes, so it cannot teach any; name a model that was trained"),
+        ({"classes": (), "num_classes": 0}, "has no classes, so it cannot be a teacher; name a model that was trained"),
     ],
 )
 def test_unfit_teachers_are_refused(

@@ -230,7 +230,7 @@ def test_a_student_of_equal_size_may_have_smaller_images(
 def test_a_teacher_with_other_classes_is_refused(
     student: TrainConfig, teacher: Callable[..., str], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"has other classes than data .*: it does not know 3, .*, and it also knows"):
+    with pytest.raises(ConfigError, match=r"has other classes than data .*: it lacks 3, .*, and it also has"):
         run_rounds(config_of(student, teacher=teacher(("0", "1", "2", "x"))), tmp_path / "rounds")
 
 

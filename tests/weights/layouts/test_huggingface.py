@@ -353,7 +353,7 @@ def test_questions_by_themselves_are_noted(tmp_path: Path) -> None:
         (
             {"resample": 1},
             {"interpolation": "bicubic"},
-            "has resample=1, which does not exist here, so bicubic is used",
+            "has resample=1, which is not supported, so bicubic is used",
         ),
         ({"image_mean": [0.1, 0.2, 0.3]}, {"mean": (0.1, 0.2, 0.3)}, ""),
         ({"image_mean": 0.25, "image_std": 2}, {"mean": (0.25,), "std": (2.0,)}, ""),

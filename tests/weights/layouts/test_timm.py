@@ -89,7 +89,7 @@ def test_odd_crop_shares(stated: dict[str, Any], share: float, noted: bool, fold
             {"resize": "pad", "pad_value": (124, 116, 104), "mean": (0.485, 0.456, 0.406)}, "",
         ),
         ({"interpolation": "box"}, {"interpolation": "area"}, ""),
-        ({"interpolation": "lanczos"}, {"interpolation": "bicubic"}, "interpolation='lanczos' does not exist here"),
+        ({"interpolation": "lanczos"}, {"interpolation": "bicubic"}, "interpolation='lanczos' is not supported"),
     ],
 )  # fmt: skip
 def test_geometry(

@@ -69,7 +69,7 @@ def check_environments(entries: Sequence[str], environments: Mapping[str, str]) 
                 "Python"
             ) from None
         if check.returncode:
-            lines = (check.stdout or check.stderr).strip().splitlines() or ["it says nothing"]
+            lines = (check.stdout or check.stderr).strip().splitlines() or ["it printed nothing"]
             raise ConfigError(
                 f"--against {library}: {lines[-1]}. Then name that Python with --environment {library}=PATH/bin/python"
             )

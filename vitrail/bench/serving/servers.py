@@ -49,7 +49,9 @@ def check_pythons(names: Sequence[str], pythons: Mapping[str, str]) -> None:
     needed = {SERVERS[name].library for name in names} - {""}
     for library in pythons:
         if library not in needed:
-            raise ConfigError(f"environment: {library!r} is no library of the servers to measure: {', '.join(names)}")
+            raise ConfigError(
+                f"environment: {library!r} is not a library of the servers to measure: {', '.join(names)}"
+            )
     for library in sorted(needed):
         python = pythons.get(library, sys.executable)
         script = f"import {library}, vitrail.weights.load"
@@ -60,7 +62,7 @@ def check_pythons(names: Sequence[str], pythons: Mapping[str, str]) -> None:
                 f"environment: {python} cannot be run as the Python of {library}: {error.strerror}"
             ) from None
         if check.returncode:
-            lines = check.stderr.strip().splitlines() or ["it says nothing"]
+            lines = check.stderr.strip().splitlines() or ["it printed nothing"]
             raise ConfigError(
                 f"--against {library}: {lines[-1]}. Install {library} and the packages of Vitrail in an environment, "
                 f"and name its Python with --environment {library}=PATH/bin/python"

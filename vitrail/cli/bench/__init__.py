@@ -1,1 +1,1 @@
-"""The verbs that measure speed: `bench`, `bench data` and `bench accuracy`."""
+"""The commands that measure speed: `bench`, `bench data` and `bench accuracy`."""

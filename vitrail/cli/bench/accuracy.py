@@ -82,7 +82,7 @@ COMMAND = Command(
         Example("vitrail bench accuracy fashion-mnist --targets 0.92", "Measure the time to one accuracy."),
         Example(
             "vitrail bench accuracy demo --against timm --environment timm=timm/bin/python --budget 5m",
-            "Compare with timm within five minutes a run.",
+            "Compare with timm within five minutes per run.",
         ),
     ),
     options=(BenchAccuracy,),

@@ -196,7 +196,7 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
         return title, {**plain, "largest_batch": asdict(largest)}, tables.largest(largest)
     if len(kinds := _kinds(options)) > 1:
         compared = attention_scaling(workload, kinds, repetitions=options.repetitions, warmup=options.warmup)
-        what = f"{options.variant}, {options.task}, {options.batch_size} images a step, in {workload.own_format}"
+        what = f"{options.variant}, {options.task}, {options.batch_size} images per step, in {workload.own_format}"
         title = tables.header(machine, what, rounds)
         return title, {**plain, "attention": tables.plain_attention(compared)}, tables.attention(compared)
     if options.scaling is not None:

@@ -1,1 +1,1 @@
-"""The verbs that examine and pack data: `data check` and `data pack`."""
+"""The commands that examine and pack data: `data check` and `data pack`."""

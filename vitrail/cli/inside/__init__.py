@@ -1,1 +1,1 @@
-"""The verbs that look inside models."""
+"""The commands that look inside models."""

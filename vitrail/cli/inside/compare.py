@@ -34,9 +34,8 @@ class Compare(SummaryOptions):
 
 COMMAND = Command(
     name="compare",
-    summary="""Compare two models on the same images: which one is more accurate and if chance explains it, on which
-    images they disagree and where they look there, how similar their layers are, and what they cost. One HTML page
-    and its figures and numbers are written.""",
+    summary="""Compare two models on the same images: their accuracy with a paired test, the images on which they
+    disagree, the similarity of their layers, and their cost. One HTML page and its figures and numbers are written.""",
     examples=(
         Example("vitrail compare runs/vit runs/bit --data flowers", "Compare two trained models on held-out images."),
         Example("vitrail compare runs/a runs/b --data flowers --out a-b --examples 20", "Show more images."),

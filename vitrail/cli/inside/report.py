@@ -1,4 +1,4 @@
-"""`vitrail report`: show how good a model is on a data set, what its layers do and where it errs, as one HTML page."""
+"""`vitrail report`: report the metrics, layers and errors of a model on a data set, as one HTML page."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Report(SummaryOptions):
 
 COMMAND = Command(
     name="report",
-    summary="""Show how good a model is on a data set, what its layers do and where it errs: metrics, filters and
-    positions, attention distance, similarity of layers, a linear model of each layer, measurements of saliency maps, a
-    map of the embeddings, and the most certain errors. A model without a head has no metrics and no errors. One HTML
-    page and its figures and numbers are written.""",
+    summary="""Report the metrics, layers and errors of a model on a data set: filters and positions, attention
+    distance, similarity of layers, a linear model of each layer, measurements of saliency maps, a map of the
+    embeddings, and the most certain errors. A model without a head has no metrics and no errors. One HTML page and its
+    figures and numbers are written.""",
     examples=(
         Example("vitrail report runs/flowers --data flowers", "Report on held-out images, in runs/flowers/inside."),
         Example("vitrail report runs/flowers --data flowers --examples 50", "Show more errors."),

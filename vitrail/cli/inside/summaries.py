@@ -70,7 +70,7 @@ class SummaryOptions:
         """Raise `ConfigError` for options that are out of range, before a model or data is read.
 
         `files` are the files of the results. If a folder has the first one, it holds earlier results. `least` has the
-        smallest values of a verb's own options.
+        smallest values of a command's own options.
         """
         if not self.data:
             raise ConfigError("--data is missing: name a data set with the classes of the model")

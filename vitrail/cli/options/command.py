@@ -1,4 +1,4 @@
-"""Verbs of the command line: parsing of their options, and spelling of option names in messages."""
+"""The commands of the command line: parsing of their options, and spelling of option names in messages."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ ADVICE = re.compile(r"\b(such as|choose|give|use|try) $")
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call of a verb."""
+    """The arguments of one call of a command."""
 
     arguments: tuple[str, ...]
-    """Arguments after the verb, as they were typed."""
+    """Arguments after the command, as they were typed."""
     options: Options
     """Values of the options that the user typed, by field name. Options with default values are not included."""
     started: float
@@ -51,17 +51,17 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A verb of the command line with its options and help."""
+    """A command with its options and help."""
 
     name: str
     """Name without `vitrail`, such as "predict" or "data check"."""
     summary: str
-    """One or two paragraphs that describe the verb."""
+    """One or two paragraphs that describe the command."""
     examples: tuple[Example, ...]
     options: tuple[type, ...]
-    """Dataclasses whose fields are the verb's own options."""
+    """Dataclasses whose fields are the command's own options."""
     settings: Callable[[], Iterable[Option]] = tuple
-    """More options, such as the settings of a run for verbs that train."""
+    """More options, such as the settings of a run for commands that train."""
     depends: Callable[[Options], Mapping[str, Option]] = lambda given: {}
     """Function that returns the options that depend on the typed options, such as a task's settings. They replace
     `known`."""
@@ -74,7 +74,7 @@ class Command:
     hidden: tuple[str, ...] = ()
     """Options that the help does not show."""
     spelled: Mapping[str, str] = field(default_factory=dict)
-    """Fields that this verb spells in another way. For example, finetune spells `init` as `MODEL`."""
+    """Fields that this command spells in another way. For example, finetune spells `init` as `MODEL`."""
 
     @cached_property
     def known(self) -> dict[str, Option]:

@@ -57,7 +57,7 @@ class Positional:
 
 @dataclass(frozen=True)
 class Option:
-    """One option or positional argument of a verb."""
+    """One option or positional argument of a command."""
 
     name: str
     """Name of the option, with underscores. It is the name in the field's metadata, or else the field's name."""
@@ -71,7 +71,7 @@ class Option:
     owner: type
     """Dataclass that defines the field."""
     section: str
-    """Section of the config, such as "optimizer", or "" for an option of the verb itself."""
+    """Section of the config, such as "optimizer", or "" for an option of the command itself."""
     positional: Positional | None
 
     @property
@@ -237,13 +237,15 @@ def _metavar(kind: Any) -> str:
     return METAVARS[kind]
 
 
-def unknown_option(typed: str, verb: str, names: Sequence[str]) -> str:
-    """Return the error message for an unknown option, with the nearest options of the verb."""
+def unknown_option(typed: str, command: str, names: Sequence[str]) -> str:
+    """Return the error message for an unknown option, with the nearest options of the command."""
     name = typed.lstrip("-").replace("_", "-")
     labels = [each.replace("_", "-") for each in names]
     habit = [each for each in labels if each == HABITS.get(name)]
     likely = habit or [each for each in labels if each.startswith(f"{name}-") or each.endswith(f"-{name}")]
     close = nearest(name, labels)
     found = likely or (close.removeprefix("nearest: ").split(", ") if close.startswith("nearest: ") else [])
-    advice = f"nearest: {', '.join(f'--{each}' for each in found[:3])}" if found else f"see vitrail {verb} --help-all"
-    return f"{typed}: vitrail {verb} has no such option; {advice}"
+    advice = (
+        f"nearest: {', '.join(f'--{each}' for each in found[:3])}" if found else f"see vitrail {command} --help-all"
+    )
+    return f"{typed}: vitrail {command} has no such option; {advice}"

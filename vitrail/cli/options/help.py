@@ -1,4 +1,4 @@
-"""The help of a verb: `--help` shows about one screen, `--help-all` shows every option."""
+"""The help of a command: `--help` shows about one screen, `--help-all` shows every option."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDEST = 120
 
 
 def help_page(command: Command, given: Mapping[str, Any], *, everything: bool, width: int | None = None) -> str:
-    """Return the help of a verb.
+    """Return the help of a command.
 
     `given` holds the options that were typed together with `--help`, since a few options and defaults depend on
     others. The default of `width` is the width of the terminal.
@@ -68,7 +68,7 @@ def _groups(command: Command, given: Mapping[str, Any], *, everything: bool) -> 
 
 
 def _text(option: Option, command: Command) -> str:
-    """Return the text of an option for a verb. Option names that the verb spells in another way are replaced."""
+    """Return the text of an option for a command. Option names that the command spells in another way are replaced."""
     text = option.help
     for name, spelled in command.spelled.items():
         text = text.removeprefix(f"With {flag(name)}: ").replace(flag(name), spelled)

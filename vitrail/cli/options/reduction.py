@@ -1,4 +1,4 @@
-"""The options of verbs that can merge or prune tokens."""
+"""The options of commands that can merge or prune tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of the verbs that train: the settings of a run, of its network and of its task."""
+"""The options of the commands that train: the settings of a run, of its network and of its task."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EFFECTS_OF_GIVEN: dict[str, Effect] = {
     "probe_every": (lambda config: bool(config.run.probe), "with --probe"),
     "subset_seed": (
         lambda config: config.data.per_class is not None or config.data.spec.endswith("]"),
-        "with --per-class or an amount such as [:1000] behind --data",
+        "with --per-class or an amount such as [:1000] after --data",
     ),
     "overwrite": (lambda config: config.run.folder is not None, "with --run, which names the folder to replace"),
     "validation_share": (

@@ -1,4 +1,4 @@
-"""The progress bar that all verbs use while they process images."""
+"""The progress bar that all commands use while they process images."""
 
 from __future__ import annotations
 

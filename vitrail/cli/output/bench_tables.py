@@ -48,7 +48,7 @@ def describe_workload(workload: Workload, *, any_batch: bool = False) -> str:
     height, width = workload.config.image_size
     task = "training" if workload.task == "train" else "inference"
     return (
-        f"{workload.name}, {task}: {'' if any_batch else f'{workload.batch} '}images of {height} x {width} a step, "
+        f"{workload.name}, {task}: {'' if any_batch else f'{workload.batch} '}images of {height} x {width} per step, "
         f"{workload.tokens} tokens each, {workload.config.num_classes} classes, "
         f"{workload.own_format}"
     )
@@ -57,11 +57,11 @@ def describe_workload(workload: Workload, *, any_batch: bool = False) -> str:
 def comparison(result: Comparison, workload: Workload) -> list[Any]:
     """Return the tables of speed, memory and operations, and a note for each library that was skipped."""
     caption = (
-        "In each round, every row was timed once. All columns are medians. share: time of the matrix products "
+        "In each round, every row was timed once. All columns are medians. fraction: time of the matrix products "
         "alone, divided by the time of this row. vitrail: speed of vitrail divided by the speed of this row. A "
         "compiled library is compared with compiled vitrail."
     )
-    table = plain_table(("library", "settings", "images/s", "low..high", "GFLOP/s", "share", "vitrail"), caption)
+    table = plain_table(("library", "settings", "images/s", "low..high", "GFLOP/s", "fraction", "vitrail"), caption)
     for row in result.rows:
         speed = row.images_per_second
         table.add_row(
@@ -98,7 +98,7 @@ def _memory(result: Comparison, workload: Workload) -> list[Table]:
 def _breakdown(result: Comparison) -> list[Table]:
     if result.breakdown is None:
         return []
-    table = plain_table(("where our step's time goes", "share"))
+    table = plain_table(("time of our step", "fraction"))
     for name, share in result.breakdown.items():
         table.add_row(name, f"{share:.1%}")
     return [table]
@@ -132,7 +132,7 @@ def plain_comparison(result: Comparison) -> dict[str, Any]:
 def scale(grown: Scaling) -> list[Any]:
     """Return a table with a row per measured size, and a table of the fitted exponents."""
     caption = "memory: peak of a step, measured in its own process. powers: fitted to the logarithms by least squares."
-    table = plain_table((grown.axis, "ms a step", "low..high", "GFLOP/s", "memory", "by closed form"), caption)
+    table = plain_table((grown.axis, "ms per step", "low..high", "GFLOP/s", "memory", "by closed form"), caption)
     for point in grown.points:
         spread = Spread.of([1000 * second for second in point.seconds])
         table.add_row(
@@ -159,7 +159,7 @@ def attention(found: AttentionScaling) -> list[Any]:
         "gain: time of full attention divided by the time of this kind, and the same for FLOPs by closed form. memory: "
         "peak of a step, measured in its own process, and by closed form."
     )
-    headings = "patches", "attention", "ms a step", "gain", "of FLOPs", "memory", "closed form"
+    headings = "patches", "attention", "ms per step", "gain", "of FLOPs", "memory", "closed form"
     table = plain_table(headings, caption)
     for point in found.points:
         full = found.full_at(point)

@@ -1,1 +1,1 @@
-"""The verbs that show runs: `runs` and `runs compare`."""
+"""The commands that show runs: `runs` and `runs compare`."""

@@ -52,7 +52,7 @@ COMMAND = Command(
     summary="""List the runs in a folder: state, steps, metrics, and the settings in which a run differs from most of
     the others.
 
-    A run that is stopped or interrupted goes on with vitrail train --resume RUN.""",
+    To continue a run that is stopped or interrupted, use vitrail train --resume RUN.""",
     examples=(
         Example("vitrail runs", "List the runs in the folder runs."),
         Example("vitrail runs --sort metric", "Show the best run first."),

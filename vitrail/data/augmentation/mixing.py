@@ -55,7 +55,7 @@ def mix(
     """
     if batch.target_kind == "numbers" and cutmix:
         raise ConfigError(
-            f"cutmix={cutmix} pastes a part of another image, and no rule says how that changes a number; use mixup, "
+            f"cutmix={cutmix} pastes a part of another image, and its effect on a number is not defined; use mixup, "
             "which blends images and numbers alike, or set cutmix to 0"
         )
     if batch.targets is None and not classes:

@@ -151,7 +151,7 @@ def _copies(examined: Examined, groups: Sequence[np.ndarray], *, near: bool) -> 
         between = _across(examined, across, near=near)
         yield Finding(
             f"{prefix}leak", "warning", _held_out(examined, across, near=near), _leak_text(between, near=near),
-            "The accuracy on these images is too high: it measures memory, not generalisation.",
+            "The accuracy on these images is too high: it measures memorisation, not generalisation.",
             "Delete all copies but one, or move all copies into one split.",
             first((examined.example(row) for row in _mixed(examined, group)) for group in across),
         )  # fmt: skip

@@ -197,7 +197,7 @@ def open_pseudo_labels(folder: Path, classes: tuple[str, ...] | None, open_pool:
     pool = open_pool(info.pool)
     if fingerprint(pool) != info.fingerprint:
         raise DataError(
-            f"{folder} has labels for images of data {info.pool.spec!r}, but these are others now: there were "
+            f"{folder} has labels for images of data {info.pool.spec!r}, but these images have changed: there were "
             f"{info.images:,} to label and there are {len(pool):,} now; if both numbers are equal, names have changed. "
             "Label the images again with vitrail data label"
         )

@@ -206,7 +206,7 @@ def _read_keys(path: Path, written: _Written) -> tuple[tuple[str, ...], Truth]:
                 key, value = values["key"], values[_name_of(written.kind)]
                 target = target_from_plain(value, written.kind, len(written.classes))
                 if not isinstance(key, str):
-                    raise ValueError(f"it says {line.strip()[:80]}")
+                    raise ValueError(f"it is {line.strip()[:80]}")
                 if len(keys) == written.images:
                     raise ValueError(f"there are {written.images:,} features")
                 keys.append(key)

@@ -138,4 +138,4 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 
 async def _crashed(request: Request, error: Exception) -> Response:
-    return JSONResponse({"error": "the server failed on this request; its log says why"}, 500)
+    return JSONResponse({"error": "the server failed on this request; its log has the reason"}, 500)

@@ -83,7 +83,11 @@ def _page(
 
 
 def _conditions(scale: str, data: str, amount: str, plain: Mapping[str, Any]) -> str:
-    size = "This is the quick version of the study, which says less than the default one. " if scale == "quick" else ""
+    size = (
+        "This is the quick version of the study. Its results are less certain than those of the default version. "
+        if scale == "quick"
+        else ""
+    )
     return (
         f"{size}Data: {data}. Accuracies are percentages of the test images: means and standard deviations over "
         f"{amount}. Learning rates were chosen on a cut of the training images. "

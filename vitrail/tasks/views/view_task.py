@@ -77,9 +77,7 @@ class ViewTask(Task):
     def check_data(self, splits: Splits) -> None:
         """Raise `ConfigError` if there are fewer than two training images, which leaves nothing to compare."""
         if len(splits.train) < 2:
-            raise ConfigError(
-                f"{splits.title} has fewer than two training images, so no image can be told from another"
-            )
+            raise ConfigError(f"{splits.title} has fewer than two training images, so there is nothing to compare")
 
     def check_network(self, network: AnyConfig | None) -> None:
         """Raise `ConfigError` for a network without embeddings, and for a layer that would not be trained."""

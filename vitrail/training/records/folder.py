@@ -46,8 +46,8 @@ def check_place(folder: Path, config: TrainConfig) -> None:
         return
     if not config.run.overwrite:
         raise RunError(
-            f"run folder {str(folder)!r} exists; choose another --run, go on with --resume {shlex.quote(str(folder))}, "
-            "or replace it with --overwrite"
+            f"run folder {str(folder)!r} exists; choose another --run, continue it with --resume "
+            f"{shlex.quote(str(folder))}, or replace it with --overwrite"
         )
     if not (folder / "run.json").is_file():
         raise RunError(

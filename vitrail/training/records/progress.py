@@ -105,8 +105,8 @@ class ProgressPage:
                 return f"The run is finished, after {done}."
             if event["event"] == "stopped":
                 again = f"vitrail train --resume {shlex.quote(str(self.folder))}"
-                return f"The run was stopped after {done}. It goes on with {again}."
-        return f"The run goes on: {done} were done when this page was written. Load the page again to see more."
+                return f"The run was stopped after {done}. Continue it with {again}."
+        return f"The run is in progress: {done} were done when this page was written. Reload the page to see more."
 
     def _examples(self) -> Iterator[str]:
         files = sorted((self.folder / "examples").glob("*.png"))

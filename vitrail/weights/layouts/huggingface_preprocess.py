@@ -82,8 +82,7 @@ def preprocess_of(content: Mapping[str, Any], config: ViTConfig, *, dinov2: bool
     interpolation = RESAMPLE.get(filled["resample"]) if isinstance(filled["resample"], int) else None
     if interpolation is None:
         notes.append(
-            f"preprocessor_config.json has resample={filled['resample']!r}, which does not exist here, so "
-            "bicubic is used"
+            f"preprocessor_config.json has resample={filled['resample']!r}, which is not supported, so bicubic is used"
         )
     mean, std = _tones(filled)
     preprocess = Preprocess(

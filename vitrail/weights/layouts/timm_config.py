@@ -77,7 +77,7 @@ def preprocess_of(config: AnyConfig, stated: Mapping[str, Any], family: Family) 
     if (named := stated.get("interpolation")) in filters:
         fields["interpolation"] = filters[named]
     elif named:
-        notes = (*notes, f"interpolation={named!r} does not exist here, so {fields['interpolation']} is used")
+        notes = (*notes, f"interpolation={named!r} is not supported, so {fields['interpolation']} is used")
     if stated.get("crop_pct"):
         fields["crop_share"] = float(stated["crop_pct"])
     if stated.get("crop_mode") in CROP_MODES.values():
