@@ -1,6 +1,6 @@
 """Charts of measurements as SVG: many lines, a scatter plot, and a map of values with a colour bar; and tiled pictures.
 
-The colours can be told apart with the common kinds of colour blindness, and lines also differ in their dashes.
+The colours can be distinguished with the common kinds of colour blindness, and lines also differ in their dashes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pictures of measurements. Each function receives what was computed and returns SVG, or an array of pixels."""
+"""Pictures of measurements. Each function takes a measurement, and returns SVG or an array of pixels."""
 
 from __future__ import annotations
 
@@ -197,8 +197,8 @@ def on_picture(
 ) -> Float[np.ndarray, "height width"]:
     """Return a map of patches as a map of the picture's pixels, by linear interpolation.
 
-    `found` is a trace of the same image, and `placement` says where the picture lies in it. Pixels that the network did
-    not see are NaN.
+    `found` is a trace of the same image, and `placement` is the position of the picture in it. Pixels that the network
+    did not see are NaN.
     """
     covered = tuple(side * patch for side, patch in zip(found.grid, found.patch, strict=True))
     if covered != placement.size:  # some rows or columns of pixels fill no patch

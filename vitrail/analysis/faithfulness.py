@@ -83,9 +83,9 @@ def saliency_curves(
     """Return deletion and insertion curves of several saliency maps, beside a random order of the patches.
 
     A deleted patch is filled with `fill` in the normalised image: 0 is the mean colour. Insertion starts from an image
-    that is filled completely. `targets` are the classes, by default the predicted ones. `output` says how outputs
-    become probabilities, as `Bundle.output` does. Raises `ConfigError` if a name is "random", if a map has other
-    patches than the images, for outputs that are numbers, and for fewer than one step.
+    that is filled completely. `targets` are the classes, by default the predicted ones. `output` is the meaning of the
+    outputs, as in `Bundle.output`. Raises `ConfigError` if a name is "random", if a map has other patches than the
+    images, for outputs that are numbers, and for fewer than one step.
     """
     if output == "numbers":
         raise ConfigError("output='numbers' has no probabilities, which the curves show; choose a model of classes")

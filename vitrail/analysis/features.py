@@ -1,4 +1,4 @@
-"""Properties of tokens by layer: norms, principal components as colours, and what a linear model reads from them."""
+"""Properties of tokens by layer: norms, principal components as colours, and the accuracy of linear models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Overlays for the HTTP server: one map on a small copy of a picture, as quickly as it can be had."""
+"""Overlays for the HTTP server: one map on a small copy of a picture, which is computed quickly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUALITY = 85
 
 
 class Overlays:
-    """Draws what `vitrail explain` shows: relevance for a class, or attention rollout for a model without classes."""
+    """Draws the maps of `vitrail explain`: relevance for a class, or attention rollout for a model without classes."""
 
     def refusal(self, bundle: Bundle) -> str | None:
         """Return why a model has no overlays, or None if it has them."""

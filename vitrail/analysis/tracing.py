@@ -1,8 +1,8 @@
 """Traces: attention weights, queries, keys, block outputs and gradients of chosen layers.
 
-The usual forward pass runs on a copy of the network that shares its weights, and only remembers the inputs of the
-chosen blocks. The attention weights of all rows are then computed from these inputs, a few images at a time. The
-forward pass itself uses the fast kernels everywhere, so tracing does not change the logits.
+The usual forward pass runs on a copy of the network that shares its weights, and only stores the inputs of the chosen
+blocks. The attention weights of all rows are then computed from these inputs, a few images at a time. The forward pass
+itself uses the fast kernels everywhere, so tracing does not change the logits.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Trace:
     """Number of tokens before the patches: the class token, if there is one, and then the registers."""
     has_class_token: bool
     logits: Float[Tensor, "b classes"]
-    """The same logits as without tracing, bit by bit, for batches of the same size."""
+    """Logits, bitwise equal to those without tracing for batches of the same size."""
     attention: Float[Tensor, "b layers heads n n"] | None = None
     """Attention weights in float32, or in float64 if the network is. Rows are the tokens that attend, and columns are
     the tokens that they attend to."""
@@ -265,7 +265,7 @@ class _Tracer:
         self._outputs.clear()
 
     def _check_attention(self) -> None:
-        """Raise `ConfigError` if the attention lacks what is asked for."""
+        """Raise `ConfigError` if the attention does not have the tensors that `keep` names."""
         config, layer = self.network.config, type(self._block(self.layers[0]).attention)
         if layer.weights is AttentionLayer.weights:
             raise ConfigError(f"attention={config.attention!r} has no dense map of weights, so it cannot be traced")

@@ -105,7 +105,7 @@ def write_cell(folder: Path, cell: Cell) -> None:
 
 
 def read_cell(folder: Path) -> Cell:
-    """Read the cell of a folder. Raises `RunError` if the folder has another cell than its name says."""
+    """Read the cell of a folder. Raises `RunError` if the name of the folder is not the name of its cell."""
     try:
         cell = from_plain(Cell, json.loads((folder / CELL).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:

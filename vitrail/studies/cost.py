@@ -160,7 +160,8 @@ def _flops_per_second(network: AnyConfig, batch_size: int, device: torch.device)
 
 
 def check_jobs(jobs: int, cost: StudyCost, device: torch.device) -> None:
-    """Raise `ConfigError` if `jobs` cells together need more memory than is free. The message says how many fit."""
+    """Raise `ConfigError` if `jobs` cells together need more memory than is free. The message states the number of
+    cells that fit."""
     if device.type != "cpu":
         return
     try:

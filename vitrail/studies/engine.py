@@ -91,7 +91,7 @@ class StudyRun:
     """Hash of the names and labels of all images."""
 
     def record(self) -> None:
-        """Write what all cells of the folder share. Raise `RunError` if the folder holds something else."""
+        """Write the record that all cells of the folder share. Raise `RunError` if the folder holds something else."""
         shared = {
             "format": FORMAT,
             "study": self.study.name,

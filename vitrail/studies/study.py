@@ -1,6 +1,6 @@
 """The contract of studies: a question with its points, and the claims that the results confirm or not.
 
-A study is a row of `vitrail.studies.questions.STUDIES`. It only says which runs answer its question. The engine
+A study is a row of `vitrail.studies.questions.STUDIES`. It only defines which runs answer its question. The engine
 (`engine.py`) runs them, and `claims.py` computes the verdict.
 """
 

@@ -84,7 +84,7 @@ class Classification(Task):
 
     def main_metric(self, splits: Splits) -> str:
         """Return the mean average precision if images have several labels, and the accuracy otherwise. The accuracy
-        tests only the most likely class, which says little about images with several labels."""
+        tests only the most likely class, which is not informative for images with several labels."""
         return "mean_average_precision" if splits.target_kind == "classes" else "accuracy"
 
     def evaluator(self, objective: Objective) -> Evaluator:

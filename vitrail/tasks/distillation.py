@@ -39,7 +39,7 @@ class Distillation(Classification):
     name = "distillation"
 
     teacher: str | None = None
-    """Model whose predictions are learned: a run, a model's folder or file, or a name on the hub. It must know the
+    """Model whose predictions are learned: a run, a model's folder or file, or a name on the hub. It must have the
     classes of the data."""
     teacher_labels: TeacherLabels = "hard"
     """Part of the teacher's predictions that is learned: the most likely class (hard), or all probabilities (soft)."""

@@ -73,8 +73,8 @@ class MaskedPatches(PatchTask):
     corrupt_fraction: float = 0.5
     """Fraction of each image's patches that are corrupted. The loss counts only these patches."""
     corrupt_blocks: bool = False
-    """True to corrupt rectangles of patches, as BEiT does, instead of patches one by one. If rectangles have fewer
-    patches than --corrupt-fraction says, single patches are corrupted as well."""
+    """True to corrupt rectangles of patches, as BEiT does, instead of patches one by one. If the rectangles have fewer
+    patches than --corrupt-fraction requires, single patches are corrupted as well."""
     mask_fraction: float = 0.8
     """Fraction of the corrupted patches whose embedding becomes the learned mask embedding."""
     swap_fraction: float = 0.1
@@ -200,7 +200,7 @@ def draw_corruption(task: MaskedPatches, batch: Batch, grid: tuple[int, int], *,
     """Return the corrupted patches of a batch whose images have these numbers of rows and columns of patches.
 
     The corruption of an image is a pure function of the seed and of the image's epoch, sample and view. All images have
-    exactly as many masked, swapped and kept patches as the fractions say, rounded to whole patches.
+    exactly as many masked, swapped and kept patches as the fractions require, rounded to whole patches.
     """
     patches = math.prod(grid)
     corrupted = task.hidden_of(patches)

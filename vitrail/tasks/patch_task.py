@@ -81,8 +81,8 @@ class PatchTask(Task):
         """Accept all images, with and without targets."""
 
     def check_network(self, network: AnyConfig | None) -> None:
-        """Raise `ConfigError` unless the network is a transformer that knows the places of patches, sees every patch
-        on its own, and has at least one hidden and one visible patch in its images."""
+        """Raise `ConfigError` unless the network is a transformer that has position embeddings, embeds every patch
+        separately, and has at least one hidden and one visible patch in its images."""
         raise_problems(self._misfits(self.transformer(network)))
 
     def transformer(self, network: AnyConfig | None) -> ViTConfig:

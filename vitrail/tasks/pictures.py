@@ -73,8 +73,7 @@ def paste_patches(
 def neighbour_table(network: Any, preprocess: Preprocess, source: Source, device: torch.device) -> PictureTable | None:
     """Return images with the images whose embeddings have the largest cosine similarity to theirs.
 
-    `network` is in evaluation mode. Images that cannot be decoded are left out. If fewer than two are left, return
-    None.
+    `network` is in evaluation mode. Images that cannot be decoded are skipped. If fewer than two remain, return None.
     """
     places, images = decoded(preprocess, source, spread(len(source), SEARCHED), device)
     if len(places) < 2:

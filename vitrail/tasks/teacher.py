@@ -52,15 +52,15 @@ class TeacherFacts(NamedTuple):
 
 
 def teacher_facts(model: str) -> TeacherFacts:
-    """Return the properties of a model. They are remembered until its files change, so that a large model is not read
-    for every check. Raise `ConfigError` if the model cannot be loaded."""
+    """Return the properties of a model. They are cached until its files change, so that a large model is not read for
+    every check. Raise `ConfigError` if the model cannot be loaded."""
     return _facts(model, str(Path.cwd()), files_of(model, "model*"))
 
 
 @functools.lru_cache(maxsize=4)
 def _facts(model: str, folder: str, files: tuple[tuple[str, int, int], ...]) -> TeacherFacts:
-    """Return the properties of a model. A relative path is looked up in `folder`, the current one. `files` tells
-    versions of the model apart."""
+    """Return the properties of a model. A relative path is looked up in `folder`, the current one. `files`
+    distinguishes versions of the model."""
     bundle = load_teacher(model)
     is_exported = isinstance(bundle.network, ExportedNetwork)
     sha256 = "" if is_exported else weights_sha256(bundle.network)
@@ -77,7 +77,7 @@ def files_of(model: str, pattern: str) -> tuple[tuple[str, int, int], ...]:
 
 
 def check_classifier(model: str) -> TeacherFacts:
-    """Return the properties of a model that can teach classes. Raise `ConfigError` for any other model."""
+    """Return the properties of a model that can be a teacher of classes. Raise `ConfigError` for any other model."""
     facts = teacher_facts(model)
     if facts.is_exported:
         raise ConfigError(
@@ -97,8 +97,8 @@ def check_classifier(model: str) -> TeacherFacts:
 
 
 def check_teacher(model: str, classes: tuple[str, ...], title: str) -> TeacherFacts:
-    """Return the properties of a model that can teach these classes of the data `title`. Raise `ConfigError` for any
-    other model."""
+    """Return the properties of a model that can be a teacher of these classes of the data `title`. Raise `ConfigError`
+    for any other model."""
     facts = check_classifier(model)
     if set(facts.classes) != set(classes):
         missing = ", ".join(name for name in classes if name not in facts.classes)

@@ -1,4 +1,4 @@
-"""The time that a command may take: a duration, or a word for a fraction of the usual time."""
+"""The time limit of a command: a duration, or a word for a fraction or a multiple of the usual time."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ PAGE_WIDTH = 980.0
 """Width of a page's text in pixels on a desktop."""
 
 SHORTEST_NAME, LONGEST_NAME = 15, 32
-"""Numbers of letters between which a confusion matrix shortens class names, depending on the room beside its cells."""
+"""Numbers of letters between which a confusion matrix shortens class names, depending on the space beside its cells."""
 
 
 def reliability_diagram(before: Sequence[CalibrationBin], after: Sequence[CalibrationBin] | None, *, label: str) -> str:

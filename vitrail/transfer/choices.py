@@ -118,9 +118,9 @@ class Search:
     seconds: float
     """Time of the command in seconds, up to the trained model."""
     is_limited: bool
-    """True if the final run may have fewer steps than its config says. Steps that the user chose are not limited."""
+    """True if the final run may have fewer steps than its config. Steps that the user chose are not limited."""
     may_thin_evaluations: bool
-    """True if the final run may have fewer evaluations than its config says, because the validation split is large."""
+    """True if the final run may have fewer evaluations than its config, because the validation split is large."""
     includes_test: bool = False
     """True if the measurement of the finished model on the test split is part of `seconds`."""
 

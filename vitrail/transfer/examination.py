@@ -172,7 +172,7 @@ EVIDENCE: dict[TargetKind, str] = {
 
 
 def _evidence(result: Comparison, condition: str) -> str:
-    """Return the errors in words. `condition` says in which form of the images the second error was measured."""
+    """Return the errors in words. `condition` is the form of the images for which the second error was measured."""
     return f"{EVIDENCE[result.kind].format(**result._asdict())} {condition}"
 
 

@@ -122,7 +122,7 @@ def _choose_images(choices: Choices, facts: DataFacts) -> tuple[int, int]:
 
 
 def _choose_optimizer(choices: Choices, row: StepSchedule) -> None:
-    """Choose SGD and the course of the learning rate.
+    """Choose SGD and the learning rate schedule.
 
     In a run of another length than the row's, the learning rate changes at the same fractions of the run.
     """

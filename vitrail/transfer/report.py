@@ -259,7 +259,7 @@ def _curves(figures: Sequence[str]) -> Iterator[str]:
 def _skipped(report: AnyReport, split: str, events: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield a table of the images that could not be decoded, during training or when the finished model was measured.
 
-    In the journal, skipped images come before the event that tells their split: a checkpoint or an evaluation.
+    In the journal, skipped images come before the event that identifies their split: a checkpoint or an evaluation.
     """
     found: dict[tuple[str, str], str] = {}
     pending: list[dict[str, Any]] = []

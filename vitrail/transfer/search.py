@@ -48,7 +48,7 @@ MIN_TRIAL_STEPS = 30
 very short run is too low for a longer one."""
 
 MIN_CANDIDATES = 3
-"""Minimum number of settings to try. Two trials cost more steps of the final run than they are worth."""
+"""Minimum number of settings to try. Two trials take more steps from the final run than they gain."""
 
 TRIAL_VALIDATION = 256
 """Maximum number of validation images that measure a trial."""
@@ -257,7 +257,7 @@ def _with_fewer(spec: str, splits: Splits) -> OpenedData:
 
 
 def _key(config: TrainConfig, initial: Bundle, splits: Splits) -> str:
-    """Return a hash of the settings, the model and the data, which tells whether earlier trials can be reused."""
+    """Return a hash of the settings, the model and the data. Earlier trials with the same hash can be reused."""
     settings = json.dumps(config.override(run=None, overwrite=False, accumulation=1).to_plain(), sort_keys=True)
     parts = settings, weights_sha256(initial.network), fingerprint(splits.train, splits.validation)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -335,7 +335,7 @@ class _Trials:
         return (-math.inf, -math.inf) if value is None else (sign * value, -loss)
 
     def _add(self, trial: Tried) -> None:
-        """Record a trial, and tell the user."""
+        """Record a trial, and report it to the user."""
         self.tried.append(trial)
         shown = "diverged" if trial.value is None else f"validation {self.metric.text(trial.value)}"
         self.on_trial(f"{trial.name}{f', {trial.steps:,} steps' if trial.steps else ''}: {shown}")

@@ -50,7 +50,7 @@ def write_comparison(found: Comparison, folder: Path) -> None:
 
 
 def verdict(found: Comparison) -> str:
-    """Return a sentence that says which model is more accurate, or that the images do not show it."""
+    """Return a sentence that names the more accurate model, or states that the images do not show a difference."""
     first, second = found.models
     paired, images = found.paired, plural(found.paired.images, "image")
     better, worse, sign = (first, second, 1) if paired.difference.value >= 0 else (second, first, -1)

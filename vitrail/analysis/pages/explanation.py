@@ -1,4 +1,4 @@
-"""Explanations of predictions: what the model attends to in one image, as PNG files and an interactive page."""
+"""Explanations of predictions: maps of attention and relevance of one image, as PNG files and an interactive page."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def _layer_charts(found: Overview, drawn: dict[str, str]) -> Iterator[str]:
 
 
 def _saliency(found: SaliencySummary, drawn: dict[str, str]) -> Iterator[str]:
-    """Yield how good the saliency methods are."""
+    """Yield the measurements of the saliency methods."""
     images = found.curves.deletion.shape[1]
     yield "<h2>Saliency maps, measured</h2>"
     yield (

@@ -1,4 +1,4 @@
-"""Comparison of two models on the same images: accuracy, what their layers have in common, and where they differ."""
+"""Comparison of two models on the same images: accuracy, similarity of their layers, and disagreements."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class ColouredPatches:
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """The predictions of a model of classes, and how good they are."""
+    """The predictions of a model of classes, and their metrics."""
 
     report: ClassificationReport = field(repr=False)
     each: PerSample = field(repr=False)
@@ -184,7 +184,7 @@ def _saliency(bundle: Bundle, seen: SeenImages, count: int, attempt: Attempts) -
 
 
 def _answers(bundle: Bundle, seen: SeenImages, predictions: Predictions, examples: int, bootstrap: int) -> Answers:
-    """Return how good the predictions are. `examples` is the largest number of errors, most certain first."""
+    """Return the predictions with their metrics. `examples` is the largest number of errors, most certain first."""
     judged = per_sample(predictions.logits, seen.labels, scores=predictions.scores)
     wrong = np.flatnonzero(seen.labels != judged.predicted)
     rows = wrong[np.argsort(-judged.confidence[wrong], kind="stable")][:examples]

@@ -1,4 +1,4 @@
-"""Measurements of a model's saliency maps: how well they rank patches, and how much they depend on the weights."""
+"""Measurements of a model's saliency maps: their ranking of patches, and their dependence on the weights."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class MeasuredMethod(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SaliencySummary:
-    """Measurements of the saliency methods beside a random order of patches."""
+    """Measurements of the saliency methods and of a random order of patches."""
 
     curves: SaliencyCurves
     checks: Mapping[str, RandomisedWeights]
@@ -74,8 +74,8 @@ class SaliencySummary:
 def summarise_saliency(
     network: nn.Module, images: Float[Tensor, "n c h w"], output: OutputKind = "softmax"
 ) -> SaliencySummary:
-    """Measure all saliency methods for the predicted classes of images. `output` says how the network's outputs become
-    probabilities.
+    """Measure all saliency methods for the predicted classes of images. `output` is the meaning of the network's
+    outputs, as in `Bundle.output`.
 
     Raises `ConfigError` for a network without a head, and the errors of `vitrail.analysis.tracing.trace`.
     """

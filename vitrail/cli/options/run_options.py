@@ -44,7 +44,7 @@ EFFECTS_OF_GIVEN: dict[str, Effect] = {
         "unless --validation is a slice of the training images",
     ),
 }
-"""Options that have no effect because of other options that the user gave or left out."""
+"""Options that have no effect because of other options that the user gave or omitted."""
 
 EFFECTS: dict[str, Effect] = {
     "beta1": (lambda config: config.optimizer.kind in ("adamw", "muon"), "with --optimizer adamw or muon"),

@@ -1,1 +1,1 @@
-"""Answers of models to many requests, and their replacement. Nothing here knows HTTP."""
+"""Answers of models to many requests, and the replacement of models. No module here depends on HTTP."""

@@ -48,9 +48,9 @@ class _Waiting:
 class Compute:
     """Computes batches on a number of workers, among which the compute threads of the process are divided.
 
-    A batch that is alone has as many threads as are worth it (`ThreadChoice`). Batches that are computed at the same
-    time have threads of their own, because threads of one batch wait for each other (docs/serving.md). The threads are
-    divided anew while batches are computed, if their function calls `divide` now and then.
+    The number of threads of a batch that is alone is chosen by its speed (`ThreadChoice`). Batches that are computed at
+    the same time have threads of their own, because threads of one batch wait for each other (docs/serving.md). The
+    threads are divided anew while batches are computed, if their function calls `divide` now and then.
     """
 
     def __init__(self, workers: int, threads: int) -> None:
@@ -74,8 +74,8 @@ class Compute:
     async def run(
         self, function: Run, batch: np.ndarray, choice: ThreadChoice | None = None
     ) -> Mapping[str, np.ndarray]:
-        """Return `function(batch)`, computed with at most as many threads as `choice` says, by default with all. The
-        time of a batch of one image that was alone is noted in `choice`."""
+        """Return `function(batch)`, computed with at most the number of threads that `choice` returns, by default with
+        all. The time of a batch of one image that was alone is noted in `choice`."""
         choice = choice or ThreadChoice([self._threads])
         self._running += 1
         self._begun += 1

@@ -30,7 +30,7 @@ Task = Literal["classes", "embedding"]
 
 @runtime_checkable
 class OverlayMaker(Protocol):
-    """Draws what a model looked at on pictures."""
+    """Draws on pictures which parts a model depends on."""
 
     def refusal(self, bundle: Bundle) -> str | None:
         """Return why a model has no overlays, or None if it has them."""

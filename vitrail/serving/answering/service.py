@@ -30,7 +30,7 @@ MOST_WORKERS = 8
 """Largest number of batches that are computed at the same time on a CPU."""
 
 RETRY = {"Retry-After": "1"}
-"""Header of answers that say that the server is busy."""
+"""Header of the answers of a busy server."""
 
 
 class Refused(Exception):
@@ -52,8 +52,8 @@ class Service:
         precision: Precision | None = None,
         overlays: OverlayMaker | None = None,
     ) -> None:
-        """Prepare models, given by their names. The first model answers requests that name none. `overlays` draws what
-        a model looked at. Raise `ConfigError` for a model that cannot be served."""
+        """Prepare models, given by their names. The first model answers requests that name none. `overlays` draws which
+        parts of a picture a model depends on. Raise `ConfigError` for a model that cannot be served."""
         self.settings = settings
         self.metrics = Metrics()
         self.is_ready = False
@@ -144,8 +144,8 @@ class Service:
         return "this server has none" if self._overlays is None else self._overlays.refusal(model.bundle)
 
     async def overlay(self, model: ServedModel, image: bytes, target: int | None) -> bytes:
-        """Return a picture under a map of what the model looked at, as `OverlayMaker.draw` does. Raise `Refused` if the
-        model has no overlays, the image cannot be decoded, or the server has too much to do."""
+        """Return a picture under a map of the parts that the model depends on, as `OverlayMaker.draw` does. Raise
+        `Refused` if the model has no overlays, the image cannot be decoded, or the server has too much to do."""
         overlays, refusal = self._overlays, self.overlay_refusal(model)
         if overlays is None or refusal is not None:
             raise Refused(400, f"model {model.name!r} has no overlays: {refusal}")

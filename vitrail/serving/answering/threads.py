@@ -21,8 +21,8 @@ NEARLY = 1.15
 that gain less are left to other batches and programs."""
 
 LATEST = 8
-"""Number of times that are kept per number of threads. The slowest of them is ignored, because a single interruption
-says little."""
+"""Number of times that are kept per number of threads. The slowest of them is ignored, because it can be due to a
+single interruption."""
 
 FIRST_PAUSE, PAUSE = 25, 200
 """Numbers of lone batches before the first trial of another number of threads, and between two trials. After a failed

@@ -26,7 +26,7 @@ from vitrail.weights.tensors import SUFFIXES
 __all__ = ["ModelFiles", "State", "Watcher"]
 
 INTERVAL = 0.5
-"""Seconds between two looks at the files. Files are read when two looks find the same."""
+"""Seconds between two checks of the files. Files are read when two checks find the same state."""
 
 State = tuple[tuple[str, int, int, int], ...]
 """Names, sizes, times of modification and inodes of the files of a model."""
@@ -97,7 +97,7 @@ class Watcher:
 
     Files that are being written are left alone until they have stopped changing. The weights must have the hash that
     the description of a model states, so half of a new model is never served. If the new files cannot be served, the
-    old model stays, and the log says why.
+    old model stays, and the log has the reason.
     """
 
     def __init__(self, service: Service, files: Mapping[str, ModelFiles], states: Mapping[str, State]) -> None:
@@ -115,7 +115,7 @@ class Watcher:
                 await self.look(name)
 
     async def look(self, name: str) -> None:
-        """Replace a model if its files have changed since they were last read, and not since the last look."""
+        """Replace a model if its files have changed since they were last read, and not since the last check."""
         state = await asyncio.to_thread(self._files[name].state)
         is_settled = state == self._seen[name]
         self._seen[name] = state

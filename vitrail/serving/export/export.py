@@ -125,7 +125,7 @@ class Exporter:
 
     @cached_property
     def expected(self) -> Expected:
-        """Outputs of the network. Raise `ExportFailed` if they prove nothing, and `DataError`."""
+        """Outputs of the network. Raise `ExportFailed` if they hardly change from image to image, and `DataError`."""
         return expected_outputs(self._bundle, self._exported, self._samples)
 
     @cached_property

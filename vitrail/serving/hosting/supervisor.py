@@ -115,7 +115,7 @@ class Supervisor:
             self._start(number)
 
     def _read_report(self, worker: _Worker) -> None:
-        """Read what a worker says, which it does once."""
+        """Read the only message of a worker."""
         try:
             error: VitrailError | None = worker.told.recv()
         except EOFError:  # it died before

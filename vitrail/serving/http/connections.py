@@ -53,7 +53,7 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """Close the connection, or let it be closed after the answer, because the server stops."""
+        """Close the connection at once or after the present answer, because the server stops."""
         if self._awaits_request:
             self._awaits_request = False
             self.loop.call_later(GRACE, self.shutdown)

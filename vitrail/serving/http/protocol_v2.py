@@ -27,7 +27,7 @@ LENGTH_BYTES = 4
 
 
 class BadRequest(Exception):
-    """A request that breaks the protocol, or does not fit the model. The message says how."""
+    """A request that breaks the protocol, or does not fit the model. The message has the reason."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The study `attention`: what attention that costs less than N² costs in accuracy (2010.11929, D.6)."""
+"""The study `attention`: the accuracy of attention that costs less than N² (2010.11929, D.6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The study `augmentation`: how much data augmentation is worth (AugReg, 2106.10270)."""
+"""The study `augmentation`: the gain by augmentation, compared with more data (AugReg, 2106.10270)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The study `transfer`: what pre-training is worth with few labels (2010.11929, Table 5 and section 4.6)."""
+"""The study `transfer`: the gain by pre-training with few labels (2010.11929, Table 5 and section 4.6)."""
 
 from __future__ import annotations
 

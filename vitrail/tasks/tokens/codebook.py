@@ -76,7 +76,7 @@ class Codebook(nn.Module):
         return Quantised(tokens, vectors + (codes - vectors).detach(), commitment)
 
     def begin_step(self) -> None:
-        """Forget the vectors that were added up, such as those of a step that was not taken."""
+        """Discard the vectors that were added up, such as those of a step that was not completed."""
         self._added: tuple[Tensor, Tensor] | None = None
         self._offered: list[Tensor] = []
 

@@ -171,15 +171,15 @@ class TokenizerFacts(NamedTuple):
 
 
 def tokenizer_facts(model: str) -> TokenizerFacts:
-    """Return the properties of a tokenizer. They are remembered until its files change. Raise `ConfigError` if the
+    """Return the properties of a tokenizer. They are cached until its files change. Raise `ConfigError` if the
     tokenizer cannot be loaded."""
     return _facts(model, str(Path.cwd()), (*files_of(model, "model*"), *files_of(model, TOKENIZER)))
 
 
 @functools.lru_cache(maxsize=4)
 def _facts(model: str, folder: str, files: tuple[tuple[str, int, int], ...]) -> TokenizerFacts:
-    """Return the properties of a tokenizer. A relative path is looked up in `folder`, the current one. `files` tells
-    versions of the tokenizer apart."""
+    """Return the properties of a tokenizer. A relative path is looked up in `folder`, the current one. `files`
+    distinguishes versions of the tokenizer."""
     tokenizer = _load(model)
     config: ViTConfig = tokenizer.network.config
     return TokenizerFacts(

@@ -70,8 +70,8 @@ class VqVae(Task):
     """Weight of the squared difference between encoded patches and their codes, which keeps the encoder near the
     codes."""
     code_decay: float = 0.99
-    """Fraction of the running means that each step keeps. A code is the running mean of the patches that it stands
-    for."""
+    """Fraction of the running means that each step keeps. A code is the running mean of the encoded patches that it
+    replaces."""
     restart_below: float = 0.0
     """Fraction of the mean use of codes below which a code is replaced by an encoded patch of the batch. 0 replaces no
     code."""
@@ -234,7 +234,7 @@ class VqVaeObjective(Objective):
         self.seed = seed
 
     def before_step(self, position: Position) -> None:
-        """Forget what a step that was not completed has added up."""
+        """Discard the sums of a step that was not completed."""
         self.coder.codebook.begin_step()
 
     def forward(self, batch: Batch) -> LossOutput:

@@ -19,8 +19,8 @@ from vitrail.training.records.record import read_record
 __all__ = ["RunState", "RunSummary", "differing_settings", "find_runs", "settings_of", "summarise"]
 
 RunState = Literal["training", "finished", "stopped", "failed", "interrupted", "unreadable"]
-"""State of a run. A run that was stopped saved its state on request. A run that was interrupted ended without a word,
-for example because the machine was switched off."""
+"""State of a run. A run that was stopped saved its state on request. A run that was interrupted ended without recording
+why, for example because the machine was switched off."""
 
 ENDS: dict[str, RunState] = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
 """State of a run whose last event is the key, while no process trains it."""

@@ -75,7 +75,7 @@ def label_images(
     """Label the images of a pool, and write the chosen ones into `folder` as a data set. Return what was written.
 
     The teacher predicts without noise: in evaluation mode, and with its own preprocessing. Images that cannot be
-    decoded are left out. Raises `ConfigError` for a model that cannot teach, `DataError` if no image is confident
+    decoded are skipped. Raises `ConfigError` for a model that cannot be a teacher, `DataError` if no image is confident
     enough, `BundleError` if predictions are not finite, and `SaveError`.
     """
     facts = check_classifier(teacher)

@@ -35,7 +35,7 @@ RESERVE = 2_000
 
 @dataclass(frozen=True, eq=False)
 class AttentionMaps:
-    """Measurements of one image by patch, and where the patches lie on its picture."""
+    """Measurements of one image by patch, and the position of the patches on its picture."""
 
     attention: Float[np.ndarray, "layers heads n n"]
     grid: tuple[int, int]
@@ -70,7 +70,7 @@ def make_page(
     """Return the page of a picture, at most `max_bytes` long unless its other parts are longer than that.
 
     `predictions` is HTML. The weights get the bytes that the other parts leave. If they do not fit in 8 bits each, the
-    page has fewer bits, layers or heads, and says so.
+    page has fewer bits, layers or heads, and a note about this.
     """
     small = _small(picture)
     address = image_address(small, "png" if max(small.shape) <= 256 else "jpeg")
@@ -106,7 +106,7 @@ def script_text() -> str:
 
 
 def _about(maps: AttentionMaps, picture: np.ndarray, factor: float, name: str) -> dict[str, Any]:
-    """Return what the script has to know."""
+    """Return the data of the script."""
     return {
         "name": name,
         "grid": maps.grid,
