@@ -349,7 +349,7 @@ def test_a_suite_is_fine_tuned_and_ends_with_one_table(
         assert main(words) == Stopped.exit_code
     assert "The run is a task of a suite; to continue, run the first command again" in capsys.readouterr().err
     assert main(["finetune", "--resume", "runs/two/badges"]) == 2
-    assert "run runs/two/badges is a task of a suite; to continue, give the first" in capsys.readouterr().err
+    assert "run runs/two/badges is a task of a suite; to continue, run the first" in capsys.readouterr().err
     assert main(words) == 0
     out = capsys.readouterr().out
     (shown,) = re.findall(r"\n badges +([\d.]+%)", out)

@@ -207,7 +207,7 @@ def test_the_cost_of_a_step_counts_the_teacher(teacher: Callable[..., str]) -> N
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        ({"classes": ("ant", "bee")}, r"has other classes than .*: it does not know cat; choose a teacher that was"),
+        ({"classes": ("ant", "bee")}, r"has other classes than .*: it lacks cat; choose a teacher that was"),
         ({"classes": ("ant", "bee", "dog")}, r"it lacks cat, and it also has dog; choose a teacher"),
         ({"classes": (*CLASSES, "dog")}, r"classes than .*: it also has dog; choose"),
         ({"output": "sigmoid"}, r"has the outputs 'sigmoid', but a teacher needs probabilities that add up to 1"),
