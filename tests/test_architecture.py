@@ -28,7 +28,7 @@ LAYERS = (
     ("models", "data"),
     ("charts",),
     ("cores", "files", "hub", "machine", "page", "plain", "processes", "settings"),
-    ("errors",),
+    ("errors", "time_limit"),
 )
 """Subpackages and modules from the top layer to the bottom one, as in docs/design.md. A module imports only from lower
 layers and from its own subpackage."""

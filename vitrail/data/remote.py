@@ -8,12 +8,12 @@ After `ATTEMPTS` attempts, a `DataError` names the URL. Therefore no request blo
 from __future__ import annotations
 
 import importlib
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from vitrail.errors import DataError
+from vitrail.time_limit import within
 
 __all__ = ["ATTEMPTS", "PAUSE", "TIMEOUT", "describe", "glob", "is_remote", "list_files", "read", "read_all"]
 
@@ -105,7 +105,7 @@ def _retry(action: str, url: str, work: Callable[[Any, str], T]) -> T:
             time.sleep(PAUSE * 2 ** (attempt - 1))
         system, path = _open(url)
         try:
-            return _in_time(lambda: work(system, path))  # noqa: B023 (the call ends before the names change)
+            return within(TIMEOUT, lambda: work(system, path))  # noqa: B023 (the call ends before the names change)
         except FileNotFoundError:
             raise
         except Exception as error:  # each file system has its own exceptions
@@ -132,27 +132,3 @@ def _open(url: str) -> tuple[Any, str]:
             f"{url}: {error}; supported are file paths, s3://, gs://, https:// and the other protocols of fsspec"
         ) from error
     return system, path
-
-
-def _in_time(work: Callable[[], T]) -> T:
-    """Return the result of `work`, and raise its errors. Raises `TimeoutError` after the timeout.
-
-    The thread of `work` then continues in the background.
-    """
-    results: list[T] = []
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)  # so that a call that never ends does not block the exit
-    thread.start()
-    thread.join(TIMEOUT)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError("no answer")
-    return results[0]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import copy
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 from vitrail.errors import ConfigError, NonFiniteLoss, ProcessError, Stopped, VitrailError
 from vitrail.processes.launch import Launch, launch
 from vitrail.processes.life import SignsOfLife
+from vitrail.time_limit import within
 
 __all__ = ["Later", "Processes", "join_processes"]
 
@@ -189,8 +189,8 @@ class Processes:
                 store.set(key, "")
                 return
             missed = 0
-            while not answered(lambda: _appears(store, key), LOOK_SECONDS + STORE_SECONDS):
-                missed = missed + 1 if answered(lambda: life.missing([0]), STORE_SECONDS)[0] else 0
+            while not within(LOOK_SECONDS + STORE_SECONDS, lambda: _appears(store, key)):
+                missed = missed + 1 if within(STORE_SECONDS, lambda: life.missing([0]))[0] else 0
                 if missed == 2:  # a process on a busy machine can be late once
                     raise RuntimeError("the first process has ended")
 
@@ -262,7 +262,7 @@ class Processes:
 
         if self._has_store:
             with suppress(Exception):
-                return answered(tell, STORE_SECONDS)
+                return within(STORE_SECONDS, tell)
         return False
 
     def _await(self, keys: list[str]) -> bool:
@@ -289,7 +289,7 @@ class Processes:
             return gone, behind, message if told[0] == 0 else f"process {told[0]} of {self.world} failed: {message}"
 
         try:
-            gone, behind, message = answered(look, STORE_SECONDS)
+            gone, behind, message = within(STORE_SECONDS, look)
         except (RuntimeError, TimeoutError):  # the store is in the first process, or in its torchrun
             gone, behind, message = [0], [], None
             self._has_store = False
@@ -320,30 +320,6 @@ def _appears(store: Any, key: str) -> bool:
 def _is_of_exchange(error: RuntimeError) -> bool:
     """Return True for errors of torch.distributed. Gloo raises plain errors that name its files."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
-
-
-def answered(ask: Callable[[], T], seconds: float) -> T:
-    """Return what a function returns, or raise its error. Raise `TimeoutError` if it takes longer than this time.
-
-    The function runs in a thread that may never end: if a network is cut, a read from the store waits for ever.
-    """
-    found: list[T] = []
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            found.append(ask())
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not found:
-        raise TimeoutError
-    return found[0]
 
 
 _JOINED: list[Processes] = []

@@ -10,7 +10,7 @@ from vitrail.evaluation.predictions.named import interval_text
 from vitrail.evaluation.predictions.regression import QUANTILES, LargeError, OutputRow, RegressionReport
 from vitrail.page import escape, figure, table, thumbnail
 from vitrail.transfer.charts import scatter_plot, shorten
-from vitrail.transfer.sections import MAX_MISTAKES, MAX_NAME, UNDEFINED, picture_of
+from vitrail.transfer.sections import MAX_MISTAKES, MAX_NAME, UNDEFINED, largest_errors, picture_of
 
 __all__ = ["errors_section", "headline", "number_rows", "residuals_section", "scatter_section"]
 
@@ -84,13 +84,9 @@ def residuals_section(report: RegressionReport) -> Iterator[str]:
 
 def errors_section(report: RegressionReport, source: Source) -> Iterator[str]:
     """Yield the largest errors, in standard deviations of the true numbers. Their pictures are read from `source`."""
-    yield "<h2>Largest errors</h2>"
-    if not report.worst:
-        yield "<p>All numbers are predicted exactly.</p>"
-        return
-    yield '<p class="dim">The largest errors, in standard deviations of the true numbers.</p>\n<div class="strip">'
-    yield from (_error(one, source) for one in report.worst[:MAX_MISTAKES])
-    yield "</div>"
+    figures = [_error(one, source) for one in report.worst[:MAX_MISTAKES]]
+    explanation = "The largest errors, in standard deviations of the true numbers."
+    yield from largest_errors(figures, explanation, "All numbers are predicted exactly.")
 
 
 def _error(error: LargeError, source: Source) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from PIL import Image
 
@@ -25,6 +25,7 @@ __all__ = [
     "classes_section",
     "confusion_section",
     "headline",
+    "largest_errors",
     "mistakes_section",
     "picture_of",
 ]
@@ -166,14 +167,19 @@ def calibration_section(report: ClassificationReport) -> Iterator[str]:
 
 def mistakes_section(report: ClassificationReport, source: Source) -> Iterator[str]:
     """Yield the wrong predictions with the largest loss. Their pictures are read from `source`."""
+    multi_label = report.multi_label is not None
+    figures = [_mistake(one, source, multi_label=multi_label) for one in report.worst[:MAX_MISTAKES]]
+    yield from largest_errors(figures, "The wrong predictions with the largest loss.", "All predictions are right.")
+
+
+def largest_errors(figures: Sequence[str], explanation: str, without: str) -> Iterator[str]:
+    """Yield the figures of the largest errors with an explanation, or the text `without` if there are no errors."""
     yield "<h2>Largest errors</h2>"
-    if not report.worst:
-        yield "<p>All predictions are right.</p>"
+    if not figures:
+        yield f"<p>{without}</p>"
         return
-    yield '<p class="dim">The wrong predictions with the largest loss.</p>\n<div class="strip">'
-    yield from (
-        _mistake(one, source, multi_label=report.multi_label is not None) for one in report.worst[:MAX_MISTAKES]
-    )
+    yield f'<p class="dim">{explanation}</p>\n<div class="strip">'
+    yield from figures
     yield "</div>"
 
 

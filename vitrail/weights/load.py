@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from vitrail.weights.layouts.huggingface import HUGGINGFACE
 from vitrail.weights.layouts.layout import PRODUCER, Checkpoint, Description, Hints, Layout, assemble
 from vitrail.weights.layouts.timm import TIMM
 from vitrail.weights.layouts.torchvision import TORCHVISION
-from vitrail.weights.saved import check_model_folder, is_bundle
+from vitrail.weights.saved import check_model_folder, is_bundle, read_object
 from vitrail.weights.tensors import SUFFIXES, open_tensors
 
 __all__ = ["LAYOUTS", "convert", "load", "model_name", "open_checkpoint"]
@@ -235,10 +234,4 @@ def _weights_file(folder: Path) -> Path:
 def _json(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise BundleError(f"{path} is damaged: {error}") from None
-    if not isinstance(content, dict):
-        raise BundleError(f"{path} must be an object of named fields, not {type(content).__name__}")
-    return content
+    return read_object(path)

@@ -45,6 +45,7 @@ __all__ = [
     "check_model_folder",
     "is_bundle",
     "read_model",
+    "read_object",
     "write_model",
 ]
 
@@ -143,6 +144,17 @@ def read_model(path: str | Path) -> tuple[SavedModel, AnyNetwork]:
     return saved, network.eval()
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raise `BundleError` for any other content."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{path} is damaged: {error}") from error
+    if not isinstance(content, dict):
+        raise BundleError(f"{path} must be an object of named fields, not {type(content).__name__}")
+    return content
+
+
 def _read_description(folder: Path) -> dict[str, Any]:
     """Return the content of `model.json` in the newest format, with its types checked."""
     path = folder / DESCRIPTION
@@ -150,12 +162,7 @@ def _read_description(folder: Path) -> dict[str, Any]:
         raise BundleError(f"model {str(folder)!r} does not exist: there is no such folder")
     if not path.is_file():
         raise BundleError(f"{folder} is not a model: it has no {DESCRIPTION}")
-    try:
-        description = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise BundleError(f"{path} is damaged: {error}") from error
-    if not isinstance(description, dict):
-        raise BundleError(f"{path} must be an object of named fields, not {type(description).__name__}")
+    description = read_object(path)
     _check_format(description.get("format"), path)
     if description["format"] == 1 and "scores" in description:
         description["output"] = description.pop("scores")

@@ -42,13 +42,7 @@ def _table(name: str, magnitude: float) -> UInt8[np.ndarray, " 256"]:
 
 def _autocontrast(images: Images) -> Images:
     """Stretch the levels of each channel to the range 0 to 255, in float32."""
-    flat = images.flatten(2)
-    least, most = flat.amin(2, keepdim=True).float(), flat.amax(2, keepdim=True).float()
-    # PyTorch would compute number / tensor as number x (1 / tensor), which rounds differently.
-    scale = torch.where(most > least, torch.full_like(most, 255) / (most - least), 1)
-    offset = torch.where(most > least, -least * scale, 0)
-    values = torch.arange(256, dtype=torch.float32, device=images.device)
-    return operations.by_table(images, (values * scale).add_(offset).clamp_(0, 255).to(torch.uint8))
+    return operations.autocontrast(images, torch.float32)
 
 
 def _color(images: Images, factors: Float32[Tensor, " n"]) -> Images:

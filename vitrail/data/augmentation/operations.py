@@ -141,14 +141,15 @@ def hue(images: Images, turns: Float32[Tensor, " n"]) -> Images:
     return (torch.stack(channels, 1) * 255).round_().to(torch.uint8)
 
 
-def autocontrast(images: Images) -> Images:
-    """Stretch the levels of each channel to the range 0 to 255, like Pillow's ImageOps.autocontrast."""
+def autocontrast(images: Images, dtype: torch.dtype = torch.float64) -> Images:
+    """Stretch the levels of each channel to the range 0 to 255. In float64, the result is that of Pillow's
+    ImageOps.autocontrast."""
     flat = images.flatten(2)
-    least, most = flat.amin(2, keepdim=True).double(), flat.amax(2, keepdim=True).double()
+    least, most = flat.amin(2, keepdim=True).to(dtype), flat.amax(2, keepdim=True).to(dtype)
     # PyTorch would compute number / tensor as number x (1 / tensor), which rounds differently from Pillow.
     scale = torch.where(most > least, torch.full_like(most, 255) / (most - least), 1)
     offset = torch.where(most > least, -least * scale, 0)
-    values = torch.arange(256, dtype=torch.float64, device=images.device)
+    values = torch.arange(256, dtype=dtype, device=images.device)
     return by_table(images, (values * scale).add_(offset).clamp_(0, 255).to(torch.uint8))
 
 

@@ -75,9 +75,7 @@ class StreamedCopy:
         for name, parameter in self.objective.named_parameters():
             if name not in self._streamed:
                 parameter.copy_(whole(self._weights[name].detach()))
-        ours = dict(self.objective.named_buffers())
-        for name, buffer in _kept_buffers(sharded):
-            ours[name].copy_(buffer)
+        _copy_buffers(sharded, self.objective)
 
     @torch.no_grad()
     def collect(self, sharded: Objective) -> None:
@@ -89,9 +87,7 @@ class StreamedCopy:
             if self.processes.is_first:
                 parameter.copy_(tensor)
         if self.processes.is_first:
-            ours = dict(self.saved.named_buffers())
-            for name, buffer in _kept_buffers(sharded):
-                ours[name].copy_(buffer)
+            _copy_buffers(sharded, self.saved)
 
     @torch.no_grad()
     def scatter(self, sharded: Objective) -> None:
@@ -167,6 +163,13 @@ class StreamedCopy:
         with torch.inference_mode(False), torch.no_grad():
             for _, parameter in self._blocks[number][place]:
                 parameter.data = parameter.data.new_empty(0)
+
+
+def _copy_buffers(sharded: nn.Module, copied: nn.Module) -> None:
+    """Copy the buffers that checkpoints hold to a copy of the module."""
+    ours = dict(copied.named_buffers())
+    for name, buffer in _kept_buffers(sharded):
+        ours[name].copy_(buffer)
 
 
 def _kept_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
