@@ -153,9 +153,8 @@ def test_several_labels_average_the_neighbours(temperature: float) -> None:
         scores = (weights[..., None] * targets[order]).sum(axis=1) / weights.sum(axis=1, keepdims=True)
         hits = truth[np.arange(40), scores.argmax(axis=1)]
         assert row.metrics["accuracy"] == hits.mean()
-        if row.k == 30 and temperature == 0.07:  # without ties, where the two differ
-            precision = average_precision_score(truth, scores)
-            assert row.metrics["mean_average_precision"] == pytest.approx(precision, abs=1e-9)
+        precision = average_precision_score(truth, scores.round(9))  # sums in another order break ties by rounding
+        assert row.metrics["mean_average_precision"] == pytest.approx(precision, abs=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -121,13 +121,15 @@ def test_several_labels_equal_scikit_learn(case: tuple[np.ndarray, np.ndarray]) 
     assert np.array_equal(figures.images, images)
 
 
-def test_equal_scores_stand_in_their_order() -> None:
-    random = np.random.default_rng(0)
-    scores, truth = random.integers(0, 3, 300), random.random(300) < 0.4
-    ranked = [truth[row] for row in sorted(range(300), key=lambda row: -scores[row])]
-    shares = [sum(ranked[: place + 1]) / (place + 1) for place, hit in enumerate(ranked) if hit]
-    found = average_precision(scores[:, None].astype(np.float32), truth[:, None])
-    assert found[0] == pytest.approx(np.mean(shares), rel=1e-12)
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_equal_scores_count_together(levels: int) -> None:
+    random = np.random.default_rng(levels)
+    scores, truth = random.integers(0, levels, (301, 1)).astype(np.float32), random.random((301, 1)) < 0.4
+    expected = reference.average_precision_score(truth[:, 0], scores[:, 0])
+    for order in (random.permutation(301), np.argsort(~truth[:, 0]), np.argsort(truth[:, 0])):
+        assert average_precision(scores[order], truth[order])[0] == pytest.approx(expected, rel=1e-12)
+    if levels == 1:  # a constant score says nothing
+        assert expected == pytest.approx(truth.mean())
 
 
 def test_mean_average_precision_of_known_rankings() -> None:

@@ -102,14 +102,15 @@ def average_precision(
 ) -> Float64[np.ndarray, " classes"]:
     """Return the average precision of each class, or NaN for a class without a positive sample.
 
-    Average precision is the mean, over the positive samples, of the precision at the rank of the sample. Samples with
-    equal scores are ranked in their original order.
+    Average precision is the mean, over the positive samples, of the precision among all samples whose score is at least
+    that of the sample. It therefore does not depend on the order of samples with equal scores, as in scikit-learn.
     """
     result = np.full(scores.shape[1], np.nan)
-    ranks = np.arange(1, len(scores) + 1)
     for number in np.flatnonzero(truth.any(axis=0)):
-        hits = truth[np.argsort(-scores[:, number], kind="stable"), number]
-        result[number] = (np.cumsum(hits)[hits] / ranks[hits]).mean()
+        order = np.argsort(-scores[:, number], kind="stable")
+        falling, hits = -scores[order, number], truth[order, number]
+        ranks = np.searchsorted(falling, falling[hits], side="right")
+        result[number] = (np.cumsum(hits)[ranks - 1] / ranks).mean()
     return result
 
 
