@@ -13,6 +13,11 @@ def test_nearest_lists_everything_when_nothing_is_close() -> None:
     assert nearest("zzz", ["demo", "folder"]) == "choices: demo, folder"
 
 
+def test_nearest_lists_at_most_fifty_choices() -> None:
+    names = [f"{number:06}" for number in range(1000)]
+    assert nearest("zzz", names) == f"choices: {', '.join(names[:50])} and 950 more"
+
+
 def test_nearest_keeps_names_that_differ_in_case_alone() -> None:
     assert "g" in nearest("g", ["g", "G"]) and "G" in nearest("g", ["g", "G"])
 

@@ -123,13 +123,17 @@ class DestinationError(UserError):
     """An output path exists already and may not be replaced, or it cannot be made."""
 
 
+MOST_CHOICES = 50
+"""Largest number of names that a message lists. A data set can have thousands of classes."""
+
+
 def nearest(value: str, choices: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: the most similar choices, or all choices if none is
+    """Return the end of a message about an unknown name: the most similar choices, or the first 50 choices if none is
     similar."""
     names = list(choices)
     likeness = {name: difflib.SequenceMatcher(None, value.lower(), name.lower()).ratio() for name in names}
     close = sorted((name for name in names if likeness[name] >= 0.5), key=likeness.__getitem__, reverse=True)[:3]
-    return f"nearest: {', '.join(close)}" if close else f"choices: {', '.join(names)}"
+    return f"nearest: {', '.join(close)}" if close else f"choices: {listed(names, MOST_CHOICES)}"
 
 
 def plural(count: int, noun: str) -> str:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.errors import ConfigError, UserError
+from vitrail.errors import ConfigError, UserError, listed
 from vitrail.models.cost.footprint import FootprintPrecision, prediction_bytes
 from vitrail.models.variants import AnyConfig
 from vitrail.tasks.conversion import Conversion
@@ -101,10 +101,11 @@ def check_teacher(model: str, classes: tuple[str, ...], title: str) -> TeacherFa
     for any other model."""
     facts = check_classifier(model)
     if set(facts.classes) != set(classes):
-        missing = ", ".join(name for name in classes if name not in facts.classes)
-        further = ", ".join(name for name in facts.classes if name not in classes)
-        parts = [f"it lacks {missing}"] if missing else []
-        parts += [f"it also has {further}"] if further else []
+        known, wanted = set(facts.classes), set(classes)
+        missing = [name for name in classes if name not in known]
+        further = [name for name in facts.classes if name not in wanted]
+        parts = [f"it lacks {listed(missing, 20)}"] if missing else []
+        parts += [f"it also has {listed(further, 20)}"] if further else []
         raise ConfigError(
             f"teacher={model!r} has other classes than {title}: {', and '.join(parts)}; choose a teacher that was "
             "trained for the same classes"

@@ -146,6 +146,12 @@ def test_other_images_in_the_pool_are_refused(labels: Callable[..., str], colour
         open_data(folder, validation_share=0.0)
 
 
+def by_confidence(text: str) -> str:
+    """Return the rows of a table sorted by confidence, as a spreadsheet can save them."""
+    header, *rows = text.splitlines()
+    return "\n".join([header, *sorted(rows, key=lambda row: row.split(",")[3])])
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -157,6 +163,9 @@ def test_other_images_in_the_pool_are_refused(labels: Callable[..., str], colour
         ("labels.csv", lambda text: text.replace(",3\n", ",4\n"), "counts 4 images"),
         ("labels.csv", lambda text: text.replace("red", "rde"), "is damaged: 'rde'; label the images again"),
         ("labels.csv", lambda text: text.replace("35", "x"), "is damaged: invalid literal"),
+        ("labels.csv", by_confidence, r"the positions in labels.csv must rise, below 36"),
+        ("labels.csv", lambda text: text.replace("35,", "36,"), "must rise, below 36"),
+        ("labels.csv", lambda text: text.replace("\n0,", "\n-1,"), "must rise, below 36"),
     ],
 )  # fmt: skip
 def test_damaged_files_are_refused(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -256,6 +258,26 @@ def test_a_models_classes_index_the_folders(tree: Trees) -> None:
 def test_folders_that_a_model_does_not_know_are_named(tree: Trees) -> None:
     with pytest.raises(DataError, match=r"unknown classes: daisy; the known classes are: rose, lily$"):
         open_data(str(tree("rose/1.png", "daisy/1.png")), validation_share=0.0, classes=("rose", "lily"))
+
+
+@pytest.mark.parametrize("form", ["folders", "table", "shards"])
+def test_a_message_does_not_list_a_thousand_classes(tree: Trees, form: str) -> None:
+    """Neither those of the model, nor those of the data."""
+    known = tuple(f"class {number}, of the model" for number in range(1000))
+    root = tree(*(f"n{number:03}/1.png" for number in range(200)))
+    if form == "table":
+        (root / "labels.csv").write_text("path,label\n" + "".join(f"n{n:03}/1.png,n{n:03}\n" for n in range(200)))
+    elif form == "shards":
+        with tarfile.open(root / "all.tar", "w") as file:
+            for number in range(200):
+                for suffix, data in (("png", b"any"), ("cls", b"n%03d" % number)):
+                    member = tarfile.TarInfo(f"{number}.{suffix}")
+                    member.size = len(data)
+                    file.addfile(member, io.BytesIO(data))
+        root = root / "all.tar"
+    with pytest.raises(DataError, match=r"n000.* class 19, of the model.* and 9[58]0 more") as caught:
+        open_data(str(root), validation_share=0.0, classes=known)
+    assert len(str(caught.value)) < 1500
 
 
 def test_idx_folders_have_splits_and_numbered_classes(idx_folder: Callable[..., Path]) -> None:

@@ -25,7 +25,7 @@ from vitrail.data.sources.tables.parquet import looks_like_parquet, open_parquet
 from vitrail.data.sources.tables.table import SUFFIXES as TABLES
 from vitrail.data.sources.tables.table import open_table, tables_in
 from vitrail.data.splits import Splits, check_classes, one_class, with_validation
-from vitrail.errors import ConfigError, DataError, nearest, plural
+from vitrail.errors import ConfigError, DataError, listed, nearest, plural
 from vitrail.page import printable
 
 __all__ = [
@@ -157,7 +157,7 @@ def open_whole(
         )
     if classes is not None and splits.classes and splits.classes != classes:
         raise DataError(
-            f"data {spec!r} has the classes {', '.join(splits.classes)}, but the model has {', '.join(classes)}; "
+            f"data {spec!r} has the classes {listed(splits.classes, 20)}, but the model has {listed(classes, 20)}; "
             "both must have the same classes in the same order"
         )
     faults = list(splits.faults)

@@ -57,15 +57,16 @@ class FolderSource(FileSource):
         if len(empty) == len(folders) and not tolerant:
             raise DataError(f"{root} has no images ({ALL}) in its class folders: {listed(empty)}; add images")
         classes = tuple(name for name in folders if found[name]) if classes is None else classes
-        unknown = [name for name in folders if found[name] and name not in classes]
-        strange = f"{root} has unknown classes: {', '.join(unknown)}; the known classes are: {', '.join(classes)}"
+        numbers = {name: number for number, name in enumerate(classes)}
+        unknown = [name for name in folders if found[name] and name not in numbers]
+        strange = f"{root} has unknown classes: {listed(unknown, 20)}; the known classes are: {listed(classes, 20)}"
         if unknown and not tolerant:
             raise DataError(strange)
-        kept = {name: images for name, images in found.items() if images and name in classes}
+        kept = {name: images for name, images in found.items() if images and name in numbers}
         labels, inodes = array("q"), array("Q")
         for name, images in kept.items():
             inodes.extend(inode for _, inode in images)
-            labels.extend([classes.index(name)] * len(images))
+            labels.extend([numbers[name]] * len(images))
         self.faults = (
             *(_unknown(strange, sum(len(found[name]) for name in unknown), root) for _ in unknown[:1]),
             *(_empty(root, empty) for _ in empty[:1]),

@@ -258,4 +258,11 @@ def _read_rows(folder: Path, info: PseudoLabelInfo) -> LabelledRows:
             f"{folder} is damaged: {INFO} counts {counts[0]:,} images, which {TABLE} or {PROBABILITIES} does not have; "
             "label the images again"
         )
+    if len(found) and (
+        rows.positions[0] < 0 or rows.positions[-1] >= info.images or (np.diff(rows.positions) < 1).any()
+    ):
+        raise DataError(
+            f"{folder} is damaged: the positions in {TABLE} must rise, below {info.images:,}, as they do when the file "
+            "is written, because the other files have the same order; label the images again"
+        )
     return rows

@@ -292,6 +292,16 @@ def test_lists_are_several_labels(
     check_source(source)
 
 
+@pytest.mark.parametrize("kind", [pa.string(), pa.string_view()])
+def test_an_empty_word_is_no_label(tmp_path: Path, pictures: list[bytes], kind: pa.DataType) -> None:
+    words = pa.array(["rose", "", None, "daisy", "", "tulip"], kind)
+    source = open_parquet(write(tmp_path / "a.parquet", {"image": images(pictures[:6]), "label": words}), None).train
+    assert source.classes == ("daisy", "rose", "tulip") and labels_of(source) == [1, None, None, 0, None, 2]
+    lists = [["", "b"], [""], ["a", ""]]
+    source = open_parquet(write(tmp_path / "b.parquet", {"image": images(pictures[:3]), "label": lists}), None).train
+    assert source.classes == ("a", "b") and labels_of(source) == [(1,), (), (0,)]
+
+
 def test_lists_of_words(tmp_path: Path, pictures: list[bytes]) -> None:
     path = write(tmp_path / "a.parquet", {"image": images(pictures[:3]), "label": [["b", "a"], [], ["a", "c"]]})
     source = open_parquet(path, None).train

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -67,6 +68,14 @@ def test_numbers_are_sorted_by_value(table: Callable[..., Path]) -> None:
     assert opened(table("path,label", "a/1.jpg,10", "4.jpg,9", "a/2.jpg,100")).classes == ("9", "10", "100")
 
 
+def test_numbers_of_one_value_are_sorted_as_text(table: Callable[..., Path]) -> None:
+    """The order of a set, which differs from process to process, has no influence."""
+    files = ("a/1.jpg", "a/2.jpg", "b/3.PNG", "4.jpg")
+    for labels in itertools.permutations(("01", "1", "001", "2")):
+        path = table("path,label", *(f"{file},{label}" for file, label in zip(files, labels, strict=True)))
+        assert opened(path).classes == ("001", "01", "1", "2")
+
+
 def test_columns_of_0_and_1_make_several_labels(table: Callable[..., Path]) -> None:
     source = opened(table("path,rose,fern,daisy", "a/1.jpg,1,0,1", "4.jpg,0,0,0", "a/2.jpg,0,0,1"))
     assert source.classes == ("rose", "fern", "daisy")
@@ -81,6 +90,16 @@ def test_an_empty_label_is_none(table: Callable[..., Path]) -> None:
     lines = [{"file_name": "a/1.jpg", "label": "x"}, {"file_name": "4.jpg", "label": ""}]
     source = opened(table(*map(json.dumps, [*lines, {"file_name": "a/2.jpg", "label": "y"}]), name="labels.jsonl"))
     assert source.classes == ("x", "y") and rows_of(source) == [("a/1.jpg", 0), ("4.jpg", None), ("a/2.jpg", 1)]
+
+
+def test_a_missing_value_of_json_lines_is_no_label(table: Callable[..., Path]) -> None:
+    lines = [{"file_name": "a/1.jpg", "label": "x", "split": None}, {"file_name": "4.jpg", "label": math.nan}]
+    source = opened(table(*map(json.dumps, [*lines, {"file_name": "a/2.jpg", "label": "y"}]), name="labels.jsonl"))
+    assert source.classes == ("x", "y") and rows_of(source) == [("a/1.jpg", 0), ("4.jpg", None), ("a/2.jpg", 1)]
+    several: list[dict[str, Any]] = [{"file_name": "a/1.jpg", "label": ["x", None, ""]}]
+    several += [{"file_name": "4.jpg", "label": [math.nan]}, {"file_name": "a/2.jpg", "label": ["y", "x"]}]
+    source = opened(table(*map(json.dumps, several), name="labels.jsonl"))
+    assert source.classes == ("x", "y") and [target for _, target in rows_of(source)] == [(0,), (), (0, 1)]
 
 
 def test_json_lines_have_one_label_or_a_list(table: Callable[..., Path]) -> None:

@@ -62,7 +62,7 @@ def open_shards(location: str, classes: tuple[str, ...] | None, numbers: tuple[s
             tolerant = split != "train" and classes is None and located.classes is None
             source = ShardSource(opened[split], named, numbered=located.classes, tolerant=tolerant)
             if source.unknown:
-                faults.append(unknown_class(split, source.unknown_images, source.unknown[0]))
+                faults.append(unknown_class(split, source.unknown_images, source.unknown))
             sources[split], named = source, named or source.classes
     first, *others = sources.values()
     for other in others:
@@ -111,8 +111,8 @@ class ShardSource:
     `classes` holds the class names. By default they are collected from the labels. `numbered` holds the names of the
     numeric labels in the shards if they differ from `classes`. For regression, `columns` selects the numbers that are
     the targets, and `classes` holds the names of these numbers. Raises `DataError` if two samples have the same key,
-    and if a label is not among the classes. If `tolerant` is true, such labels count as missing, and `unknown` has a
-    message for each of them.
+    and if a label is not among the classes. If `tolerant` is true, such labels count as missing, and `unknown` is a
+    message about the first of them.
     """
 
     def __init__(
@@ -128,16 +128,16 @@ class ShardSource:
         self.ignored = sum(shard.index.ignored for shard in shards)
         distinct = _distinct(shards)
         self.classes = _found(distinct) if classes is None else classes
-        self.unknown: list[str] = []
+        self.unknown = ""
         if columns is None:
             resolved, strange = _resolve(distinct, self.classes, numbered or self.classes)
-            places = {label: distinct[label] for label in strange}
-            self.unknown = [
-                f"{shard.path}: sample {_example(shard, code)!r} {strange[label]}"
-                for label, (shard, code) in places.items()
-            ]
+            if strange:
+                label, one = next(iter(strange.items()))
+                shard, code = distinct[label]
+                reason = _unknown(one, self.classes, numbered or self.classes)
+                self.unknown = f"{shard.path}: sample {_example(shard, code)!r} {reason}"
             if self.unknown and not tolerant:
-                raise DataError(self.unknown[0])
+                raise DataError(self.unknown)
         else:
             resolved, strange = {label: _picked(label, columns) for label in distinct}, {}
         self.unknown_images = _count(shards, strange)
@@ -301,20 +301,20 @@ def _found(distinct: dict[RawLabel, tuple[Shard, int]]) -> tuple[str, ...]:
 
 def _resolve(
     distinct: dict[RawLabel, tuple[Shard, int]], classes: tuple[str, ...], numbered: tuple[str, ...]
-) -> tuple[dict[RawLabel, Target], dict[RawLabel, str]]:
-    """Return the class indices of each label, and the end of a message for each label that is not among the classes.
-    A list of labels is returned without such labels. A single label of this kind becomes None."""
+) -> tuple[dict[RawLabel, Target], dict[RawLabel, int | str]]:
+    """Return the class indices of each label, and the first unknown class of each label that has one. A list of labels
+    is returned without unknown classes. A single label that is an unknown class becomes None."""
     numbers = {name: number for number, name in enumerate(classes)}
     resolved: dict[RawLabel, Target] = {}
-    strange: dict[RawLabel, str] = {}
+    strange: dict[RawLabel, int | str] = {}
     for label in distinct:
         found: set[int] = set()
         for one in _several(label):
-            name = numbered[one] if isinstance(one, int) and 0 <= one < len(numbered) else one
+            name = _meaning(one, numbered)
             if name in numbers:
                 found.add(numbers[name])
             else:
-                strange.setdefault(label, _unknown(one, name, classes, numbered))
+                strange.setdefault(label, one)
         resolved[label] = tuple(sorted(found)) if isinstance(label, tuple) else found.pop() if found else None
     return resolved, strange
 
@@ -351,8 +351,14 @@ def _codes(
     return labels, codes
 
 
-def _unknown(label: int | str, name: int | str, classes: tuple[str, ...], numbered: tuple[str, ...]) -> str:
+def _meaning(label: int | str, numbered: tuple[str, ...]) -> int | str:
+    """Return the name of a label's class, or the number of a class without a name."""
+    return numbered[label] if isinstance(label, int) and 0 <= label < len(numbered) else label
+
+
+def _unknown(label: int | str, classes: tuple[str, ...], numbered: tuple[str, ...]) -> str:
     """Return the end of a message about a label that is not among the classes."""
+    name = _meaning(label, numbered)
     if isinstance(name, int):
         return f"has the label {label!r}; the {len(numbered):,} classes are numbered from 0"
     meaning = f", which is {name!r}" if name != label else ""

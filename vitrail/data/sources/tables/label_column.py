@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int32, Int64
 from vitrail.data.faults import Fault, unknown_class
 from vitrail.data.source import Target
 from vitrail.data.splits import Split
-from vitrail.errors import DataError
+from vitrail.errors import DataError, listed
 
 __all__ = ["LabelColumn", "join", "number"]
 
@@ -136,12 +136,13 @@ def _by_name(title: str, labels: Mapping[Split, LabelColumn], known: tuple[str, 
         distinct = _distinct(title, train.names)
         labels = {split: replace(column, names=distinct) for split, column in labels.items()}
     classes = known or labels["train"].names or ()
+    distinct_classes = set(classes)
     numbered, messages = {}, {}
     for split, column in labels.items():
-        unknown = [name for name in column.names or () if name not in {*classes}]
+        unknown = [name for name in column.names or () if name not in distinct_classes]
         messages[split] = (
-            f"{title}: the {split} split has unknown classes: {', '.join(unknown[:5])}; the known classes are: "
-            f"{', '.join(classes)}"
+            f"{title}: the {split} split has unknown classes: {listed(unknown)}; the known classes are: "
+            f"{listed(classes, 20)}"
         )
         if unknown and known is not None:
             raise DataError(messages[split])

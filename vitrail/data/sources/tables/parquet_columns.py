@@ -107,8 +107,12 @@ class ParquetColumns:
             names = _class_names(self._features.get(column))
             if arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or arrow.types.is_string_view(kind):
                 encoded = compute.dictionary_encode(values)
-                numbers = _numbers(encoded.indices).astype(np.int32)
-                return LabelColumn(numbers, starts, tuple(encoded.dictionary.to_pylist()), stated=False)
+                numbers, words = _numbers(encoded.indices), encoded.dictionary.to_pylist()
+                if "" in words:  # no label, as in other tables
+                    empty = words.index("")
+                    words.remove("")
+                    numbers = np.where(numbers == empty, -1, numbers - (numbers > empty))
+                return LabelColumn(numbers.astype(np.int32), starts, tuple(words), stated=False)
             if arrow.types.is_boolean(kind) or arrow.types.is_integer(kind) or arrow.types.is_null(kind):
                 numbers = _numbers(values)
                 labels = LabelColumn(numbers.astype(np.int32), starts, names, stated=names is not None)

@@ -232,8 +232,13 @@ def _read_json(table: Path, file: Iterable[str], numbers: Sequence[str], unlabel
 
 def _json_label(value: Any) -> str | tuple[str, ...] | None:
     if isinstance(value, list):
-        return tuple(map(str, value))
-    return None if value is None or value == "" else str(value)
+        return tuple(str(one) for one in value if not _is_unknown(one))
+    return None if _is_unknown(value) else str(value)
+
+
+def _is_unknown(label: Any) -> bool:
+    """Return True for null, for an empty text, and for NaN, which Python writes for a missing value."""
+    return label is None or label == "" or label != label
 
 
 def _numbers(where: str, columns: Sequence[tuple[str, int]], line: Sequence[Any]) -> tuple[float, ...]:
@@ -264,7 +269,7 @@ def _columns(table: Path, header: list[str]) -> tuple[int, int | None, int | Non
 
 
 def _cell(line: list[Any], column: int | None) -> str:
-    return "" if column is None else str(line[column])
+    return "" if column is None or line[column] is None else str(line[column])
 
 
 def _divided(table: _Table) -> dict[Split, _Table]:
@@ -283,13 +288,14 @@ def _divided(table: _Table) -> dict[Split, _Table]:
 
 def _classes(table: _Table, unlabelled: bool) -> tuple[str, ...]:
     """Return the class names: the names of the 0/1 columns, or else the sorted labels. Numeric labels are sorted by
-    value."""
+    value, and labels of the same value, such as 1 and 01, as text."""
     if table.classes is not None:
         return table.classes
     names = {name for row in table.rows for name in row.names}
     if not names and not unlabelled:
         raise DataError(f"{table.path} has no labels: the cells of the label column are all empty")
-    return tuple(sorted(names, key=int if all(name.isdecimal() for name in names) else None))
+    by_value = all(name.isdecimal() for name in names)
+    return tuple(sorted(names, key=lambda name: (int(name) if by_value else 0, name)))
 
 
 def _unknown_class(table: Path, split: Split, rows: list[_Row], classes: tuple[str, ...]) -> Fault:
