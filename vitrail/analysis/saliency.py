@@ -1,7 +1,7 @@
 """Maps of the patches that a prediction depends on: attention rollout, and relevance for a class.
 
 Rollout (2005.00928) follows attention from the output down to the patches. It shows the same map for all classes.
-Relevance (2103.15679) also uses the gradients of a class, and shows what speaks for this class.
+Relevance (2103.15679) also uses the gradients of a class, and shows which patches support this class.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ COMMANDS = {
     "nearest": "find the images that resemble given images",
     "convert": "convert models between Vitrail's and other libraries' formats",
     "export": "write a model for another runtime, and compare the answers",
-    "serve": "answer requests over HTTP with models",
+    "serve": "serve models over HTTP",
     "data check": "find problems in a data set before training",
     "data pack": "write a data set as tar shards",
     "data label": "label images with a model, as data to train on",

@@ -68,7 +68,7 @@ COMMAND = Command(
     merging and pruning of tokens, and image size are changed step by step. Accuracy is measured on held-out training
     images, and time on this machine.""",
     examples=(
-        Example("vitrail optimize runs/flowers --data flowers", "Show what can be gained at 99 % of the accuracy."),
+        Example("vitrail optimize runs/flowers --data flowers", "Show the speed at 99 % of the accuracy."),
         Example("vitrail optimize runs/flowers --data flowers --keep 0.97 --out fast", "Write the faster model."),
         Example("vitrail predict fast rose.jpg", "Use the faster model: its settings are in the folder."),
     ),

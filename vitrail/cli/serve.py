@@ -47,7 +47,7 @@ COMMAND = Command(
             "vitrail serve runs/flowers", "Open the page, or: curl -F file=@rose.jpg http://127.0.0.1:8000/predict"
         ),
         Example("vitrail serve flowers=runs/flowers birds=birds.onnx", "Serve two models by name."),
-        Example("vitrail serve runs/flowers --host 0.0.0.0 --token SECRET", "Serve machines that know a secret."),
+        Example("vitrail serve runs/flowers --host 0.0.0.0 --token SECRET", "Serve other machines with a token."),
     ),
     options=(Serve,),
     essential={

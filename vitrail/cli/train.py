@@ -66,7 +66,7 @@ class Train:
     """Folder of a run whose settings and data are used again in a new run. Options on the command line replace them."""
     plan: tuple[int, ...] | None = None
     """Print what a step needs on these numbers of GPUs: memory, communication and bounds of the speed, by formulas for
-    the H100. Nothing is trained."""
+    the H100. No training is done."""
 
 
 RECIPES_OF_DATA = {"bundled": "demo", "fashion-mnist": "fashion-mnist"}
@@ -189,8 +189,8 @@ COMMAND = Command(
 
 
 def restarted_run(given: Mapping[str, Any], place: Launch) -> Path | None:
-    """Return the run that a command goes on with because torchrun or SLURM has started the command again. Return None
-    for other commands, and if the run was not begun. Raise `ConfigError` if the command does not name the run."""
+    """Return the run that a command continues because torchrun or SLURM has started the command again. Return None for
+    other commands, and if the run was not begun. Raise `ConfigError` if the command does not name the run."""
     if not place.restarts or "resume" in given:
         return None
     if (folder := given.get("run")) is None:

@@ -66,7 +66,7 @@ class RunConfig:
     mkl. mkl is PyTorch's own choice."""
     compute_threads: int | None = None
     """Threads that compute on a CPU. By default as many as PyTorch chooses, usually one per core, and fewer while other
-    programs use the cores, except in float32, which promises equal bits."""
+    programs use the cores. In float32 the number is fixed, so that repeated runs compute equal bits."""
     deterministic: bool = False
     """Compute the same bits in every repetition on one machine, also in bf16 and on a GPU: with PyTorch's deterministic
     algorithms and a fixed number of compute threads. Some steps are slower."""
@@ -93,14 +93,14 @@ class RunConfig:
     probe_every: int | None = None
     """Steps between two runs of --probe, by default as many as between two evaluations."""
     track: str = ""
-    """Programs that show the run while it goes on, separated by commas: tensorboard, wandb."""
+    """Programs that show the metrics of the run during training, separated by commas: tensorboard, wandb."""
     checkpoints: int = 10
     """Number of times that the training state is saved during the run."""
     background_checkpoints: bool = False
-    """Write checkpoints in a thread while training goes on, from a copy of the state in main memory. An error while
+    """Write checkpoints in a thread while training continues, from a copy of the state in main memory. An error while
     writing is reported at the next checkpoint."""
     max_time: str | None = None
-    """Stop after this time, such as 50m or 2h, with the state saved and exit code 75. --resume goes on."""
+    """Stop after this time, such as 50m or 2h, with the state saved and exit code 75. --resume continues the run."""
     shard: Shard = "none"
     """Divide weights, gradients and moments among several processes, by FSDP2. full: among all. hybrid: among those of
     each machine. none: every process has copies. A single process has whole weights."""

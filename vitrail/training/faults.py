@@ -30,7 +30,7 @@ class FaultConfig:
     of them."""
 
     on_non_finite: OnNonFinite = "stop"
-    """Reaction to a loss or gradient that is not finite. stop: end the run, and save nothing of it. skip: skip the
+    """Reaction to a loss or gradient that is not finite. stop: end the run without saving its state. skip: skip the
     batch. rollback: go back to a checkpoint, and skip the last batches."""
     spike_score: float = 0.0
     """Go back to a checkpoint if the loss of a step is this many robust standard deviations above the median of the
@@ -41,7 +41,7 @@ class FaultConfig:
     """Number of batches to skip after the run goes back to a checkpoint. The last skipped batch is the batch of the
     fault."""
     max_faults: int = 10
-    """Maximum number of faults in a run. The run ends at a further one."""
+    """Maximum number of faults in a run. The next fault ends the run."""
 
     def __post_init__(self) -> None:
         raise_problems(

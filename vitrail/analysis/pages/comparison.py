@@ -141,7 +141,7 @@ def _parts(found: Comparison, drawn: dict[str, str]) -> Iterator[str]:
     if found.disagreements:
         yield "<h2>Images on which one model is right</h2>"
         yield (
-            "<p>The images for which both answers are most certain. Colours show which parts speak for a model's "
+            "<p>The images for which both answers are most certain. Colours show which parts support a model's "
             "answer, from dark (least) to bright (most). A ResNet has no attention, so its pictures are plain.</p>"
         )
         for one in found.disagreements:

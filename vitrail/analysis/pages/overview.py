@@ -253,7 +253,7 @@ def _answers(found: Answers) -> Iterator[str]:
     if found.errors:
         yield "<h2>Most certain errors</h2>"
         if found.errors[0].answer.relevance is not None:
-            yield "<p>Colours show which parts speak for the wrong answer, from dark (least) to bright (most).</p>"
+            yield "<p>Colours show which parts support the wrong answer, from dark (least) to bright (most).</p>"
         yield '<div class="maps">'
         for one in found.errors:
             relevance = one.answer.relevance

@@ -76,7 +76,8 @@ class BenchServe:
 COMMAND = Command(
     name="bench serve",
     summary="""Measure the HTTP server under load: latency, throughput, errors, processor time per request, and memory.
-    The servers run in processes of their own, and the clients in this process. One server at a time has a load.""",
+    The servers run in processes of their own, and the clients in this process. Only one server is under load at a
+    time.""",
     examples=(
         Example("vitrail bench serve", "Measure a ViT-S/16 with random weights."),
         Example(

@@ -58,7 +58,7 @@ COMMAND = Command(
     examples=(
         Example("vitrail data label photos --teacher runs/flowers --out labels", "Label a folder of photographs."),
         Example("vitrail train --data flowers --mix 0.75:labels", "Train on both: three quarters are pseudo labels."),
-        Example("vitrail data check labels", "Look at the numbers of images."),
+        Example("vitrail data check labels", "Show the numbers of images per class."),
     ),
     options=(Label, Labelling),
     essential={

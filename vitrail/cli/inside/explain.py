@@ -58,11 +58,11 @@ class Explain:
 
 COMMAND = Command(
     name="explain",
-    summary="""Show which parts of an image a Vision Transformer attends to, and which parts speak for a class. One
+    summary="""Show which parts of an image a Vision Transformer attends to, and which parts support a class. One
     interactive HTML page and several PNG files are written for each image.""",
     examples=(
         Example("vitrail explain runs/flowers rose.jpg", "Explain the prediction for one image."),
-        Example("vitrail explain runs/flowers rose.jpg --label tulip", "Show what speaks for another class."),
+        Example("vitrail explain runs/flowers rose.jpg --label tulip", "Show which parts support another class."),
         Example("vitrail explain runs/flowers photos/ --out maps --layers 0 -1", "Write the heads of two layers."),
     ),
     options=(Explain,),

@@ -1,4 +1,4 @@
-"""The path that shows which parts of a picture speak for a class."""
+"""The path that shows which parts of a picture support a class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Programs that show a run while it goes on: TensorBoard, and Weights & Biases. They receive the journal's events."""
+"""Programs that show the metrics of a run during training: TensorBoard, and Weights & Biases. They receive the
+journal's events."""
 
 from __future__ import annotations
 

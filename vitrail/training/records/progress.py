@@ -1,4 +1,4 @@
-"""`progress.html`: a run on one page, which is written again while the run goes on."""
+"""`progress.html`: a run on one page, which is updated during the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vitrail.training.records.summary import settings_of
 __all__ = ["ProgressPage"]
 
 SECONDS = 30.0
-"""Least time between two versions of the page while a run goes on."""
+"""Least time between two versions of the page during a run."""
 
 ENDS = ("finished", "stopped", "failed", "ended early")
 """Events after which the page is written at once."""

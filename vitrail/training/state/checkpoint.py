@@ -1,7 +1,7 @@
 """Training states on disk: `checkpoints/step-N/`. A checkpoint counts only if its manifest matches its files.
 
 A checkpoint is written under another name, then hashed, then renamed. A thread can do this from a copy of the state
-while training goes on. If weights are sharded, each process writes and hashes a file with its parts. The newest
+while training continues. If weights are sharded, each process writes and hashes a file with its parts. The newest
 complete checkpoint is read. The tensors are in the format of torch.distributed.checkpoint, which unpickles on reading:
 resume only your own runs, and publish models as bundles.
 """
