@@ -107,7 +107,7 @@ def fetch(repository: Repository, commit: str, file: str, *, attempts: int = 1) 
         except Exception as error:  # any exception, as in `listing`
             cause = error.__cause__
             if isinstance(error, hub.errors.LocalEntryNotFoundError) and isinstance(cause, Exception):
-                error = cause  # the cause tells why the client could not ask for the file's size
+                error = cause  # the cause has the reason why the client could not ask for the file's size
             _raise_if_final(repository, error)
             reason = _line(error)
         if attempt + 1 < attempts:

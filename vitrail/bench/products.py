@@ -211,7 +211,7 @@ def _attention_backward(args: Any, result: Any) -> Iterator[Product]:
 
 
 def _heads(like: Tensor, first: tuple[int, int], second: tuple[int, int], turned: str = "") -> Product:
-    """Return a batched product over all heads of all images, with dense tensors. `turned` says which factor is
+    """Return a batched product over all heads of all images, with dense tensors. `turned` names the factor that is
     transposed.
     """
 

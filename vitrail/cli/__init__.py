@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="surrogateescape")  # prints the bytes of file names that are not UTF-8
     typed = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in typed
-    # The C++ messages of processes that lost each other have dozens of stack frames. The error that follows says why.
+    # The C++ messages of processes that lost each other have dozens of stack frames. The next error has the reason.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "WARNING" if debug else "FATAL")
     typed = [word for word in typed if word != "--debug"]
     if not typed or typed[0] in (*HELP, "help"):

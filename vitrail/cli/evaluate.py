@@ -49,7 +49,7 @@ class Evaluate:
     validation. all measures every image, including training images."""
     validation_share: float | None = None
     """Fraction of the training images to measure if the data has no test or validation split. Images that a model
-    learned from are left out. By default the fraction that the model's training held out, or 0.1."""
+    learned from are skipped. By default the fraction that the model's training held out, or 0.1."""
     per_class: bool = False
     """Show the metrics of the model's own head for each class."""
     confusion: bool = False

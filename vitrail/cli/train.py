@@ -120,7 +120,7 @@ def settings_like(run: Path) -> TrainConfig:
 
 
 def _data_like(run: Path, config: TrainConfig, display: ConsoleDisplay) -> OpenedData | None:
-    """Return the open data of a run that is repeated, and tell the user if it has changed. Return None for other
+    """Return the open data of a run that is repeated, and print a note if it has changed. Return None for other
     data."""
     record = read_record(run)
     if config.data != record.config.data:

@@ -1,4 +1,4 @@
-"""Detection of colour in images, to tell the user when a grey network drops it."""
+"""Detection of colour in images, for a note if a grey network ignores it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MIN_PIXELS = 0.01
 """Fraction of coloured pixels from which an image counts as coloured."""
 
 MIN_IMAGES = 0.1
-"""Fraction of coloured images from which the user is told."""
+"""Smallest fraction of coloured images for which a note is printed."""
 
 
 def has_colour(image: bytes | np.ndarray | Image.Image) -> bool:

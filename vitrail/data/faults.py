@@ -25,7 +25,7 @@ class Fault:
     kind: str
     """Identifier of the fault, such as "empty-folder"."""
     severity: Literal["error", "warning", "note"]
-    """Training refuses data with an error. It ignores all other faults, and says so."""
+    """Training refuses data with an error. It ignores all other faults with a note."""
     count: int
     """Number of folders, classes or files that the fault is about."""
     text: str

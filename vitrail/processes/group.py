@@ -249,7 +249,7 @@ class Processes:
                 dist.destroy_process_group()
 
     def _report(self, message: str) -> bool:
-        """Tell the other processes about an error. Return True if the first process has told of the same error."""
+        """Report an error to the other processes. Return True if the first process has reported the same error."""
 
         def tell() -> bool:
             self._store.set(f"error/{self.rank}", message)

@@ -1,4 +1,4 @@
-"""Signs of life of processes, which tell whether a process has ended or is behind the others."""
+"""Signs of life of processes, which show whether a process has ended or is behind the others."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ __all__ = ["fractals"]
 
 
 def fractals() -> TrainConfig:
-    """Return the config of a run in which a small ResNet learns to tell 1,000 fractals apart (2101.08515).
+    """Return the config of a run in which a small ResNet learns to distinguish 1,000 fractals (2101.08515).
 
     The network is that of the recipe `cifar10`. It sees 70,000 computed pictures of 32 x 32 pixels in colour, each of
     them once. This is too short to help with photographs: fine-tuned on 500 images of CIFAR-10 it is no better than the

@@ -59,7 +59,7 @@ ROWS = {
 }
 
 OF_BOTH_LENGTHS = {"ViT-L/32": 80.99, "ViT-L/16": 85.15}
-"""Accuracies after pre-training on ImageNet-21k. The paper does not say whether they are for 30 or for 90 epochs."""
+"""Accuracies after pre-training on ImageNet-21k. The paper does not state whether they are for 30 or for 90 epochs."""
 
 
 def pretraining(variant: str, data: str, *, epochs: int, learning_rate: float) -> TrainConfig:

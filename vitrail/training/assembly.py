@@ -139,7 +139,7 @@ def make_plan(setup: Setup) -> Plan:
         classes=len(setup.splits.classes),
         patience=config.run.patience,
         most_skipped=skips_allowed(len(setup.splits.train), config.data.max_skipped),
-        # The worker processes of a run are not told apart from other programs.
+        # The worker processes of a run are not distinguished from other programs.
         adapts_threads=config.run.compute_threads is None
         and setup.device.type == "cpu"
         and not config.run.processes

@@ -210,7 +210,8 @@ def _write_record(setup: Setup, folder: Path) -> None:
 
 @contextmanager
 def _same_arithmetic(config: TrainConfig) -> Iterator[None]:
-    """Compute inside the `with` block as a checked config says, so that a resumed run computes the same bits."""
+    """Compute inside the `with` block with the settings of a checked config, so that a resumed run computes the same
+    bits."""
     with (
         float32_products(config.run.float32_products),
         compute_threads(config.run.compute_threads),

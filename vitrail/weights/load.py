@@ -137,7 +137,7 @@ def _check_destination(path: Path, to: str, *, overwrite: bool) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return True if the `config.json` of a folder says that `convert` wrote it."""
+    """Return True if the `config.json` of a folder names `convert` as its producer."""
     return _json(folder / "config.json").get("producer") == PRODUCER
 
 

@@ -1,4 +1,4 @@
-"""Tests of the programs that show a run while it goes on."""
+"""Tests of the programs that show the metrics of a run during training."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def main(argument: str) -> int:
 
 
 class _Missing(Exception):
-    """A package cannot be imported. The message says what to install."""
+    """A package cannot be imported. The message states how to install it."""
 
 
 def _import_packages() -> dict[str, str]:

@@ -101,8 +101,8 @@ def measure_overhead(
 
 
 def _lone_threads(port: int) -> int:
-    """Return the number of compute threads of a batch that is alone in a server of Vitrail. Other servers do not say,
-    and count as servers that use all."""
+    """Return the number of compute threads of a batch that is alone in a server of Vitrail. Other servers do not report
+    it, and count as servers that use all threads."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/models", timeout=10) as answer:
             return int(json.load(answer)["models"][0]["batch_threads"])

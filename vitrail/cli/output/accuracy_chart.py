@@ -22,7 +22,7 @@ COLOURS = ("#2d6cb5", "#c2571a", "#2f8f5b", "#8d4bb0", "#b8322f", "#6b6b1f", "#1
 """Colours of the entries, with a contrast of at least 3 to 1 on white and on the dark background."""
 
 DASHES = ("", "6 3", "2 3", "8 3 2 3", "", "6 3", "2 3", "8 3 2 3")
-"""Dashes of the entries, so that no line is told by its colour alone."""
+"""Dashes of the entries, so that lines differ not only in their colours."""
 
 STYLE = """
 svg { font: 12px system-ui, sans-serif; background: #fff; }

@@ -154,7 +154,8 @@ def scale(grown: Scaling) -> list[Any]:
 
 
 def attention(found: AttentionScaling) -> list[Any]:
-    """Return a table with a row per grid and kind of attention, and a table of the sizes from which kinds pay off."""
+    """Return a table with a row per grid and kind of attention, and a table of the sizes from which each kind is faster
+    than full attention."""
     caption = (
         "gain: time of full attention divided by the time of this kind, and the same for FLOPs by closed form. memory: "
         "peak of a step, measured in its own process, and by closed form."

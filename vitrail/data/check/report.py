@@ -40,7 +40,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Finding:
-    """A fact about a data set that its owner should know."""
+    """A fact about a data set that matters for training."""
 
     kind: str
     """Identifier of the finding, such as "blank", the same in every report. docs/data-check.md lists all
@@ -52,7 +52,7 @@ class Finding:
     training: str
     """The effect on training."""
     advice: str
-    """What the user can do."""
+    """Action that the user can take."""
     groups: tuple[tuple[Example, ...], ...] = ()
     """The first images that the finding is about. Images that are copies of each other form a group. Any other image is
     a group of its own."""

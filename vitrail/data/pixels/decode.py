@@ -106,7 +106,7 @@ class Opened:
                 self.picture.draft(None, (width // shrink, height // shrink))
             stated = self.picture.size
             self.picture.load()
-            if self.picture.format == "HEIF" and self.picture.size != stated:  # no other decoder goes on then
+            if self.picture.format == "HEIF" and self.picture.size != stated:  # no other decoder continues then
                 raise UndecodableImage("has another size than its header states")
             picture = _black_is_zero(self.picture)
             # The orientation is read after loading, because Pillow turns a TIFF upright when it loads the pixels.

@@ -1,7 +1,7 @@
 """Pseudo labels: a folder with the labels that a model gave to the training images of another data set.
 
-The folder holds no images. `labels.json` says which images were labelled, by which model and how. `labels.csv` has a
-row for each image that was chosen, and `probabilities.npy` its probabilities if the labels are soft.
+The folder holds no images. `labels.json` states which images were labelled, by which model and with which settings.
+`labels.csv` has a row for each image that was chosen, and `probabilities.npy` its probabilities if the labels are soft.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Pool:
     spec: str
     """Data set, in any form that `open_data` accepts."""
     rest: bool = False
-    """True for the training images that the amount in `spec`, or `per_class`, leaves out."""
+    """True for the training images that the amount in `spec`, or `per_class`, does not select."""
     per_class: int | None = None
     subset_seed: int = 0
     validation: str = "auto"

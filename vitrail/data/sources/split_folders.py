@@ -15,7 +15,7 @@ __all__ = ["open_folders"]
 
 def open_folders(root: Path, classes: tuple[str, ...] | None, unlabelled: bool) -> Splits:
     """Return the splits of a folder, with the faults in its structure. The classes of held-out splits are those of the
-    training split; images of other classes are left out, and are a fault. Raise `DataError` if there is no training
+    training split; images of other classes are skipped, and are a fault. Raise `DataError` if there is no training
     image, or if a folder has a class that is not among `classes`.
     """
     found = class_folders(root)

@@ -161,7 +161,7 @@ class _Job:
         return next(self.network.parameters()).device
 
     def with_safe_precision(self) -> _Job:
-        """Return the job with the precision "auto" replaced by bf16 or float32, and say which one is used."""
+        """Return the job with the precision "auto" replaced by bf16 or float32, and print the choice."""
         if self.precision != "auto" or not len(self.source):
             return self
         if resolve_precision("auto", self.device) == "float32":

@@ -109,7 +109,8 @@ def feature_folders(path: str | Path) -> list[Path]:
 
 
 def about_features(path: str | Path) -> dict[str, Any]:
-    """Return what `save_features` was told about the features in a folder. Raise `DataError` if it cannot be read."""
+    """Return the description that `save_features` wrote of the features in a folder. Raise `DataError` if it cannot be
+    read."""
     return dict(_read_about(Path(path)).about)
 
 

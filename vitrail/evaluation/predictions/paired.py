@@ -14,7 +14,7 @@ __all__ = ["PairedDifference", "mcnemar", "paired_difference"]
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """On which images two models are right, and what this says about their accuracies."""
+    """The images on which two models are right, and the difference of their accuracies."""
 
     both: int
     """Number of images on which both models are right."""
@@ -34,7 +34,7 @@ class PairedDifference:
 def paired_difference(
     first: Bool[np.ndarray, " n"], second: Bool[np.ndarray, " n"], *, resamples: int = 1000, seed: int = 0
 ) -> PairedDifference:
-    """Return the paired difference of two models. The arrays say for each of the same images if a model is right.
+    """Return the paired difference of two models. The arrays are True for each image on which a model is right.
 
     Each resample draws images with the answers of both models, so the interval is narrower than two intervals that are
     compared. With 0 resamples there is no interval.
@@ -56,8 +56,8 @@ def paired_difference(
 def mcnemar(only_first: int, only_second: int) -> float:
     """Return the two-sided p-value of McNemar's exact test.
 
-    If both models are equally accurate, the images on which one model alone is right are fair coins. Other images say
-    nothing about the difference. The value is 1 if there is no such image.
+    If both models are equally accurate, the images on which one model alone is right are fair coins. Other images have
+    no information about the difference. The value is 1 if there is no such image.
     """
     tosses = only_first + only_second
     ways = tail = 1  # of 0 heads, exactly and at most

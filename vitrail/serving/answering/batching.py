@@ -80,7 +80,7 @@ class Compute:
         self._running += 1
         self._begun += 1
         try:
-            await asyncio.sleep(0)  # batches that begin together know of each other
+            await asyncio.sleep(0)  # batches that begin together count each other
             number, is_alone = self._begun, self._running == 1
             most = choice.next() if is_alone else choice.threads
             outputs, seconds = await asyncio.get_running_loop().run_in_executor(
@@ -179,7 +179,7 @@ class Batcher:
         try:
             pixels = np.stack([one.pixels for one in batch])
             outputs = await self._compute.run(self._run, pixels, self.threads)
-        except Exception as error:  # the error belongs to these requests; the server goes on
+        except Exception as error:  # the error belongs to these requests; the server continues
             for item in batch:
                 if not item.answer.done():
                     item.answer.set_exception(error)

@@ -16,8 +16,8 @@ __all__ = ["Adaptation"]
 
 
 class Adaptation:
-    """Adapts a run to its machine, and tells the journal and the display. `on_readers` receives the number of reading
-    threads if the run chooses it."""
+    """Adapts a run to its machine, and reports this to the journal and the display. `on_readers` receives the number of
+    reading threads if the run chooses it."""
 
     def __init__(self, state: TrainState, plan: Plan, sinks: Sinks, on_readers: Callable[[int], None]) -> None:
         self.state = state
@@ -39,7 +39,7 @@ class Adaptation:
             self._say_threads(self._cores, threads)
 
     def _say_threads(self, cores: SharedCores, threads: int) -> None:
-        """Write a new number of compute threads to the journal. The display says only the first change."""
+        """Write a new number of compute threads to the journal. The display shows only the first change."""
         self.sinks.journal.write("threads", step=self.state.step, threads=threads, at_most=cores.full)
         if not self._has_shared:
             self._has_shared = True
@@ -49,7 +49,7 @@ class Adaptation:
             )
 
     def _say_readers(self, trials: ReaderTrials, threads: int) -> None:
-        """Record the chosen number of reading threads, and say why it was chosen."""
+        """Record the chosen number of reading threads, and display the reason."""
         texts = [f"{1000 * seconds:.3g} ms with {_readers_text(count)}" for count, seconds in trials.times.items()]
         self.sinks.journal.write("readers", step=self.state.step, threads=threads, seconds_per_step=trials.times)
         self.sinks.display.say(

@@ -277,7 +277,7 @@ class Monitor:
 
     def _tick(self) -> None:
         """Measure the time of a step, and show the progress. A GPU computes several steps ahead, so that the time of
-        one step says little about the time left."""
+        one step does not predict the remaining time."""
         now = time.perf_counter()
         step, seconds = self.state.step, max(now - self._ticked, 1e-9)
         work = self.plan.work(step) - self.plan.work(step - 1)

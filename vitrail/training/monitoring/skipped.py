@@ -1,4 +1,4 @@
-"""Training images that cannot be decoded: each is told once, and too many of them end the run."""
+"""Training images that cannot be decoded: each is reported once, and too many of them end the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SkippedImages:
         self._found: list[Skipped] = []
 
     def add(self, items: Iterable[Skipped]) -> None:
-        """Add the images of a batch. A process that is alone tells of them at once. Raises `DataError` for too many."""
+        """Add the images of a batch. A process that is alone reports them at once. Raises `DataError` for too many."""
         self._found += items
         if self._found and not self.processes.are_several:
             self._tell()

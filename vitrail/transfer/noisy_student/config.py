@@ -30,7 +30,7 @@ class Rounds:
     the student's network is first trained on the labelled images alone."""
     unlabelled: str | None = None
     """Images to label, in any form of --data; their own labels are not used. By default the training images that an
-    amount such as --data bundled[:500] or --per-class leaves out."""
+    amount such as --data bundled[:500] or --per-class does not select."""
     rounds: int = 3
     """Number of students. Each student is the teacher of the next one."""
     pseudo_ratio: float = 3.0

@@ -42,7 +42,7 @@ class ReadPreprocess:
 
     preprocess: Preprocess
     size: tuple[int, int] | None
-    """Height and width of the images that the file describes, if it says so."""
+    """Height and width of the images that the file describes, if it states them."""
     notes: tuple[str, ...]
 
 
