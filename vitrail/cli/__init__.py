@@ -25,7 +25,7 @@ COMMANDS = {
     "evaluate": "measure a model on a data set",
     "optimize": "make a model's predictions faster",
     "predict": "classify images with a model",
-    "explain": "show which parts of an image a model looked at",
+    "explain": "show which parts of an image a model attends to",
     "compare": "compare two models on the same images",
     "report": "report the metrics, layers and errors of a model",
     "embed": "save the features of every image of a data set",
