@@ -57,11 +57,11 @@ def describe_workload(workload: Workload, *, any_batch: bool = False) -> str:
 def comparison(result: Comparison, workload: Workload) -> list[Any]:
     """Return the tables of speed, memory and operations, and a note for each library that was skipped."""
     caption = (
-        "In each round, every row was timed once. All columns are medians. fraction: time of the matrix products "
+        "In each round, every row was timed once. All columns are medians. ratio: time of the matrix products "
         "alone, divided by the time of this row. vitrail: speed of vitrail divided by the speed of this row. A "
         "compiled library is compared with compiled vitrail."
     )
-    table = plain_table(("library", "settings", "images/s", "low..high", "GFLOP/s", "fraction", "vitrail"), caption)
+    table = plain_table(("library", "settings", "images/s", "low..high", "GFLOP/s", "ratio", "vitrail"), caption)
     for row in result.rows:
         speed = row.images_per_second
         table.add_row(
