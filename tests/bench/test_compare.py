@@ -93,6 +93,19 @@ def test_compiled_networks_take_part(tiny_work: Callable[..., Workload]) -> None
     assert [row.settings for row in result.rows] == ["float32", "float32", "float32 compiled"] or result.skipped
 
 
+def test_a_peer_that_needs_more_memory_is_skipped(
+    tiny_work: Callable[..., Workload], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vit_pytorch.py").write_text(
+        "import torch\ndef ViT(**sizes):\n    raise torch.OutOfMemoryError('CUDA out of memory. Tried 9 GB')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with ExitStack() as stack:
+        workers, skipped = _ready([Entry(OURS), Entry("vit-pytorch")], tiny_work(), stack)
+        assert list(workers) == [Entry(OURS)]
+    assert skipped == {"vit-pytorch": "CUDA out of memory. Tried 9 GB"}
+
+
 def test_unknown_peers_are_refused_before_anything_is_built(tiny_work: Callable[..., Workload]) -> None:
     with pytest.raises(ConfigError, match="unknown library 'keras'"):
         compare(tiny_work(), peers=["keras"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from vitrail.bench import reading
 from vitrail.bench.reading import (
     DECODING,
     LOOP,
@@ -61,10 +62,21 @@ def test_images_that_are_made_have_no_decoding_to_compare_with() -> None:
     assert list(found.seconds) == ["fractals"] and found.images == 6 and found.image_bytes == 0
 
 
-def test_a_batch_larger_than_the_data_is_refused() -> None:
+@pytest.mark.parametrize(("images", "most"), [(9, 6), (5, 5)])
+def test_a_batch_larger_than_a_round_is_refused(images: int, most: int) -> None:
     fractals = open_data("fractals:2:3:0:16", validation_share=0.0).train
-    with pytest.raises(ConfigError, match="batch_size=7 is more than the 6 images"):
-        measure_reading({"f": fractals}, SMALL, images=9, batch_size=7, readers=Readers(0), repetitions=1, warmup=0)
+    with pytest.raises(ConfigError, match=f"batch_size=7 is more than the {most} images of a round"):
+        measure_reading(
+            {"f": fractals}, SMALL, images=images, batch_size=7, readers=Readers(0), repetitions=1, warmup=0
+        )
+
+
+def test_memory_of_the_warmup_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    fractals = open_data("fractals:2:3:0:16", validation_share=0.0).train
+    resident = iter((0, 900, 900, 907))  # twice in each of two rounds
+    monkeypatch.setattr(reading, "_resident", lambda: next(resident))
+    found = measure_reading({"f": fractals}, SMALL, images=6, batch_size=3, readers=Readers(0), repetitions=1, warmup=1)
+    assert found.grown == {"f": 7}
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 
 from vitrail.bench.entries import COMPILED, OURS, PRODUCTS, Entry, Runner, entries
 from vitrail.bench.measure import Spread, interleave
-from vitrail.bench.memory import measure_memory
+from vitrail.bench.memory import is_out_of_memory, measure_memory
 from vitrail.bench.peers import check_peers
 from vitrail.bench.processes import Worker
 from vitrail.bench.workload import Workload
@@ -112,10 +112,12 @@ def _ready(wanted: Sequence[Entry], workload: Workload, stack: ExitStack) -> tup
             skipped[entry.library] = str(error)
             continue
         except Exception as error:
-            if entry.settings not in COMPILED:
+            # The compiler may be missing or may not support this network, so its failure is not an error of ours. Nor
+            # is a peer that needs more memory than our network.
+            is_too_large = entry.library not in (OURS, PRODUCTS) and is_out_of_memory(error)
+            if entry.settings not in COMPILED and not is_too_large:
                 raise
-            # The compiler may be missing or may not support this network, so its failure is not an error of ours.
-            skipped[entry.library + COMPILED[entry.settings]] = (str(error).splitlines() or [""])[0]
+            skipped[entry.library + COMPILED.get(entry.settings, "")] = (str(error).splitlines() or [""])[0]
             continue
         stack.callback(worker.close)
         found[entry] = worker

@@ -21,7 +21,7 @@ from vitrail.errors import ConfigError
 from vitrail.machine import available_memory, keep_freed_memory, peak_memory
 from vitrail.models.cost.footprint import training_bytes
 
-__all__ = ["LargestBatch", "find_largest", "largest_batch", "measure_memory"]
+__all__ = ["LargestBatch", "find_largest", "is_out_of_memory", "largest_batch", "measure_memory"]
 
 STEPS = 2
 """Number of measured steps. At least two are needed, because the first step creates the optimizer's state."""
@@ -95,6 +95,13 @@ def find_largest(fits: Callable[[int], bool]) -> int:
     return low
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Return True for the errors of Python, PyTorch and oneDNN that say that memory cannot be allocated."""
+    if not isinstance(error, RuntimeError):  # the base class of torch.OutOfMemoryError
+        return isinstance(error, MemoryError)
+    return re.search(r"out of memory|allocate|bad_alloc|could not create", str(error), re.IGNORECASE) is not None
+
+
 def _in_process(work: Callable[..., int], *arguments: Any) -> int:
     """Return the result of `work` in a new process.
 
@@ -134,12 +141,10 @@ def _fits(workload: Workload, limit: int, threads: int) -> bool:
         resource.setrlimit(resource.RLIMIT_DATA, (addresses, addresses))
     try:
         _run(Entry(OURS), workload, steps=STEPS)
-    except MemoryError:
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
         return False
-    except RuntimeError as error:  # the base class of torch.OutOfMemoryError
-        if re.search(r"out of memory|allocate|bad_alloc|could not create", str(error), re.IGNORECASE):
-            return False
-        raise
     return True
 
 

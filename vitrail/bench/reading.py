@@ -54,8 +54,8 @@ class Reading:
     seconds: dict[str, list[float]]
     """Seconds of every round, by the name of the data set or of the reference (`DECODING` and `LOOP`)."""
     grown: dict[str, int]
-    """Bytes that the process gained after the first quarter of a round, as the median over rounds, for each data
-    set."""
+    """Bytes that the process gained after the first quarter of a round, as the median over the timed rounds, for each
+    data set."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,10 @@ def measure_reading(
     as the pipeline has in total. `LOOP` opens, converts, resizes and stacks images in one thread with Pillow. Both
     references are skipped if images are not encoded.
     """
-    count = min(images, *map(len, sources.values())) // batch_size * batch_size
+    available = min(images, *map(len, sources.values()))
+    count = available // batch_size * batch_size
     if not count:
-        raise ConfigError(f"batch_size={batch_size} is more than the {min(map(len, sources.values())):,} images")
+        raise ConfigError(f"batch_size={batch_size} is more than the {available:,} images of a round")
     first = next(iter(sources.values()))
     encoded = [image for index in range(count) if isinstance(image := first[index].image, bytes)]
     grown: dict[str, list[int]] = {name: [] for name in sources}
@@ -113,7 +114,7 @@ def measure_reading(
             timers[DECODING] = timed(lambda: list(pool.map(preprocess.pixels, encoded)))
             timers[LOOP] = timed(lambda: _loop(encoded, preprocess, batch_size))
         seconds = interleave(timers, repetitions=repetitions, warmup=warmup)
-    medians = {name: int(np.median(bytes_grown)) for name, bytes_grown in grown.items()}
+    medians = {name: int(np.median(bytes_grown[warmup:])) for name, bytes_grown in grown.items()}
     return Reading(count, float(np.mean([len(image) for image in encoded] or [0])), seconds, medians)
 
 

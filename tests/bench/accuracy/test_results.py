@@ -53,6 +53,13 @@ def test_costs_and_ratios_over_seeds() -> None:
     assert (spread.low, spread.median, spread.high) == (2, 3, 4) and theirs.ratios["flops"].is_bound
 
 
+def test_a_ratio_is_a_lower_bound_if_a_run_exceeds_the_budget() -> None:
+    curves = {"ours": {0: result((2, 0.8))}, "theirs": {0: result((3, 0.7), (5, 0.8), (6, 0.9))}}
+    _, theirs = reached(curves, [0.8], 4.0)
+    assert theirs.reached == 0 and math.isinf(theirs.costs["seconds"].median)
+    assert theirs.ratios["seconds"].spread.median == 5 / 2 and theirs.ratios["seconds"].is_bound
+
+
 def test_no_ratio_to_an_entry_that_does_not_reach_the_target() -> None:
     ours, theirs = reached(CURVES, [0.9], None)
     assert ours.reached == 1 and not ours.ratios and not theirs.ratios

@@ -209,6 +209,8 @@ def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
         (["infer", "BiT-R50x1", "--precision", "int8"], "--precision: 'int8' needs"),
         (["train", "ViT-Pico/7", "--reduce-tokens", "1"], "--reduce-tokens: bench train does not use it"),
         (["load", "ViT-Pico/7", "--reduce-tokens", "1"], "--reduce-tokens: bench load does not use it"),
+        (["infer", "ViT-Pico/7", "--patch-dropout", "0.5"], "--patch-dropout: bench infer does not use it"),
+        (["load", "ViT-Pico/7", "--patch-dropout", "0.5"], "--patch-dropout: bench load does not use it"),
         (["infer", "BiT-R50x1", "--reduce-tokens", "1"], "unknown field 'reduction' of BiT-R50x1"),
         (["load", "ViT-Pico/7", "--channels", "4"], "--channels: 4 is not one of 1 (grey), 3 (RGB)"),
     ],
@@ -217,6 +219,13 @@ def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], words: list[str]
     assert main(["bench", *words]) == 2
     shown = capsys.readouterr()
     assert message in shown.err and shown.out == "" and "Traceback" not in shown.err
+
+
+def test_a_batch_larger_than_memory_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--image-size", "28", "21", "--batch-size", str(10**12), "--device", "cpu"]
+    assert main(["bench", "infer", "ViT-Pico/7", *sizes]) == 2
+    shown = capsys.readouterr()
+    assert f"--batch-size: {10**12} needs more memory than cpu has" in shown.err and "Traceback" not in shown.err
 
 
 @pytest.mark.parametrize("words", [[], ["train", "--precision", "fp8"], ["train", "--scaling", "heads"]])

@@ -25,8 +25,8 @@ class Ratio:
 
     spread: Spread
     is_bound: bool
-    """True if the entry does not reach the target with some seed. Its whole run then counts, so the ratio is too
-    low."""
+    """True if the entry does not reach the target with some seed within the budget. The ratio is then a lower bound.
+    The run counts until it reaches the target after the budget, or as a whole if it never does."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def reached(curves: Curves, targets: Sequence[float], budget: float | None) -> l
             ratios = {
                 quantity: Ratio(Spread.of(values), count < len(found))
                 for quantity in quantities
-                if (values := _ratios(ours, found, cells, quantity))
+                if (values := _ratios(ours, found, cells, target, quantity))
             }
             rows.append(Reached(entry, target, count, len(found), costs, ratios))
     return rows
@@ -86,12 +86,16 @@ def _ratios(
     ours: Mapping[int, Point | None],
     theirs: Mapping[int, Point | None],
     cells: Mapping[int, CellResult],
+    target: float,
     quantity: Quantity,
 ) -> list[float]:
-    """Return the ratio of each seed. A run that does not reach the target counts as a whole."""
+    """Return the ratio of each seed. A run that does not reach the target within the budget counts until it does, or
+    as a whole if it never does."""
     values = []
     for seed, point in theirs.items():
         if (own := ours.get(seed)) is None:
             return []
-        values.append(_cost(point or cells[seed].points[-1], quantity) / _cost(own, quantity))
+        points = cells[seed].points
+        until = point or first_at(points, target, None) or points[-1]
+        values.append(_cost(until, quantity) / _cost(own, quantity))
     return values

@@ -13,7 +13,7 @@ from rich.console import Console
 from vitrail.bench.attention import attention_scaling
 from vitrail.bench.compare import compare
 from vitrail.bench.loading import measure_loading
-from vitrail.bench.memory import largest_batch
+from vitrail.bench.memory import is_out_of_memory, largest_batch
 from vitrail.bench.scaling import Axis, scaling
 from vitrail.bench.workload import Workload
 from vitrail.cli.bench.exported import check_used, is_exported, measure_exported
@@ -61,7 +61,7 @@ class Bench:
     """Kind of attention with its settings, such as local:window=9. Several kinds, separated by commas, are compared
     with full attention from 196 to 4,096 patches (with --scaling tokens). By default full attention."""
     patch_dropout: float | None = None
-    """Fraction of the patches that a training step drops."""
+    """Fraction of the patches that a training step drops. For bench train only."""
     reduce_tokens: int | None = None
     """Patch tokens that each block removes, on average over the blocks. 0 keeps all tokens. By default
     no token is removed. For bench infer only."""
@@ -141,6 +141,13 @@ def main(call: Call) -> int:
         torch.set_num_threads(options.threads)
     try:
         title, plain, shown = _measure(options, config, device) if config else _measure_file(options, device)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"batch_size={options.batch_size} needs more memory than {device} has; choose a smaller batch, smaller "
+            "images or a smaller network (bench train --largest-batch finds the largest batch)"
+        ) from error
     finally:
         torch.set_num_threads(threads)
     if options.json:
@@ -253,7 +260,10 @@ def _check_used(options: Bench, given: Collection[str]) -> None:
     check_reduction(options.reduce_tokens, given)
     unused = {
         "bench train": ("reduce_tokens",) if options.task == "train" else (),
-        "bench load": ("batch_size", "precision", "profile", "reduce_tokens") if options.task == "load" else (),
+        "bench infer": ("patch_dropout",) if options.task == "infer" else (),
+        "bench load": (
+            ("batch_size", "precision", "profile", "reduce_tokens", "patch_dropout") if options.task == "load" else ()
+        ),
         "--largest-batch": ("batch_size", "repetitions", "warmup", "profile") if options.largest_batch else (),
         "--attention with several kinds": ("image_size",) if len(_kinds(options)) > 1 else (),
         "--scaling": ("profile",) if options.scaling is not None else (),
