@@ -52,7 +52,7 @@ class RunConfig:
     epochs: float = 10.0
     """Passes over the training images, unless --steps is given."""
     steps: int | None = None
-    """Number of optimiser steps. By default it follows from --epochs."""
+    """Number of optimizer steps. By default it follows from --epochs."""
     batch_size: int = 128
     """Images per step."""
     accumulation: int = 1
@@ -190,7 +190,7 @@ class TrainConfig:
         return self.early.mean_batch_size(self.run.batch_size)
 
     def total_steps(self, images: int) -> int:
-        """Return the number of optimiser steps with this many training images."""
+        """Return the number of optimizer steps with this many training images."""
         if self.run.steps is not None:
             return self.run.steps
         return max(1, math.ceil(self.run.epochs * images / self.mean_batch_size))

@@ -52,9 +52,9 @@ def check_run_memory(
 
 
 def run_bytes(config: TrainConfig, network: AnyConfig | None) -> int:
-    """Return the bytes that a run needs on a CPU: the training step by its closed form, the batches that are read
-    ahead, the batches of an evaluation, which begins while training batches are read ahead, and the copy of the state
-    that checkpoints in the background are written from."""
+    """Return the bytes that a run needs on a CPU. They are those of the training step by its closed form, of the
+    batches that are read ahead, of the batches of an evaluation, and of the copy of the state from which checkpoints in
+    the background are written. An evaluation begins while training batches are read ahead."""
     run, images = config.run, config.images
     queue = queue_bytes(images, run.batch_size * config.task.views, run.readers)
     if (local := config.task.local_views_of(images, config.augment, run.seed)) is not None:

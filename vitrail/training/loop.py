@@ -47,14 +47,14 @@ def fit(state: TrainState, plan: Plan, monitor: Monitor) -> None:
 
 
 def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]:
-    """Take one optimiser step. Return the batch's loss, metrics and gradient norm, which stay on the device.
+    """Take one optimizer step. Return the batch's loss, metrics and gradient norm, which stay on the device.
 
     The batch is augmented as a whole, because its samples are mixed with each other. With accumulation, the augmented
     batch is then processed in parts. Each part is weighted by its fraction of the samples over which the loss is
     averaged, so that the gradients add up to the gradient of the whole batch. Several processes have parts of the batch
     as well: the weights, the metrics and the gradients are sums over all of them.
 
-    Raises `StepFault` if the plan checks steps and this one has a fault. The weights and the optimiser then stay as
+    Raises `StepFault` if the plan checks steps and this one has a fault. The weights and the optimizer then stay as
     they are.
     """
     learning_rate = plan.schedule(state.step)

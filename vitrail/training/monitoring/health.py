@@ -48,9 +48,10 @@ class Health:
                 self._values["attention_logit"] = torch.stack(logits).amax()
 
     def read(self) -> dict[str, float]:
-        """Return the measurements of the last step that was measured since the last call: `parameter_norm`, the norm of
-        all trained weights, `update_ratio`, the norm of their change divided by their norm, and `attention_logit`, the
-        largest logit of all blocks. Compiled blocks, and kinds of attention without a dense map, have no logits."""
+        """Return the measurements of the last step that was measured since the last call. `parameter_norm` is the
+        norm of all trained weights, `update_ratio` is the norm of their change divided by their norm, and
+        `attention_logit` is the largest logit of all blocks. Compiled blocks, and kinds of attention without a dense
+        map, have no logits."""
         found, self._values = self._values, {}
         if not found:
             return {}

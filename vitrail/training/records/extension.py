@@ -18,7 +18,7 @@ __all__ = ["Length", "check_extension", "record_extension"]
 
 @dataclass(frozen=True)
 class Length:
-    """A new length of a run, in epochs or in optimiser steps. Raises `ConfigError` if both or none is given."""
+    """A new length of a run, in epochs or in optimizer steps. Raises `ConfigError` if both or none is given."""
 
     epochs: float | None = None
     steps: int | None = None
@@ -38,7 +38,7 @@ class Length:
 
 
 def check_extension(folder: Path, record: Record, steps: int, finished_at: int | None) -> None:
-    """Raise `RunError` unless a run can be extended to `steps` optimiser steps in total.
+    """Raise `RunError` unless a run can be extended to `steps` optimizer steps in total.
 
     `finished_at` is the last step of a finished run, whose checkpoint is needed, or None.
     """

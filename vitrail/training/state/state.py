@@ -49,7 +49,7 @@ class TrainState:
     optimizer: Optimizer
     batches: TrainingBatches
     step: int = 0
-    """Number of optimiser steps that were taken."""
+    """Number of optimizer steps that were taken."""
     best: Best = field(default_factory=Best)
     skipped: set[str] = field(default_factory=set)
     """Keys of the training samples that could not be decoded."""
@@ -66,7 +66,7 @@ class TrainState:
 
     @property
     def is_sharded(self) -> bool:
-        """True if each process has only a part of the weights and of the optimiser's state."""
+        """True if each process has only a part of the weights and of the optimizer's state."""
         return self.copy is not None
 
     @property
@@ -117,7 +117,7 @@ class TrainState:
             self.streamed.settle()
 
     def tensors(self) -> dict[str, Any]:
-        """Return the weights and their mean, and the optimiser's state, as torch.distributed.checkpoint takes them. If
+        """Return the weights and their mean, and the optimizer's state, as torch.distributed.checkpoint takes them. If
         weights are sharded, each process has its parts."""
         is_new = not self.optimizer.state
         weights, optimizer = get_state_dict(self.objective, self.optimizer)

@@ -52,7 +52,7 @@ __all__ = ["BIG_VISION", "GOOGLE", "Google"]
 BESIDE_TEXT = ("params/img/", "opt/target/img/")
 """Prefixes of an image network that was trained together with a text network."""
 PREFIXES = (*BESIDE_TEXT, "opt/target/", "params/")
-"""Prefixes of the image network's parameters. A file may also hold an optimiser's state or a text network, which are
+"""Prefixes of the image network's parameters. A file may also hold an optimizer's state or a text network, which are
 ignored."""
 OLD_PARTS = {
     "MultiHeadDotProductAttention_1/": "MultiHeadDotProductAttention_0/",
