@@ -9,12 +9,23 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from numbers import Integral
 from typing import Any, get_args
 
 from vitrail.errors import ConfigError
 
-__all__ = ["above_zero", "at_least", "bare_names", "below_one", "named", "one_of", "raise_problems", "seconds_in"]
+__all__ = [
+    "above_zero",
+    "at_least",
+    "bare_names",
+    "below_one",
+    "named",
+    "one_of",
+    "pairs",
+    "raise_problems",
+    "seconds_in",
+]
 
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -62,6 +73,13 @@ def one_of(settings: Any, **choices: Any) -> Iterator[str]:
     for name, value in _values(settings, choices):
         if value not in get_args(choices[name]):
             yield f"{name}={value!r} is not one of {', '.join(map(repr, get_args(choices[name])))}"
+
+
+def pairs(settings: Any, *names: str) -> Iterator[str]:
+    """Yield a message for every value that is not a pair of whole numbers."""
+    for name, value in _values(settings, names):
+        if not (isinstance(value, Sequence) and len(value) == 2 and all(isinstance(one, Integral) for one in value)):
+            yield f"{name}={value!r} is not a pair of whole numbers, (height, width)"
 
 
 def seconds_in(text: str) -> float | None:

@@ -352,7 +352,7 @@ def test_a_resnet_without_a_head() -> None:
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((2, 1, 40, 56), "images of shape (2, 1, 40, 56) do not have channels=3"),
+        ((2, 1, 40, 56), "images of shape (2, 1, 40, 56) are not of shape (b, 3, height, width)"),
         ((2, 3, 0, 56), "an image of 0 x 56 has no pixels; both sides must be at least 1"),
         ((2, 3, 40, 0), "an image of 40 x 0 has no pixels; both sides must be at least 1"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -337,3 +338,18 @@ def test_image_that_the_patch_does_not_divide() -> None:
 def test_image_size_of_three_numbers() -> None:
     with pytest.raises(ConfigError, match=r"image_size=\(1, 2, 3\) must be one number or \(height, width\)"):
         create("ViT-B/16", image_size=(1, 2, 3))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize("size", [8, "8", (8,), (8, 8, 8), (8, 8.0)], ids=str)
+@pytest.mark.parametrize("name", ["image_size", "patch_size"])
+def test_sizes_are_pairs(name: str, size: Any) -> None:
+    message = f"^{re.escape(f'{name}={size!r} is not a pair of whole numbers, (height, width)')}$"
+    with pytest.raises(ConfigError, match=message):
+        ViTConfig(**{name: size})
+    if name == "image_size":
+        with pytest.raises(ConfigError, match=message):
+            ResNetConfig(image_size=size)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            create("ViT-Ti/16", patch_size=size)

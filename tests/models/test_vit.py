@@ -568,8 +568,8 @@ def test_pixels_that_fill_no_patch_are_ignored_if_asked() -> None:
         ),
         ((2, 3, 10, 12), "image_size=(10, 12) is not a multiple of patch_size=(4, 5); the nearest multiple is (8, 10)"),
         ((2, 3, 0, 10), "image_size=(0, 10) is not a multiple of patch_size=(4, 5); the nearest multiple is (4, 10)"),
-        ((2, 1, 12, 10), "images of shape (2, 1, 12, 10) do not fit a network for channels=3"),
-        ((0, 4, 12, 10), "images of shape (0, 4, 12, 10) do not fit a network for channels=3"),
+        ((2, 1, 12, 10), "images of shape (2, 1, 12, 10) are not of shape (b, 3, height, width)"),
+        ((0, 4, 12, 10), "images of shape (0, 4, 12, 10) are not of shape (b, 3, height, width)"),
     ],
 )
 def test_images_that_do_not_fit(small: Small, shape: tuple[int, ...], message: str) -> None:

@@ -66,7 +66,9 @@ class ResNet(nn.Module):
         `ConfigError` for a wrong number of channels, for images without pixels, and for an unknown unit.
         """
         if images.shape[1] != self.config.channels:
-            raise ConfigError(f"images of shape {tuple(images.shape)} do not have channels={self.config.channels}")
+            raise ConfigError(
+                f"images of shape {tuple(images.shape)} are not of shape (b, {self.config.channels}, height, width)"
+            )
         self.config.grid_of(images.shape[2], images.shape[3])
         if self.config.stem == "3x3":  # large maps of few channels are faster if channels are last in memory
             images = images.contiguous(memory_format=torch.channels_last)

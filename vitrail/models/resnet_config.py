@@ -10,6 +10,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.cost import resnet as costs
 from vitrail.models.cost.footprint import Footprint, FootprintPrecision
 from vitrail.models.cost.resnet import BASIC_EXPANSION, EXPANSION
+from vitrail.settings import pairs, raise_problems
 
 __all__ = ["ResNetConfig", "ResNetStem", "ResNetUnit", "RootConfig", "Stem", "WeightEps"]
 
@@ -126,6 +127,7 @@ class ResNetConfig:
     filter."""
 
     def __post_init__(self) -> None:
+        raise_problems(pairs(self, "image_size"))
         _check(self.depths, self.width, self.norm_groups, self.norm_eps, self.weight_eps, self.weight_eps_on)
         for name, kinds in (("stem", get_args(ResNetStem)), ("unit", get_args(ResNetUnit))):
             if (kind := getattr(self, name)) not in kinds:

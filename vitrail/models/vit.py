@@ -5,7 +5,8 @@
     z_l  = MLP(LN(z'_l)) + z'_l                           equation 3
     y    = LN(z_L^0)                                      equation 4
 
-Read `VisionTransformer._encode` for equations 1 and 4, `Block.forward` in `block.py` for 2 and 3.
+Read `VisionTransformer._embedded` for equation 1, `Block.forward` in `block.py` for equations 2 and 3, and
+`VisionTransformer._encode` for equation 4.
 """
 
 from __future__ import annotations
@@ -257,7 +258,7 @@ class VisionTransformer(nn.Module):
     def _grid(self, images: Tensor) -> tuple[int, int]:
         if images.shape[1] != self.config.channels:
             raise ConfigError(
-                f"images of shape {tuple(images.shape)} do not fit a network for channels={self.config.channels}"
+                f"images of shape {tuple(images.shape)} are not of shape (b, {self.config.channels}, height, width)"
             )
         return self.config.grid_of(images.shape[2], images.shape[3])
 

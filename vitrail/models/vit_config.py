@@ -17,6 +17,7 @@ from vitrail.models.pooling import FinalNorm, Pool
 from vitrail.models.positions import POSITIONS, Covered, PositionEmbedding, PositionPlace, PositionResize
 from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet_config import RootConfig
+from vitrail.settings import pairs, raise_problems
 
 __all__ = ["ViTConfig"]
 
@@ -121,6 +122,7 @@ class ViTConfig:
     kept."""
 
     def __post_init__(self) -> None:
+        raise_problems(pairs(self, "image_size", "patch_size"))
         if problems := [*_out_of_range(self), *_not_a_choice(self), *_misfits(self)]:
             raise ConfigError("\n".join(dict.fromkeys(problems)))
 

@@ -157,6 +157,16 @@ def test_a_download_is_verified_kept_and_not_repeated(cache: Path, nowhere: Path
     assert len(IdxSource(*find_idx(folder, "train"))) == 3
 
 
+def test_the_partial_file_of_another_process_stays(cache: Path, nowhere: Path, mirror: Mirror) -> None:
+    """Processes that download at once do not disturb each other."""
+    other = cache / "fashion-mnist" / f"{FILES[0]}.partial"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"half of")
+    folder = locate(mirror=mirror.url, debian=nowhere)
+    assert other.read_bytes() == b"half of"
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, other.name])
+
+
 def test_a_download_may_be_gzipped_in_another_way(cache: Path, nowhere: Path, mirror: Mirror) -> None:
     name = "t10k-images-idx3-ubyte.gz"
     repacked = gzip.compress(gzip.decompress(mirror.files[name]), compresslevel=1, mtime=7)

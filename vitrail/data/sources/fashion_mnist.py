@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import tempfile
 import urllib.request
 import zlib
 from http.client import HTTPException
@@ -64,7 +65,8 @@ def _download(folder: Path, mirror: str) -> Path:
         found = hashlib.sha256(gzip.decompress(data)).hexdigest()
         if found != checksum:
             raise DataError(f"{mirror}{name} has the SHA-256 {found} instead of {checksum}; the download was discarded")
-        partial = folder / (name + ".partial")
-        partial.write_bytes(data)
-        partial.replace(folder / name)
+        with tempfile.TemporaryDirectory(dir=folder) as own:  # another process may be downloading the same file
+            partial = Path(own) / name
+            partial.write_bytes(data)
+            partial.replace(folder / name)
     return folder
