@@ -7,7 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-from vitrail.bench.serving.servers import cpu_seconds, memory_bytes
+import pytest
+
+from vitrail.bench.serving.servers import SERVERS, ServerKind, cpu_seconds, memory_bytes, started
 
 SCRIPT = """
 import subprocess, sys, time
@@ -37,3 +39,17 @@ def test_all_processes_of_a_server_are_counted() -> None:
     while Path(f"/proc/{process.pid}").exists():
         assert time.monotonic() < deadline
     assert memory_bytes(process.pid) == 0 == cpu_seconds(process.pid)
+
+
+def test_what_a_server_prints_stays_out_of_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "chatty.py").write_text(
+        "import sys, time\nprint('a banner', flush=True)\n"
+        "print('http://127.0.0.1:5', file=sys.stderr, flush=True)\ntime.sleep(60)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(SERVERS, "chatty", ServerKind(("chatty",)))
+    with started("chatty", tmp_path, "float32", {}) as (_, port):
+        assert port == 5
+    assert capfd.readouterr().out == ""

@@ -197,6 +197,14 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
         probed(train, labels, train, labels, num_classes=2, **settings)
 
 
+def test_one_row_per_class_needs_no_penalty() -> None:
+    train, labels = drawn(20, 4, 2)
+    rows = [int(np.flatnonzero(labels == label)[0]) for label in (0, 1)]
+    found = probed(train[rows], labels[rows], train, labels, num_classes=2)
+    given = probed(train[rows], labels[rows], train, labels, num_classes=2, penalties=[linear.SINGLE_PENALTY])
+    assert found.penalty == linear.SINGLE_PENALTY and found.sweep == () and found.metrics == given.metrics
+
+
 def test_data_that_does_not_fit_is_refused(types_unchecked: None) -> None:
     train, labels = drawn(20, 4, 2)
     with pytest.raises(DataError, match="4 columns, but test features have 3"):
@@ -204,7 +212,7 @@ def test_data_that_does_not_fit_is_refused(types_unchecked: None) -> None:
     with pytest.raises(DataError, match="training features: 20 of 20 labels are unknown, the first in row 0"):
         probed(train, labels * 0 - 1, train, labels, num_classes=2)
     with pytest.raises(DataError, match="no class has two training images"):
-        probed(train[:2], np.array([0, 1]), train, labels, num_classes=2)
+        probed(train[:2], np.array([0, 1]), train, labels, num_classes=2, penalties=(1.0, 0.1))
     test = train.copy()
     test[7, 0] = np.inf
     with pytest.raises(DataError, match="features of row 7 are not all finite"):

@@ -18,7 +18,7 @@ from vitrail.evaluation.predictions.bootstrap import (
     calibration_error_interval,
     mean_interval,
 )
-from vitrail.evaluation.predictions.calibration import calibration_bins, per_sample
+from vitrail.evaluation.predictions.calibration import binary_logits, calibration_bins, per_sample
 from vitrail.evaluation.predictions.metrics import confusion, mean_average_precision, top_k
 from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.evaluation.predictions.report import ClassificationReport, report
@@ -186,3 +186,32 @@ def test_a_mistake_can_have_a_logit_of_any_size() -> None:
     predictions = several()
     huge = replace(predictions, logits=np.full_like(predictions.logits, -750.0))
     assert report(huge, bootstrap=0).worst[0].probability == 0.0
+
+
+def test_several_labels_are_judged_by_probabilities_of_a_softmax() -> None:
+    predictions = replace(several(), scores="softmax")
+    logits, targets = predictions.logits.astype(np.float64) + 20, predictions.truth.values
+    found = report(replace(predictions, logits=logits.astype(np.float32)), bootstrap=0)
+    probabilities = torch.from_numpy(logits).softmax(dim=1)
+    losses = torch.nn.functional.binary_cross_entropy(
+        probabilities, torch.from_numpy(targets).double(), reduction="none"
+    )
+    assert found.cross_entropy.value == pytest.approx(float(losses.sum(dim=1).mean()), rel=1e-5)
+    decided = probabilities.numpy() > 0.5
+    assert found.multi_label is not None and 0 < decided.mean() < 0.5
+    assert found.multi_label.exact_match.value == (decided == targets).all(axis=1).mean()
+    assert found.multi_label.micro_f1 == pytest.approx(reference.f1_score(targets, decided, average="micro"))
+    assert found.multi_label.mean_average_precision == pytest.approx(
+        mean_average_precision(probabilities.numpy(), targets > 0), rel=1e-9
+    )
+    worst = found.worst[0]
+    assert worst.probability == pytest.approx(float(probabilities[worst.index - 100].max()), rel=1e-5)
+
+
+def test_binary_logits_keep_small_probabilities() -> None:
+    logits = np.array([[500, 0, 1], [0, 0, 0], [-3, 40, -200]], np.float32)
+    found = binary_logits(logits)
+    np.testing.assert_allclose(found[0], [500 - np.logaddexp(0, 1), -500, -499], rtol=1e-6)
+    np.testing.assert_allclose(found[1], np.full(3, -np.log(2)), rtol=1e-6)
+    np.testing.assert_allclose(found[2], [-43, 43, -240], rtol=1e-6)
+    assert np.isfinite(binary_logits(np.zeros((2, 1), np.float32))).all()

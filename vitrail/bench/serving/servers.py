@@ -76,8 +76,9 @@ def started(name: str, model: Path, precision: str, pythons: Mapping[str, str]) 
     module, *arguments = (word.format(model=model, precision=precision) for word in kind.words)
     command = [pythons.get(kind.library, sys.executable), "-m", module, *arguments]
     with subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env=_environment(), start_new_session=True
-    ) as process:
+        command, stdout=subprocess.DEVNULL,  # a banner would stand before the JSON of this process
+        stderr=subprocess.PIPE, text=True, env=_environment(), start_new_session=True,
+    ) as process:  # fmt: skip
         try:
             assert process.stderr is not None
             said = ""

@@ -116,8 +116,6 @@ def linear_probe(
 
     Raise the errors of `fit_linear`, and `DataError` if the test features or targets do not fit the training features.
     """
-    penalties = _penalties(penalties, train_truth)
-    _check_settings(penalties, held_out)
     check_truth("training features", train_features, train_truth)
     check_truth("test features", test_features, test_truth)
     check_pair(train_features, test_features)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Float64, Int64, UInt8
+from jaxtyping import Bool, Float, Float32, Float64, Int64, UInt8
 
 from vitrail.errors import ConfigError
 from vitrail.evaluation.predictions.metrics import check_labels
@@ -22,6 +22,7 @@ __all__ = [
     "CalibrationBin",
     "PerSample",
     "binary_cross_entropy",
+    "binary_logits",
     "calibration_bins",
     "calibration_gaps",
     "expected_calibration_error",
@@ -104,6 +105,20 @@ def binary_cross_entropy(
     for rows, block in _blocks(logits):
         losses[rows] = np.logaddexp(0, block).sum(axis=1) - (targets[rows] * block).sum(axis=1)
     return losses
+
+
+def binary_logits(logits: Float[np.ndarray, "n classes"]) -> Float32[np.ndarray, "n classes"]:
+    """Return log(p / (1 - p)) for the softmax probability p of each class. A sigmoid of it gives the probability."""
+    result = np.empty(logits.shape, np.float32)
+    for rows, block in _blocks(logits):
+        block -= block.max(axis=1, keepdims=True)
+        powers = np.exp(block)
+        at, top = np.arange(len(block)), block.argmax(axis=1)
+        others = powers.sum(axis=1, keepdims=True) - powers
+        powers[at, top] = 0
+        others[at, top] = powers.sum(axis=1)  # a difference would lose small probabilities
+        result[rows] = block - np.log(np.maximum(others, np.finfo(np.float64).tiny))
+    return result
 
 
 def calibration_gaps(

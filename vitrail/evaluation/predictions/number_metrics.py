@@ -103,7 +103,9 @@ def _metrics(
     known, absolute, squared, deviation, squares = np.split(means, 5, axis=1)
     with np.errstate(invalid="ignore", divide="ignore"):
         errors = squared / known
-        variance = squares / known - (deviation / known) ** 2
+        raw = squares / known
+        variance = raw - (deviation / known) ** 2
+        variance = np.where(variance > 1e-12 * raw, variance, 0)  # a resample of equal numbers leaves rounding errors
         return np.stack([np.where(known > 0, _r2(errors, variance, mean), np.nan), absolute / known, np.sqrt(errors)])
 
 

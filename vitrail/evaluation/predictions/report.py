@@ -20,6 +20,7 @@ from vitrail.evaluation.predictions.calibration import (
     CalibrationBin,
     PerSample,
     binary_cross_entropy,
+    binary_logits,
     calibration_bins,
     per_sample,
 )
@@ -109,7 +110,8 @@ class ClassificationReport:
     accuracy: Metric
     """Fraction of images whose likeliest class is the label, or one of several labels."""
     cross_entropy: Metric
-    """Cross-entropy in nats. With sigmoid outputs, it is the sum of the binary cross-entropies of all classes."""
+    """Cross-entropy in nats. With sigmoid outputs, or if images can have several labels, it is the sum of the binary
+    cross-entropies of all classes."""
     top5: Metric | None
     """Top-5 accuracy, or None for fewer than six classes."""
     balanced_accuracy: Metric | None
@@ -205,10 +207,11 @@ def _one_label(
 def _several_labels(
     predictions: Predictions, truth: MultiLabels, settings: dict[str, int], worst: int
 ) -> ClassificationReport:
-    logits, targets, count = predictions.logits, truth.values, len(predictions.classes)
+    targets, count = truth.values, len(predictions.classes)
+    logits = binary_logits(predictions.logits) if predictions.scores == "softmax" else predictions.logits
     predicted = logits > 0
     losses = binary_cross_entropy(logits, targets)
-    likeliest = logits.argmax(axis=1)
+    likeliest = predictions.logits.argmax(axis=1)
     exact = exact_match(predicted, targets)
     precisions = average_precision(logits, targets > 0)
     micro, macro = f1_scores(predicted, targets)
