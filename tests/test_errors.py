@@ -13,9 +13,9 @@ def test_nearest_lists_everything_when_nothing_is_close() -> None:
     assert nearest("zzz", ["demo", "folder"]) == "choices: demo, folder"
 
 
-def test_nearest_lists_at_most_fifty_choices() -> None:
+def test_nearest_lists_at_most_a_hundred_choices() -> None:
     names = [f"{number:06}" for number in range(1000)]
-    assert nearest("zzz", names) == f"choices: {', '.join(names[:50])} and 950 more"
+    assert nearest("zzz", names) == f"choices: {', '.join(names[:100])} and 900 more"
 
 
 def test_nearest_keeps_names_that_differ_in_case_alone() -> None:

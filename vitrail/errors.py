@@ -123,12 +123,13 @@ class DestinationError(UserError):
     """An output path exists already and may not be replaced, or it cannot be made."""
 
 
-MOST_CHOICES = 50
-"""Largest number of names that a message lists. A data set can have thousands of classes."""
+MOST_CHOICES = 100
+"""Largest number of names that a message lists: more than there are recipes, and fewer than a data set can have
+classes."""
 
 
 def nearest(value: str, choices: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: the most similar choices, or the first 50 choices if none is
+    """Return the end of a message about an unknown name: the most similar choices, or the first 100 choices if none is
     similar."""
     names = list(choices)
     likeness = {name: difflib.SequenceMatcher(None, value.lower(), name.lower()).ratio() for name in names}

@@ -275,9 +275,9 @@ def test_a_message_does_not_list_a_thousand_classes(tree: Trees, form: str) -> N
                     member.size = len(data)
                     file.addfile(member, io.BytesIO(data))
         root = root / "all.tar"
-    with pytest.raises(DataError, match=r"n000.* class 19, of the model.* and 9[58]0 more") as caught:
+    with pytest.raises(DataError, match=r"n000.* class 19, of the model.* and 9[08]0 more") as caught:
         open_data(str(root), validation_share=0.0, classes=known)
-    assert len(str(caught.value)) < 1500
+    assert len(str(caught.value)) < 3000
 
 
 def test_idx_folders_have_splits_and_numbered_classes(idx_folder: Callable[..., Path]) -> None:
