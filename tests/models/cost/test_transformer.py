@@ -178,9 +178,11 @@ def test_training_is_three_forward_passes_but_for_the_image(name: str) -> None:
     (variant_config("ViT-Ti/16", image_size=(64, 48), depth=2, num_classes=7, pool="map"), (0, 1)),
     (variant_config("ViT-Ti/16", image_size=(64, 48), depth=2, num_classes=7, head_hidden=11), (0, 1)),
     (variant_config("ViT-Ti/16", image_size=(64, 48), depth=3, num_classes=7, patch_dropout=0.5), (1,)),
+    (variant_config("ViT-Ti/16", image_size=(64, 48), depth=2, positions="relative-keys"), (0, 1, 2)),
+    (variant_config("ViT-Ti/16", image_size=(64, 48), depth=2, positions="relative-keys", pool="gap"), (1, 2)),
     pytest.param(variant_config("BiT-R50x1", image_size=(48, 33), num_classes=7), (0, 3, 16), marks=pytest.mark.slow),
     pytest.param(HYBRIDS["three stages"][0], (0, 1), marks=pytest.mark.slow),
-], ids=["class token", "map", "hidden layer", "dropped patches", "BiT", "hybrid"])  # fmt: skip
+], ids=["class token", "map", "hidden layer", "dropped patches", "keys", "keys, mean", "BiT", "hybrid"])  # fmt: skip
 def test_frozen_layers_have_no_backward_pass(config: AnyConfig, blocks: Sequence[int]) -> None:
     for count in blocks:
         exact = isinstance(config, ViTConfig) and config.root is None

@@ -264,6 +264,11 @@ class AttentionKind:
         computed."""
         raise NotImplementedError
 
+    def macs_of_shared_weights(self, tokens: int, read: int) -> int:
+        """Return the part of `macs` whose products have weights of the positions or of the context as a factor. These
+        weights are below the blocks: they have no gradients if only blocks are trained."""
+        return self.config.position_embedding.macs_in_attention(read)
+
     def kept_bytes(self, tokens: int, read: int, precision: FootprintPrecision) -> int:
         """Return the bytes per image that the layer keeps for the backward pass, not counting the layer's input."""
         raise NotImplementedError

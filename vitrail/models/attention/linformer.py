@@ -85,8 +85,11 @@ class LinformerAttention(FullAttention):
 
     def macs(self, tokens: int, read: int) -> int:
         width, rows, prefix = self.config.width, self.settings.rows, self.config.prefix
-        projected = 2 * rows * (tokens - prefix) * width
+        projected = self.macs_of_shared_weights(tokens, read)
         return (2 * tokens + 2 * read) * width * width + projected + 2 * read * (rows + prefix) * width
+
+    def macs_of_shared_weights(self, tokens: int, read: int) -> int:
+        return 2 * self.settings.rows * (tokens - self.config.prefix) * self.config.width
 
     def kept_bytes(self, tokens: int, read: int, precision: FootprintPrecision) -> int:
         config, seen = self.config, self.settings.rows + self.config.prefix

@@ -92,7 +92,7 @@ def training_flops(config: ViTConfig, size: tuple[int, int], trained_blocks: int
         return 2 * (forward + (2 * head + config.head_hidden * config.embed_width if config.head_hidden else head))
     below = _stem_macs(config, patches) + sum(_block_macs(config, block, n) for block in range(frozen))
     below += resnet.root_macs(root, config.channels, size) if root else 0
-    return 2 * (3 * forward - 2 * below + again)
+    return 2 * (3 * forward - 2 * below - _frozen_macs(config, range(frozen, config.num_blocks), n) + again)
 
 
 def footprint(config: ViTConfig, size: tuple[int, int], precision: FootprintPrecision) -> Footprint:
@@ -148,6 +148,17 @@ def _unread_macs(config: ViTConfig, n: int) -> int:
         return 0
     attention = config.attention_in(config.num_blocks - 1)
     return attention.macs(n, n) - attention.macs(n, 1) + (n - 1) * _mlp_macs(config)
+
+
+def _frozen_macs(config: ViTConfig, trained: range, n: int) -> int:
+    """Return the multiply-accumulates for gradients of weights that trained blocks use and that lie below all blocks.
+    These gradients are not computed if only blocks are trained."""
+    found = 0.0
+    for block in trained:
+        reads_one = block == config.num_blocks - 1 and config.pool == "cls" and not config.reversible
+        shared = config.attention_in(block).macs_of_shared_weights(n, 1 if reads_one else n)
+        found += shared * (1 - config.depth_rate(block) * config.skip_dropped)
+    return round(found)
 
 
 def _removed_macs(config: ViTConfig, patches: int) -> int:
