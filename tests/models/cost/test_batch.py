@@ -86,9 +86,7 @@ def test_the_formula_is_near_the_peak_of_a_process(name: str, side: int, count: 
     config = variant_config(name, image_size=(side, side), num_classes=0)
     predicted = prediction_bytes(config, count, precision=precision) - prediction_bytes(config, 1, precision=precision)
     measured = []
-    for _ in range(
-        3
-    ):  # the unused bytes between tensors differ from process to process by up to the tensors themselves
+    for _ in range(3):  # unused bytes between tensors differ from process to process by up to the tensors themselves
         run = subprocess.run(command, capture_output=True, text=True, check=True)
         measured.append(int(run.stdout))
         if min(measured) / 1.6 < predicted < min(measured) * 2.5:
