@@ -193,6 +193,7 @@ def cut_faults(files: list[bytes], step: int) -> Iterator[str]:
     for number, data in enumerate(files):
         whole = decode.decode(data, 3)
         for length in range(0, len(data), step):
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
             try:
                 same = np.array_equal(decode.decode(data[:length], 3), whole)
             except UndecodableImage:
