@@ -37,8 +37,7 @@ def _points(settings: Settings) -> list[Point]:
         variant=f"ViT-Pico/{patch_side(settings, 7)}", width=64, depth=settings.of(2, 4), heads=2, mlp_width=256,
         pool="gap", position_std=0.3,
     )  # fmt: skip
-    rates = settings.of((1e-3, 3e-3), (5e-4, 1e-3, 3e-3))
-    return [point(arm, config.override(attention=text), rates) for arm, text in ARMS.items()]
+    return [point(arm, config.override(attention=text), (1e-3, 3e-3)) for arm, text in ARMS.items()]
 
 
 def _claims(points: Sequence[Point]) -> list[Claim]:

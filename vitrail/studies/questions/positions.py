@@ -36,12 +36,11 @@ PAPER = tuple(name for name in ARMS if name not in ("none", "sin-cos", "rotary")
 
 def _points(settings: Settings) -> list[Point]:
     config = small_config(settings, images=settings.of(2000, 7000), epochs=settings.of(4.0, 10.0))
-    rates = settings.of((1e-3, 3e-3), (5e-4, 1e-3, 3e-3))
     return [
         point(
             arm,
             config.override(**fields),
-            rates,
+            (1e-3, 3e-3),
             by=("accuracy", "fewshot", "linear"),
             evaluator_settings={"fewshot": {"shots": [5]}},
         )
