@@ -21,7 +21,7 @@ from PIL import Image
 from vitrail.data import pipeline
 from vitrail.data.augmentation.crop import torchvision_crop
 from vitrail.data.batch import Batch
-from vitrail.data.pipeline import Ranks, Readers, TrainingBatches, evaluation_batches, skips_allowed
+from vitrail.data.pipeline import Ranks, Readers, Stage, TrainingBatches, evaluation_batches, skips_allowed
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.rows import LocalViews
 from vitrail.data.source import Mixture, Source
@@ -551,3 +551,70 @@ def test_local_views_have_boxes_and_a_size_of_their_own(
 def test_no_view_is_no_sample(memory_source: Sources) -> None:
     with pytest.raises(ConfigError, match=r"views=0 is less than 1"):
         training(memory_source([], labels=[]), views=0)
+
+
+class CountingImages(list[Any]):
+    """Images that count how often each of them is read."""
+
+    def __init__(self, images: list[Any]) -> None:
+        super().__init__(images)
+        self.reads = [0] * len(images)
+
+    def __getitem__(self, index: Any) -> Any:
+        self.reads[index] += 1
+        return super().__getitem__(index)
+
+
+def counted(memory_source: Sources) -> tuple[Source, CountingImages]:
+    """Return a source of five colour images of odd sizes, the last of which cannot be decoded, and their counters."""
+    plain: Any = varied(memory_source)
+    images = CountingImages(plain.images)
+    return memory_source(images, labels=plain.labels), images
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("views", [1, 2])
+def test_kept_pixels_are_read_once_and_give_equal_batches(memory_source: Sources, threads: int, views: int) -> None:
+    source, images = counted(memory_source)
+    preprocess = Preprocess(image_size=(5, 7))
+    options: dict[str, Any] = {"batch_size": 3, "seed": 2, "views": views}
+    expected = list(islice(TrainingBatches(source, preprocess, **options, readers=Readers(0)), 10))
+    assert images.reads == [6] * 5, "30 samples are six epochs"
+    images.reads[:] = [0] * 5
+    batches = TrainingBatches(source, preprocess, **options, readers=Readers(threads), keep=True)
+    found = list(islice(batches, 4))
+    batches.use_readers(Readers(0))
+    state = batches.state()
+    batches.restore(state)
+    assert_same([*found, *islice(batches, 6)], expected)
+    assert images.reads[:4] == [1] * 4 or (threads and max(images.reads[:4]) <= threads)
+    assert images.reads[4] >= 6, "an image that cannot be decoded is tried in every epoch"
+    found[0].images.zero_()
+    later = TrainingBatches(source, preprocess, **options, readers=Readers(0), keep=True)
+    first = next(later)
+    first.images.zero_()
+    later.restore({"batches": 0})
+    assert torch.equal(next(later).images, expected[0].images), "a batch is a copy of the kept pixels"
+
+
+def test_pixels_are_kept_for_one_size_at_a_time(memory_source: Sources) -> None:
+    source, images = counted(memory_source)
+    small, large = Preprocess(image_size=(5, 7)), Preprocess(image_size=(9, 8))
+    stages = (Stage(5, large, 2),)
+    batches = TrainingBatches(source, small, batch_size=3, seed=2, readers=Readers(0), later=stages, keep=True)
+    plain = TrainingBatches(source, small, batch_size=3, seed=2, readers=Readers(0), later=stages)
+    images.reads[:] = [0] * 5
+    assert_same(list(islice(batches, 15)), list(islice(plain, 15)))
+    assert [count - 7 for count in images.reads[:4]] == [2] * 4, "35 samples without keeping, and once for each size"
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_random_boxes_are_cut_from_the_image_in_every_epoch(memory_source: Sources, local: bool) -> None:
+    source, images = counted(memory_source)
+    crop = functools.partial(torchvision_crop, 3, area=(0.1, 0.9))
+    options: dict[str, Any] = {"local": LocalViews(2, SMALL, crop)} if local else {"crop": crop}
+    batches = TrainingBatches(
+        source, replace(SMALL, channels=3), batch_size=5, seed=2, readers=Readers(0), keep=True, **options
+    )
+    list(islice(batches, 2))
+    assert images.reads[:4] == [2] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,10 @@ import torch
 
 from vitrail.data.augmentation.crop import tensorflow_crop
 from vitrail.errors import ConfigError
+from vitrail.training import assembly
 from vitrail.training.assembly import make_network, make_plan, make_state
 from vitrail.training.config import TrainConfig
-from vitrail.training.setup import prepare
+from vitrail.training.setup import OwnObjects, prepare
 
 
 def test_training_crops_as_the_original_code(small: Callable[..., TrainConfig], tmp_path: Path) -> None:
@@ -48,3 +50,28 @@ def test_the_number_of_threads_is_fixed_where_equal_bits_are_promised(
     assert fixed(precision="bf16") == (None, True)
     assert fixed(precision="bf16", compute_threads=3) == (3, False)
     assert fixed(precision="bf16", processes=1) == (None, False)
+
+
+def test_pixels_are_kept_if_they_fit_and_are_read_again(
+    small: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept(**fields: Any) -> bool:
+        setup = prepare(small(tmp_path / "run", **fields))
+        batches = make_state(setup, make_network(setup, None)[0]).batches
+        next(batches)
+        return batches._kept is not None
+
+    assert kept()
+    assert not kept(steps=1), "no image is read twice"
+    assert not kept(crop_area=(0.5, 1.0)), "the boxes differ"
+    config = small(tmp_path / "run")
+    own = prepare(config, objects=OwnObjects(data=config.data.open()))
+    batches = make_state(own, make_network(own, None)[0]).batches
+    next(batches)
+    assert batches._kept is None, "the user's object may return another image"
+    count = len(config.data.open().train)
+    whole = count * config.images.channels * math.prod(config.images.image_size)
+    monkeypatch.setattr(assembly, "available_memory", lambda device: 8 * whole)
+    assert kept()
+    monkeypatch.setattr(assembly, "available_memory", lambda device: 8 * whole - 1)
+    assert not kept()

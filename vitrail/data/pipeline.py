@@ -19,7 +19,7 @@ import numpy as np
 
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.rows import Crop, Loader, LocalViews, as_batch, collate
+from vitrail.data.rows import Crop, KeptPixels, Loader, LocalViews, as_batch, collate
 from vitrail.data.source import Mixture, Source, has_soft_targets, target_kind
 from vitrail.errors import ConfigError
 
@@ -140,8 +140,10 @@ class TrainingBatches(Iterator[Batch]):
     resume from any batch, even with a different number of readers or ranks. A batch has `batch_size` samples with
     `views` rows each. The views of a sample have different boxes and different augmentation. With `local`, a batch also
     has local views of its samples (`Batch.local`). From the first batch of each of the `later` stages on, batches have
-    the image size and the batch size of that stage; the order of the samples does not change. Raise `ConfigError` if a
-    batch size is not divisible by the number of ranks.
+    the image size and the batch size of that stage; the order of the samples does not change. With `keep`, the pixels
+    of all samples stay in memory after the first epoch, except of samples with random boxes or local views and in
+    worker processes. The source must then return the same image each time. Raise `ConfigError` if a batch size is not
+    divisible by the number of ranks.
     """
 
     def __init__(
@@ -158,6 +160,7 @@ class TrainingBatches(Iterator[Batch]):
         local: LocalViews | None = None,
         later: Sequence[Stage] = (),
         partners: bool = False,
+        keep: bool = False,
     ) -> None:
         if views < 1:
             raise ConfigError(f"views={views} is less than 1")
@@ -167,6 +170,8 @@ class TrainingBatches(Iterator[Batch]):
         self._source, self._seed, self._ranks, self._crop, self._views = source, seed, ranks, crop, views
         self._kind = target_kind(source)
         self._readers = readers
+        self._keep = keep
+        self._kept: tuple[Stage, KeptPixels] | None = None
         self._taken = 0
         self._iterator: Any = None
 
@@ -201,14 +206,23 @@ class TrainingBatches(Iterator[Batch]):
     def _rows(self, stage: Stage) -> Any:
         """Return the rows of all samples in the order of the run, with the settings of a stage."""
         source, kind, crop, views = self._source, self._kind, self._crop, self._views
-        soft = has_soft_targets(source)
+        soft, kept = has_soft_targets(source), self._pixels_of(stage)
 
         def loader(first: int, length: int) -> Loader:
             return Loader(
-                source, stage.preprocess, kind, crop, first, length, views, stage.local, whole_levels=True, soft=soft
-            )
+                source, stage.preprocess, kind, crop, first, length, views, stage.local,
+                whole_levels=True, soft=soft, kept=kept,
+            )  # fmt: skip
 
         return self._order(loader)
+
+    def _pixels_of(self, stage: Stage) -> KeptPixels | None:
+        """Return the pixels that the samples of a stage keep. Those of the stage before are freed."""
+        if not self._keep or self._crop is not None or stage.local is not None or self._readers.processes:
+            self._kept = None
+        elif self._kept is None or self._kept[0] != stage:
+            self._kept = stage, KeptPixels(len(self._source), stage.preprocess)
+        return self._kept and self._kept[1]
 
     def _order(self, make: Callable[[int, int], Callable[[int, int], Any]]) -> Any:
         """Return what functions make of all samples in the order of the run. `make` receives the first sample and the

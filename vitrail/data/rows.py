@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +16,7 @@ from vitrail.data.pixels.preprocess import Box, Preprocess
 from vitrail.data.source import Source, Target, TargetKind, class_indices, soft_target_of
 from vitrail.errors import UndecodableImage
 
-__all__ = ["Crop", "Loader", "LocalViews", "as_batch", "collate"]
+__all__ = ["Crop", "KeptPixels", "Loader", "LocalViews", "as_batch", "collate"]
 
 
 @runtime_checkable
@@ -38,6 +38,21 @@ class LocalViews:
     crop: Crop
 
 
+class KeptPixels:
+    """The pixels of a source's samples in memory. Each sample is decoded and scaled when it is first read."""
+
+    def __init__(self, count: int, preprocess: Preprocess) -> None:
+        self._pixels = np.zeros((count, preprocess.channels, *preprocess.image_size), np.uint8)
+        self._present = np.zeros(count, np.bool_)
+
+    def get(self, place: int, read: Callable[[], np.ndarray]) -> np.ndarray:
+        """Return the pixels of a sample, which `read` returns the first time. Threads can call this together."""
+        if not self._present[place]:
+            self._pixels[place] = read()
+            self._present[place] = True
+        return self._pixels[place]
+
+
 @dataclass(frozen=True)
 class Loader:
     """Makes the rows of one sample. The epoch is computed from the position in the run."""
@@ -57,6 +72,8 @@ class Loader:
     """True to round the pixels to uint8, which augmentation needs."""
     soft: bool = False
     """True for soft targets, if some samples of the source have them."""
+    kept: KeptPixels | None = None
+    """Pixels of samples that have been read before. Only for samples without random boxes and with whole levels."""
 
     def __call__(self, position: int, index: int) -> dict[str, Any]:
         epoch = position // (self.length or len(self.source))
@@ -64,7 +81,7 @@ class Loader:
         target = self.source.target(place)
         skipped = None
         try:
-            pixels, local = self._pixels(self.source[place].image, epoch, place)
+            pixels, local = self._pixels(epoch, place)
         except UndecodableImage as error:
             pixels, local = _black(self.preprocess, self.views), []
             if self.local is not None:
@@ -76,20 +93,26 @@ class Loader:
             "targets": self._values(place, target),
         }  # fmt: skip
 
-    def _pixels(self, image: bytes | np.ndarray, epoch: int, place: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    def _pixels(self, epoch: int, place: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Return the pixels of each view, and of each local view. The image is decoded once for all views. With
         `scaled_decode`, it is decoded for each view, because the box determines the scale."""
-        local = self.local
+        if self.kept is not None:
+            return [self.kept.get(place, lambda: self._whole(self.source[place].image))] * self.views, []
+        local, image = self.local, self.source[place].image
         if (local is not None or (self.views > 1 and self.crop is not None)) and not self.preprocess.scaled_decode:
             image = decode(image, self.preprocess.channels)
         if self.crop is None:
-            pixels = [self.preprocess.pixels(image, whole_levels=self.whole_levels)] * self.views
+            pixels = [self._whole(image)] * self.views
         else:
             pixels = self._cut(image, epoch, place, self.preprocess, self.crop, range(self.views))
         if local is None:
             return pixels, []
         views = range(self.views, self.views + local.count)
         return pixels, self._cut(image, epoch, place, local.preprocess, local.crop, views)
+
+    def _whole(self, image: bytes | np.ndarray) -> np.ndarray:
+        """Return the pixels of an image without a random box."""
+        return self.preprocess.pixels(image, whole_levels=self.whole_levels)
 
     def _cut(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,8 @@ from vitrail.data.pipeline import (
     TrainingBatches,
     skips_allowed,
 )
+from vitrail.errors import ConfigError
+from vitrail.machine import available_memory
 from vitrail.models.compiled import compile_blocks
 from vitrail.models.linear.float8 import use_float8
 from vitrail.models.variants import build
@@ -37,6 +40,9 @@ from vitrail.training.state.state import TrainState
 from vitrail.weights.bundle import Bundle, weights_sha256
 
 __all__ = ["make_bundle", "make_network", "make_plan", "make_state"]
+
+KEPT_FRACTION = 1 / 8
+"""Fraction of the free memory that the pixels of the training images may take."""
 
 
 def make_network(
@@ -108,6 +114,7 @@ def make_state(setup: Setup, network: nn.Module) -> TrainState:
         views=config.task.views,
         local=first.local,
         later=later,
+        keep=_keeps_pixels(setup),
     )
     average = Average(objective, optimizer.average, optimizer.average_start) if optimizer.average else None
     made = make_optimizer(objective, optimizer, config.run.precision)
@@ -118,6 +125,20 @@ def make_state(setup: Setup, network: nn.Module) -> TrainState:
     if setup.processes.are_several:
         gradients = GradientSum(objective, setup.processes) if copied is None else ShardedGradients(setup.processes)
     return TrainState(objective, made, batches, average=average, gradients=gradients, copy=copied, streamed=streamed)
+
+
+def _keeps_pixels(setup: Setup) -> bool:
+    """Return True if a run reads its images more than once and all of their pixels fit in a small part of the free
+    memory. Objects of the user may return another image each time, so theirs are always read again."""
+    config, images = setup.config, len(setup.splits.train)
+    if "data" in setup.objects.names or (setup.steps - 1) * config.run.batch_size < images:
+        return False
+    size = max((stage.preprocess.image_size for stage in _stages(setup)), key=math.prod)
+    needed = setup.processes.place.local_world * images * config.images.channels * math.prod(size)
+    try:
+        return needed <= KEPT_FRACTION * available_memory(torch.device("cpu"))
+    except ConfigError:
+        return False
 
 
 def make_plan(setup: Setup) -> Plan:
