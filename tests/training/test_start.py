@@ -336,3 +336,10 @@ def test_a_frozen_model_learns_the_colours(initial: Initial, from_model: FromMod
         assert name.startswith("head.") or torch.equal(tensor, before[name])
     assert result.metrics["validation_accuracy"] > 0.6
     assert "51 of them trained" in notes.said[-1]
+
+
+def test_blocks_that_do_not_divide_the_grid_are_noted(small: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    for size, notes in ((3, 1), (4, 0)):
+        display = Notes()
+        train(small(tmp_path / f"{size}", attention=f"blocks:size={size}", steps=1, evaluations=1), display=display)
+        assert len(display.notes) == notes and all("do not divide the grid of 4 x 4" in note for note in display.notes)

@@ -22,6 +22,7 @@ from vitrail.errors import NonFiniteLoss, plural
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.machine import keep_freed_memory
+from vitrail.models.vit_config import ViTConfig
 from vitrail.tasks import Task
 from vitrail.tasks.own_model import BESIDE, beside, load_beside, load_weights, without_adapters, write_weights
 from vitrail.tasks.task import Objective
@@ -250,6 +251,8 @@ class Execution:
     def _announce(self, network: nn.Module, notes: tuple[str, ...]) -> None:
         setup = self.setup
         for note in (*notes, *setup.splits.notes):
+            self.display.note(note)
+        if isinstance(setup.network, ViTConfig) and (note := setup.network.attention_kind.note()):
             self.display.note(note)
         if note := colour_note(images_of(setup.splits.train), setup.config.images.channels):
             self.display.note(f"{note}; to learn from colours, choose channels=3")

@@ -227,6 +227,19 @@ def test_the_summed_form_adds_rows_and_columns() -> None:
     assert [name for _, names in network.blocks[1].projections() for name in names].count("query") == 2
 
 
+def test_blocks_that_do_not_divide_the_grid_have_a_note() -> None:
+    """The grid has 5 x 7 patches."""
+    assert config_of("blocks:size=5").attention_kind.note() == (
+        "attention='blocks:size=5': blocks of 5 x 5 patches do not divide the grid of 5 x 7, so blocks at its edges "
+        "are smaller"
+    )
+    several = config_of("blocks:size=2/3/2").attention_kind.note()
+    assert several.startswith("attention='blocks:size=2/3/2': blocks of 2 x 2 and 3 x 3 patches do not divide")
+    divided = config_of("blocks:size=1/5", image_size=(10, 20)).attention_kind
+    assert divided.config.grid == (5, 10) and not divided.note()
+    assert not config_of("full").attention_kind.note()
+
+
 def test_an_axial_layer_is_two_blocks() -> None:
     config = config_of("axial", depth=3)
     assert config.num_blocks == len(VisionTransformer(config).blocks) == 6

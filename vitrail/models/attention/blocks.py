@@ -64,6 +64,16 @@ class BlockAttention(SparseAttention):
                 found.append(str(error))
         return found
 
+    def note(self) -> str:
+        rows, columns = self.config.grid
+        sizes = [f"{size} x {size}" for size in dict.fromkeys(self.settings.size) if rows % size or columns % size]
+        if not sizes:
+            return ""
+        return (
+            f"attention={self.config.attention!r}: blocks of {' and '.join(sizes)} patches do not divide the grid of "
+            f"{rows} x {columns}, so blocks at its edges are smaller"
+        )
+
     def sizes(self) -> tuple[GroupSize, ...]:
         rows, columns = (ceil((side + self.shift) / self.size) for side in self.config.grid)
         return (GroupSize(rows * columns, self.size**2, (self.size + 2 * self.settings.halo) ** 2),)

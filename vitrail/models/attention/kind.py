@@ -237,6 +237,10 @@ class AttentionKind:
         """Return a message for every field of the config that does not fit this attention."""
         return []
 
+    def note(self) -> str:
+        """Return what a user may not expect of this attention on the config's grid, or ""."""
+        return ""
+
     def heads_problems(self) -> list[str]:
         """Return a message if the number of heads does not divide the width. The config itself checks that there is a
         head."""
