@@ -24,7 +24,7 @@ def _points(settings: Settings) -> list[Point]:
         settings, images=settings.of(2000, 7000), epochs=settings.of(6.0, 20.0),
         variant=f"ViT-Pico/{patch_side(settings, 4)}", **VIT,
     )  # fmt: skip
-    rates = settings.of((1e-3, 3e-3, 8e-3), (5e-4, 1.5e-3, 4e-3))
+    rates = settings.of((1e-3, 3e-3, 8e-3), (5e-4, 1.5e-3, 4e-3, 1e-2))
     return [point(arm, config.override(pool=pool), rates) for arm, pool in POOLS.items()]
 
 

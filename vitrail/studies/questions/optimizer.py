@@ -18,16 +18,11 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 """Optimizer of the pre-training."""
 
+RATES = {"Adam": (3e-3, 1e-2, 3e-2, 1e-1), "SGD": (0.03, 0.1, 0.3, 1.0)}
+"""Learning rates of the pre-training to try."""
 
 PUBLISHED_RATES = {"Adam": (1e-3,), "SGD": (0.48,)}
 """Learning rates in the published size: that of Table 3, and BiT's 0.03 for 256 images."""
-
-
-def _rates(settings: Settings) -> dict[str, tuple[float, ...]]:
-    """Return the learning rates of the pre-training to try. Short runs need higher ones."""
-    return settings.of(
-        {"Adam": (3e-3, 1e-2, 3e-2), "SGD": (0.1, 0.3, 1.0)}, {"Adam": (1e-3, 3e-3, 1e-2), "SGD": (0.03, 0.1, 0.3)}
-    )
 
 
 FINE_TUNED: dict[str, Any] = {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.0}
@@ -38,7 +33,6 @@ def _points(settings: Settings) -> list[Point]:
     classes, samples = settings.of((20, 100), (50, 400))
     config = small_config(settings, images=settings.images, epochs=settings.of(3.0, 4.0), **NETWORKS["BiT"])
     pretrained = config.override(data=fractals(settings, classes, samples))
-    first, second = _rates(settings), settings.of((0.03, 0.1, 0.3), (0.01, 0.03, 0.1))
     found = []
     for count in settings.of((500,), (500, 2000, 8000)):
         images = min(count, settings.images)
@@ -47,8 +41,8 @@ def _points(settings: Settings) -> list[Point]:
             Point(
                 arm=arm,
                 stages=(
-                    Stage(config=pretrained.override(**fields), rates=first[arm]),
-                    Stage(config=tuned, rates=second),
+                    Stage(config=pretrained.override(**fields), rates=RATES[arm]),
+                    Stage(config=tuned, rates=(0.03, 0.1, 0.3)),
                 ),
                 x=float(images),
                 label=f"{images} images",
