@@ -589,7 +589,6 @@ def test_kept_pixels_are_read_once_and_give_equal_batches(memory_source: Sources
     assert_same([*found, *islice(batches, 6)], expected)
     assert images.reads[:4] == [1] * 4 or (threads and max(images.reads[:4]) <= threads)
     assert images.reads[4] >= 6, "an image that cannot be decoded is tried in every epoch"
-    found[0].images.zero_()
     later = TrainingBatches(source, preprocess, **options, readers=Readers(0), keep=True)
     first = next(later)
     first.images.zero_()
@@ -618,3 +617,13 @@ def test_random_boxes_are_cut_from_the_image_in_every_epoch(memory_source: Sourc
     )
     list(islice(batches, 2))
     assert images.reads[:4] == [2] * 4
+
+
+def test_worker_processes_keep_no_pixels(memory_source: Sources) -> None:
+    """Each of them would have a copy of its own."""
+    batches = TrainingBatches(varied(memory_source), SMALL, batch_size=5, seed=2, readers=Readers(0), keep=True)
+    next(batches)
+    assert batches._kept is not None
+    batches._readers = Readers(1, processes=1)
+    batches._ahead()
+    assert batches._kept is None

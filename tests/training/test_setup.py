@@ -14,6 +14,8 @@ import torch
 
 from vitrail.data.augmentation.crop import tensorflow_crop
 from vitrail.errors import ConfigError
+from vitrail.processes.group import Processes
+from vitrail.processes.launch import Launch
 from vitrail.training import assembly
 from vitrail.training.assembly import make_network, make_plan, make_state
 from vitrail.training.config import TrainConfig
@@ -73,5 +75,7 @@ def test_pixels_are_kept_if_they_fit_and_are_read_again(
     whole = count * config.images.channels * math.prod(config.images.image_size)
     monkeypatch.setattr(assembly, "available_memory", lambda device: 8 * whole)
     assert kept()
+    two = replace(prepare(config), processes=Processes(Launch(local_world=2)))
+    assert not assembly._keeps_pixels(two), "each process of the machine has its own pixels"
     monkeypatch.setattr(assembly, "available_memory", lambda device: 8 * whole - 1)
     assert not kept()

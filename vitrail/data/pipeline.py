@@ -140,10 +140,10 @@ class TrainingBatches(Iterator[Batch]):
     resume from any batch, even with a different number of readers or ranks. A batch has `batch_size` samples with
     `views` rows each. The views of a sample have different boxes and different augmentation. With `local`, a batch also
     has local views of its samples (`Batch.local`). From the first batch of each of the `later` stages on, batches have
-    the image size and the batch size of that stage; the order of the samples does not change. With `keep`, the pixels
-    of all samples stay in memory after the first epoch, except of samples with random boxes or local views and in
-    worker processes. The source must then return the same image each time. Raise `ConfigError` if a batch size is not
-    divisible by the number of ranks.
+    the image size and the batch size of that stage; the order of the samples does not change. With `keep`, each
+    image is decoded once, and its pixels stay in memory for later epochs, so the source must return the same image each
+    time. With random boxes, local views or worker processes, `keep` has no effect. Raise `ConfigError` if a batch size
+    is not divisible by the number of ranks.
     """
 
     def __init__(
@@ -217,7 +217,8 @@ class TrainingBatches(Iterator[Batch]):
         return self._order(loader)
 
     def _pixels_of(self, stage: Stage) -> KeptPixels | None:
-        """Return the pixels that the samples of a stage keep. Those of the stage before are freed."""
+        """Return the memory for the pixels of a stage, or None if they are not kept. The memory of the stage before is
+        freed."""
         if not self._keep or self._crop is not None or stage.local is not None or self._readers.processes:
             self._kept = None
         elif self._kept is None or self._kept[0] != stage:

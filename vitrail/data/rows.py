@@ -39,14 +39,15 @@ class LocalViews:
 
 
 class KeptPixels:
-    """The pixels of a source's samples in memory. Each sample is decoded and scaled when it is first read."""
+    """Memory for the pixels of all samples of a source, at the size of a network."""
 
     def __init__(self, count: int, preprocess: Preprocess) -> None:
         self._pixels = np.zeros((count, preprocess.channels, *preprocess.image_size), np.uint8)
         self._present = np.zeros(count, np.bool_)
 
     def get(self, place: int, read: Callable[[], np.ndarray]) -> np.ndarray:
-        """Return the pixels of a sample, which `read` returns the first time. Threads can call this together."""
+        """Return the pixels of a sample. The first call decodes the image by `read`. If several threads ask for a new
+        sample at the same time, each of them decodes it, with the same result."""
         if not self._present[place]:
             self._pixels[place] = read()
             self._present[place] = True
@@ -73,7 +74,7 @@ class Loader:
     soft: bool = False
     """True for soft targets, if some samples of the source have them."""
     kept: KeptPixels | None = None
-    """Pixels of samples that have been read before. Only for samples without random boxes and with whole levels."""
+    """Memory for pixels that later epochs use again. It requires `whole_levels`, and neither `crop` nor `local`."""
 
     def __call__(self, position: int, index: int) -> dict[str, Any]:
         epoch = position // (self.length or len(self.source))

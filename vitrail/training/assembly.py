@@ -128,8 +128,11 @@ def make_state(setup: Setup, network: nn.Module) -> TrainState:
 
 
 def _keeps_pixels(setup: Setup) -> bool:
-    """Return True if a run reads its images more than once and all of their pixels fit in a small part of the free
-    memory. Objects of the user may return another image each time, so theirs are always read again."""
+    """Return True if later epochs should use the pixels that the first epoch decoded.
+
+    This needs a run that reads its images more than once, and enough free memory (`KEPT_FRACTION`). Data that the user
+    passes as an object may return another image each time, so it is read in every epoch.
+    """
     config, images = setup.config, len(setup.splits.train)
     if "data" in setup.objects.names or (setup.steps - 1) * config.run.batch_size < images:
         return False

@@ -238,7 +238,7 @@ class AttentionKind:
         return []
 
     def note(self) -> str:
-        """Return what a user may not expect of this attention on the config's grid, or ""."""
+        """Return a note for the user on how this attention treats the config's grid, or "" if there is none."""
         return ""
 
     def heads_problems(self) -> list[str]:
