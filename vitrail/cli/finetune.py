@@ -69,7 +69,7 @@ class Finetune:
     """Options of `vitrail finetune` that are not settings of the run."""
 
     model: Annotated[str, Positional("MODEL")] = ""
-    """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
+    """Folder of a model or a run, file or folder of another library, name on the hub, or small (part of Vitrail)."""
     protocol: Protocol = "rule"
     """rule chooses settings from the data's size and the machine. paper takes those of the paper's Table 4, chooses the
     learning rate on held-out images, and then trains on all training images. bit is BiT's rule for ResNets
@@ -117,7 +117,7 @@ COMMAND = Command(
     size and the augmentation are chosen from the data's size and the machine; options that you give replace them.
     Ctrl-C saves the run and stops it; continue with vitrail finetune --resume RUN.""",
     examples=(
-        Example("vitrail finetune vit.npz --data photos", "Train on a folder that has a folder per class."),
+        Example("vitrail finetune small --data photos", "Train a model that needs no download on a folder per class."),
         Example("vitrail finetune runs/flowers --data photos --lora-rank 8", "Train low-rank updates only."),
         Example("vitrail finetune google/vit-base-patch16-224 --data labels.csv", "Use a model from the hub."),
     ),

@@ -31,9 +31,9 @@ class StartConfig:
     """
 
     init: str | None = None
-    """Model to start from: a model folder, a run folder, another library's checkpoint, or a hub name. The model's head
-    is kept if the classes have the same names in the same order. Otherwise, or if the class names are only numbers, it
-    is replaced by a new head of zeros."""
+    """Model to start from: a model folder, a run folder, another library's checkpoint, a hub name, or small, which is
+    part of Vitrail. The model's head is kept if the classes have the same names in the same order. Otherwise, or if the
+    class names are only numbers, it is replaced by a new head of zeros."""
     train_blocks: int | None = None
     """With --init: number of last blocks to train with the final norm, pooling and head. By default all blocks. 0
     trains only the head. The blocks of a ResNet are its residual units."""

@@ -24,6 +24,7 @@ from vitrail.weights.layouts.layout import PRODUCER, Checkpoint, Description, Hi
 from vitrail.weights.layouts.timm import TIMM
 from vitrail.weights.layouts.torchvision import TORCHVISION
 from vitrail.weights.saved import check_model_folder, is_bundle, read_object
+from vitrail.weights.shipped import SHIPPED, shipped_folder
 from vitrail.weights.tensors import SUFFIXES, open_tensors
 
 __all__ = ["LAYOUTS", "convert", "load", "model_name", "open_checkpoint"]
@@ -48,7 +49,7 @@ def load(
     std: tuple[float, ...] = (),
 ) -> Bundle:
     """Load a model from a folder that `Bundle.save` wrote, a run's folder, an exported file (.onnx, .pt2), another
-    library's file or folder, or the hub.
+    library's file or folder, or the hub. The name "small" is a model that is part of the package.
 
     - `layout` is a name in `LAYOUTS`. By default the layout is recognised from the names of the tensors.
     - `heads` and `image_size` are needed if the file does not contain them. If the grid of patches for `image_size`
@@ -63,7 +64,7 @@ def load(
     missing, damaged or does not fit, and `SaveError` if a download cannot be written to the cache.
     """
     target, hints = pick_device(device), Hints(heads=heads, image_size=image_size)
-    source = download(str(path)) if looks_like_hub_name(path) else Path(path)
+    source = download(str(path)) if looks_like_hub_name(path) else shipped_folder(path) or Path(path)
     exported = exported_file(source) if layout is None else None
     if exported is not None:
         if device != "auto" and target.type != "cpu":
@@ -202,7 +203,10 @@ def _check_heads(path: Path, config: AnyConfig, hints: Hints) -> None:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a file of weights, or a folder with `config.json` and a file of weights. Raise `BundleError`."""
     if not path.exists():
-        raise BundleError(f"model {str(path)!r} does not exist: there is no such file or folder")
+        raise BundleError(
+            f"model {str(path)!r} does not exist: there is no such file or folder. Vitrail itself contains "
+            f"{', '.join(SHIPPED)}, which needs no file"
+        )
     if path.is_file():
         return Checkpoint(open_tensors(path))
     return Checkpoint(

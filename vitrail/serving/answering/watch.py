@@ -21,6 +21,7 @@ from vitrail.weights.exported.read import exported_file
 from vitrail.weights.hub import looks_like_hub_name
 from vitrail.weights.load import load
 from vitrail.weights.saved import DESCRIPTION, WEIGHTS
+from vitrail.weights.shipped import shipped_folder
 from vitrail.weights.tensors import SUFFIXES
 
 __all__ = ["ModelFiles", "State", "Watcher"]
@@ -44,7 +45,7 @@ class ModelFiles:
         """Return the files of a model by its path. Raise `ConfigError` for a name on the hub."""
         if looks_like_hub_name(model):
             raise ConfigError(f"watch=True needs files, but {model!r} is a name on the hub; give a folder or a file")
-        return cls(Path(model), device)
+        return cls(shipped_folder(model) or Path(model), device)
 
     def state(self) -> State:
         """Return the state of the files. It is empty if there are none."""
