@@ -12,6 +12,7 @@ import pytest
 from vitrail.errors import ConfigError
 from vitrail.models.config import ModelConfig, override_fields
 from vitrail.models.resnet_config import ResNetConfig
+from vitrail.models.vit import ViTConfig
 from vitrail.recipes import RECIPES
 from vitrail.settings import bare_names
 from vitrail.tasks import TASKS, Classification
@@ -206,9 +207,20 @@ def test_overrides_are_checked_against_the_variant() -> None:
         ModelConfig(variant="ViT-Q/7")
 
 
-def test_another_variant_drops_the_overrides_that_it_has_no_field_for() -> None:
-    model = ModelConfig(variant="ViT-S/16", overrides={"position_std": 0.3, "width": 32})
-    assert model.override(variant="BiT-R26x1").overrides == {"width": 32}
+def test_another_variant_drops_sizes_and_overrides_that_it_has_no_field_for() -> None:
+    model = ModelConfig(variant="ViT-S/16", overrides={"position_std": 0.3, "norm_eps": 1e-5, "width": 32})
+    assert model.override(variant="BiT-R26x1").overrides == {"norm_eps": 1e-5}
+    assert model.override(variant="BiT-R26x1", width=48).overrides == {"norm_eps": 1e-5, "width": 48}
+    assert model.override(variant="ViT-B/16").overrides == {"position_std": 0.3, "norm_eps": 1e-5}
+    assert model.override(variant="ViT-S/16", depth=2).overrides == {**model.overrides, "depth": 2}
+
+
+def test_a_recipe_trains_the_variant_that_is_named() -> None:
+    """The recipe has a network of width 128, and a ViT-S/16 of that width would be no ViT-S/16."""
+    model = RECIPES["fashion-mnist"]().override(variant="ViT-S/16").model
+    config = model.resolve(num_classes=3, image_size=(32, 48), channels=1)
+    assert isinstance(config, ViTConfig)
+    assert (config.width, config.depth, config.heads, config.mlp_width) == (384, 12, 6, 1536)
 
 
 def test_override_names_the_nearest_field() -> None:

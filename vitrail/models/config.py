@@ -18,6 +18,10 @@ __all__ = ["ModelConfig", "override_fields"]
 
 DEFAULT_VARIANT = "ViT-Pico/7"
 
+SIZES = frozenset({"width", "depth", "heads", "mlp_width", "patch_size", "depths"})
+"""Fields that the name of a variant decides. With those of another variant, ViT-S/16 would be a network of another size
+under that name."""
+
 FROM_DATA = ("image_size", "channels", "num_classes")
 """Config fields that cannot be overridden, because the images and the classes determine them."""
 
@@ -55,10 +59,13 @@ class ModelConfig:
     def override(self, **fields: Any) -> ModelConfig:
         """Return a copy with another variant or other overrides. An override of None removes an earlier override.
 
-        If the variant changes, earlier overrides that name no field of the new variant's config are dropped.
+        If the variant changes, earlier overrides of its sizes are dropped, and those that name no field of the new
+        variant's config.
         """
         variant = fields.pop("variant", self.variant)
-        known = override_fields(variant)
+        known = set(override_fields(variant))
+        if variant != self.variant:
+            known -= SIZES
         kept = {name: value for name, value in self.overrides.items() if name in known}
         overrides = {name: value for name, value in {**kept, **fields}.items() if value is not None}
         return dataclasses.replace(self, variant=variant, overrides=overrides)

@@ -26,7 +26,8 @@ def dino() -> TrainConfig:
 
     Command: `vitrail train dino`, or `vitrail train --task dino`.
     Hardware: two CPU cores; any GPU.
-    Time and result: docs/pretraining.md.
+    Time and result: 27 minutes on half of a core, with `--threads 0`. Of 531 validation images, 20 nearest neighbours
+    classify 78.9 % (70.2 % with the initial weights), and a linear model 81.4 % (73.8 %), with seed 0.
     """
     return TrainConfig(
         data=DataConfig(spec="bundled", validation_share=0.05, cut_method="threshold"),
