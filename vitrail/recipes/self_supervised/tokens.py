@@ -22,9 +22,9 @@ def vqvae() -> TrainConfig:
 
     Command: `vitrail train vqvae`, or `vitrail train --task vqvae`.
     Hardware: two CPU cores; any GPU.
-    Time: not measured.
-    Result: measured on CIFAR-10 (JPEG) only, at 32 x 32 pixels with 400 steps: a mean squared error of 0.093 of the
-    normalised pixels, and 510 of 512 codes used (seed 0, one run; docs/log.md).
+    Time: 8 minutes on one core beside other programs, with `--threads 0` (AMD EPYC 9004, 2026-11).
+    Result: a mean squared error of 0.040 of the normalised pixels of the 2,000 test images, a perplexity of 236, and
+    all 512 codes used (seed 0, one run).
     """
     return TrainConfig(
         data=DataConfig(spec="bundled", validation_share=0.05, cut_method="threshold"),
@@ -46,10 +46,9 @@ def beit() -> TrainConfig:
 
     Command: `vitrail train beit`, after `vitrail train vqvae`. `--tokenizer RUN` names another tokenizer.
     Hardware: two CPU cores; any GPU.
-    Time: not measured.
-    Result: measured on CIFAR-10 (JPEG) only, at 32 x 32 pixels with 300 steps and without blocks: 29.8 % by 20 nearest
-    neighbours and 38.8 % by a linear model of frozen features. The mean colour as the target has 28.0 and 37.6 %, and
-    the initial weights have 28.7 and 34.1 % (seed 0, one run each; docs/log.md).
+    Time and result: 12 minutes on one core beside other programs, with `--threads 0`. Of 531 validation images, 20
+    nearest neighbours classify 81.4 % (64.8 % with the initial weights), and a linear model 82.5 % (73.4 %), with seed
+    0. The mean colour as the target (the recipe `masked-patches`) has 72.5 and 83.1 %.
     """
     return TrainConfig(
         data=DataConfig(spec="bundled", validation_share=0.05, cut_method="threshold"),
