@@ -37,7 +37,7 @@ INTERNAL = {
     "Bench", "BenchAccuracy", "BenchData", "BenchServe", "Check", "Clock", "CompareRuns", "Convert", "Embed",
     "Evaluate", "Explain", "Export", "Finetune", "Models", "Optimize", "Predict", "Recipes", "Resume", "Runs",
     "Serve", "StudyOptions", "Train",
-    "PostActivationUnit", "BasicUnit", "PreActivationUnit", "StandardisedConv",
+    "PostActivationUnit", "BasicUnit", "GroupNorm", "PreActivationUnit", "StandardisedConv",
 }  # fmt: skip
 """Classes that other modules do not import: settings of commands, and classes that only their own module uses."""
 

@@ -249,13 +249,15 @@ def test_a_resnet_by_its_parts(size: tuple[int, int]) -> None:
     torch.testing.assert_close(network(images), expected, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("size", [(32, 32), (9, 14), (1, 1)])
-def test_a_small_resnet_by_its_parts(size: tuple[int, int]) -> None:
+def test_a_small_resnet_by_its_parts(size: tuple[int, int], channels: int) -> None:
     config = ResNetConfig(
-        image_size=size, stem="3x3", unit="basic", norm_groups=2, depths=(1, 2), width=4, num_classes=5
-    )
+        image_size=size, channels=channels, stem="3x3", unit="basic", norm_groups=2, depths=(1, 2), width=4,
+        num_classes=5,
+    )  # fmt: skip
     network = drawn(ResNet(config))
-    images = torch.randn(2, 3, *size, dtype=torch.float64)
+    images = torch.randn(2, channels, *size, dtype=torch.float64)
     x = F.conv2d(images, standardised(network.stem.weight, BIT), None, 1, 1)
     units = network.layers().blocks
     assert [type(unit) for unit in units] == [BasicUnit] * 3
@@ -268,14 +270,31 @@ def test_a_small_resnet_by_its_parts(size: tuple[int, int]) -> None:
     assert network.embed(images).shape == (2, config.embed_width) == (2, 16)
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_feature_maps_of_a_small_resnet_have_their_channels_last(channels: int) -> None:
+    network = ResNet(ResNetConfig(channels=channels, stem="3x3", unit="basic", norm_groups=1, depths=(1, 1), width=4))
+    orders = list[bool]()
+    for part in (network.stem, *network.layers().blocks):
+        part.register_forward_hook(
+            lambda module, inputs, output: orders.append(output.is_contiguous(memory_format=torch.channels_last))
+        )
+    for images in (torch.randn(2, channels, 9, 14), torch.randn(2, channels, 14, 9).mT):
+        network(images)
+    assert orders == [True] * 6
+
+
+@pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("unit", get_args(ResNetUnit))
-def test_a_resnet_learns_above_frozen_units(unit: ResNetUnit) -> None:
+@pytest.mark.parametrize("frozen", [1, 2])
+def test_a_resnet_learns_above_frozen_stages(unit: ResNetUnit, channels: int, frozen: int) -> None:
     """With channels last in memory, the backward pass of a norm ended the process here."""
-    network = ResNet(ResNetConfig(stem="3x3", unit=unit, norm_groups=1, depths=(1, 1), width=4, num_classes=3))
-    network.stem.requires_grad_(False)
-    network.stages[0].requires_grad_(False)
-    network.embed(torch.randn(2, 3, 9, 14)).square().sum().backward()
-    gradient = network.stages[1][0].norm1.weight.grad
+    network = ResNet(
+        ResNetConfig(channels=channels, stem="3x3", unit=unit, norm_groups=1, depths=(1, 1), width=4, num_classes=3)
+    )
+    for part in (network.stem, *network.stages[:frozen]):
+        part.requires_grad_(False)
+    network.embed(torch.randn(2, channels, 9, 14)).square().sum().backward()
+    gradient = (network.stages[1][0].norm1 if frozen == 1 else network.norm).weight.grad
     assert gradient is not None and gradient.any() and network.stem.weight.grad is None
 
 

@@ -40,7 +40,7 @@ class ResNet(nn.Module):
         self.stem = StandardisedConv(config.channels, config.width, kernel, stride=stride, padding=kernel // 2, eps=eps)
         unit = functools.partial(UNITS[config.unit], groups=config.norm_groups)
         self.stages = _stages(unit, config)
-        self.norm = nn.GroupNorm(config.norm_groups, config.embed_width, eps=config.norm_eps)
+        self.norm = GroupNorm(config.norm_groups, config.embed_width, eps=config.norm_eps)
         self.head = nn.Linear(config.embed_width, config.num_classes) if config.num_classes else None
         if not self.norm.weight.is_meta:  # on "meta", weights are loaded later
             self.initialise()
@@ -71,7 +71,7 @@ class ResNet(nn.Module):
             )
         self.config.grid_of(images.shape[2], images.shape[3])
         if self.config.stem == "3x3":  # large maps of few channels are faster if channels are last in memory
-            images = images.contiguous(memory_format=torch.channels_last)
+            images = _with_channels_last(images)
         x = self.stem(images)
         if self.config.stem == "7x7+pool":
             # The pool has no padding of its own and sees the zeros that pad the map, as in BiT's own code.
@@ -108,6 +108,15 @@ class ResNet(nn.Module):
             nn.init.constant_(self.head.bias, self.config.head_bias)
 
 
+def _with_channels_last(images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+    """Return the images with their channels last in memory, which the results of convolutions then have too."""
+    if images.shape[1] > 1:
+        return images.contiguous(memory_format=torch.channels_last)
+    # With one channel, both orders are the same in memory, and `contiguous` does not change the strides. Convolutions
+    # choose the order of their results by the strides.
+    return images.contiguous()[:, 0, :, :, None].movedim(3, 1)
+
+
 def _cells_of(x: Float[Tensor, "b c h w"]) -> Features:
     tokens = x.flatten(2).transpose(1, 2)  # b (h w) c
     return Features(cls=None, registers=tokens[:, :0], patches=tokens, grid=(x.shape[2], x.shape[3]))
@@ -122,10 +131,10 @@ class HybridRoot(nn.Module):
         eps = config.weight_eps, config.weight_eps_on
         as_published, half = config.stem == "7x7+pool", config.width // 2
         self.before = None if as_published else StandardisedConv(channels, half, 3, padding="same", eps=eps)
-        self.before_norm = None if as_published else nn.GroupNorm(1, half, eps=config.norm_eps)
+        self.before_norm = None if as_published else GroupNorm(1, half, eps=config.norm_eps)
         kernel, into = (7, channels) if as_published else (3, half)
         self.stem = StandardisedConv(into, config.width, kernel, stride=2, padding="same", eps=eps)
-        self.norm = nn.GroupNorm(32 if as_published else 1, config.width, eps=config.norm_eps)
+        self.norm = GroupNorm(32 if as_published else 1, config.width, eps=config.norm_eps)
         self.stages = _stages(PostActivationUnit, config)
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d gh gw"]:
@@ -198,6 +207,17 @@ class StandardisedConv(nn.Conv2d):
         self.is_standardised = True
 
 
+class GroupNorm(nn.GroupNorm):
+    """Group norm that can be trained above frozen layers."""
+
+    def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+        if torch.is_grad_enabled() and self.weight.requires_grad and not x.requires_grad:
+            # If channels are last in memory and the input needs no gradient, the backward pass on a CPU ends the
+            # process: it writes that gradient nowhere (torch 2.13).
+            x = x.contiguous()
+        return super().forward(x)
+
+
 class PreActivationUnit(nn.Module):
     """BiT's bottleneck: a norm and a ReLU before each of three convolutions.
 
@@ -216,11 +236,11 @@ class PreActivationUnit(nn.Module):
     ) -> None:
         super().__init__()
         middle = after // EXPANSION
-        self.norm1 = nn.GroupNorm(groups, before, eps=norm_eps)
+        self.norm1 = GroupNorm(groups, before, eps=norm_eps)
         self.conv1 = StandardisedConv(before, middle, 1, eps=weight_eps)
-        self.norm2 = nn.GroupNorm(groups, middle, eps=norm_eps)
+        self.norm2 = GroupNorm(groups, middle, eps=norm_eps)
         self.conv2 = StandardisedConv(middle, middle, 3, stride=stride, padding=1, eps=weight_eps)
-        self.norm3 = nn.GroupNorm(groups, middle, eps=norm_eps)
+        self.norm3 = GroupNorm(groups, middle, eps=norm_eps)
         self.conv3 = StandardisedConv(middle, after, 1, eps=weight_eps)
         changes = stride > 1 or before != after
         self.shortcut = StandardisedConv(before, after, 1, stride=stride, eps=weight_eps) if changes else None
@@ -249,9 +269,9 @@ class BasicUnit(nn.Module):
         weight_eps: tuple[float, WeightEps],
     ) -> None:
         super().__init__()
-        self.norm1 = nn.GroupNorm(groups, before, eps=norm_eps)
+        self.norm1 = GroupNorm(groups, before, eps=norm_eps)
         self.conv1 = StandardisedConv(before, after, 3, stride=stride, padding=1, eps=weight_eps)
-        self.norm2 = nn.GroupNorm(groups, after, eps=norm_eps)
+        self.norm2 = GroupNorm(groups, after, eps=norm_eps)
         self.conv2 = StandardisedConv(after, after, 3, padding=1, eps=weight_eps)
         changes = stride > 1 or before != after
         self.shortcut = StandardisedConv(before, after, 1, stride=stride, eps=weight_eps) if changes else None
@@ -272,10 +292,6 @@ def _activated(
     unit: PreActivationUnit | BasicUnit, x: Float[Tensor, "b c h w"]
 ) -> tuple[Float[Tensor, "b c h w"], Float[Tensor, "b d gh gw"]]:
     """Return the input of a unit after its first norm and ReLU, and its shortcut."""
-    if torch.is_grad_enabled() and unit.norm1.weight.requires_grad and not x.requires_grad:
-        # The first trained unit above frozen ones. If channels are last in memory and the input needs no gradient,
-        # the norm's backward pass on a CPU ends the process: it writes that gradient nowhere (torch 2.13).
-        x = x.contiguous()
     active = F.relu(unit.norm1(x))
     return active, x if unit.shortcut is None else unit.shortcut(active)
 
@@ -289,16 +305,16 @@ class PostActivationUnit(nn.Module):
         super().__init__()
         middle = after // EXPANSION
         self.conv1 = StandardisedConv(before, middle, 1, padding="same", eps=weight_eps)
-        self.norm1 = nn.GroupNorm(32, middle, eps=norm_eps)
+        self.norm1 = GroupNorm(32, middle, eps=norm_eps)
         self.conv2 = StandardisedConv(middle, middle, 3, stride=stride, padding="same", eps=weight_eps)
-        self.norm2 = nn.GroupNorm(32, middle, eps=norm_eps)
+        self.norm2 = GroupNorm(32, middle, eps=norm_eps)
         self.conv3 = StandardisedConv(middle, after, 1, padding="same", eps=weight_eps)
-        self.norm3 = nn.GroupNorm(32, after, eps=norm_eps)
+        self.norm3 = GroupNorm(32, after, eps=norm_eps)
         changes = stride > 1 or before != after
         self.shortcut = (
             StandardisedConv(before, after, 1, stride=stride, padding="same", eps=weight_eps) if changes else None
         )
-        self.shortcut_norm = nn.GroupNorm(32, after, eps=norm_eps) if changes else None
+        self.shortcut_norm = GroupNorm(32, after, eps=norm_eps) if changes else None
 
     def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d gh gw"]:
         shortcut = x
