@@ -249,7 +249,7 @@ def test_the_default_recipe_follows_the_data() -> None:
 def test_help_shows_a_recipes_own_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("fashion-mnist", "--help") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Default: fashion-mnist." in shown and "Default: 18." in shown and "vitrail recipes lists all" in shown
+    assert "Default: fashion-mnist." in shown and "Default: 28." in shown and "vitrail recipes lists all" in shown
     assert run("--data", "flowers", "--help") == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "Default: chosen from the data." in shown and "Default: 40." not in shown

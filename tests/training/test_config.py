@@ -217,7 +217,7 @@ def test_another_variant_drops_sizes_and_overrides_that_it_has_no_field_for() ->
 
 def test_a_recipe_trains_the_variant_that_is_named() -> None:
     """The recipe has a network of width 128, and a ViT-S/16 of that width would be no ViT-S/16."""
-    model = RECIPES["fashion-mnist"]().override(variant="ViT-S/16").model
+    model = RECIPES["fractals"]().override(variant="ViT-S/16").model
     config = model.resolve(num_classes=3, image_size=(32, 48), channels=1)
     assert isinstance(config, ViTConfig)
     assert (config.width, config.depth, config.heads, config.mlp_width) == (384, 12, 6, 1536)
