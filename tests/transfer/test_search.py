@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from vitrail.cli import main
 from vitrail.errors import ConfigError, RunError
+from vitrail.machine import Precision
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.records.lock import locked
@@ -20,7 +22,7 @@ from vitrail.training.run import train
 from vitrail.transfer.choices import Candidate, Plan, Search
 from vitrail.transfer.finetune import FinetuneResult, finetune, plan
 from vitrail.transfer.protocol import is_trial
-from vitrail.transfer.search import LINEAR, Tried, read_tried, search_settings, trials_folder
+from vitrail.transfer.search import LINEAR, Tried, forward_seconds, read_tried, search_settings, trials_folder
 from vitrail.weights.bundle import Bundle
 
 FEW = 3
@@ -85,6 +87,35 @@ def test_the_better_half_trains_twice_as_long(tiny_bundle: Bundle, model: Path, 
     assert searched(config, tiny_bundle, search) == (final, tried), "finished trials are not repeated"
     times = [path.stat().st_mtime for path in trials_folder(Path("runs/one")).glob("*/run.json")]
     assert max(times) < time.time() - (time.perf_counter() - begin)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rising", "climbs"), [((LOW, HIGH, WILD), True), ((HIGH, LOW, WILD), False)])
+def test_a_higher_rate_is_tried_if_the_highest_is_the_best(
+    rising: tuple[Candidate, ...], climbs: bool, tiny_bundle: Bundle, model: Path, colours: Path
+) -> None:
+    config = planned(tiny_bundle, model, colours, validation_share=0.3).config.override(steps=4 * FEW)
+    search = Search((LOW, HIGH), 1e6, is_limited=True, may_thin_evaluations=True, rising=rising)
+    final, tried = searched(config, tiny_bundle, search)
+    assert [one.name for one in tried[1:]] == ["low", "high", *(["wild"] if climbs else [])]
+    assert {one.steps for one in tried[1:]} == {FEW} and final.optimizer.learning_rate == HIGH.settings["learning_rate"]
+
+
+def test_the_rates_of_the_rule_rise(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
+    search = planned(tiny_bundle, model, colours, budget="1m").search
+    assert search is not None
+    rates = [one.settings["learning_rate"] for one in search.rising]
+    lowest = sorted(one.settings["learning_rate"] for one in search.candidates if one in search.rising)
+    assert rates == sorted(rates) and rates[:3] == lowest and len(rates) == 5
+    chosen = planned(tiny_bundle, model, colours, budget="1m", learning_rate=1e-3).search
+    assert chosen is not None and not chosen.rising
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_measuring_a_forward_pass_keeps_the_threads(tiny_bundle: Bundle, precision: Precision) -> None:
+    before = torch.get_num_threads()
+    assert 0 < forward_seconds(tiny_bundle, precision, batch=3) < 10
+    assert torch.get_num_threads() == before
 
 
 def test_one_process_at_a_time_tries_settings_for_a_run(tiny_bundle: Bundle, model: Path, colours: Path) -> None:

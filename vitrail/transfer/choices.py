@@ -123,6 +123,9 @@ class Search:
     """True if the final run may have fewer evaluations than its config, because the validation split is large."""
     includes_test: bool = False
     """True if the measurement of the finished model on the test split is part of `seconds`."""
+    rising: tuple[Candidate, ...] = ()
+    """Settings with rising learning rates, of which `candidates` has the lowest ones. If the highest rate that was
+    tried is the best of them, the next one is tried too."""
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,11 @@ RATE_FACTORS = (1.0, 0.3, 3.0)
 """Learning rates to try, as multiples of the usual rate. The first of equally good rates is chosen."""
 
 
+HIGHER_FACTORS = (10.0, 30.0)
+"""Learning rates to try while the highest one so far is the best. Networks that learned little from small images, such
+as `small`, need them; the usual rates are made for networks that learned from many photographs."""
+
+
 TITLES = {"adamw": "AdamW", "muon": "Muon"}
 """Optimizers for which the rule has learning rates. Muon has those of AdamW, because its updates have the same size."""
 
@@ -214,11 +219,15 @@ def _linear_start(facts: DataFacts) -> str:
 def _search(config: TrainConfig, network: AnyConfig, facts: DataFacts, explicit: Explicit, seconds: float) -> Search:
     """Return the settings to try: learning rates and, unless the user chose the trained weights, LoRA."""
     own_length = bool({"steps", "epochs"} & explicit.keys())
+    candidates = _candidates(config, network, explicit)
+    usual = config.optimizer.learning_rate
+    rising = [_with_rate(usual * factor) for factor in (*sorted(RATE_FACTORS), *HIGHER_FACTORS)]
     return Search(
-        _candidates(config, network, explicit),
+        candidates,
         seconds,
         is_limited=not own_length,
         may_thin_evaluations="evaluations" not in explicit,
+        rising=tuple(rising) if rising[0] in candidates else (),
     )
 
 
@@ -226,8 +235,7 @@ def _candidates(config: TrainConfig, network: AnyConfig, explicit: Explicit) -> 
     usual = config.optimizer.learning_rate
     if "learning_rate" in explicit or config.start.train_blocks == 0:
         return (Candidate("the chosen settings", {}),)
-    rates = [float(f"{usual * factor:.2g}") for factor in RATE_FACTORS]
-    found = [Candidate(f"learning rate {rate:g}", {"learning_rate": rate}) for rate in rates]
+    found = [_with_rate(usual * factor) for factor in RATE_FACTORS]
     is_free = not {"train_blocks", "lora_rank", "layer_decay"} & explicit.keys()
     if is_free:
         blocks = max(network.num_blocks // 3, 1)
@@ -238,6 +246,11 @@ def _candidates(config: TrainConfig, network: AnyConfig, explicit: Explicit) -> 
         settings = {"lora_rank": LORA_RANK, "learning_rate": rate, "layer_decay": 1.0}
         found.append(Candidate(f"LoRA of rank {LORA_RANK}, learning rate {rate:g}", settings))
     return tuple(found)
+
+
+def _with_rate(rate: float) -> Candidate:
+    rounded = float(f"{rate:.2g}")
+    return Candidate(f"learning rate {rounded:g}", {"learning_rate": rounded})
 
 
 def usual_rate(network: AnyConfig, trained: str, batch: int) -> float:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from vitrail.cores import compute_threads
 from vitrail.data.source import Subset, fingerprint
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
@@ -76,16 +77,23 @@ class Tried(NamedTuple):
 
 
 def forward_seconds(bundle: Bundle, precision: Precision, batch: int = 16) -> float:
-    """Return the time of a model's forward pass on its device, in seconds per image."""
+    """Return the time of a model's forward pass on its device, in seconds per image.
+
+    Where training follows the free cores (`vitrail.cores`), one thread is measured as well, because several threads
+    are many times slower if other programs use their cores.
+    """
     config = bundle.network.config
     predictor = Predictor(bundle.network, precision)
-    images = torch.zeros(batch, config.channels, *config.image_size, device=predictor.device)
+    follows_cores = precision != "float32" and predictor.device.type == "cpu"
     best = math.inf
-    for _ in range(3):
-        begin = time.perf_counter()
-        predictor.embed(images).sum().item()  # waits for the device
-        best = min(best, time.perf_counter() - begin)
-    return best / batch
+    for threads, size in ((None, batch), (1, max(1, batch // 4))) if follows_cores else ((None, batch),):
+        images = torch.zeros(size, config.channels, *config.image_size, device=predictor.device)
+        with compute_threads(threads):
+            for _ in range(3):
+                begin = time.perf_counter()
+                predictor.embed(images).sum().item()  # waits for the device
+                best = min(best, (time.perf_counter() - begin) / size)
+    return best
 
 
 def search_settings(
@@ -133,7 +141,7 @@ def search_settings(
     count, steps = budget.trial_lengths(most, trials.images)
     best = search.candidates[0]
     if trials.images and count > 1:
-        best, measured = trials.halve(search.candidates[:count], trials.recorded_steps or steps)
+        best, measured = trials.halve(search.candidates[:count], trials.recorded_steps or steps, search.rising)
         budget.step = measured or budget.step
     final = budget.final_steps(most, trials.held_out)
     settings: dict[str, Any] = {"steps": final, **best.settings}
@@ -298,20 +306,42 @@ class _Trials:
             if found is not None and found[0] == self.metric.name:
                 self._add(Tried(LINEAR, 0, found[1]))
 
-    def halve(self, candidates: Sequence[Candidate], steps: int) -> tuple[Candidate, float | None]:
+    def halve(
+        self, candidates: Sequence[Candidate], steps: int, rising: Sequence[Candidate] = ()
+    ) -> tuple[Candidate, float | None]:
         """Return the best candidate, and its seconds per step if they are known. The first trials have `steps`
         steps. Raise `RunError` if another process tries settings for the same run."""
         self.on_trial(f"trying {len(candidates)} settings for {steps:,} steps each, the better half twice as long")
         self.recorded_steps = steps
-        left = list(candidates)
+        left, count = list(candidates), len(candidates)
         with saving("the trials", self.place):
             self.place.mkdir(parents=True, exist_ok=True)
         with locked(self.place):
-            while len(left) > 1:
+            while count > 1:
                 values = {one.name: self._run(one, steps) for one in left}
-                left = sorted(left, key=lambda one: values[one.name], reverse=True)[: max(1, len(left) // 2)]
+                if count == len(candidates):
+                    left += self._climb(rising, values, steps)
+                count //= 2
+                left = sorted(left, key=lambda one: values[one.name], reverse=True)[:count]
                 steps *= 2
         return left[0], self.speeds.get(left[0].name)
+
+    def _climb(
+        self, rising: Sequence[Candidate], values: dict[str, tuple[float, float]], steps: int
+    ) -> list[Candidate]:
+        """Try higher learning rates while the highest one is the best of its kind. Add their values, and return
+        them."""
+        tried = [one for one in rising if one.name in values]
+        found = list[Candidate]()
+        for higher in rising[len(tried) :]:
+            if max(tried, key=lambda one: values[one.name]) != tried[-1]:
+                break
+            if not found:
+                self.on_trial("the highest learning rate is the best, so higher ones are tried too")
+            values[higher.name] = self._run(higher, steps)
+            tried.append(higher)
+            found.append(higher)
+        return found
 
     def _run(self, candidate: Candidate, steps: int) -> tuple[float, float]:
         """Train with a candidate's settings. Return the metric and the loss on the validation split, with the signs
