@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from dataclasses import replace
@@ -13,8 +14,10 @@ import pytest
 import torch
 
 from vitrail.cli import main
+from vitrail.cores import compute_threads
 from vitrail.errors import ConfigError, RunError
 from vitrail.machine import Precision
+from vitrail.models.predictor import Predictor
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.records.lock import locked
@@ -99,6 +102,7 @@ def test_a_higher_rate_is_tried_if_the_highest_is_the_best(
     final, tried = searched(config, tiny_bundle, search)
     assert [one.name for one in tried[1:]] == ["low", "high", *(["wild"] if climbs else [])]
     assert {one.steps for one in tried[1:]} == {FEW} and final.optimizer.learning_rate == HIGH.settings["learning_rate"]
+    assert searched(config, tiny_bundle, search) == (final, tried), "finished trials are not repeated"
 
 
 def test_the_rates_of_the_rule_rise(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
@@ -111,11 +115,22 @@ def test_the_rates_of_the_rule_rise(tiny_bundle: Bundle, model: Path, colours: P
     assert chosen is not None and not chosen.rising
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_measuring_a_forward_pass_keeps_the_threads(tiny_bundle: Bundle, precision: Precision) -> None:
-    before = torch.get_num_threads()
-    assert 0 < forward_seconds(tiny_bundle, precision, batch=3) < 10
-    assert torch.get_num_threads() == before
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a single core has no second thread")
+@pytest.mark.parametrize(("precision", "passes"), [("float32", {(2, 5)}), ("bf16", {(2, 5), (1, 1)})])
+def test_one_thread_is_measured_where_training_follows_the_cores(
+    precision: Precision, passes: set[tuple[int, int]], tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, embed = set[tuple[int, int]](), Predictor.embed
+
+    def watched(self: Predictor, images: Any, **options: Any) -> Any:
+        seen.add((torch.get_num_threads(), len(images)))
+        return embed(self, images, **options)
+
+    monkeypatch.setattr(Predictor, "embed", watched)
+    with compute_threads(2):
+        assert 0 < forward_seconds(tiny_bundle, precision, batch=5) < 10
+        assert torch.get_num_threads() == 2
+    assert seen == passes
 
 
 def test_one_process_at_a_time_tries_settings_for_a_run(tiny_bundle: Bundle, model: Path, colours: Path) -> None:

@@ -19,8 +19,8 @@ __all__ = ["ModelConfig", "override_fields"]
 DEFAULT_VARIANT = "ViT-Pico/7"
 
 SIZES = frozenset({"width", "depth", "heads", "mlp_width", "patch_size", "depths"})
-"""Fields that the name of a variant decides. With those of another variant, ViT-S/16 would be a network of another size
-under that name."""
+"""Fields that the name of a variant decides. If another variant's values were kept, a network called ViT-S/16 could
+have the width of a small one."""
 
 FROM_DATA = ("image_size", "channels", "num_classes")
 """Config fields that cannot be overridden, because the images and the classes determine them."""
@@ -59,8 +59,8 @@ class ModelConfig:
     def override(self, **fields: Any) -> ModelConfig:
         """Return a copy with another variant or other overrides. An override of None removes an earlier override.
 
-        If the variant changes, earlier overrides of its sizes are dropped, and those that name no field of the new
-        variant's config.
+        If the variant changes, two kinds of earlier overrides are dropped: sizes (`SIZES`), and fields that the new
+        variant's config does not have.
         """
         variant = fields.pop("variant", self.variant)
         known = set(override_fields(variant))

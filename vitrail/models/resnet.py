@@ -109,7 +109,7 @@ class ResNet(nn.Module):
 
 
 def _with_channels_last(images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
-    """Return the images with their channels last in memory, which the results of convolutions then have too."""
+    """Return the images with their channels last in memory. Convolutions of them return maps in the same order."""
     if images.shape[1] > 1:
         return images.contiguous(memory_format=torch.channels_last)
     # With one channel, both orders are the same in memory, and `contiguous` does not change the strides. Convolutions

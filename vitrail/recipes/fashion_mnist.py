@@ -17,8 +17,8 @@ def fashion_mnist() -> TrainConfig:
     """Return the config of a run with a small ResNet on all 60,000 training images of Fashion-MNIST.
 
     The network has 0.3 million parameters. In the time that two CPU cores need, it learns more than a Vision
-    Transformer. `--variant Conv+ViT-Pico/8 --image-size 32 --width 128 --heads 4 --mlp-width 512` trains a Vision
-    Transformer with two convolutions.
+    Transformer. `--variant Conv+ViT-Pico/8 --image-size 32 32 --width 128 --heads 4 --mlp-width 512` trains a Vision
+    Transformer with two convolutions. Other Vision Transformers need an `--image-size` that their patches divide.
 
     Command: `vitrail train fashion-mnist`.
     Hardware: two CPU cores; any GPU.

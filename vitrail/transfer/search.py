@@ -84,9 +84,11 @@ def forward_seconds(bundle: Bundle, precision: Precision, batch: int = 16) -> fl
     """
     config = bundle.network.config
     predictor = Predictor(bundle.network, precision)
-    follows_cores = precision != "float32" and predictor.device.type == "cpu"
+    passes: list[tuple[int | None, int]] = [(None, batch)]
+    if precision != "float32" and predictor.device.type == "cpu":
+        passes.append((1, max(1, batch // 4)))
     best = math.inf
-    for threads, size in ((None, batch), (1, max(1, batch // 4))) if follows_cores else ((None, batch),):
+    for threads, size in passes:
         images = torch.zeros(size, config.channels, *config.image_size, device=predictor.device)
         with compute_threads(threads):
             for _ in range(3):
@@ -329,8 +331,8 @@ class _Trials:
     def _climb(
         self, rising: Sequence[Candidate], values: dict[str, tuple[float, float]], steps: int
     ) -> list[Candidate]:
-        """Try higher learning rates while the highest one is the best of its kind. Add their values, and return
-        them."""
+        """Try the next higher learning rate as long as the highest one is the best of them. Add the new values to
+        `values`, and return the new settings."""
         tried = [one for one in rising if one.name in values]
         found = list[Candidate]()
         for higher in rising[len(tried) :]:
