@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,7 @@ from PIL import Image
 
 from vitrail.data.source import Sample
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, Stopped
+from vitrail.errors import ConfigError
 from vitrail.recipes import from_data
 from vitrail.recipes.from_data import Speed, colours_of, plan_for_data, training_speed
 from vitrail.training.config import TrainConfig
@@ -170,7 +168,7 @@ def test_evaluations_take_a_part_of_the_time(monkeypatch: pytest.MonkeyPatch) ->
     assert plan_for_data(TrainConfig(), splits, {**explicit, "evaluations": 7}, 100.0).config.run.evaluations == 7
 
 
-def test_speed_is_measured_on_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_speed_is_measured_on_this_machine() -> None:
     """The reading of an image takes a hundredth of a second, so the speed is at most that of all reading threads."""
 
     class Slow(Made):
@@ -178,38 +176,25 @@ def test_speed_is_measured_on_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_
             time.sleep(0.01)
             return super().__getitem__(index)
 
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     config = TrainConfig().override(
         data="made", variant="ViT-Pico/7", width=16, depth=1, heads=2, mlp_width=16, image_size=(14, 21), channels=1,
-        batch_size=4, device="cpu", threads=1, warmup="500 steps", patience=2, steps=900,
+        batch_size=4, device="cpu", threads=1,
     )  # fmt: skip
-    splits = Splits(Slow(digits), Made(digits), None)
-    speed, threads = training_speed(config, splits, seconds=0.5)
+    speed, threads = training_speed(config, Splits(Slow(digits), Made(digits), None), 0.5, 0.5)
     assert 0 < speed < 110 and threads == 1, "the user's number of threads stays"
-    assert not list(tmp_path.glob("*/run")), "nothing of the runs is kept"
 
 
 @pytest.mark.parametrize("faster", [None, 0])
 def test_the_faster_way_of_reading_is_chosen(monkeypatch: pytest.MonkeyPatch, faster: int | None) -> None:
-    def pilot(config: TrainConfig, *_: Any) -> float:
-        return 70.0 if config.run.threads == faster else 60.0
+    def speeds(configs: list[TrainConfig], *_: Any) -> list[float]:
+        return [70.0 if config.run.threads == faster else 60.0 for config in configs]
 
-    monkeypatch.setattr(from_data, "_pilot", pilot)
+    monkeypatch.setattr(from_data, "training_speeds", speeds)
     monkeypatch.setattr(from_data, "training_speed", training_speed)
     found = planned(digits)
     assert found.config.run.threads == faster
     reason = "images are read between the steps, which is faster here than in threads"
     assert (reason in found.reasons) is (faster == 0)
-
-
-def test_a_stop_while_the_speed_is_measured_offers_no_run_to_resume(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(*_: Any, **__: Any) -> None:
-        raise Stopped("stopped", Path("run"))
-
-    monkeypatch.setattr(from_data, "train", stopped)
-    config = TrainConfig().override(data="made", batch_size=4)
-    with pytest.raises(KeyboardInterrupt):
-        training_speed(config, Splits(Made(digits), None, None), 1.0)
 
 
 def jpeg(index: int) -> bytes:

@@ -33,5 +33,5 @@ def cifar10() -> TrainConfig:
         images=Preprocess(image_size=(32, 32), channels=3, mean=(0.491, 0.482, 0.447), std=(0.247, 0.243, 0.262)),
         augment=Augment(flip=True, shift=4, erase=0.25),
         optimizer=OptimizerConfig(kind="muon", learning_rate=5e-3, weight_decay=0.05, beta2=0.95),
-        run=RunConfig(name="cifar10", epochs=28.0, batch_size=128, threads="auto"),
+        run=RunConfig(name="cifar10", epochs=38.0, batch_size=128, threads="auto"),
     )

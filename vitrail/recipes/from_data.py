@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import shlex
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,15 +16,14 @@ from vitrail.data.colour import MIN_IMAGES, colours_in, images_of
 from vitrail.data.pixels.decode import open_image
 from vitrail.data.pixels.preprocess import SPARE, Preprocess
 from vitrail.data.source import Source
-from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, Stopped, UndecodableImage
+from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.machine import pick_device
 from vitrail.models.config import ModelConfig, override_fields
 from vitrail.processes.group import join_processes
 from vitrail.recipes.folder import folder
 from vitrail.training.config import TrainConfig
-from vitrail.training.run import train
+from vitrail.training.pilot import training_speeds
 from vitrail.transfer.choices import Choices, DataFacts, Explicit, Plan, check_images, choose_task, facts_of
 from vitrail.transfer.examination import divide, mirror_test, mirrored_reason, mirroring_hurts, pixel_features
 
@@ -54,11 +51,8 @@ by heart."""
 TIME_FOR_STEPS = 0.92
 """Fraction of the budget for training steps and evaluations. The rest is for starting and saving."""
 
-PILOT_STEPS = 4
-"""Number of steps of the first run that measures the speed."""
-
-TIME_FOR_PILOT = 0.03
-"""Fraction of the budget for the second run that measures the speed."""
+TIME_FOR_SPEED = 0.03
+"""Fraction of the budget for the measurement of the speed."""
 
 EVALUATION_SPEED = 2.0
 """Speed of an evaluation, which computes in float32 and needs no gradients, as a multiple of the training speed."""
@@ -158,35 +152,16 @@ def colours_of(source: Source) -> Colours:
     return Colours(channels, _rounded(mean), _rounded(np.maximum(std, 0.05)))
 
 
-def training_speed(config: TrainConfig, splits: Splits, seconds: float) -> Speed:
-    """Return the speed of a run with these settings on this machine.
+def training_speed(config: TrainConfig, splits: Splits, seconds: float, budget: float) -> Speed:
+    """Return the speed of a run of `budget` seconds with these settings on this machine.
 
-    Short runs on the training images measure it, with reading, augmentation and the optimizer. They take about
-    `seconds` in all, but at least a few steps. On a CPU, the numbers of reading threads are compared if `config` leaves
-    them open.
+    Measuring it takes about `seconds`. On a CPU, the numbers of reading threads are compared if `config` leaves them
+    open.
     """
     is_open = config.run.threads is None and not config.run.processes
     choices = (None, 0) if is_open and pick_device(config.run.device).type == "cpu" else (config.run.threads,)
-    first = join_processes().from_first(_pilot(config, splits, PILOT_STEPS))
-    steps = int(seconds / len(choices) * first / config.run.batch_size)
-    if steps <= 2 * PILOT_STEPS:
-        return Speed(first, config.run.threads)
-    measured = [Speed(_pilot(config.override(threads=threads), splits, steps), threads) for threads in choices]
-    return max(measured, key=lambda speed: speed.images_per_second)
-
-
-def _pilot(config: TrainConfig, splits: Splits, steps: int) -> float:
-    """Return the images per second of a run of a few steps, from which nothing is kept."""
-    alone = replace(splits, validation=None, test=None)
-    with tempfile.TemporaryDirectory() as place:
-        of_run = {"run": str(Path(place) / "run"), "evaluations": 0, "checkpoints": 1, "keep": "last", "probe": ""}
-        of_length = {"steps": steps, "warmup": 0.1, "cooldown": 0.0, "patience": None, "max_time": None}
-        of_data = {"validation": "auto", "validation_share": 0.0, "per_class": None, "mix": ()}
-        short = config.override(overwrite=False, **of_run, **of_length, **of_data)
-        try:
-            return train(short, data=OpenedData("", alone)).summary["images_per_second"]
-        except Stopped:  # this run cannot be resumed
-            raise KeyboardInterrupt from None
+    speeds = training_speeds([config.override(threads=threads) for threads in choices], splits, seconds, budget)
+    return max(map(Speed, speeds, choices), key=lambda speed: speed.images_per_second)
 
 
 def _variant(explicit: Explicit) -> str:
@@ -284,7 +259,7 @@ def _choose_length(
 
 def _length(config: TrainConfig, splits: Splits, seconds: float, end: float) -> _Length:
     """Return the length of a run that ends at `end`. `seconds` is the whole budget, which bounds the measurement."""
-    measured = training_speed(config, splits, TIME_FOR_PILOT * seconds)
+    measured = training_speed(config, splits, TIME_FOR_SPEED * seconds, seconds)
     speed = measured.images_per_second
     left = max(end - time.perf_counter(), LEAST_TIME * seconds)
     images = len(splits.train)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,16 +19,14 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.display import Display
 from vitrail.training.optimization.optimizer import make_optimizer
 from vitrail.training.phases import first_steps, phases_of, run_flops
+from vitrail.training.pilot import training_speeds
 from vitrail.training.records.record import read_record
 from vitrail.training.run import train
 
-__all__ = ["measure_recipe", "optimizer_flops", "seconds_per_step"]
-
-WARMUP_STEPS, TIMED_STEPS = 4, 24
-"""Numbers of steps that measure the speed of a run: untimed ones, and timed ones after these."""
+__all__ = ["measure_recipe", "optimizer_flops"]
 
 TIMED_FRACTION = 0.02
-"""Fraction of the budget after which the timed steps end early."""
+"""Fraction of the budget that the measurement of the speed takes, beside the budget."""
 
 USED_FRACTION = 0.97
 """Fraction of the budget that a shortened run should take by its measured speed."""
@@ -41,11 +37,12 @@ def measure_recipe(folder: Path, cell: Cell) -> CellResult:
     config = TrainConfig.from_plain(cell.settings).override(
         seed=cell.seed, device=cell.device, evaluations=cell.evaluations, checkpoints=1, run=str(folder / "run")
     )
-    length = _Length(TIMED_FRACTION * (cell.budget or 0.0))
-    seconds = None if cell.budget is None else seconds_per_step(config, length)
-    if cell.budget is not None and seconds:
-        fits = max(1, int(USED_FRACTION * cell.budget / seconds))
-        if fits < length.steps:
+    splits = config.data.open()
+    own = config.total_steps(len(splits.train))
+    if cell.budget is not None:
+        (speed,) = training_speeds([config], splits, TIMED_FRACTION * cell.budget, cell.budget)
+        fits = max(1, int(USED_FRACTION * cell.budget * speed / config.mean_batch_size))
+        if fits < own:
             config = config.override(steps=fits)
     recorder = _Recorder()
     result = train(config, display=recorder)
@@ -66,7 +63,7 @@ def measure_recipe(folder: Path, cell: Cell) -> CellResult:
         validation_accuracy=result.metrics["validation_accuracy"],
         test_accuracy=result.metrics.get("test_accuracy"),
         steps=steps,
-        own_steps=length.steps if cell.budget is not None else steps,
+        own_steps=own,
         epochs=sum(phase.steps * phase.batch_size for phase in first_steps(phases, steps)) / record.images,
         batch_size=config.run.batch_size,
         parameters=sum(parameter.numel() for parameter in network.parameters()),
@@ -85,46 +82,6 @@ def optimizer_flops(network: nn.Module, config: TrainConfig) -> int:
     with FlopCounterMode(display=False) as counter:
         optimizer.step()
     return counter.get_total_flops()
-
-
-def seconds_per_step(config: TrainConfig, length: _Length) -> float:
-    """Return the seconds of a training step, from the first steps of the run. `length` receives the run's steps."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(_Measured):
-        train(config.override(run=f"{folder}/run", evaluations=0, keep="last"), display=length, measure_test=False)
-    return length.seconds
-
-
-class _Measured(BaseException):
-    """Ends a run whose speed has been measured."""
-
-
-class _Length(Display):
-    """Measures the first steps of a run, and then ends the run."""
-
-    def __init__(self, seconds: float) -> None:
-        """`seconds` is the time after which the timed steps end early."""
-        self.most = seconds
-        self.steps = 0
-        self.seconds = 0.0
-        self._first: tuple[int, float] | None = None
-
-    def begin(self, step: int, steps: int, task: Task) -> None:
-        self.steps = steps
-
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        self.tick(step, 0.0)
-
-    def tick(self, step: int, seconds_left: float) -> None:
-        now = time.perf_counter()
-        if self._first is None:
-            if step >= min(WARMUP_STEPS, self.steps - 1):
-                self._first = step, now
-            return
-        first, begun = self._first
-        if step > first:
-            self.seconds = (now - begun) / (step - first)
-        if step >= first + TIMED_STEPS or (step > first and now - begun > self.most):
-            raise _Measured
 
 
 class _Recorder(Display):

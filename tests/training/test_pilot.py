@@ -1,0 +1,117 @@
+"""Tests of the short runs that measure the speed of a run."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vitrail.data.source import Sample
+from vitrail.data.sources import OpenedData
+from vitrail.data.splits import Splits
+from vitrail.errors import Stopped, UndecodableImage
+from vitrail.training import pilot
+from vitrail.training.config import TrainConfig
+from vitrail.training.pilot import training_speeds
+
+
+class Made:
+    """Noise of 14 x 21 pixels in two classes, sorted by class. The first `broken` images cannot be decoded."""
+
+    classes = ("first", "second")
+
+    def __init__(self, images: int = 90, broken: int = 0) -> None:
+        self.images, self.broken, self.read = images, broken, set[int]()
+
+    def __len__(self) -> int:
+        return self.images
+
+    def __getitem__(self, index: int) -> Sample:
+        self.read.add(index)
+        if index < self.broken:
+            raise UndecodableImage("broken")
+        pixels = np.random.default_rng(index).integers(0, 256, (14, 21, 1), dtype=np.uint8)
+        return Sample(self.key(index), pixels, self.target(index))
+
+    def key(self, index: int) -> str:
+        return str(index)
+
+    def target(self, index: int) -> int:
+        return 2 * index // self.images
+
+
+def small(**changes: Any) -> TrainConfig:
+    return TrainConfig().override(
+        data="made", variant="ViT-Pico/7", width=16, depth=1, heads=2, mlp_width=16, image_size=(14, 21), channels=1,
+        device="cpu", **{"batch_size": 4, "threads": 1, "warmup": "500 steps", "steps": 900, **changes},
+    )  # fmt: skip
+
+
+def fake(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Splits]]:
+    """Replaces `train` by a function with a speed of 100 images/s, or 200 without reading threads. Returns a list of
+    the lengths and the data of its calls."""
+    calls: list[tuple[int, Splits]] = []
+
+    def train(config: TrainConfig, data: OpenedData) -> Any:
+        assert config.run.steps is not None
+        calls.append((config.run.steps, data.whole))
+        return SimpleNamespace(summary={"images_per_second": 200.0 if config.run.threads == 0 else 100.0})
+
+    monkeypatch.setattr(pilot, "train", train)
+    return calls
+
+
+def test_a_pilot_has_the_epochs_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake(monkeypatch)
+    splits = Splits(Made(), Made(), Made())
+    # Of 1,800 images in 18 s, each of the 90 is seen 20 times. 2 s are 50 steps of 4 images: 10 images 20 times.
+    assert training_speeds([small()], splits, 2.0, 18.0) == [100.0]
+    (first, whole), (steps, few) = calls
+    assert (first, steps) == (pilot.FIRST_STEPS, 50) and whole.train is splits.train and len(few.train) == 10
+    assert {few.train.target(index) for index in range(10)} == {0, 1}, "sorted data keeps its classes"
+    assert few.validation is None and few.test is None
+
+
+def test_a_run_of_less_than_an_epoch_has_a_pilot_on_all_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake(monkeypatch)
+    splits = Splits(Made(), None, None)
+    training_speeds([small()], splits, 2.0, 0.8)
+    assert calls[1][1].train is splits.train
+
+
+def test_a_pilot_has_at_least_the_images_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake(monkeypatch)
+    training_speeds([small(batch_size=16)], Splits(Made(), None, None), 2.0, 1e6)
+    assert (calls[1][0], len(calls[1][1].train)) == (12, 16)
+
+
+def test_each_config_has_its_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake(monkeypatch)
+    configs = [small(), small(threads=0)]
+    assert training_speeds(configs, Splits(Made(), None, None), 2.0, 18.0) == [100.0, 200.0]
+    assert [steps for steps, _ in calls] == [4, 25, 25]
+    calls.clear()
+    assert training_speeds(configs, Splits(Made(), None, None), 0.6, 18.0) == [100.0, 100.0]
+    assert len(calls) == 1, "there is too little time for more than the first pilot"
+
+
+def test_images_are_read_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A fifth of the images cannot be decoded, which is more than the run would allow."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    source = Made(broken=18)
+    (speed,) = training_speeds([small(patience=2)], Splits(source, Made(), None), 0.5, 1e4)
+    assert speed > 0 and len(source.read) < 90
+    assert not list(tmp_path.glob("*/run"))
+
+
+def test_a_stop_offers_no_run_to_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: Any, **__: Any) -> None:
+        raise Stopped("stopped", Path("run"))
+
+    monkeypatch.setattr(pilot, "train", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        training_speeds([small()], Splits(Made(), None, None), 1.0, 1.0)

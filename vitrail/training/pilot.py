@@ -1,0 +1,62 @@
+"""Pilots: short runs that measure how fast this machine trains with given settings. Nothing of them is kept."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from vitrail.data.source import Source, Subset
+from vitrail.data.sources import OpenedData
+from vitrail.data.splits import Splits
+from vitrail.errors import Stopped
+from vitrail.processes.group import join_processes
+from vitrail.training.config import TrainConfig
+from vitrail.training.run import train
+
+__all__ = ["FIRST_STEPS", "training_speeds"]
+
+FIRST_STEPS = 4
+"""Number of steps of the first pilot, which determines the length of the others."""
+
+
+def training_speeds(configs: Sequence[TrainConfig], splits: Splits, seconds: float, budget: float) -> list[float]:
+    """Return the images per second of a run that takes `budget` seconds, for each config.
+
+    Pilots on the training images measure it, with reading, augmentation and the optimizer. They take about `seconds` in
+    all, but at least a few steps. Later epochs of a run can be faster than the first one, because the pixels stay in
+    memory. A pilot therefore sees as few images as it needs to have as many epochs as the run. If there is too little
+    time, all configs have the speed of the first one.
+    """
+    first = join_processes().from_first(_pilot(configs[0], splits, FIRST_STEPS))
+    batch, images = configs[0].run.batch_size, len(splits.train)
+    steps = int(seconds / len(configs) * first / batch)
+    if steps <= 2 * FIRST_STEPS:
+        return [first] * len(configs)
+    epochs = max(1.0, budget * first / images)
+    seen = min(images, max(batch, math.ceil(steps * batch / epochs)))
+    few = replace(splits, train=_spread(splits.train, seen))
+    return [_pilot(config, few, steps) for config in configs]
+
+
+def _pilot(config: TrainConfig, splits: Splits, steps: int) -> float:
+    """Return the images per second of a run of a few steps."""
+    alone = replace(splits, validation=None, test=None)
+    with tempfile.TemporaryDirectory() as place:
+        of_run = {"run": str(Path(place) / "run"), "evaluations": 0, "checkpoints": 1, "keep": "last", "probe": ""}
+        of_length = {"steps": steps, "warmup": 0.1, "cooldown": 0.0, "patience": None, "max_time": None}
+        # Few images can by chance have more undecodable ones than the rule allows. The run itself applies the rule.
+        of_data = {"validation": "auto", "validation_share": 0.0, "per_class": None, "mix": (), "max_skipped": 1.0}
+        short = config.override(overwrite=False, **of_run, **of_length, **of_data)
+        try:
+            return train(short, data=OpenedData("", alone)).summary["images_per_second"]
+        except Stopped:  # this run cannot be resumed
+            raise KeyboardInterrupt from None
+
+
+def _spread(source: Source, count: int) -> Source:
+    """Return samples at equal distances, so that sorted data keeps all classes."""
+    total = len(source)
+    return source if count == total else Subset(source, [number * total // count for number in range(count)])
