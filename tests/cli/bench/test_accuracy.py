@@ -34,6 +34,19 @@ TINY = ("--data", "fractals:3:24", "--evaluations", "3", "--targets", "0.05", "0
         ("demi", "recipe 'demi' does not exist; nearest: demo"),
         ("masked-patches", "recipe 'masked-patches' trains the task masked-patches, which has no accuracy; choose"),
         ("demo demo", "RECIPE...: demo is given twice"),
+        ("demo:epochs=1 demo:epochs=1", "RECIPE...: demo:epochs=1 is given twice"),
+        ("demo:epoch=1", "recipe 'demo:epoch=1': 'epoch' is no setting to compare; nearest: epochs"),
+        ("demo:seed=1", "recipe 'demo:seed=1': 'seed' is no setting to compare"),
+        (
+            "demo:validation-share=0.3",
+            "recipe 'demo:validation-share=0.3': 'validation_share' is no setting to compare",
+        ),
+        ("demo:epochs", "recipe 'demo:epochs': epochs has no value; give epochs=VALUE"),
+        ("demo:epochs=1,", "recipe 'demo:epochs=1,': '' is no setting to compare"),
+        ("demo:epochs=soon", "recipe 'demo:epochs=soon': --epochs: 'soon' is not a number"),
+        ("demo:epochs=-1", "recipe 'demo:epochs=-1': epochs=-1.0 is not above 0"),
+        ("demo:flip=yes", "recipe 'demo:flip=yes': flip='yes' is neither on nor off"),
+        ("demo:image-size=32", "recipe 'demo:image-size=32': --image-size: needs H W"),
         ("demo --targets 0.8 1.2", "--targets: 1.2 is not between 0 and 1; give a fraction, such as 0.85 for 85 %"),
         ("demo --targets 0", "--targets: 0.0 is not between 0 and 1"),
         ("demo --targets 80", "--targets: 80.0 is not between 0 and 1"),
@@ -118,13 +131,17 @@ def test_the_chart_is_a_picture_with_a_line_for_each_run() -> None:
 @pytest.mark.slow
 def test_a_comparison_of_two_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    words = ["bench", "accuracy", "demo", "fashion-mnist", *TINY, "--seeds", "4", "--out", str(out)]
+    changed = "fashion-mnist:variant=ViT-Pico/8,image-size=16 24,flip=off"
+    words = ["bench", "accuracy", "demo", changed, *TINY, "--seeds", "4", "--out", str(out)]
     assert main(words) == 0
     shown = capsys.readouterr().out
-    assert "demo, seed 4: " in shown and "fashion-mnist, seed 4: " in shown
+    assert "demo, seed 4: " in shown and f"{changed}, seed 4: " in shown
     with (out / "curves.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["entry"] for row in rows] == ["demo"] * 3 + ["fashion-mnist"] * 3
+    assert [row["entry"] for row in rows] == ["demo"] * 3 + [changed] * 3
+    folder = out / "cells" / "fashion-mnist-variant=ViT-Pico-8-image-size=16-24-flip=off-seed4"
+    config = json.loads((folder / "run" / "run.json").read_text())["config"]
+    assert config["images"]["image_size"] == [16, 24] and config["augment"]["flip"] is False
     with (out / "targets.csv").open(newline="") as file:
         assert [row["reached"] for row in csv.DictReader(file)][:2] == ["1", "1"]
     assert (out / "curves.svg").read_text().startswith("<svg")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -62,8 +63,8 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The name of the cell's folder."""
-        return f"{self.entry}-seed{self.seed}"
+        """The name of the cell's folder. Characters that some file systems do not allow are replaced."""
+        return f"{re.sub(r'[^A-Za-z0-9=.-]', '-', self.entry)}-seed{self.seed}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from vitrail.bench.accuracy.comparison import AccuracyComparison, check_environm
 from vitrail.bench.accuracy.results import Curves, reached
 from vitrail.cli.bench.environments import parse_environments
 from vitrail.cli.options.command import Call, Command, Example
-from vitrail.cli.options.fields import Positional
+from vitrail.cli.options.fields import Positional, convert
+from vitrail.cli.options.run_options import run_options
 from vitrail.cli.output.accuracy_chart import accuracy_chart
 from vitrail.cli.output.accuracy_tables import (
     POINT_COLUMNS,
@@ -36,13 +37,17 @@ from vitrail.transfer.budget import FACTORS, seconds_of
 
 __all__ = ["main"]
 
+SET_BY_THE_COMPARISON = ("checkpoints", "device", "evaluations", "overwrite", "run", "seed", "task")
+"""Settings of a run that an entry cannot change. The settings of the data are the same for all entries too."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchAccuracy:
     """Options of `vitrail bench accuracy`."""
 
     recipes: Annotated[tuple[str, ...], Positional("RECIPE...")]
-    """Recipes to compare. Ratios refer to the first one. vitrail recipes lists all."""
+    """Recipes to compare, also with changed settings, such as demo:epochs=5,learning_rate=0.001. Ratios refer to the
+    first one. vitrail recipes lists all."""
     data: str | None = None
     """Data set that all entries train on. By default that of the first recipe."""
     validation_share: float | None = None
@@ -79,7 +84,7 @@ COMMAND = Command(
     at the end of each run.""",
     examples=(
         Example("vitrail bench accuracy demo", "Measure the demo with three seeds."),
-        Example("vitrail bench accuracy fashion-mnist --targets 0.92", "Measure the time to one accuracy."),
+        Example("vitrail bench accuracy demo demo:epochs=5 --targets 0.8", "Compare two lengths of a run."),
         Example(
             "vitrail bench accuracy demo --against timm --environment timm=timm/bin/python --budget 5m",
             "Compare with timm within five minutes per run.",
@@ -137,15 +142,10 @@ def main(call: Call) -> int:
 
 def _check(options: BenchAccuracy) -> None:
     """Raise `ConfigError` for values out of range."""
-    for name in options.recipes:
-        if name not in RECIPES:
-            raise ConfigError(f"recipe {name!r} does not exist; {nearest(name, RECIPES)}")
-        if (task := RECIPES[name]().task.name) != "classification":
-            raise ConfigError(f"recipe {name!r} trains the task {task}, which has no accuracy; choose another recipe")
     for name in ("recipes", "seeds", "targets"):
         values: Sequence[Any] = getattr(options, name)
         if twice := [value for value in values if list(values).count(value) > 1]:
-            raise ConfigError(f"{name}={twice[0]} is given twice; give each value once")
+            raise ConfigError(f"{name}: {twice[0]} is given twice; give each value once")
     for target in options.targets:
         if not 0 < target < 1:
             raise ConfigError(f"targets={target} is not between 0 and 1; give a fraction, such as 0.85 for 85 %")
@@ -169,7 +169,39 @@ def _recipes(options: BenchAccuracy) -> dict[str, TrainConfig]:
     """Return the configs of the recipes on the chosen data."""
     changes: dict[str, Any] = {"data": options.data, "validation_share": options.validation_share}
     changes = {name: value for name, value in changes.items() if value is not None}
-    return {name: RECIPES[name]().override(**changes) for name in options.recipes}
+    configs = {}
+    for entry in options.recipes:
+        name, _, settings = entry.partition(":")
+        if name not in RECIPES:
+            raise ConfigError(f"recipe {name!r} does not exist; {nearest(name, RECIPES)}")
+        config = RECIPES[name]().override(**changes)
+        if (task := config.task.name) != "classification":
+            raise ConfigError(f"recipe {name!r} trains the task {task}, which has no accuracy; choose another recipe")
+        try:
+            configs[entry] = config.override(**_changed(settings))
+        except ConfigError as error:
+            raise ConfigError(f"recipe {entry!r}: {error}") from None
+    return configs
+
+
+def _changed(settings: str) -> dict[str, Any]:
+    """Return the values of the settings of an entry, such as `epochs=5,flip=off`. Raise `ConfigError` for others."""
+    known = {option.name: option for option in run_options() if option.section != "data"}
+    for setting in SET_BY_THE_COMPARISON:
+        del known[setting]
+    changes: dict[str, Any] = {}
+    for part in settings.split(",") if settings else ():
+        setting, equals, value = (word.strip() for word in part.partition("="))
+        setting = setting.replace("-", "_")
+        if setting not in known:
+            raise ConfigError(f"{setting!r} is no setting to compare; {nearest(setting, known)}")
+        option = known[setting]
+        if option.is_flag and value not in ("on", "off"):
+            raise ConfigError(f"{setting}={value!r} is neither on nor off")
+        if not equals or not value:
+            raise ConfigError(f"{setting} has no value; give {setting}=VALUE")
+        changes[setting] = value == "on" if option.is_flag else convert(option, value.split())
+    return changes
 
 
 def _write(options: BenchAccuracy, comparison: AccuracyComparison, curves: Curves) -> dict[str, Any]:

@@ -166,7 +166,8 @@ def convert(option: Option, values: Sequence[str]) -> Any:
     """
     if option.accepts_none and list(values) in (["None"], ["none"]):
         return None
-    if not values and option.default != () and option.name not in WITHOUT_VALUES:
+    none_needed = option.default == () or option.name in WITHOUT_VALUES
+    if option.arity not in (None, len(values)) if values else not none_needed:
         raise ConfigError(f"{option.label}: needs {option.metavar}")
     try:
         if get_origin(option.kind) is not tuple:
