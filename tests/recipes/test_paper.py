@@ -14,8 +14,8 @@ from vitrail.recipes import PAPER_RECIPES
 from vitrail.recipes.augreg import ON_I21K, REGULARISATION, WEIGHT_DECAYS, augreg
 from vitrail.recipes.transfers import TRANSFERS
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.optimization.duration import RunLength
+from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import train
 
 IMAGENET = 1_281_167

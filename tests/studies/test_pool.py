@@ -20,7 +20,7 @@ from vitrail.studies.cell import Cell, make_cell, read_result, write_cell
 from vitrail.studies.pool import CELLS, CellPool
 from vitrail.studies.small import small_config
 from vitrail.studies.study import Settings
-from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.reporting.journal import read_journal
 
 
 def cell_of(**overrides: object) -> Cell:

@@ -23,12 +23,12 @@ from vitrail.models.vit import VisionTransformer
 from vitrail.recipes import RECIPES
 from vitrail.training.assembly import make_network, make_state
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.display import Display
-from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.optimization.duration import RunLength
 from vitrail.training.optimization.optimizer import make_optimizer
 from vitrail.training.plan import Plan
 from vitrail.training.records.record import read_record
+from vitrail.training.reporting.display import Display
+from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import train
 from vitrail.training.setup import prepare as prepare_run
 from vitrail.training.state.average import Average

@@ -35,10 +35,10 @@ from vitrail.processes.launch import launch
 from vitrail.recipes import RECIPES
 from vitrail.training import execution, forecast, linear_head
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring import limit
 from vitrail.training.monitoring.monitor import Monitor
 from vitrail.training.parallel.streamed import StreamedCopy
 from vitrail.training.run import resume, train
+from vitrail.training.speed import limit
 from vitrail.training.state import checkpoint
 from vitrail.weights.load import load
 

@@ -20,9 +20,9 @@ import vitrail.training.state.checkpoint as checkpoint_module
 from vitrail.errors import DestinationError, NonFiniteLoss, SaveError
 from vitrail.training.config import TrainConfig
 from vitrail.training.loop import train_step
-from vitrail.training.monitoring.display import Display
-from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.plan import Plan
+from vitrail.training.reporting.display import Display
+from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import resume, train
 from vitrail.training.state.checkpoint import Checkpoints
 from vitrail.training.state.state import TrainState

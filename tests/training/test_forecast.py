@@ -17,7 +17,7 @@ from vitrail.models.cost.footprint import prediction_bytes, training_bytes
 from vitrail.training import forecast
 from vitrail.training.config import TrainConfig
 from vitrail.training.forecast import check_run_memory, evaluation_batch, run_bytes
-from vitrail.training.monitoring.display import Display
+from vitrail.training.reporting.display import Display
 from vitrail.training.run import train
 from vitrail.training.setup import Setup, prepare
 

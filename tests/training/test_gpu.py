@@ -18,7 +18,7 @@ from vitrail.machine import has_bf16_matrix_units, pick_device
 from vitrail.training.assembly import make_network, make_state
 from vitrail.training.config import TrainConfig
 from vitrail.training.loop import train_step
-from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import train
 from vitrail.training.setup import prepare
 from vitrail.training.state.checkpoint import Checkpoints

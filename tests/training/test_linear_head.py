@@ -18,7 +18,7 @@ from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.truth import truth_of
 from vitrail.training.config import TrainConfig
 from vitrail.training.linear_head import linear_score, start_head
-from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import train
 from vitrail.weights.bundle import Bundle, load_bundle
 

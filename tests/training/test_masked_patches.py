@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from vitrail.errors import ConfigError, Stopped
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.display import Display
-from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.reporting.display import Display
+from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import resume, train
 from vitrail.training.setup import prepare
 from vitrail.weights.load import load

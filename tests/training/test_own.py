@@ -19,8 +19,8 @@ from vitrail.data.splits import Splits
 from vitrail.errors import BundleError, ConfigError, RunError, Stopped
 from vitrail.tasks.own_model import OwnModel
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.display import Display
 from vitrail.training.own import check_source
+from vitrail.training.reporting.display import Display
 from vitrail.training.run import resume, train
 
 

@@ -25,9 +25,9 @@ from vitrail.tasks.task import LossOutput, Objective, TaskMetric, mean_of_counte
 from vitrail.training.assembly import make_network, make_state
 from vitrail.training.config import TrainConfig
 from vitrail.training.execution import RunResult
-from vitrail.training.monitoring.display import Display
-from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.records.record import read_record
+from vitrail.training.reporting.display import Display
+from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import resume, train
 from vitrail.training.setup import prepare
 from vitrail.training.state.checkpoint import Checkpoints

@@ -25,7 +25,7 @@ from vitrail.errors import ConfigError, NonFiniteLoss, ProcessError, RunError, S
 from vitrail.evaluation import outputs
 from vitrail.evaluation.features import extract
 from vitrail.training import execution
-from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import train
 from vitrail.training.state.checkpoint import Checkpoints
 from vitrail.weights.load import load

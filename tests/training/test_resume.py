@@ -20,8 +20,8 @@ import vitrail.training.state.checkpoint as checkpoint_module
 from vitrail.errors import RunError, Stopped
 from vitrail.models.linear import float32
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.display import Display
-from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.reporting.display import Display
+from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import resume, train
 
 Small = Callable[..., TrainConfig]

@@ -20,8 +20,8 @@ from vitrail.errors import BundleError, ConfigError, RunError, Stopped
 from vitrail.models.positions import resize_grid
 from vitrail.tasks import Classification
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.display import Display
-from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.reporting.display import Display
+from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import resume, train
 from vitrail.training.start import StartConfig, network_from
 from vitrail.training.state.state import TrainState

@@ -18,8 +18,8 @@ from tests.training import ranks
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.tasks.tokens.tokenizer import load_tokenizer
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.display import Display
-from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.reporting.display import Display
+from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import resume, train
 from vitrail.training.setup import prepare
 from vitrail.weights.load import load

@@ -18,10 +18,10 @@ from vitrail.errors import ConfigError, DataError, NonFiniteLoss, RunError, Stop
 from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.variants import build
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.display import Display
-from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.monitoring.monitor import Monitor
 from vitrail.training.records.record import Record, read_record
+from vitrail.training.reporting.display import Display
+from vitrail.training.reporting.journal import read_journal
 from vitrail.transfer.finetune_suite import Method, finetune_suite, is_suite_run
 from vitrail.transfer.suite import Suite, SuiteResult, open_task, read_suite
 from vitrail.weights.bundle import Bundle

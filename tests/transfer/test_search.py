@@ -19,8 +19,8 @@ from vitrail.errors import ConfigError, RunError
 from vitrail.machine import Precision
 from vitrail.models.predictor import Predictor
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.records.lock import locked
+from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import train
 from vitrail.transfer.choices import Candidate, Plan, Search
 from vitrail.transfer.finetune import FinetuneResult, finetune, plan

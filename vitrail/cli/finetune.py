@@ -33,11 +33,11 @@ from vitrail.machine import pick_device
 from vitrail.models.config import override_fields
 from vitrail.settings import bare_names
 from vitrail.training.config import WITHOUT_WEIGHTS, TrainConfig
-from vitrail.training.monitoring.display import ConsoleDisplay, Display
 from vitrail.training.records.changes import changed_config
 from vitrail.training.records.extension import Length
 from vitrail.training.records.folder import check_request
 from vitrail.training.records.record import read_record
+from vitrail.training.reporting.display import ConsoleDisplay, Display
 from vitrail.training.run import finished, resume
 from vitrail.transfer.choices import Plan
 from vitrail.transfer.finetune import FinetuneResult, Protocol, check_choices, evaluate_run, finetune, plan

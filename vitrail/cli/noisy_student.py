@@ -23,8 +23,8 @@ from vitrail.models.config import ModelConfig
 from vitrail.recipes.noisy_student import NOISY_STUDENT_RECIPES
 from vitrail.settings import bare_names
 from vitrail.tasks import Classification
-from vitrail.training.monitoring.display import ConsoleDisplay
 from vitrail.training.monitoring.stop import interrupted_by_signals
+from vitrail.training.reporting.display import ConsoleDisplay
 from vitrail.transfer.noisy_student.config import NoisyStudentConfig, Rounds
 from vitrail.transfer.noisy_student.labelling import Labelling
 from vitrail.transfer.noisy_student.rounds import Events, Round, run_rounds

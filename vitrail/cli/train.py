@@ -36,10 +36,10 @@ from vitrail.settings import seconds_in
 from vitrail.tasks import Distillation
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.execution import RunResult
-from vitrail.training.monitoring.display import ConsoleDisplay
 from vitrail.training.parallel.scale import scale_plans, scale_table
 from vitrail.training.records.folder import check_request
 from vitrail.training.records.record import read_record
+from vitrail.training.reporting.display import ConsoleDisplay
 from vitrail.training.run import resume, train
 from vitrail.training.setup import OwnObjects, check_columns, prepare
 from vitrail.transfer.budget import seconds_of

@@ -25,9 +25,9 @@ from vitrail.settings import above_zero, at_least, bare_names, named, one_of, ra
 from vitrail.tasks import TASKS, Classification, Task
 from vitrail.training.early import EarlyConfig
 from vitrail.training.faults import FaultConfig
-from vitrail.training.monitoring.trackers import tracker_problems
 from vitrail.training.optimization.optimizer import OptimizerConfig
 from vitrail.training.parallel.sharding import Shard
+from vitrail.training.reporting.trackers import tracker_problems
 from vitrail.training.start import StartConfig
 
 __all__ = ["RESOLVED", "RunConfig", "TrainConfig"]

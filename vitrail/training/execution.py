@@ -29,24 +29,24 @@ from vitrail.tasks.task import Objective
 from vitrail.training.assembly import make_bundle, make_plan, make_state
 from vitrail.training.forecast import evaluation_batch
 from vitrail.training.loop import fit
-from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.examiner import Examiner, Probe
-from vitrail.training.monitoring.examples import Example, write_examples
-from vitrail.training.monitoring.journal import Journal
-from vitrail.training.monitoring.limit import product_limit
 from vitrail.training.monitoring.meter import check_finite
 from vitrail.training.monitoring.monitor import Intervals, Monitor
-from vitrail.training.monitoring.pictures import write_pictures
-from vitrail.training.monitoring.sinks import Sinks
 from vitrail.training.monitoring.stop import StopRequest
-from vitrail.training.monitoring.trackers import tracking
 from vitrail.training.parallel.streamed import StreamedCopy
 from vitrail.training.phases import cost_text
 from vitrail.training.plan import Plan
+from vitrail.training.records.examples import Example, write_examples
 from vitrail.training.records.extension import record_extension
+from vitrail.training.records.pictures import write_pictures
 from vitrail.training.records.progress import ProgressPage
 from vitrail.training.records.record import replace_config
+from vitrail.training.reporting.display import Display
+from vitrail.training.reporting.journal import Journal
+from vitrail.training.reporting.sinks import Sinks
+from vitrail.training.reporting.trackers import tracking
 from vitrail.training.setup import Setup
+from vitrail.training.speed.limit import product_limit
 from vitrail.training.state.best import BestModel
 from vitrail.training.state.checkpoint import Checkpoints
 from vitrail.training.state.state import TrainState

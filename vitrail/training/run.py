@@ -26,14 +26,14 @@ from vitrail.training.assembly import make_network
 from vitrail.training.config import TrainConfig
 from vitrail.training.execution import Execution, RunResult
 from vitrail.training.forecast import check_run_memory
-from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.examiner import Probe, check_probes
-from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.records.changes import changed_config
 from vitrail.training.records.extension import Length, check_extension
 from vitrail.training.records.folder import new_folder
 from vitrail.training.records.lock import locked
 from vitrail.training.records.record import Record, read_record, replace_config
+from vitrail.training.reporting.display import Display
+from vitrail.training.reporting.journal import read_journal
 from vitrail.training.setup import OwnObjects, Setup, prepare, record_of
 from vitrail.training.start import open_again, open_initial
 from vitrail.training.state.checkpoint import Checkpoints

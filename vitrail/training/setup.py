@@ -33,7 +33,6 @@ from vitrail.settings import raise_problems
 from vitrail.tasks.own_model import own_config
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.monitoring.examiner import Probe
-from vitrail.training.monitoring.trackers import check_trackers
 from vitrail.training.optimization.duration import RunLength
 from vitrail.training.optimization.layers import check_choice
 from vitrail.training.optimization.schedule import Schedule
@@ -41,6 +40,7 @@ from vitrail.training.own import check_settings, named_splits
 from vitrail.training.parallel.sharding import shard_problems
 from vitrail.training.phases import Phase, phases_of, with_flops
 from vitrail.training.records.record import FORMAT
+from vitrail.training.reporting.trackers import check_trackers
 from vitrail.training.start import Origin, fitted
 from vitrail.weights.bundle import Bundle
 

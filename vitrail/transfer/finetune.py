@@ -24,9 +24,9 @@ from vitrail.machine import Precision, available_memory, pick_device, resolve_pr
 from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
 from vitrail.training.execution import RunResult
-from vitrail.training.monitoring.display import Display
 from vitrail.training.optimization.layers import check_choice
 from vitrail.training.records.folder import check_place, place_of
+from vitrail.training.reporting.display import Display
 from vitrail.training.run import train
 from vitrail.transfer.budget import seconds_of, usual_seconds
 from vitrail.transfer.choices import NO_SETTINGS, DataFacts, Explicit, Plan, Search, check_images, check_rate, facts_of

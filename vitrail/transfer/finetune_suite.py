@@ -13,7 +13,7 @@ from vitrail.errors import DataError, NonFiniteLoss, RunError
 from vitrail.files import saving, write_json
 from vitrail.tasks import Regression
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.display import Display
+from vitrail.training.reporting.display import Display
 from vitrail.training.run import finished
 from vitrail.transfer.choices import Explicit, Plan
 from vitrail.transfer.finetune import Protocol, choose_best_rate, evaluate_run, plan

@@ -21,10 +21,10 @@ from vitrail.page import document, escape, table
 from vitrail.plain import to_plain
 from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.records.curves import training_figures
 from vitrail.training.records.inside import inside_link
 from vitrail.training.records.record import read_record
+from vitrail.training.reporting.journal import read_journal
 from vitrail.transfer import charts, number_sections, sections
 from vitrail.transfer.number_sections import errors_section, number_rows, residuals_section, scatter_section
 from vitrail.transfer.search import Tried

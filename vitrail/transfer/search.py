@@ -26,8 +26,8 @@ from vitrail.models.predictor import Predictor
 from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
 from vitrail.training.linear_head import linear_score
-from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.records.lock import locked
+from vitrail.training.reporting.journal import read_journal
 from vitrail.transfer.choices import Candidate, Search
 from vitrail.transfer.examination import on_device
 from vitrail.transfer.protocol import TRIALS_SUFFIX, complete_run

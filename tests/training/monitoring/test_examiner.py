@@ -19,11 +19,11 @@ from vitrail.evaluation.head import Accuracy
 from vitrail.evaluation.outputs import Outputs
 from vitrail.tasks.classification import ClassificationObjective, Loss
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.examiner import Probe
-from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.records.extension import Length
 from vitrail.training.records.record import read_record
+from vitrail.training.reporting.display import Display
+from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import resume, train
 from vitrail.training.state.state import TrainState
 from vitrail.weights.bundle import Bundle

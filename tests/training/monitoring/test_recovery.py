@@ -17,8 +17,8 @@ from vitrail.errors import NonFiniteLoss, Stopped
 from vitrail.training.config import TrainConfig
 from vitrail.training.faults import FaultConfig, Faults, StepFault, robust_score
 from vitrail.training.loop import train_step
-from vitrail.training.monitoring.display import Display
-from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.reporting.display import Display
+from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import resume, train
 from vitrail.training.state.checkpoint import Checkpoints
 

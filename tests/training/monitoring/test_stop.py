@@ -17,10 +17,10 @@ import pytest
 
 from vitrail.errors import Stopped
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.monitoring.stop import StopRequest, interrupted_by_signals
 from vitrail.training.records.extension import Length
 from vitrail.training.records.record import read_record
+from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import resume, train
 
 Command = Callable[..., "subprocess.Popen[str]"]

@@ -14,8 +14,8 @@ import pytest
 
 from vitrail.errors import RunError
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.display import Display
 from vitrail.training.records.lock import LOCK, locked
+from vitrail.training.reporting.display import Display
 from vitrail.training.run import resume, train
 
 Small = Callable[..., TrainConfig]

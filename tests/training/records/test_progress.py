@@ -10,10 +10,10 @@ import pytest
 
 from vitrail.errors import Stopped
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.display import Display
-from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.records import progress
 from vitrail.training.records.progress import ProgressPage
+from vitrail.training.reporting.display import Display
+from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import resume, train
 
 

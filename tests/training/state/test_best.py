@@ -18,7 +18,7 @@ from vitrail.models.variants import create
 from vitrail.tasks.masked_patches import MaskedPatches, MaskedPatchesObjective
 from vitrail.tasks.own_model import BESIDE
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.display import Display
+from vitrail.training.reporting.display import Display
 from vitrail.training.run import resume, train
 from vitrail.training.state.best import BestModel
 from vitrail.training.state.checkpoint import Checkpoints

@@ -22,8 +22,8 @@ from vitrail.recipes.noisy_student import NOISY_STUDENT_RECIPES
 from vitrail.tasks import Classification
 from vitrail.tasks.teacher import teacher_facts
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.records.record import read_record
+from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import train
 from vitrail.transfer.noisy_student.config import NoisyStudentConfig, Rounds, check_size
 from vitrail.transfer.noisy_student.labelling import Labelling
@@ -118,7 +118,7 @@ from vitrail.transfer.noisy_student import rounds
 from vitrail.transfer.noisy_student.config import NoisyStudentConfig, Rounds
 from vitrail.transfer.noisy_student.labelling import Labelling
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.display import Display
+from vitrail.training.reporting.display import Display
 import torch
 torch.set_num_threads(1)
 

@@ -10,8 +10,8 @@ from vitrail.analysis.charts import STYLE, series_chart
 from vitrail.charts.svg import Series
 from vitrail.files import partial_path, saving
 from vitrail.page import document, escape
-from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.records.curves import averaged
+from vitrail.training.reporting.journal import read_journal
 
 __all__ = ["write_overlay"]
 

@@ -1,1 +1,1 @@
-"""Everything that happens between steps: journal, display, evaluation, stopping."""
+"""What happens between steps: evaluation, checks of the training's health, recovery from faults, and stopping."""

@@ -18,9 +18,9 @@ from vitrail.evaluation.outputs import Outputs
 from vitrail.processes.group import Processes
 from vitrail.tasks import Task
 from vitrail.tasks.own_model import without_adapters
-from vitrail.training.monitoring.display import TRAINING
 from vitrail.training.monitoring.meter import check_finite
-from vitrail.training.monitoring.sinks import Sinks
+from vitrail.training.reporting.display import TRAINING
+from vitrail.training.reporting.sinks import Sinks
 from vitrail.training.state.best import BestModel
 from vitrail.training.state.state import Best, TrainState
 from vitrail.weights.bundle import Bundle

@@ -13,18 +13,18 @@ from torch import Tensor
 from vitrail.data.batch import Batch
 from vitrail.errors import Stopped
 from vitrail.machine import peak_memory
-from vitrail.training.monitoring.adaptation import Adaptation
-from vitrail.training.monitoring.display import TRAINING
 from vitrail.training.monitoring.examiner import Examiner
 from vitrail.training.monitoring.health import Health
 from vitrail.training.monitoring.meter import Meter, RunningMeans
 from vitrail.training.monitoring.recovery import Recovery
-from vitrail.training.monitoring.sinks import Sinks
 from vitrail.training.monitoring.skipped import SkippedImages
-from vitrail.training.monitoring.speed import SmoothedRate, TimeLeft
 from vitrail.training.monitoring.stop import StopRequest
 from vitrail.training.phases import Phase
 from vitrail.training.plan import Plan
+from vitrail.training.reporting.display import TRAINING
+from vitrail.training.reporting.sinks import Sinks
+from vitrail.training.speed.adaptation import Adaptation
+from vitrail.training.speed.rates import SmoothedRate, TimeLeft
 from vitrail.training.state.state import TrainState
 
 __all__ = ["Intervals", "Monitor"]

@@ -9,7 +9,7 @@ from vitrail.data.source import Source
 from vitrail.errors import NonFiniteLoss
 from vitrail.processes.group import Processes
 from vitrail.training.faults import FaultConfig, Faults, StepFault
-from vitrail.training.monitoring.sinks import Sinks
+from vitrail.training.reporting.sinks import Sinks
 from vitrail.training.state.state import TrainState
 
 __all__ = ["Recovery"]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from vitrail.data.batch import Skipped
 from vitrail.errors import DataError
 from vitrail.processes.group import Processes
-from vitrail.training.monitoring.sinks import Sinks
+from vitrail.training.reporting.sinks import Sinks
 from vitrail.training.state.state import TrainState
 
 __all__ = ["SkippedImages"]

@@ -16,9 +16,9 @@ from vitrail.files import partial_path, saving
 from vitrail.page import document, escape, figure, table, thumbnail
 from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.records.curves import health_figures, training_figures
 from vitrail.training.records.summary import settings_of
+from vitrail.training.reporting.journal import read_journal
 
 __all__ = ["ProgressPage"]
 

@@ -12,9 +12,9 @@ from vitrail.errors import RunError
 from vitrail.models.config import ModelConfig
 from vitrail.settings import bare_names
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.records.lock import is_locked
 from vitrail.training.records.record import read_record
+from vitrail.training.reporting.journal import read_journal
 
 __all__ = ["RunState", "RunSummary", "differing_settings", "find_runs", "settings_of", "summarise"]
 

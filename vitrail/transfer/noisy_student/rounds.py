@@ -28,8 +28,8 @@ from vitrail.page import printable
 from vitrail.tasks.teacher import check_teacher, load_teacher, teacher_facts
 from vitrail.training.config import TrainConfig
 from vitrail.training.execution import RunResult
-from vitrail.training.monitoring.display import Display
 from vitrail.training.records.lock import locked
+from vitrail.training.reporting.display import Display
 from vitrail.training.run import finished, resume, train
 from vitrail.training.setup import prepare
 from vitrail.training.start import open_initial

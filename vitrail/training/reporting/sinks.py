@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vitrail.training.monitoring.display import Display
-from vitrail.training.monitoring.journal import Journal
+from vitrail.training.reporting.display import Display
+from vitrail.training.reporting.journal import Journal
 from vitrail.training.state.checkpoint import Checkpoints
 
 __all__ = ["Sinks"]

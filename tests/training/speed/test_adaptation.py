@@ -12,10 +12,10 @@ import torch
 
 from vitrail.cores import SharedCores, Usage
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring import adaptation
-from vitrail.training.monitoring.display import Display
-from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.reporting.display import Display
+from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import train
+from vitrail.training.speed import adaptation
 
 
 class Notes(Display):

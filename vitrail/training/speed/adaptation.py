@@ -7,9 +7,9 @@ from collections.abc import Callable
 from vitrail.cores import SharedCores
 from vitrail.data.pipeline import Readers, default_threads
 from vitrail.errors import plural
-from vitrail.training.monitoring.readers import ReaderTrials
-from vitrail.training.monitoring.sinks import Sinks
 from vitrail.training.plan import Plan
+from vitrail.training.reporting.sinks import Sinks
+from vitrail.training.speed.readers import ReaderTrials
 from vitrail.training.state.state import TrainState
 
 __all__ = ["Adaptation"]

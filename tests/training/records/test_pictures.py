@@ -10,7 +10,7 @@ from PIL import Image
 from vitrail.errors import SaveError
 from vitrail.page import is_our_page
 from vitrail.tasks.pictures import Picture, PictureTable
-from vitrail.training.monitoring.pictures import write_pictures
+from vitrail.training.records.pictures import write_pictures
 
 ROW = tuple(Picture(Image.new("L", (4, 3), number), (f"picture {number}", "<b>")) for number in range(3))
 

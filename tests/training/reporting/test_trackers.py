@@ -13,9 +13,9 @@ import pytest
 
 from vitrail.errors import ConfigError, Stopped
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.display import Display
-from vitrail.training.monitoring.journal import read_journal
-from vitrail.training.monitoring.trackers import scalars
+from vitrail.training.reporting.display import Display
+from vitrail.training.reporting.journal import read_journal
+from vitrail.training.reporting.trackers import scalars
 from vitrail.training.run import resume, train
 
 

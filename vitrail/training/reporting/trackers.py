@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from vitrail.errors import nearest
 from vitrail.files import saving
-from vitrail.training.monitoring.journal import Journal
+from vitrail.training.reporting.journal import Journal
 from vitrail.weights.exported.runtimes import optional_module
 
 __all__ = [

@@ -16,10 +16,10 @@ from vitrail.models.variants import variant_config
 from vitrail.tasks import Classification
 from vitrail.training import execution
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring import limit
-from vitrail.training.monitoring.display import Display
-from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.reporting.display import Display
+from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import train
+from vitrail.training.speed import limit
 
 LIMIT = 3e9
 CPU = torch.device("cpu")
