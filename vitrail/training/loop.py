@@ -31,7 +31,7 @@ def fit(state: TrainState, plan: Plan, monitor: Monitor) -> None:
             phase = current
             use_patch_dropout(state.objective, phase.patch_dropout)
             monitor.begin_phase(phase)
-        with monitor.waiting():
+        with monitor.timing.waiting():
             batch = next(state.batches)
         metrics: dict[str, Tensor] = {}
         if not monitor.recovery.leaves_out(batch):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,7 +23,8 @@ from vitrail.training.plan import Plan
 from vitrail.training.reporting.display import TRAINING
 from vitrail.training.reporting.sinks import Sinks
 from vitrail.training.speed.adaptation import Adaptation
-from vitrail.training.speed.rates import SmoothedRate, TimeLeft
+from vitrail.training.speed.rates import TimeLeft
+from vitrail.training.speed.timing import Timing
 from vitrail.training.state.state import TrainState
 
 __all__ = ["Intervals", "Monitor"]
@@ -38,37 +38,6 @@ class Intervals:
     journal: int
     evaluate: int | None
     checkpoint: int
-
-
-@dataclass
-class Clock:
-    """Time spent in the parts of a run, in seconds."""
-
-    started: float
-    to_first_step: float = 0.0
-    training: float = 0.0
-    """Time spent in training steps, including the time spent waiting for data."""
-    waiting: float = 0.0
-    """Time spent waiting for data."""
-    paused: float = 0.0
-    """Time spent in evaluation and in saving since the last report."""
-    waited: float = 0.0
-    """Time spent waiting for data since the last report."""
-    images: int = 0
-    mark: float = field(default_factory=time.perf_counter)
-    marked_images: int = 0
-    flops: int = 0
-    """FLOPs of the steps of all processes since the last report."""
-
-    def summary(self) -> dict[str, float]:
-        """Return the times in seconds, the speed and the fraction of the time spent waiting for data."""
-        return {
-            "seconds": time.perf_counter() - self.started,
-            "seconds_to_first_step": self.to_first_step,
-            "training_seconds": self.training,
-            "images_per_second": self.images / self.training if self.training else 0.0,
-            "waiting_share": self.waiting / self.training if self.training else 0.0,
-        }
 
 
 class Monitor:
@@ -97,18 +66,12 @@ class Monitor:
         self.intervals = intervals
         self.examiner = examiner
         self.stop = stop
-        self.clock = Clock(started)
+        self.timing = Timing(plan, self._time_left(), step=state.step, started=started, limit=limit)
         self.meter = Meter()
         self.health = Health()
-        self.speed = SmoothedRate()
-        self.limit = limit
-        self.work_speed = SmoothedRate()
         self.means = RunningMeans()
-        self.left = self._time_left()
         self.adaptation = Adaptation(state, plan, sinks, on_readers)
         self.skipped = SkippedImages(state, sinks, plan.most_skipped, plan.processes)
-        self._ticked = time.perf_counter()
-        self._reported = state.step
         self.recovery = Recovery(
             plan.faults,
             state,
@@ -117,15 +80,6 @@ class Monitor:
             processes=plan.processes,
             on_rollback=self._forget,
         )
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time inside the `with` block as waiting for data."""
-        begin = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - begin
-        self.clock.waiting += seconds
-        self.clock.waited += seconds
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -144,10 +98,10 @@ class Monitor:
         Raises `NonFiniteLoss` and `SaveError`.
         """
         if evaluates:
-            with self._pause():
+            with self.timing.pause("evaluation"):
                 self.examiner.evaluate()
         if self.plan.faults.may_roll_back:
-            with self._pause("checkpoint"):
+            with self.timing.pause("checkpoint"):
                 self.sinks.checkpoints.save(self.state)
 
     def begin_phase(self, phase: Phase) -> None:
@@ -178,31 +132,31 @@ class Monitor:
         """
         step = self.state.step
         processes = self.plan.processes
-        self.clock.images += processes.world * (len(batch) - batch.partners)
+        images = processes.world * (len(batch) - batch.partners)
         if metrics:
             self.meter.add(step, metrics)
-            self.clock.flops += self.plan.flops(step - 1)
-        self._tick()
-        if not self.clock.to_first_step:
-            self.clock.to_first_step = time.perf_counter() - self.clock.started
+        seconds, work = self.timing.after_step(step, images, was_taken=bool(metrics))
+        self.adaptation.after_step(seconds, work)
+        if self.timing.times_each_step and (left := self.timing.seconds_left(step)) is not None:
+            self.sinks.display.tick(step, left)
         self.skipped.add(batch.skipped)
         if self._due(self.intervals.journal):
             self.report()
         if self._due(self.intervals.evaluate):
             self.report()
-            with self._pause("evaluation"):
+            with self.timing.pause("evaluation"):
                 self.examiner.evaluate(self.means.read())
         over = self.plan.is_over(self.state)
         if due := self.examiner.due(over=over):
             self.report()
-            with self._pause("probe"):
+            with self.timing.pause("probe"):
                 self.examiner.probe(due)
         if over and step < self.plan.steps:
             self._say_early()
         stopping = processes.any_earlier(self.stop.requested) and not over
         if self._due(self.intervals.checkpoint) or over or stopping:
             self.report()  # raises if the loss is not finite, so that no broken state is saved
-            with self._pause("checkpoint"):
+            with self.timing.pause("checkpoint"):
                 path = self.sinks.checkpoints.save(self.state)
                 if over or stopping:
                     self.sinks.checkpoints.wait()
@@ -222,31 +176,12 @@ class Monitor:
         if not (metrics := self.meter.read()):
             return
         self.skipped.exchange()
-        clock, now = self.clock, time.perf_counter()
-        seconds = now - clock.mark - clock.paused
-        steps, self._reported = self.state.step - self._reported, self.state.step
-        self.means.add(steps, metrics)
-        if self.plan.device.type != "cpu":
-            done = self.state.step
-            self.left.add(self.plan.work(done) - self.plan.work(done - steps), seconds)
+        speeds = self.timing.report(self.state.step)
+        self.means.add(speeds.steps, metrics)
         metrics["learning_rate"] = max(group["lr"] for group in self.state.optimizer.param_groups)  # the highest
-        images = clock.images - clock.marked_images
-        metrics["images_per_second"] = images / seconds
-        metrics |= {"waiting_share": clock.waited / seconds, "memory_bytes": float(peak_memory(self.plan.device))}
-        metrics |= self.health.read()
-        smoothed = self.speed.add(images, seconds)
-        smoothed_flops = self.work_speed.add(clock.flops, seconds)
-        if self.limit is not None:
-            metrics["limit_fraction"] = clock.flops / seconds / self.limit
-        clock.training += seconds
-        clock.mark, clock.paused, clock.waited, clock.marked_images, clock.flops = now, 0.0, 0.0, clock.images, 0
+        metrics |= speeds.exact | {"memory_bytes": float(peak_memory(self.plan.device))} | self.health.read()
         self.sinks.journal.write("step", step=self.state.step, **metrics)
-        metrics["images_per_second"] = smoothed
-        if self.limit is not None:
-            metrics["limit_fraction"] = smoothed_flops / self.limit
-        if (left := self.left.seconds(self.state.step)) is not None:
-            metrics["seconds_left"] = left
-        self.sinks.display.step(self.state.step, metrics)
+        self.sinks.display.step(self.state.step, metrics | speeds.smoothed)
 
     def summary(self, device: torch.device) -> dict[str, float]:
         """Return the run's length, speed and memory: steps, seconds, fractions and bytes. Metrics of the training steps
@@ -254,15 +189,14 @@ class Monitor:
         return {
             "steps": float(self.state.step),
             **{f"{TRAINING}{name}": value for name, value in self.means.read().items()},
-            **self.clock.summary(),
+            **self.timing.summary(),
             "peak_memory_bytes": float(peak_memory(device)),
         }
 
     def _forget(self) -> None:
         """Forget the steps after the checkpoint to which the run went back."""
         self.meter, self.means = Meter(), RunningMeans()
-        self._reported = self.state.step
-        self._ticked = time.perf_counter()
+        self.timing.go_back(self.state.step)
 
     def _due(self, interval: int | None) -> bool:
         return interval is not None and (self.state.step % interval == 0 or self.state.step == self.plan.steps)
@@ -274,19 +208,6 @@ class Monitor:
             f"ended early, after step {step:,} of {self.plan.steps:,}: step {best.step:,} is still the best "
             f"after {best.waited} more evaluations"
         )
-
-    def _tick(self) -> None:
-        """Measure the time of a step, and show the progress. A GPU computes several steps ahead, so that the time of
-        one step does not predict the remaining time."""
-        now = time.perf_counter()
-        step, seconds = self.state.step, max(now - self._ticked, 1e-9)
-        work = self.plan.work(step) - self.plan.work(step - 1)
-        self._ticked = now
-        self.adaptation.after_step(seconds, work)
-        if self.plan.device.type == "cpu":
-            self.left.add(work, seconds)
-            if (left := self.left.seconds(step)) is not None:
-                self.sinks.display.tick(step, left)
 
     def _time_left(self) -> TimeLeft:
         intervals, splits = self.intervals, self.examiner.splits
@@ -302,11 +223,3 @@ class Monitor:
             at_end=validation + test,
             work=self.plan.work,
         )
-
-    @contextmanager
-    def _pause(self, name: str = "evaluation") -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        self._ticked = time.perf_counter()
-        self.clock.paused += self._ticked - begin
-        self.left.pause(name, self._ticked - begin)
