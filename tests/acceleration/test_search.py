@@ -15,7 +15,7 @@ from vitrail.acceleration.search import Images, search
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample
 from vitrail.errors import BundleError
-from vitrail.models.reduction import TokenReduction
+from vitrail.models.tokens.reduction import TokenReduction
 from vitrail.models.variants import create
 from vitrail.weights.adapt import with_reduction
 from vitrail.weights.bundle import Bundle

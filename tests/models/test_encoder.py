@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
 from vitrail.models.network import Features
-from vitrail.models.patches import mask_tokens
 from vitrail.models.predictor import Predictor
 from vitrail.models.resnet import ResNet
+from vitrail.models.tokens.patches import mask_tokens
 from vitrail.models.variants import create
 from vitrail.models.vit import Block, VisionTransformer, ViTConfig, make_block
 

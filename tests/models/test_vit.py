@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from vitrail.errors import ConfigError
 from vitrail.models.attention.full import SelfAttention
 from vitrail.models.layers import Mlp
-from vitrail.models.pooling import pool
 from vitrail.models.resnet_config import RootConfig
+from vitrail.models.tokens.pooling import pool
 from vitrail.models.vit import Block, VisionTransformer, ViTConfig
 
 

@@ -13,7 +13,7 @@ from tests.tasks.objectives import small_network
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample
 from vitrail.data.splits import Splits
-from vitrail.models.patches import cut_patches
+from vitrail.models.tokens.patches import cut_patches
 from vitrail.tasks import Mae, MaskedPatches, SimClr
 from vitrail.tasks.patch_targets import colour_classes, colour_levels
 from vitrail.tasks.patch_task import PatchTask

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vitrail.models.attention import AttentionLayer, AttentionPositions
 from vitrail.models.layers import LayerScale, StochasticDepth, make_mlp
 from vitrail.models.linear.dense import Linear
-from vitrail.models.reduction import Reduce, size_bias
+from vitrail.models.tokens.reduction import Reduce, size_bias
 from vitrail.models.vit_config import ViTConfig
 
 __all__ = ["Block", "ReversibleBlock", "make_block"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vitrail.errors import ConfigError, nearest
-from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
+from vitrail.models.tokens.reduction import TokenReduction
 from vitrail.models.variants import AnyConfig, config_type, variant_config
 from vitrail.models.vit import ViTConfig
 from vitrail.plain import from_plain

@@ -26,11 +26,11 @@ from vitrail.models.block import Block, ReversibleBlock, make_block
 from vitrail.models.layers import LayerScale, Mlp, SwiGlu, lecun_normal_
 from vitrail.models.linear.dense import Linear
 from vitrail.models.network import Features, Layers, block_numbers, with_new_head, with_weights
-from vitrail.models.patches import PatchEmbedding, PrefixTokens, Replace
-from vitrail.models.pooling import AttentionPool, pool
-from vitrail.models.reduction import TokenReduction, size_bias
 from vitrail.models.resnet import HybridRoot
 from vitrail.models.reversible import reversible
+from vitrail.models.tokens.patches import PatchEmbedding, PrefixTokens, Replace
+from vitrail.models.tokens.pooling import AttentionPool, pool
+from vitrail.models.tokens.reduction import TokenReduction, size_bias
 from vitrail.models.vit_config import ViTConfig
 
 __all__ = ["Block", "ViTConfig", "VisionTransformer", "make_block"]
@@ -132,7 +132,7 @@ class VisionTransformer(nn.Module):
         `keep[image, i]` is the index, in row-major order of the grid, of the i-th patch to encode. The result has the
         patches in this order, and every patch keeps the position embedding of its index. `replace` receives the patch
         embeddings, before positions are added, and returns their replacements: see
-        `vitrail.models.patches.mask_tokens`. Raises `ConfigError` as `features` does.
+        `vitrail.models.tokens.patches.mask_tokens`. Raises `ConfigError` as `features` does.
         """
         return self._split(self._encode(images, keep=keep, replace=replace), self._grid(images))
 
@@ -233,7 +233,7 @@ class VisionTransformer(nn.Module):
     def _pooled_fewer(
         self, images: Float[Tensor, "b c h w"], reduction: TokenReduction
     ) -> Float[Tensor, "b embed_width"]:
-        """Return the pooled tokens, of which every block has removed some (`vitrail.models.reduction`)."""
+        """Return the pooled tokens, of which every block has removed some (`vitrail.models.tokens.reduction`)."""
         grid, config = self._grid(images), self.config
         z, sizes = self._embedded(images, grid), None
         counts = reduction.counts(config.depth, math.prod(grid))

@@ -13,10 +13,10 @@ from vitrail.models.attention.settings import attention_name
 from vitrail.models.cost import transformer
 from vitrail.models.cost.footprint import Footprint, FootprintPrecision
 from vitrail.models.layers import Activation
-from vitrail.models.pooling import FinalNorm, Pool
 from vitrail.models.positions import POSITIONS, Covered, PositionEmbedding, PositionPlace, PositionResize
-from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet_config import RootConfig
+from vitrail.models.tokens.pooling import FinalNorm, Pool
+from vitrail.models.tokens.reduction import TokenReduction
 from vitrail.settings import pairs, raise_problems
 
 __all__ = ["ViTConfig"]
@@ -118,7 +118,7 @@ class ViTConfig:
     (2001.04451). The memory for activations then does not grow with the depth, and a step computes the blocks once
     more."""
     reduction: TokenReduction | None = None
-    """Token merging or pruning when the network predicts (`vitrail.models.reduction`). By default all tokens are
+    """Token merging or pruning when the network predicts (`vitrail.models.tokens.reduction`). By default all tokens are
     kept."""
 
     def __post_init__(self) -> None:

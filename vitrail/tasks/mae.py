@@ -23,7 +23,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.models.cost.footprint import Footprint, FootprintPrecision
-from vitrail.models.patches import cut_patches
+from vitrail.models.tokens.patches import cut_patches
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import at_least

@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.networks import DROPPED, HYBRIDS, with_slow
 from vitrail.models.cost.mixing import layer_costs
-from vitrail.models.pooling import pool
-from vitrail.models.reduction import TokenReduction
+from vitrail.models.tokens.pooling import pool
+from vitrail.models.tokens.reduction import TokenReduction
 from vitrail.models.variants import AnyConfig, build, variant_config
 from vitrail.models.vit import VisionTransformer, ViTConfig
 from vitrail.training.optimization.layers import choose_weights

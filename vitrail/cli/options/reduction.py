@@ -9,7 +9,7 @@ from vitrail.cli.options.fields import flag
 from vitrail.errors import ConfigError
 
 if TYPE_CHECKING:  # without PyTorch, --help is faster
-    from vitrail.models.reduction import TokenReduction
+    from vitrail.models.tokens.reduction import TokenReduction
 
 __all__ = ["check_reduction", "reduction_of"]
 
@@ -27,6 +27,6 @@ def reduction_of(
     tokens: int, by: Literal["merge", "prune"], schedule: Literal["constant", "decreasing"]
 ) -> TokenReduction | None:
     """Return the reduction, or None if no tokens are to be removed."""
-    from vitrail.models.reduction import TokenReduction
+    from vitrail.models.tokens.reduction import TokenReduction
 
     return TokenReduction(tokens=tokens, by=by, schedule=schedule) if tokens else None

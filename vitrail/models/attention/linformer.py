@@ -19,7 +19,7 @@ from vitrail.models.attention.full import FullAttention, SelfAttention
 from vitrail.models.attention.kernels import attend
 from vitrail.models.attention.kind import AttentionContext, AttentionLayer, AttentionPositions
 from vitrail.models.cost.footprint import FootprintPrecision, bytes_each
-from vitrail.models.grids import GridResize, resize_grid
+from vitrail.models.tokens.grids import GridResize, resize_grid
 
 __all__ = ["LinformerAttention", "LinformerContext", "LinformerSelfAttention", "LinformerSettings"]
 

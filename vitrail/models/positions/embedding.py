@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vitrail.models.attention.kind import AttentionPositions
 from vitrail.models.cost.footprint import FootprintPrecision
-from vitrail.models.grids import GridResize, resize_grid
+from vitrail.models.tokens.grids import GridResize, resize_grid
 
 if TYPE_CHECKING:
     from vitrail.models.vit_config import ViTConfig

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from vitrail.models.attention.kind import AttentionLayer
-from vitrail.models.patches import PatchEmbedding
-from vitrail.models.pooling import AttentionPool
+from vitrail.models.tokens.patches import PatchEmbedding
+from vitrail.models.tokens.pooling import AttentionPool
 
 __all__ = ["Table", "tables_of"]
 

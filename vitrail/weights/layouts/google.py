@@ -18,9 +18,9 @@ from torch import Tensor
 
 from vitrail.data.pixels.preprocess import Geometry
 from vitrail.errors import BundleError
-from vitrail.models.pooling import Pool
 from vitrail.models.positions import Covered
 from vitrail.models.resnet_config import RootConfig
+from vitrail.models.tokens.pooling import Pool
 from vitrail.models.vit import ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.carried import (

@@ -15,9 +15,9 @@ from typing import Any
 from vitrail.errors import BundleError
 from vitrail.files import replacing_folder, write_json
 from vitrail.models.layers import Activation
-from vitrail.models.pooling import Pool
 from vitrail.models.positions import Covered
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
+from vitrail.models.tokens.pooling import Pool
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.weights.bundle import Bundle

@@ -12,7 +12,7 @@ from vitrail.models.attention.kernels import attend
 from vitrail.models.layers import Activation, make_mlp
 from vitrail.models.linear.dense import Linear
 from vitrail.models.network import Features
-from vitrail.models.reduction import size_bias
+from vitrail.models.tokens.reduction import size_bias
 
 __all__ = ["AttentionPool", "FinalNorm", "Pool", "pool"]
 

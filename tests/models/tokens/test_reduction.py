@@ -16,7 +16,7 @@ from vitrail.models.attention import ATTENTION
 from vitrail.models.attention.full import FullAttention
 from vitrail.models.config import ModelConfig
 from vitrail.models.predictor import Predictor
-from vitrail.models.reduction import TokenReduction
+from vitrail.models.tokens.reduction import TokenReduction
 from vitrail.models.vit import VisionTransformer, ViTConfig
 
 Small = Callable[..., ViTConfig]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vitrail.models.layers import Activation
 from vitrail.models.network import Features
-from vitrail.models.pooling import AttentionPool, Pool, pool
+from vitrail.models.tokens.pooling import AttentionPool, Pool, pool
 from vitrail.models.vit import VisionTransformer, ViTConfig
 
 Small = Callable[..., ViTConfig]
