@@ -16,7 +16,7 @@ from vitrail.studies.cell_run import DEVICE, measure_cell
 from vitrail.studies.small import small_config
 from vitrail.studies.study import Settings
 from vitrail.training.config import TrainConfig
-from vitrail.training.phases import phases_of, run_flops
+from vitrail.training.steps.phases import phases_of, run_flops
 from vitrail.weights.bundle import load_bundle
 
 

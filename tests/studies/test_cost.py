@@ -9,7 +9,7 @@ from vitrail.errors import ConfigError
 from vitrail.studies.cost import CellCost, DataSize, StudyCost, check_jobs, cost_of, default_jobs, forecast, sizes_for
 from vitrail.studies.small import point, small_config
 from vitrail.studies.study import Point, Settings, Stage
-from vitrail.training.phases import phases_of, run_flops
+from vitrail.training.steps.phases import phases_of, run_flops
 
 CPU = torch.device("cpu")
 CONFIG = small_config(Settings(scale="quick"), images=100, epochs=3.0)

@@ -25,7 +25,6 @@ from vitrail.training.assembly import make_network, make_state
 from vitrail.training.config import TrainConfig
 from vitrail.training.optimization.duration import RunLength
 from vitrail.training.optimization.optimizer import make_optimizer
-from vitrail.training.plan import Plan
 from vitrail.training.records.record import read_record
 from vitrail.training.reporting.display import Display
 from vitrail.training.reporting.journal import read_journal
@@ -34,6 +33,7 @@ from vitrail.training.setup import prepare as prepare_run
 from vitrail.training.state.average import Average
 from vitrail.training.state.checkpoint import Checkpoints
 from vitrail.training.state.state import TrainState
+from vitrail.training.steps.plan import Plan
 from vitrail.weights.bundle import Bundle
 
 

@@ -36,8 +36,8 @@ from vitrail.models.predictor import Predictor
 from vitrail.models.vit import Block
 from vitrail.training import loop
 from vitrail.training.config import TrainConfig
-from vitrail.training.plan import Plan
 from vitrail.training.state.state import TrainState
+from vitrail.training.steps.plan import Plan
 
 BUDGET = Path(__file__).with_name("budget.json")
 RENEW = "VITRAIL_RENEW_BUDGET"

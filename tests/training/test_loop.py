@@ -18,8 +18,8 @@ from vitrail.tasks.regression import RegressionObjective
 from vitrail.tasks.task import LossOutput, Objective
 from vitrail.training.config import TrainConfig
 from vitrail.training.loop import train_step
-from vitrail.training.plan import Plan
 from vitrail.training.state.state import TrainState
+from vitrail.training.steps.plan import Plan
 
 Prepare = Callable[[TrainConfig], tuple[TrainState, Plan]]
 SGD = {

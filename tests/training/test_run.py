@@ -27,12 +27,12 @@ from vitrail.tasks import Task
 from vitrail.training.config import RESOLVED, TrainConfig
 from vitrail.training.execution import RunResult
 from vitrail.training.monitoring.monitor import Monitor
-from vitrail.training.plan import Plan
 from vitrail.training.records.record import read_record
 from vitrail.training.reporting.display import Display
 from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import resume, train
 from vitrail.training.state.state import TrainState
+from vitrail.training.steps.plan import Plan
 from vitrail.weights.load import load
 
 Tiny = Callable[..., TrainConfig]

@@ -18,10 +18,10 @@ from vitrail.machine import describe, pick_device
 from vitrail.studies.cell import Cell, CellResult, read_cell, read_result
 from vitrail.training.config import TrainConfig
 from vitrail.training.execution import RunResult
-from vitrail.training.phases import phases_of, run_flops
 from vitrail.training.records.record import read_record
 from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import finished, resume, train
+from vitrail.training.steps.phases import phases_of, run_flops
 
 __all__ = ["DEVICE", "measure_cell"]
 

@@ -20,7 +20,7 @@ from vitrail.studies.engine import planned_cells
 from vitrail.studies.study import Point, Settings
 from vitrail.training.config import TrainConfig
 from vitrail.training.forecast import run_bytes
-from vitrail.training.phases import phases_of, run_flops
+from vitrail.training.steps.phases import phases_of, run_flops
 
 __all__ = [
     "PUBLISHED_DATA",

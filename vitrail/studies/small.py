@@ -13,8 +13,8 @@ from vitrail.models.config import ModelConfig
 from vitrail.studies.study import Point, Settings, Stage
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.optimization.optimizer import OptimizerConfig
-from vitrail.training.phases import phases_of, run_flops
 from vitrail.training.start import StartConfig
+from vitrail.training.steps.phases import phases_of, run_flops
 
 __all__ = [
     "NETWORKS",

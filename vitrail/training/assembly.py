@@ -31,12 +31,12 @@ from vitrail.training.own import check_network
 from vitrail.training.parallel.gradients import GradientSum
 from vitrail.training.parallel.sharding import ShardedGradients, shard
 from vitrail.training.parallel.streamed import StreamedCopy, can_stream
-from vitrail.training.plan import Plan
 from vitrail.training.setup import Setup, network_config_of, schedule_of
 from vitrail.training.start import Origin, network_from
 from vitrail.training.state.average import Average
 from vitrail.training.state.random import process_seed
 from vitrail.training.state.state import TrainState
+from vitrail.training.steps.plan import Plan
 from vitrail.weights.bundle import Bundle, weights_sha256
 
 __all__ = ["make_bundle", "make_network", "make_plan", "make_state"]

@@ -23,12 +23,12 @@ from vitrail.models.linear.float32 import Float32Products
 from vitrail.plain import from_plain
 from vitrail.settings import above_zero, at_least, bare_names, named, one_of, raise_problems, seconds_in
 from vitrail.tasks import TASKS, Classification, Task
-from vitrail.training.early import EarlyConfig
-from vitrail.training.faults import FaultConfig
 from vitrail.training.optimization.optimizer import OptimizerConfig
 from vitrail.training.parallel.sharding import Shard
 from vitrail.training.reporting.trackers import tracker_problems
 from vitrail.training.start import StartConfig
+from vitrail.training.steps.early import EarlyConfig
+from vitrail.training.steps.faults import FaultConfig
 
 __all__ = ["RESOLVED", "RunConfig", "TrainConfig"]
 

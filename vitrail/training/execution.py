@@ -34,8 +34,6 @@ from vitrail.training.monitoring.meter import check_finite
 from vitrail.training.monitoring.monitor import Intervals, Monitor
 from vitrail.training.monitoring.stop import StopRequest
 from vitrail.training.parallel.streamed import StreamedCopy
-from vitrail.training.phases import cost_text
-from vitrail.training.plan import Plan
 from vitrail.training.records.examples import Example, write_examples
 from vitrail.training.records.extension import record_extension
 from vitrail.training.records.pictures import write_pictures
@@ -50,6 +48,8 @@ from vitrail.training.speed.limit import product_limit
 from vitrail.training.state.best import BestModel
 from vitrail.training.state.checkpoint import Checkpoints
 from vitrail.training.state.state import TrainState
+from vitrail.training.steps.phases import cost_text
+from vitrail.training.steps.plan import Plan
 from vitrail.weights.bundle import Bundle
 
 __all__ = ["Execution", "RunResult"]

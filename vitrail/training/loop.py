@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from vitrail.data.batch import Batch
 from vitrail.machine import autocast
 from vitrail.processes.parts import local, whole
-from vitrail.training.faults import StepFault
 from vitrail.training.monitoring.monitor import Monitor
-from vitrail.training.phases import Phase, use_patch_dropout
-from vitrail.training.plan import Plan
 from vitrail.training.state.state import TrainState
+from vitrail.training.steps.faults import StepFault
+from vitrail.training.steps.phases import Phase, use_patch_dropout
+from vitrail.training.steps.plan import Plan
 
 __all__ = ["fit", "train_step"]
 

@@ -38,10 +38,10 @@ from vitrail.training.optimization.layers import check_choice
 from vitrail.training.optimization.schedule import Schedule
 from vitrail.training.own import check_settings, named_splits
 from vitrail.training.parallel.sharding import shard_problems
-from vitrail.training.phases import Phase, phases_of, with_flops
 from vitrail.training.records.record import FORMAT
 from vitrail.training.reporting.trackers import check_trackers
 from vitrail.training.start import Origin, fitted
+from vitrail.training.steps.phases import Phase, phases_of, with_flops
 from vitrail.weights.bundle import Bundle
 
 __all__ = ["OwnObjects", "Setup", "check_columns", "network_config_of", "prepare", "record_of", "schedule_of"]

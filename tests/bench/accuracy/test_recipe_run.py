@@ -16,8 +16,8 @@ from vitrail.recipes import RECIPES
 from vitrail.training.assembly import make_network, make_plan, make_state
 from vitrail.training.config import TrainConfig
 from vitrail.training.loop import train_step
-from vitrail.training.phases import use_patch_dropout
 from vitrail.training.setup import prepare
+from vitrail.training.steps.phases import use_patch_dropout
 
 
 def tiny(**changes: Any) -> TrainConfig:

@@ -27,8 +27,8 @@ from vitrail.training.loop import train_step
 from vitrail.training.optimization.duration import RunLength
 from vitrail.training.optimization.optimizer import OptimizerConfig, make_optimizer
 from vitrail.training.optimization.schedule import Schedule
-from vitrail.training.plan import Plan
 from vitrail.training.state.state import TrainState
+from vitrail.training.steps.plan import Plan
 from vitrail.weights.layouts.google import BIG_VISION, GOOGLE
 from vitrail.weights.layouts.layout import theirs_of
 from vitrail.weights.load import load

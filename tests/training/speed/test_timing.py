@@ -12,11 +12,11 @@ from vitrail.data.augmentation.augment import Augment
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.training.optimization.duration import RunLength
 from vitrail.training.optimization.optimizer import OptimizerConfig
-from vitrail.training.phases import Phase
-from vitrail.training.plan import Plan
 from vitrail.training.speed import timing
 from vitrail.training.speed.rates import TimeLeft
 from vitrail.training.speed.timing import Timing
+from vitrail.training.steps.phases import Phase
+from vitrail.training.steps.plan import Plan
 
 STEPS = 10
 PHASES = (

@@ -21,11 +21,11 @@ import vitrail.training.state.checkpoint as checkpoint_module
 from vitrail.errors import RunError, SaveError
 from vitrail.training.config import TrainConfig
 from vitrail.training.loop import train_step
-from vitrail.training.plan import Plan
 from vitrail.training.reporting.display import Display
 from vitrail.training.run import train
 from vitrail.training.state.checkpoint import Checkpoints
 from vitrail.training.state.state import Best, TrainState
+from vitrail.training.steps.plan import Plan
 
 FILES = (".metadata", "__0_0.distcp", "manifest.json", "state.json")
 

@@ -17,11 +17,11 @@ from vitrail.machine import describe
 from vitrail.tasks import Task
 from vitrail.training.config import TrainConfig
 from vitrail.training.optimization.optimizer import make_optimizer
-from vitrail.training.phases import first_steps, phases_of, run_flops
 from vitrail.training.pilot import training_speeds
 from vitrail.training.records.record import read_record
 from vitrail.training.reporting.display import Display
 from vitrail.training.run import train
+from vitrail.training.steps.phases import first_steps, phases_of, run_flops
 
 __all__ = ["measure_recipe", "optimizer_flops"]
 

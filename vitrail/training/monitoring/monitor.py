@@ -18,14 +18,14 @@ from vitrail.training.monitoring.meter import Meter, RunningMeans
 from vitrail.training.monitoring.recovery import Recovery
 from vitrail.training.monitoring.skipped import SkippedImages
 from vitrail.training.monitoring.stop import StopRequest
-from vitrail.training.phases import Phase
-from vitrail.training.plan import Plan
 from vitrail.training.reporting.display import TRAINING
 from vitrail.training.reporting.sinks import Sinks
 from vitrail.training.speed.adaptation import Adaptation
 from vitrail.training.speed.rates import TimeLeft
 from vitrail.training.speed.timing import Timing
 from vitrail.training.state.state import TrainState
+from vitrail.training.steps.phases import Phase
+from vitrail.training.steps.plan import Plan
 
 __all__ = ["Intervals", "Monitor"]
 

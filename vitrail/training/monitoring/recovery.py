@@ -8,9 +8,9 @@ from vitrail.data.batch import Batch
 from vitrail.data.source import Source
 from vitrail.errors import NonFiniteLoss
 from vitrail.processes.group import Processes
-from vitrail.training.faults import FaultConfig, Faults, StepFault
 from vitrail.training.reporting.sinks import Sinks
 from vitrail.training.state.state import TrainState
+from vitrail.training.steps.faults import FaultConfig, Faults, StepFault
 
 __all__ = ["Recovery"]
 

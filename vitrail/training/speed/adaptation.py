@@ -7,10 +7,10 @@ from collections.abc import Callable
 from vitrail.cores import SharedCores
 from vitrail.data.pipeline import Readers, default_threads
 from vitrail.errors import plural
-from vitrail.training.plan import Plan
 from vitrail.training.reporting.sinks import Sinks
 from vitrail.training.speed.readers import ReaderTrials
 from vitrail.training.state.state import TrainState
+from vitrail.training.steps.plan import Plan
 
 __all__ = ["Adaptation"]
 

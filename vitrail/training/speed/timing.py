@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from vitrail.training.plan import Plan
 from vitrail.training.speed.rates import SmoothedRate, TimeLeft
+from vitrail.training.steps.plan import Plan
 
 __all__ = ["Speeds", "Timing"]
 

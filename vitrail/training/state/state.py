@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from vitrail.data.pipeline import TrainingBatches
 from vitrail.tasks.task import Objective
-from vitrail.training.faults import Faults
 from vitrail.training.parallel.gradients import GradientSum
 from vitrail.training.parallel.sharding import ShardedGradients, whole_weights
 from vitrail.training.parallel.streamed import StreamedCopy
 from vitrail.training.state.average import Average
 from vitrail.training.state.random import random_state, restore_random_state
+from vitrail.training.steps.faults import Faults
 
 __all__ = ["Best", "TrainState"]
 

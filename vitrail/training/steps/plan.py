@@ -12,10 +12,10 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.machine import TrainingPrecision
 from vitrail.processes.group import Processes
 from vitrail.tasks.task import Position
-from vitrail.training.faults import FaultConfig
 from vitrail.training.optimization.schedule import Schedule
-from vitrail.training.phases import Phase
 from vitrail.training.state.state import TrainState
+from vitrail.training.steps.faults import FaultConfig
+from vitrail.training.steps.phases import Phase
 
 __all__ = ["Plan"]
 

@@ -20,19 +20,19 @@ import vitrail.training.state.checkpoint as checkpoint_module
 from vitrail.errors import DestinationError, NonFiniteLoss, SaveError
 from vitrail.training.config import TrainConfig
 from vitrail.training.loop import train_step
-from vitrail.training.plan import Plan
 from vitrail.training.reporting.display import Display
 from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import resume, train
 from vitrail.training.state.checkpoint import Checkpoints
 from vitrail.training.state.state import TrainState
+from vitrail.training.steps.plan import Plan
 
 Small = Callable[..., TrainConfig]
 Outcome = Callable[[Path], dict[str, Any]]
 
 
 def test_the_table_of_faults_names_tests_that_exist() -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     named = set(re.findall(r"`(test_\w+)`", (root / "docs" / "reliability.md").read_text(encoding="utf-8")))
     texts = [path.read_text(encoding="utf-8") for path in (root / "tests").rglob("test_*.py")]
     there = {name for text in texts for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)}

@@ -14,12 +14,12 @@ from vitrail.models.variants import create, variant_config
 from vitrail.tasks import Classification
 from vitrail.training.assembly import make_network, make_state
 from vitrail.training.config import TrainConfig
-from vitrail.training.phases import Phase, first_steps, phases_of, run_flops
 from vitrail.training.reporting.display import Display
 from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import resume, train
 from vitrail.training.setup import prepare
 from vitrail.training.speed.rates import TimeLeft
+from vitrail.training.steps.phases import Phase, first_steps, phases_of, run_flops
 
 Small = Callable[..., TrainConfig]
 

@@ -14,7 +14,7 @@ from vitrail.models.variants import AnyConfig, transformer
 from vitrail.settings import raise_problems
 from vitrail.tasks.task import Task
 from vitrail.training.config import TrainConfig
-from vitrail.training.early import KINDS
+from vitrail.training.steps.early import KINDS
 
 __all__ = ["Phase", "cost_text", "first_steps", "phases_of", "run_flops", "use_patch_dropout", "with_flops"]
 
