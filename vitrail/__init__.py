@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from vitrail.models.variants import create as create
     from vitrail.recipes import RECIPES as RECIPES
     from vitrail.training.config import TrainConfig as TrainConfig
-    from vitrail.training.execution import RunResult as RunResult
+    from vitrail.training.finish import RunResult as RunResult
     from vitrail.training.run import resume as resume
     from vitrail.training.run import train as train
     from vitrail.weights.bundle import Bundle as Bundle
@@ -39,7 +39,7 @@ _HOMES = {
     "Bundle": "vitrail.weights.bundle",
     "NumberPrediction": "vitrail.weights.bundle",
     "Prediction": "vitrail.weights.bundle",
-    "RunResult": "vitrail.training.execution",
+    "RunResult": "vitrail.training.finish",
     "TrainConfig": "vitrail.training.config",
     "create": "vitrail.models.variants",
     "convert": "vitrail.weights.load",

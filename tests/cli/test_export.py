@@ -11,7 +11,7 @@ import pytest
 from vitrail import load
 from vitrail.cli import main
 from vitrail.cli.export import Export, _images
-from vitrail.training.execution import RunResult
+from vitrail.training.finish import RunResult
 
 
 def test_an_exported_run_predicts_and_is_measured_like_the_run(

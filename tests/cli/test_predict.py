@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vitrail.cli import main
-from vitrail.training.execution import RunResult
+from vitrail.training.finish import RunResult
 from vitrail.weights.load import load
 
 

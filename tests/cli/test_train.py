@@ -13,7 +13,7 @@ from vitrail.cli import main
 from vitrail.cli.train import recipe_for
 from vitrail.recipes import RECIPES
 from vitrail.tasks import Mae, MaskedPatches
-from vitrail.training.execution import RunResult
+from vitrail.training.finish import RunResult
 from vitrail.training.records.record import read_record
 from vitrail.training.reporting.journal import read_journal
 from vitrail.weights.bundle import weights_sha256

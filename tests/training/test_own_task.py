@@ -24,7 +24,7 @@ from vitrail.tasks import TASKS, Task
 from vitrail.tasks.task import LossOutput, Objective, TaskMetric, mean_of_counted
 from vitrail.training.assembly import make_network, make_state
 from vitrail.training.config import TrainConfig
-from vitrail.training.execution import RunResult
+from vitrail.training.finish import RunResult
 from vitrail.training.records.record import read_record
 from vitrail.training.reporting.display import Display
 from vitrail.training.reporting.journal import read_journal

@@ -260,7 +260,7 @@ def test_a_run_that_ended_in_its_last_measurements_is_finished(
 
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr("vitrail.training.execution.write_examples", fail)
+        patch.setattr("vitrail.training.finish.write_examples", fail)
         with pytest.raises(MemoryError):
             train(small(run))
     assert (run / "model").is_dir() and not (run / "examples").exists()

@@ -25,7 +25,7 @@ from vitrail.errors import ConfigError, DataError, RunError, Stopped
 from vitrail.models.compiled import compile_blocks
 from vitrail.tasks import Task
 from vitrail.training.config import RESOLVED, TrainConfig
-from vitrail.training.execution import RunResult
+from vitrail.training.finish import RunResult
 from vitrail.training.monitoring.monitor import Monitor
 from vitrail.training.records.record import read_record
 from vitrail.training.reporting.display import Display

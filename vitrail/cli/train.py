@@ -35,7 +35,7 @@ from vitrail.recipes.from_data import DEFAULT_SECONDS, plan_for_data
 from vitrail.settings import seconds_in
 from vitrail.tasks import Distillation
 from vitrail.training.config import RunConfig, TrainConfig
-from vitrail.training.execution import RunResult
+from vitrail.training.finish import RunResult
 from vitrail.training.parallel.scale import scale_plans, scale_table
 from vitrail.training.records.folder import check_request
 from vitrail.training.records.record import read_record

@@ -17,7 +17,7 @@ from vitrail.evaluation.outputs import Outputs
 from vitrail.machine import describe, pick_device
 from vitrail.studies.cell import Cell, CellResult, read_cell, read_result
 from vitrail.training.config import TrainConfig
-from vitrail.training.execution import RunResult
+from vitrail.training.finish import RunResult
 from vitrail.training.records.record import read_record
 from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import finished, resume, train

@@ -1,11 +1,10 @@
-"""The execution of one run: from a network or the newest checkpoint to the finished model on the disk."""
+"""The execution of one run: from a network or the newest checkpoint to the last step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -17,26 +16,18 @@ from torch import nn
 from vitrail.data.batch import Skipped
 from vitrail.data.check import quick_check
 from vitrail.data.colour import colour_note, images_of
-from vitrail.data.source import Source
 from vitrail.errors import NonFiniteLoss, plural
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.machine import keep_freed_memory
 from vitrail.models.vit_config import ViTConfig
-from vitrail.tasks import Task
-from vitrail.tasks.own_model import BESIDE, beside, load_beside, load_weights, without_adapters, write_weights
-from vitrail.tasks.task import Objective
 from vitrail.training.assembly import make_bundle, make_plan, make_state
+from vitrail.training.finish import Finish, RunResult
 from vitrail.training.forecast import evaluation_batch
 from vitrail.training.loop import fit
 from vitrail.training.monitoring.examiner import Examiner, Probe
-from vitrail.training.monitoring.meter import check_finite
 from vitrail.training.monitoring.monitor import Intervals, Monitor
 from vitrail.training.monitoring.stop import StopRequest
-from vitrail.training.parallel.streamed import StreamedCopy
-from vitrail.training.records.examples import Example, write_examples
 from vitrail.training.records.extension import record_extension
-from vitrail.training.records.pictures import write_pictures
 from vitrail.training.records.progress import ProgressPage
 from vitrail.training.records.record import replace_config
 from vitrail.training.reporting.display import Display
@@ -52,40 +43,7 @@ from vitrail.training.steps.phases import cost_text
 from vitrail.training.steps.plan import Plan
 from vitrail.weights.bundle import Bundle
 
-__all__ = ["Execution", "RunResult"]
-
-MAX_KEPT = 2**24
-"""Maximum number of outputs of a split that a run returns (64 MB)."""
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """A finished run."""
-
-    folder: Path
-    bundle: Bundle
-    """The model, which is saved in `folder / "model"`. If the network is of the user's own class, only the weights are
-    saved. If weights are sharded, only the first process has the model's weights, in main memory."""
-    metrics: dict[str, float]
-    """Metrics of the model on the held-out splits: `validation_accuracy`, and `test_accuracy` if there is a test split.
-    Other tasks have other metrics, such as `test_r2`."""
-    summary: dict[str, float]
-    """Optimiser steps, seconds, images per second, fraction of the time spent waiting for data, and peak memory in
-    bytes."""
-    examples: tuple[Example, ...]
-    """A few held-out images, saved as files, with the model's predictions."""
-    task: Task
-    """The task that the model was trained for."""
-    predictions: Mapping[str, Predictions] = field(default_factory=dict)
-    """Outputs of the model by the name of the held-out split. A split with more than `MAX_KEPT` outputs is missing."""
-
-    def texts(self, split: str) -> list[str]:
-        """Return the metrics of a split as texts with their names, such as "accuracy 89.30%".
-
-        Those of "train" are means over the last training steps, with augmentation."""
-        start, found = f"{split}_", self.summary | self.metrics
-        values = {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
-        return self.task.texts(values)
+__all__ = ["Execution"]
 
 
 class Execution:
@@ -156,7 +114,8 @@ class Execution:
             journal.readers.append(ProgressPage(self.folder, setup.config, metric, setup.steps).receive)
         with tracking(setup.config.run.track, self.folder, setup.config.to_plain(), journal, state.step):
             monitor = self._train(state, plan, probes)
-            return self._finish(state, monitor.summary(setup.device))
+            finish = Finish(setup, self.folder, journal, self.best, partial(self._outputs, state))
+            return finish(state, monitor.summary(setup.device))
 
     def _train(self, state: TrainState, plan: Plan, probes: Sequence[Probe]) -> Monitor:
         """Take the steps that are left, and return the monitor that received them. Signals stop the run meanwhile."""
@@ -263,79 +222,6 @@ class Execution:
         self.display.say(f"{_summary(setup, network)}, into {self.folder}")
         if len(setup.phases) > 1 and setup.network is not None:
             self.display.say(cost_text(setup.phases, setup.network, setup.config.task))
-
-    def _finish(self, state: TrainState, summary: dict[str, float]) -> RunResult:
-        """Load the weights that the config keeps, measure the model on the held-out splits, and write the model."""
-        setup, folder, journal = self.setup, self.folder, self.journal
-        if state.average is not None:
-            state.average.swap()  # no swap back, because no step follows
-        bundle = make_bundle(setup, state.saved_objective())
-        if setup.config.start.lora_rank is not None:
-            bundle = without_adapters(bundle)
-        bundle.provenance["step"] = state.step
-        is_best = setup.config.run.keep == "best" and state.best.step >= 0
-        if is_best:
-            self.processes.on_first(lambda: load_weights(bundle, folder / "model"))
-            self.processes.on_first(lambda: load_beside(state.kept, folder / BESIDE))
-            bundle.provenance["step"] = state.best.step
-        if state.streamed is not None:
-            predictions = self._measure_streamed(bundle, state, state.streamed, is_best=is_best)
-        else:
-            if is_best:
-                self.processes.copy_from_first(bundle.network.state_dict().values())
-                self.processes.copy_from_first(beside(state.kept).values())
-            predictions = self._measure(bundle, state)
-        self.processes.on_first(lambda: write_weights(bundle, folder / "model"))
-        self.processes.on_first(self.best.forget)
-        held_out = setup.splits.held_out
-        source = held_out[1] if held_out else setup.splits.train
-        examples = self.processes.on_first(lambda: write_examples(bundle, source, folder / "examples"))
-        self.processes.on_first(lambda: self._write_pictures(bundle, state.kept, source))
-        journal.write("finished", step=state.step, metrics=bundle.metrics, **summary)
-        return RunResult(folder, bundle, bundle.metrics, summary, examples, setup.config.task, predictions)
-
-    def _write_pictures(self, bundle: Bundle, objective: Objective, source: Source) -> None:
-        """Write a report with the task's pictures, if it has any."""
-        config = self.setup.config
-        name = config.start.init or config.model.name
-        heading = f"{name}, pre-trained by {config.task.name} on {config.data.spec}, {self.setup.steps:,} steps."
-        write_pictures(self.folder, heading, bundle.metrics, config.task.pictures(objective, bundle, source))
-
-    def _measure_streamed(
-        self, bundle: Bundle, state: TrainState, streamed: StreamedCopy, *, is_best: bool
-    ) -> dict[str, Predictions]:
-        """Measure the model whose weights are in the main memory of the first process, by sharded weights. `is_best` is
-        True if the weights of training are others."""
-        if is_best:
-            streamed.scatter(state.objective)
-        measured = make_bundle(self.setup, state.whole_objective())
-        streamed.copy_rest(measured.network, bundle.network)
-        measured.provenance, measured.metrics = bundle.provenance, bundle.metrics
-        predictions = self._measure(measured, state)
-        bundle.metrics = measured.metrics
-        return predictions
-
-    def _measure(self, bundle: Bundle, state: TrainState) -> dict[str, Predictions]:
-        """Measure the finished model on the held-out splits, and add the metrics to it. Return its outputs."""
-        task, splits = self.setup.config.task, self.setup.splits
-
-        def skip(item: Skipped) -> None:
-            self.journal.write("skipped", step=state.step, key=item.key, reason=item.reason)
-
-        outputs = self._outputs(state, bundle, keep=MAX_KEPT, on_skip=skip)
-        predictions: dict[str, Predictions] = {}
-        evaluator = task.evaluator(state.copy or state.objective)
-        for split, source in (("validation", splits.validation), ("test", splits.test)):
-            if source is not None:
-                result = evaluator(outputs, splits.train, source)
-                state.settle()
-                check_finite(result, task.loss_metric, state.step)
-                values = {"split": split, "weights": state.measured, "kept": True, **result}
-                self.journal.write("evaluation", step=bundle.provenance["step"], **values)
-                bundle.metrics |= {f"{split}_{name}": value for name, value in task.summary(result).items()}
-                if (kept := outputs.kept(source)) is not None:
-                    predictions[split] = kept
-        return predictions
 
 
 COMPILED = {"off": "", "on": ", compiled", "graphs": ", compiled into CUDA graphs"}

@@ -24,7 +24,8 @@ from vitrail.models.linear.float32 import float32_products
 from vitrail.processes.group import Processes, join_processes
 from vitrail.training.assembly import make_network
 from vitrail.training.config import TrainConfig
-from vitrail.training.execution import Execution, RunResult
+from vitrail.training.execution import Execution
+from vitrail.training.finish import RunResult
 from vitrail.training.forecast import check_run_memory
 from vitrail.training.monitoring.examiner import Probe, check_probes
 from vitrail.training.records.changes import changed_config

@@ -23,7 +23,7 @@ from vitrail.evaluation.truth import SingleLabels, truth_of
 from vitrail.machine import Precision, available_memory, pick_device, resolve_precision
 from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
-from vitrail.training.execution import RunResult
+from vitrail.training.finish import RunResult
 from vitrail.training.optimization.layers import check_choice
 from vitrail.training.records.folder import check_place, place_of
 from vitrail.training.reporting.display import Display

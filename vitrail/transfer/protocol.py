@@ -18,7 +18,7 @@ from vitrail.errors import ConfigError, NonFiniteLoss, RunError
 from vitrail.models.variants import AnyConfig
 from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import RESOLVED, TrainConfig
-from vitrail.training.execution import RunResult
+from vitrail.training.finish import RunResult
 from vitrail.training.optimization.optimizer import OptimizerConfig
 from vitrail.training.records.record import read_record
 from vitrail.training.reporting.display import Display

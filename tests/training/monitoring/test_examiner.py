@@ -167,7 +167,7 @@ def test_a_run_that_ended_early_and_was_killed_in_its_last_measurements_takes_no
 
     config = from_model(initial(classes=COLOURS), colour_folder, patience=2, **STILL)
     with monkeypatch.context() as patch:
-        patch.setattr("vitrail.training.execution.write_examples", fail)
+        patch.setattr("vitrail.training.finish.write_examples", fail)
         with pytest.raises(MemoryError):
             train(config)
     result = resume(Path(config.run.folder or ""))

@@ -27,7 +27,7 @@ from vitrail.files import check_parent, saving, write_json
 from vitrail.page import printable
 from vitrail.tasks.teacher import check_teacher, load_teacher, teacher_facts
 from vitrail.training.config import TrainConfig
-from vitrail.training.execution import RunResult
+from vitrail.training.finish import RunResult
 from vitrail.training.records.lock import locked
 from vitrail.training.reporting.display import Display
 from vitrail.training.run import finished, resume, train
