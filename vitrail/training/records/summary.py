@@ -50,9 +50,9 @@ class RunSummary:
     """Reason why the run cannot be read, or why it failed."""
     config: TrainConfig | None = None
     step: int = 0
-    """Optimiser steps that were done."""
+    """Optimizer steps that were done."""
     steps: int = 0
-    """Optimiser steps of the whole run."""
+    """Optimizer steps of the whole run."""
     started: float | None = None
     """Time of the first event, in seconds since 1970."""
     changed: float | None = None
