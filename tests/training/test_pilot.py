@@ -14,7 +14,7 @@ from vitrail.data.source import Sample
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import Stopped, UndecodableImage
-from vitrail.training import pilot
+from vitrail.training import assembly, pilot
 from vitrail.training.config import TrainConfig
 from vitrail.training.pilot import training_speeds
 
@@ -81,6 +81,17 @@ def test_a_run_of_less_than_an_epoch_has_a_pilot_on_all_images(monkeypatch: pyte
     splits = Splits(Made(), None, None)
     training_speeds([small()], splits, 2.0, 0.8)
     assert calls[1][1].train is splits.train
+
+
+def test_pixels_that_do_not_fit_into_memory_are_read_in_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake(monkeypatch)
+    monkeypatch.setattr(assembly, "available_memory", lambda device: 8 * 90 * 14 * 21 - 1)
+    splits = Splits(Made(), None, None)
+    training_speeds([small()], splits, 2.0, 18.0)
+    assert calls[1][1].train is splits.train
+    monkeypatch.setattr(assembly, "available_memory", lambda device: 8 * 90 * 14 * 21)
+    training_speeds([small()], splits, 2.0, 18.0)
+    assert len(calls[3][1].train) == 10
 
 
 def test_a_pilot_has_at_least_the_images_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:

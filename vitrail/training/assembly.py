@@ -23,6 +23,7 @@ from vitrail.machine import available_memory
 from vitrail.models.compiled import compile_blocks
 from vitrail.models.linear.float8 import use_float8
 from vitrail.models.variants import build
+from vitrail.processes.group import Processes
 from vitrail.tasks.task import Objective
 from vitrail.training.linear_head import head_outputs, start_head
 from vitrail.training.optimization.layers import choose_weights
@@ -39,7 +40,7 @@ from vitrail.training.state.state import TrainState
 from vitrail.training.steps.plan import Plan
 from vitrail.weights.bundle import Bundle, weights_sha256
 
-__all__ = ["make_bundle", "make_network", "make_plan", "make_state"]
+__all__ = ["make_bundle", "make_network", "make_plan", "make_state", "pixels_fit"]
 
 KEPT_FRACTION = 1 / 8
 """Fraction of the free memory that the pixels of the training images may take."""
@@ -137,7 +138,13 @@ def _keeps_pixels(setup: Setup) -> bool:
     if "data" in setup.objects.names or (setup.steps - 1) * config.run.batch_size < images:
         return False
     size = max((stage.preprocess.image_size for stage in _stages(setup)), key=math.prod)
-    needed = setup.processes.place.local_world * images * config.images.channels * math.prod(size)
+    return pixels_fit(images * config.images.channels * math.prod(size), setup.processes)
+
+
+def pixels_fit(values: int, processes: Processes) -> bool:
+    """Return True if the pixels of a run's images, one byte per value, may stay in memory (`KEPT_FRACTION`). Each of
+    the processes of a machine has its own copy. False if the free memory is unknown."""
+    needed = processes.place.local_world * values
     try:
         return needed <= KEPT_FRACTION * available_memory(torch.device("cpu"))
     except ConfigError:

@@ -13,6 +13,7 @@ from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import Stopped
 from vitrail.processes.group import join_processes
+from vitrail.training.assembly import pixels_fit
 from vitrail.training.config import TrainConfig
 from vitrail.training.run import train
 
@@ -27,16 +28,19 @@ def training_speeds(configs: Sequence[TrainConfig], splits: Splits, seconds: flo
 
     Pilots on the training images measure it, with reading, augmentation and the optimizer. They take about `seconds` in
     all, but at least a few steps. Later epochs of a run can be faster than the first one, because the pixels stay in
-    memory. A pilot therefore sees as few images as it needs to have as many epochs as the run. If there is too little
-    time, all configs have the speed of the first one.
+    memory if they fit. A pilot then sees as few images as it needs to have as many epochs as the run. If there is too
+    little time, all configs have the speed of the first one.
     """
-    first = join_processes().from_first(_pilot(configs[0], splits, FIRST_STEPS))
+    processes = join_processes()
+    first = processes.from_first(_pilot(configs[0], splits, FIRST_STEPS))
     batch, images = configs[0].run.batch_size, len(splits.train)
     steps = int(seconds / len(configs) * first / batch)
     if steps <= 2 * FIRST_STEPS:
         return [first] * len(configs)
-    epochs = max(1.0, budget * first / images)
-    seen = min(images, max(batch, math.ceil(steps * batch / epochs)))
+    seen, preprocess = images, configs[0].images
+    if processes.from_first(pixels_fit(images * preprocess.channels * math.prod(preprocess.image_size), processes)):
+        epochs = max(1.0, budget * first / images)
+        seen = min(images, max(batch, math.ceil(steps * batch / epochs)))
     few = replace(splits, train=_spread(splits.train, seen))
     return [_pilot(config, few, steps) for config in configs]
 
