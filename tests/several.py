@@ -79,7 +79,7 @@ def _call(
         }  # fmt: skip
     import torch
 
-    from vitrail.processes.group import join_processes
+    from vitrail.processes import group
 
     torch.set_num_threads(1)
     try:
@@ -89,4 +89,5 @@ def _call(
         send.send((None, plain, getattr(error, "is_reported", False)))
     finally:
         send.close()
-        join_processes().leave()
+        for joined in group._JOINED:  # none, if the processes did not come together: a second attempt would wait
+            joined.leave()

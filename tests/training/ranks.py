@@ -263,6 +263,7 @@ def busy(timeout: float, seconds: float, *, ends: bool) -> tuple[float, float]:
         return 1.5
 
     with processes.reporting():
+        processes.gather(None)  # or the first process could end while another one still joins
         begin = time.process_time()
         found = processes.on_first(compute, is_long=True)
         return found, time.process_time() - begin
