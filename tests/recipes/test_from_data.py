@@ -241,6 +241,25 @@ def test_many_images_get_larger_batches() -> None:
     assert config.run.batch_size == 128 and config.augment.erase == 0.25
 
 
+@pytest.mark.parametrize(
+    ("images", "explicit", "batch_size"),
+    [
+        (7_999, {}, 32),
+        (8_000, {}, 128),
+        (8_000, {"variant": "ViT-Pico/8"}, 32),
+        (8_000, {"depth": 2}, 32),  # a network with transformer blocks
+        (8_000, {"image_size": (48, 32)}, 32),
+    ],
+)
+def test_thousands_of_small_images_get_larger_batches(images: int, explicit: dict[str, Any], batch_size: int) -> None:
+    config = planned(digits, images=images, epochs=15.0, **explicit).config
+    assert config.run.batch_size == batch_size and config.augment.erase == 0.5
+
+
+def test_thousands_of_larger_images_get_small_batches() -> None:
+    assert planned(photographs, images=8_000, epochs=1.0).config.run.batch_size == 32
+
+
 def test_colours_are_those_of_the_images() -> None:
     colours = colours_of(Made(lambda index: np.full((9, 7, 3), (0, 51, 255), np.uint8)))
     assert colours == (3, (0.0, 0.2, 1.0), (0.05, 0.05, 0.05))

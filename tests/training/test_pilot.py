@@ -67,12 +67,12 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Splits]]:
 
 def test_a_pilot_has_the_epochs_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = fake(monkeypatch)
-    splits = Splits(Made(), Made(), Made())
-    # Of 1,800 images in 18 s, each of the 90 is seen 20 times. 2 s are 50 steps of 4 images: 10 images 20 times.
-    assert training_speeds([small()], splits, 2.0, 18.0) == [100.0]
+    splits = Splits(Made(900), Made(), Made())
+    # Of 9,000 images in 90 s, each of the 900 is seen 10 times. 20 s are 500 steps of 4 images: 200 images 10 times.
+    assert training_speeds([small()], splits, 20.0, 90.0) == [100.0]
     (first, whole), (steps, few) = calls
-    assert (first, steps) == (pilot.FIRST_STEPS, 50) and whole.train is splits.train and len(few.train) == 10
-    assert {few.train.target(index) for index in range(10)} == {0, 1}, "sorted data keeps its classes"
+    assert (first, steps) == (pilot.FIRST_STEPS, 500) and whole.train is splits.train and len(few.train) == 200
+    assert {few.train.target(index) for index in range(200)} == {0, 1}, "sorted data keeps its classes"
     assert few.validation is None and few.test is None
 
 
@@ -85,19 +85,21 @@ def test_a_run_of_less_than_an_epoch_has_a_pilot_on_all_images(monkeypatch: pyte
 
 def test_pixels_that_do_not_fit_into_memory_are_read_in_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = fake(monkeypatch)
-    monkeypatch.setattr(assembly, "available_memory", lambda device: 8 * 90 * 14 * 21 - 1)
-    splits = Splits(Made(), None, None)
-    training_speeds([small()], splits, 2.0, 18.0)
+    monkeypatch.setattr(assembly, "available_memory", lambda device: 8 * 900 * 14 * 21 - 1)
+    splits = Splits(Made(900), None, None)
+    training_speeds([small()], splits, 20.0, 90.0)
     assert calls[1][1].train is splits.train
-    monkeypatch.setattr(assembly, "available_memory", lambda device: 8 * 90 * 14 * 21)
-    training_speeds([small()], splits, 2.0, 18.0)
-    assert len(calls[3][1].train) == 10
+    monkeypatch.setattr(assembly, "available_memory", lambda device: 8 * 900 * 14 * 21)
+    training_speeds([small()], splits, 20.0, 90.0)
+    assert len(calls[3][1].train) == 200
 
 
-def test_a_pilot_has_at_least_the_images_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pilot_has_at_least_the_images_of_a_second_and_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = fake(monkeypatch)
-    training_speeds([small(batch_size=16)], Splits(Made(), None, None), 2.0, 1e6)
-    assert (calls[1][0], len(calls[1][1].train)) == (12, 16)
+    training_speeds([small(batch_size=16)], Splits(Made(900), None, None), 2.0, 1e6)
+    assert (calls[1][0], len(calls[1][1].train)) == (12, 100)
+    training_speeds([small(batch_size=128)], Splits(Made(900), None, None), 20.0, 1e6)
+    assert (calls[3][0], len(calls[3][1].train)) == (15, 128)
 
 
 def test_each_config_has_its_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,9 +115,9 @@ def test_each_config_has_its_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -
 def test_images_are_read_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A fifth of the images cannot be decoded, which is more than the run would allow."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    source = Made(broken=18)
+    source = Made(90_000, broken=18_000)
     (speed,) = training_speeds([small(patience=2)], Splits(source, Made(), None), 0.5, 1e4)
-    assert speed > 0 and len(source.read) < 90
+    assert speed > 0 and len(source.read) < 90_000
     assert not list(tmp_path.glob("*/run"))
 
 

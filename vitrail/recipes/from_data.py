@@ -40,6 +40,13 @@ MIN_EPOCHS = 8
 MANY_IMAGES = 20_000
 """Number of training images from which batches are larger and boxes hide parts of fewer images."""
 
+LARGE_BATCH = 128
+"""Batch size for many images."""
+
+FAST_IMAGES, FAST_SIDE = 8_000, 32
+"""Number of training images and their largest side in pixels for which the first network of `MUON_RATES` learns more
+from large batches, because it then trains 1.8 times as many images per second. docs/recipes.md has the measurements."""
+
 MUON_RATES = {"BiT-Pico": 5e-3, "Conv+ViT-Pico/8": 2e-3}
 """Networks to choose from, and the learning rate of Muon for each. The first one that has all fields that the user set
 is chosen. docs/recipes.md has the measurements."""
@@ -111,9 +118,6 @@ def plan_for_data(
     choose_task(choices, config.task.name, facts, label_smoothing=0.1)
     _choose_colours(choices, splits.train)
     _choose_mirroring(choices, splits.train, channels=_chosen(choices, "channels", base.images.channels))
-    batch = 128 if facts.images >= MANY_IMAGES else max(8, min(32, 2 ** int(math.log2(max(facts.images / 8, 8)))))
-    world = join_processes().world
-    choices.add(batch_size=math.ceil(batch / world) * world)
     if "variant" not in explicit:
         variant = _variant(explicit)
         what = "a small ResNet, which is more accurate than a Vision Transformer with few images or little time"
@@ -126,6 +130,8 @@ def plan_for_data(
                 optimizer="muon",
                 learning_rate=MUON_RATES[variant],
             )
+    batch, world = _batch_size(facts, choices), join_processes().world
+    choices.add(batch_size=math.ceil(batch / world) * world)
     base = replace(config, model=ModelConfig(), images=base.images, augment=base.augment, optimizer=base.optimizer)
     base = base.override(keep="last" if splits.validation is None else "best")
     _choose_length(choices, base, splits, facts, seconds, end=end)
@@ -170,6 +176,16 @@ def _variant(explicit: Explicit) -> str:
     first, *_ = MUON_RATES
     set_fields = explicit.keys() & override_fields().keys()
     return next((name for name in MUON_RATES if set_fields <= override_fields(name).keys()), first)
+
+
+def _batch_size(facts: DataFacts, choices: Choices) -> int:
+    """Return the batch size for this number of images, after the network was chosen."""
+    first, *_ = MUON_RATES
+    has_small_images = facts.side is not None and facts.side <= FAST_SIDE
+    is_fast = choices.settings.get("variant") == first and has_small_images and "image_size" not in choices.explicit
+    if facts.images >= (FAST_IMAGES if is_fast else MANY_IMAGES):
+        return LARGE_BATCH
+    return max(8, min(32, 2 ** int(math.log2(max(facts.images / 8, 8)))))
 
 
 def _rounded(values: np.ndarray) -> tuple[float, ...]:
