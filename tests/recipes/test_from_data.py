@@ -249,6 +249,7 @@ def test_many_images_get_larger_batches() -> None:
         (8_000, {"variant": "ViT-Pico/8"}, 32),
         (8_000, {"depth": 2}, 32),  # a network with transformer blocks
         (8_000, {"image_size": (48, 32)}, 32),
+        (8_000, {"image_size": (24, 31)}, 128),
     ],
 )
 def test_thousands_of_small_images_get_larger_batches(images: int, explicit: dict[str, Any], batch_size: int) -> None:

@@ -44,8 +44,8 @@ LARGE_BATCH = 128
 """Batch size for many images."""
 
 FAST_IMAGES, FAST_SIDE = 8_000, 32
-"""Number of training images and their largest side in pixels for which the first network of `MUON_RATES` learns more
-from large batches, because it then trains 1.8 times as many images per second. docs/recipes.md has the measurements."""
+"""The first network of `MUON_RATES` gets large batches from this number of training images on if no side of the images
+is longer than this number of pixels. It then trains 1.8 times as many images per second (docs/log.md)."""
 
 MUON_RATES = {"BiT-Pico": 5e-3, "Conv+ViT-Pico/8": 2e-3}
 """Networks to choose from, and the learning rate of Muon for each. The first one that has all fields that the user set
@@ -179,10 +179,10 @@ def _variant(explicit: Explicit) -> str:
 
 
 def _batch_size(facts: DataFacts, choices: Choices) -> int:
-    """Return the batch size for this number of images, after the network was chosen."""
+    """Return the batch size for these images and the chosen network."""
     first, *_ = MUON_RATES
-    has_small_images = facts.side is not None and facts.side <= FAST_SIDE
-    is_fast = choices.settings.get("variant") == first and has_small_images and "image_size" not in choices.explicit
+    longest = max(choices.explicit.get("image_size", (facts.side or math.inf,)))
+    is_fast = choices.settings.get("variant") == first and longest <= FAST_SIDE
     if facts.images >= (FAST_IMAGES if is_fast else MANY_IMAGES):
         return LARGE_BATCH
     return max(8, min(32, 2 ** int(math.log2(max(facts.images / 8, 8)))))

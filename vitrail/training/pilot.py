@@ -22,9 +22,9 @@ __all__ = ["FIRST_STEPS", "training_speeds"]
 FIRST_STEPS = 4
 """Number of steps of the first pilot, which determines the length of the others."""
 
-LEAST_SEEN = 1.0
-"""A pilot sees at least the images of as many seconds of training. To shuffle n < 65,536 images, Grain computes about
-65,536 / n random numbers of 0.4 us per image, which would be a third of the time of a small network with 130 images."""
+MIN_SEEN_SECONDS = 1.0
+"""A pilot sees at least as many images as the machine trains in this time. To shuffle n < 65,536 images, Grain needs
+about 26 / n ms per image. With 130 images, this was a third of a pilot's time, and the speed seemed too low."""
 
 
 def training_speeds(configs: Sequence[TrainConfig], splits: Splits, seconds: float, budget: float) -> list[float]:
@@ -33,7 +33,7 @@ def training_speeds(configs: Sequence[TrainConfig], splits: Splits, seconds: flo
     Pilots on the training images measure it, with reading, augmentation and the optimizer. They take about `seconds` in
     all, but at least a few steps. Later epochs of a run can be faster than the first one, because the pixels stay in
     memory if they fit. A pilot then sees as few images as it needs to have as many epochs as the run, but at least
-    those of a second. If there is too little time, all configs have the speed of the first one.
+    as many as the machine trains in a second. If there is too little time, all configs have the speed of the first one.
     """
     processes = join_processes()
     first = processes.from_first(_pilot(configs[0], splits, FIRST_STEPS))
@@ -44,7 +44,7 @@ def training_speeds(configs: Sequence[TrainConfig], splits: Splits, seconds: flo
     seen, preprocess = images, configs[0].images
     if processes.from_first(pixels_fit(images * preprocess.channels * math.prod(preprocess.image_size), processes)):
         epochs = max(1.0, budget * first / images)
-        seen = min(images, max(batch, math.ceil(LEAST_SEEN * first), math.ceil(steps * batch / epochs)))
+        seen = min(images, max(batch, math.ceil(MIN_SEEN_SECONDS * first), math.ceil(steps * batch / epochs)))
     few = replace(splits, train=_spread(splits.train, seen))
     return [_pilot(config, few, steps) for config in configs]
 
