@@ -109,6 +109,9 @@ def test_each_config_has_its_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -
     assert [steps for steps, _ in calls] == [4, 25, 25]
     calls.clear()
     assert training_speeds(configs, Splits(Made(), None, None), 0.6, 18.0) == [100.0, 100.0]
+    assert [steps for steps, _ in calls] == [4, 15], "there is too little time to compare the configs"
+    calls.clear()
+    assert training_speeds(configs, Splits(Made(), None, None), 0.19, 18.0) == [100.0, 100.0]
     assert len(calls) == 1, "there is too little time for more than the first pilot"
 
 

@@ -32,21 +32,25 @@ def training_speeds(configs: Sequence[TrainConfig], splits: Splits, seconds: flo
 
     Pilots on the training images measure it, with reading, augmentation and the optimizer. They take about `seconds` in
     all, but at least a few steps. Later epochs of a run can be faster than the first one, because the pixels stay in
-    memory if they fit. A pilot then sees as few images as it needs to have as many epochs as the run, but at least
-    as many as the machine trains in a second. If there is too little time, all configs have the speed of the first one.
+    memory if they fit. A pilot then sees as few images as it needs to have as many epochs as the run, but at least as
+    many as the machine trains in a second. If there is too little time to compare the configs, all have the speed of
+    the first one.
     """
     processes = join_processes()
     first = processes.from_first(_pilot(configs[0], splits, FIRST_STEPS))
     batch, images = configs[0].run.batch_size, len(splits.train)
-    steps = int(seconds / len(configs) * first / batch)
-    if steps <= 2 * FIRST_STEPS:
+    affordable = int(seconds * first / batch)
+    compared = configs if affordable // len(configs) > 2 * FIRST_STEPS else configs[:1]
+    steps = affordable // len(compared)
+    if steps <= FIRST_STEPS:
         return [first] * len(configs)
     seen, preprocess = images, configs[0].images
     if processes.from_first(pixels_fit(images * preprocess.channels * math.prod(preprocess.image_size), processes)):
         epochs = max(1.0, budget * first / images)
         seen = min(images, max(batch, math.ceil(MIN_SEEN_SECONDS * first), math.ceil(steps * batch / epochs)))
     few = replace(splits, train=_spread(splits.train, seen))
-    return [_pilot(config, few, steps) for config in configs]
+    speeds = [_pilot(config, few, steps) for config in compared]
+    return speeds * (len(configs) // len(compared))
 
 
 def _pilot(config: TrainConfig, splits: Splits, steps: int) -> float:
