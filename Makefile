@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 REFERENCE := $(VENV)/.reference
 
-.PHONY: setup demo test test-slow check format clean
+.PHONY: setup demo test test-slow test-avx2 check format clean
 
 setup: $(READY)
 
@@ -35,6 +35,12 @@ test: setup check
 # Two at a time, whatever the number of cores: some tests start several processes or need gigabytes.
 test-slow: $(REFERENCE)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not gpu and not network"
+
+# The tests of arithmetic again, as a processor without AVX-512 and AMX computes: kernels and rounding differ there. Both
+# variables are needed: PyTorch and oneDNN choose their kernels separately.
+test-avx2: setup
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto \
+		--dist worksteal -m "not slow and not gpu and not network" tests/models tests/evaluation tests/training/optimization
 
 check: setup
 	$(BIN)/ruff check .

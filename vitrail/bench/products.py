@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitrail.bench.measure import interleave, timed
+from vitrail.models.linear.float32 import has_onednn
 
 __all__ = ["Operand", "Product", "Products", "fastest_multiplication", "record"]
 
@@ -84,7 +85,7 @@ def fastest_multiplication(left: Tensor, right: Tensor) -> Callable[[Tensor, Ten
     function are timed.
     """
     kernels: list[Callable[[Tensor, Tensor], Tensor]] = [torch.mm]
-    if left.device.type == "cpu" and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if left.device.type == "cpu" and has_onednn(left.dtype):
         kernels += [_by_onednn, _by_onednn_transposed]
     if len(kernels) == 1 or 0 in (*left.stride(), *right.stride()):  # oneDNN takes no expanded tensors
         return torch.mm

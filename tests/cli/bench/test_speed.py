@@ -50,9 +50,8 @@ def test_json_of_training(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
             "vitrail_times_as_fast", "memory_bytes",
         ]  # fmt: skip
         assert len(row["seconds"]) == 2 and list(row["images_per_second"]) == ["median", "low", "high"]
-    assert result["skipped"] == {
-        "timm": "is not installed", "torchvision": "supports only square images, not 28 x 21",
-    }  # fmt: skip
+    assert result["skipped"].pop("timm").startswith("is not installed")
+    assert result["skipped"] == {"torchvision": "supports only square images, not 28 x 21"}
     assert "products" in result["breakdown"]
 
 

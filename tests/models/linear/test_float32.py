@@ -139,7 +139,7 @@ def test_the_faster_library_of_a_processor(
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setattr(float32, "cpu_vendor", lambda: vendor)
     monkeypatch.setattr(float32, "cpu_flags", lambda: frozenset(flags))
-    monkeypatch.setattr(float32, "_has_onednn", lambda: True)
+    monkeypatch.setattr(float32, "has_onednn", lambda dtype: True)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
     float32._faster.cache_clear()
     assert resolve_float32_products("auto") == library
@@ -147,14 +147,14 @@ def test_the_faster_library_of_a_processor(
 
 
 def test_the_environment_variable_replaces_auto_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float32, "_has_onednn", lambda: True)
+    monkeypatch.setattr(float32, "has_onednn", lambda dtype: True)
     for name in ("mkl", "onednn"):
         monkeypatch.setenv(VARIABLE, name)
         assert [resolve_float32_products(setting) for setting in ("auto", "mkl", "onednn")] == [name, "mkl", "onednn"]
     monkeypatch.setenv(VARIABLE, "blas")
     with pytest.raises(ConfigError, match="VITRAIL_FLOAT32_PRODUCTS='blas' is not one of 'auto', 'mkl', 'onednn'"):
         resolve_float32_products()
-    monkeypatch.setattr(float32, "_has_onednn", lambda: False)
+    monkeypatch.setattr(float32, "has_onednn", lambda dtype: False)
     assert resolve_float32_products("onednn") == "mkl"
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from vitrail.models.cost import resnet
 from vitrail.models.cost.footprint import Footprint, FootprintPrecision, bytes_each
+from vitrail.models.linear.kernels import ONEDNN
 
 if TYPE_CHECKING:
     from vitrail.models.vit_config import ViTConfig
@@ -232,7 +233,8 @@ def _activations(config: ViTConfig, size: tuple[int, int], precision: FootprintP
         kept += config.position_embedding.bytes_of_kept(patches, precision)
     if config.pool == "map":
         kept += each * (3 * n * width + (n * config.heads if precision == "bf16" else 0))
-        hidden = 4 if config.activation == "swiglu" else 2 if precision == "float32" else 1
+        makes_gelu_again = precision == "bf16" and ONEDNN
+        hidden = 4 if config.activation == "swiglu" else 1 if makes_gelu_again else 2
         kept += 4 * width + each * (3 * width + hidden * config.mlp_width)
     if config.root:
         # if a patch is one cell, the map is the input, which the last ReLU keeps too unless patches are selected
@@ -247,7 +249,7 @@ def _block_bytes(config: ViTConfig, block: int, n: int, read: int, precision: Fo
     all_tokens, results, hidden = n * config.width, read * config.width, read * config.mlp_width
     exact = all_tokens + 2 * n + results + 2 * read  # inputs of the two norms, with their means and deviations
     kept = all_tokens + results  # outputs of the two norms
-    makes_gelu_again = bf16 and not config.dropout
+    makes_gelu_again = bf16 and ONEDNN and not config.dropout
     kept += (4 if config.activation == "swiglu" else 1 if makes_gelu_again else 2) * hidden
     if config.layer_scale:
         kept += 2 * results
@@ -267,7 +269,7 @@ def _passing_bytes(config: ViTConfig, size: tuple[int, int], precision: Footprin
     n, width = config.kept_of(math.prod(config.grid_of(*size))) + config.prefix, config.width
     each = bytes_each(precision)
     stream = n * width * (4 + 2 * bf16)  # the gradient, and its copy in the format of matrix products
-    hidden = 4 if config.activation == "swiglu" else 3 if bf16 and not config.dropout else 1
+    hidden = 4 if config.activation == "swiglu" else 3 if bf16 and ONEDNN and not config.dropout else 1
     mlp = each * hidden * n * config.mlp_width
     attention = config.attention_kind.backward_bytes(n, precision)
     if attention:  # the tensors that the MLP kept are freed by then

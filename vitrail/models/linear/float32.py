@@ -29,6 +29,7 @@ __all__ = [
     "Library",
     "float32_linear",
     "float32_products",
+    "has_onednn",
     "resolve_float32_products",
     "uses_onednn",
 ]
@@ -57,7 +58,7 @@ def resolve_float32_products(setting: Float32Products = "auto") -> Library:
     """
     if setting == "auto":
         setting = _from_environment()
-    if not _has_onednn():
+    if not has_onednn(torch.float32):
         return "mkl"
     return _faster() if setting == "auto" else setting
 
@@ -114,9 +115,13 @@ def _from_environment() -> Float32Products:
 
 
 @functools.cache
-def _has_onednn() -> bool:
+def has_onednn(dtype: torch.dtype) -> bool:
+    """Return True if this build of PyTorch has oneDNN's dense layer with bias, and the layer can compute in this number
+    format on this processor. In bfloat16 it needs AVX-512 or AMX."""
     available: Any = torch.backends.mkldnn.is_available  # torch has no types here
-    return bool(hasattr(torch.ops.mkldnn, "_linear_pointwise") and available())
+    if not (hasattr(torch.ops.mkldnn, "_linear_pointwise") and available()):
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @functools.cache

@@ -15,15 +15,15 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vitrail.models.linear.float32 import float32_linear, uses_onednn
+from vitrail.models.linear.float32 import float32_linear, has_onednn, uses_onednn
 
 __all__ = ["ONEDNN", "Gelu", "fuses", "gelu_linear", "linear"]
 
 Gelu = Literal["none", "tanh"]
 """PyTorch's names for the exact GELU and for its approximation."""
 
-ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-"""True if this build of PyTorch has oneDNN's dense layer with bias, and the layer can compute in bfloat16."""
+ONEDNN = has_onednn(torch.bfloat16)
+"""True if oneDNN's dense layer with bias can compute in bfloat16 here."""
 
 
 def fuses(x: Tensor) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vitrail.machine import TrainingPrecision
+from vitrail.models.linear.float32 import has_onednn
 from vitrail.processes.group import Processes
 
 __all__ = ["product_limit"]
@@ -82,6 +83,6 @@ def _kernels(precision: TrainingPrecision, device: torch.device) -> list[Multipl
         one = torch.ones((), device=device)
         return [lambda left, right: torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)]
     kernels: list[Multiply] = [torch.mm]
-    if device.type == "cpu" and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if device.type == "cpu" and has_onednn(torch.bfloat16 if precision == "bf16" else torch.float32):
         kernels.append(lambda left, right: torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], ""))
     return kernels
