@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vitrail.data.config import DataConfig
 from vitrail.data.source import Source
 from vitrail.data.sources.fractals import FractalSource
-from vitrail.data.splits import SPLITS, Splits, by_split, split_of, with_validation
+from vitrail.data.splits import SPLITS, Splits, by_split, named_splits, split_names, split_of, with_validation
 from vitrail.errors import ConfigError, DataError
 
 
@@ -21,7 +21,11 @@ from vitrail.errors import ConfigError, DataError
         ("train", "train"), ("train-00000.tar", "train"), ("data/Train-00000-of-00004.parquet", "train"),
         ("val/0.tar", "validation"), ("VALID_3.csv", "validation"), ("validation.csv", "validation"),
         ("test.tsv", "test"), ("a/test/b/0000.parquet", "test"), ("train/test.csv", "test"), ("train2.csv", "train"),
-        ("training.csv", None), ("images/0.tar", None), ("testing", None), ("latest.csv", None), ("value.csv", None),
+        ("training.csv", "train"), ("Testing", "test"), ("training_set/0.tar", "train"), ("seg_test", "test"),
+        ("x_test.csv", "test"), ("trainData", "train"), ("val_images/1.png", "validation"), ("DEV", "validation"),
+        ("evaluation.csv", "validation"), ("TestSet2", "test"), ("trainval", "train"), ("validset", "validation"),
+        ("images/0.tar", None), ("latest.csv", None), ("value.csv", None), ("invalid", None),
+        ("passenger_train", None), ("training log.csv", "train"), ("devices", None), ("contest", None), ("été", None),
     ],
 )  # fmt: skip
 def test_the_split_of_a_path(path: str, split: str | None) -> None:
@@ -37,10 +41,39 @@ def test_any_name_that_goes_on_with_no_letter_is_of_the_split(name: str, rest: s
 
 
 def test_files_are_sorted_into_splits() -> None:
-    assert by_split("here", ["val-1.tar", "train-1.tar", "train-0.tar"]) == {
-        "train": ["train-0.tar", "train-1.tar"], "validation": ["val-1.tar"],
+    named = {"train": ["train-0.tar", "train-1.tar"], "validation": ["val-1.tar"]}
+    assert by_split("here", ["val-1.tar", "train-1.tar", "train-0.tar"]) == (named, ())
+    assert by_split("here", ["b.tar", "a.tar"]) == ({"train": ["a.tar", "b.tar"]}, ())
+    assert by_split("here", ["test.tar"]) == ({"test": ["test.tar"]}, ())
+
+
+def test_chosen_names_decide_alone_and_what_they_leave_out_is_noted() -> None:
+    chosen = split_names(["train=fold1", "fold2", "test=more/*.tar"])
+    assert chosen == {"train": ("fold1", "fold2"), "test": ("more/*.tar",)}
+    found, notes = by_split("here", ["fold0.tar", "fold2.tar", "fold1.tar", "more/x.tar", "train.tar"], chosen)
+    assert found == {"train": ["fold1.tar", "fold2.tar"], "test": ["more/x.tar"]}
+    assert len(notes) == 1 and "fold0.tar" in notes[0] and "train.tar" in notes[0]
+    assert by_split("here", ["test.tar", "train.tar"], split_names(["none"])) == (
+        {"train": ["test.tar", "train.tar"]},
+        (),
+    )
+    with pytest.raises(DataError, match=r"nothing named fold9.*validation"):
+        by_split("here", ["fold0.tar"], split_names(["train=fold0", "val=fold9"]))
+
+
+@pytest.mark.parametrize("words", [["Training"], ["learn=a"], ["train="], ["none", "train=a"], ["=a"]])
+def test_a_choice_that_names_no_split_is_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"splits=.* names no split"):
+        split_names(words)
+
+
+def test_words_that_all_names_share_do_not_hide_a_split() -> None:
+    assert named_splits(["asl_alphabet_train", "asl_alphabet_test"]) == {
+        "asl_alphabet_train": "train", "asl_alphabet_test": "test",
     }  # fmt: skip
-    assert by_split("here", ["b.tar", "a.tar"]) == {"train": ["a.tar", "b.tar"]}
+    assert named_splits(["ILSVRC2012_img_train", "ILSVRC2012_img_val", "readme"]) == {}
+    assert named_splits(["passenger_train", "freight_train"]) == {}
+    assert named_splits(["cat", "dog"]) == {}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +83,7 @@ def test_files_are_sorted_into_splits() -> None:
             ["train-0.tar", "more.tar"],
             "here has files that name their split, like train-0.tar, and more.tar, which names",
         ),
-        (["val.tar", "test.tar"], "here has validation, test but no training data; name it train"),
+        (["fold0.tar", "fold1.tar"], r"here has the folds fold0\.tar, fold1\.tar.*--splits train=fold1.tar,test=fold0"),
     ],
 )
 def test_files_that_leave_a_doubt_are_refused(paths: list[str], message: str) -> None:

@@ -1,14 +1,19 @@
-"""Faults in the structure of a data set, which are found while it is opened, and the folders that are never data."""
+"""Faults in the structure of a data set, which are found while it is opened, and the folders and files that are never
+data."""
 
 from __future__ import annotations
 
+import csv
+import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from vitrail.errors import DataError, plural
 
-__all__ = ["Fault", "is_system_folder", "refuse", "unknown_class"]
+__all__ = ["OWN_RECORDS", "Fault", "has_predictions", "is_own_output", "is_system_folder", "refuse", "unknown_class"]
 
 SYSTEM_FOLDERS = frozenset(
     {"__macosx", "@eadir", "@recycle", "#recycle", "#snapshot", "$recycle.bin", "system volume information",
@@ -16,6 +21,13 @@ SYSTEM_FOLDERS = frozenset(
 )  # fmt: skip
 """Names, in lower case, of folders that operating systems, network storage and other programs make. Some of them hold
 copies or thumbnails of images."""
+
+OWN_RECORDS = {
+    "run.json": "config", "report.json": "saliency", "compare.json": "paired", "explain.json": "files",
+    "study.json": "study", "bench.json": "evaluations", "suite.json": "suite", "noisy-student.json": "teacher",
+    "features.json": "target_kind",
+}  # fmt: skip
+"""Files in which Vitrail describes a folder of its output, each with a field that it has."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,53 @@ def unknown_class(split: str, images: int, text: str) -> Fault:
 def is_system_folder(name: str) -> bool:
     """Return True if a folder of this name is hidden, or is made by an operating system or by network storage."""
     return name.startswith(".") or name.lower() in SYSTEM_FOLDERS
+
+
+def is_own_output(folder: Path, depth: int = 2) -> bool:
+    """Return True for a folder that Vitrail wrote, such as a run or a report, and for a folder that holds only such
+    folders. The files in it decide, not its name."""
+    if any(_has_field(folder / name, field) for name, field in OWN_RECORDS.items()):
+        return True
+    if not depth:
+        return False
+    inner = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if not entry.is_dir():
+                    return False
+                inner.append(Path(entry.path))
+    except OSError:
+        return False
+    return bool(inner) and all(is_own_output(one, depth - 1) for one in inner)
+
+
+def _has_field(path: Path, field: str) -> bool:
+    if not path.is_file():
+        return False
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(values, dict) and field in values
+
+
+def has_predictions(table: Path) -> bool:
+    """Return True for a table of predictions, as `vitrail predict` prints them. They are not labels."""
+    try:
+        with table.open(encoding="utf-8-sig", newline="") as file:
+            first = file.readline(2**20)
+        if table.suffix.lower() == ".jsonl":
+            fields = json.loads(first)
+            return isinstance(fields, dict) and fields.keys() in (
+                {"image", "label", "probability", "probabilities"}, {"image", "numbers"}, {"image", "error"}
+            )  # fmt: skip
+        names = next(csv.reader([first]), [])
+    except (OSError, ValueError, RecursionError, csv.Error):
+        return False
+    return len(names) > 2 and names[0] == "image" and names[-1] == "error"
 
 
 def refuse(faults: Iterable[Fault]) -> tuple[str, ...]:

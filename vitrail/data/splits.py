@@ -2,41 +2,70 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, runtime_checkable
 
 from vitrail.data.faults import Fault
 from vitrail.data.selection import SLICE, CutMethod, cut, cut_slice, slice_bounds
 from vitrail.data.source import Source, Subset, TargetKind, class_indices, target_kind
-from vitrail.errors import DataError, plural
+from vitrail.errors import ConfigError, DataError, listed, plural
 
 __all__ = [
+    "CHOICE",
     "SPLITS",
     "Split",
+    "SplitNames",
     "Splits",
     "Unlimited",
     "by_split",
+    "check_chosen",
     "check_classes",
     "check_numbers",
     "check_validation",
+    "folds",
+    "is_fold",
+    "left_out",
+    "named_splits",
     "one_class",
+    "split_names",
     "split_of",
+    "splits_from",
     "with_validation",
+    "without_training",
 ]
 
 Split = Literal["train", "validation", "test"]
 
 SPLITS: dict[Split, tuple[str, ...]] = {
-    "train": ("train",),
-    "validation": ("val", "validation", "valid"),
-    "test": ("test",),
+    "train": ("train", "training", "trainval"),
+    "validation": ("val", "validation", "valid", "validate", "dev", "devel", "development", "eval", "evaluation"),
+    "test": ("test", "testing"),
 }
-"""Names of each split for folders and for the beginnings of file names. Case is ignored."""
+"""Words that name each split, whatever their case."""
 
-NAME = re.compile(rf"({'|'.join(name for names in SPLITS.values() for name in names)})(?:[^a-z].*)?", re.I | re.S)
+SplitNames = Mapping[Split, tuple[str, ...]]
+"""The names that form each split, as the user chose them. An empty mapping means that no name is that of a split."""
+
+WORDS = {word: split for split, words in SPLITS.items() for word in words}
+
+AFFIXES = frozenset({
+    "set", "sets", "data", "dataset", "split", "images", "image", "imgs", "img", "jpg", "jpeg", "png", "pictures",
+    "photos", "pics", "samples", "files", "folder", "dir", "seg", "x", "raw", "new", "final", "cropped", "resized",
+    "cleaned", "labeled", "labelled", "part",
+})  # fmt: skip
+"""Words beside that of a split in a name such as "seg_train", "training_set" or "val_images"."""
+
+START = re.compile(rf"({'|'.join(WORDS)})(?:[^a-z].*)?", re.I | re.S)
+"""Names of files can go on after the split, such as "train-00000-of-00004.parquet"."""
+
+FOLD = re.compile(r"(?:k|cv)?[-_ ]*(?:fold|split)[-_ ]*\w{1,3}|cv[-_ ]*\d+", re.I)
+
+CHOICE = "--splits train=NAME,test=NAME"
+"""The choice of splits in messages. In Python, `?train=NAME&test=NAME` follows the path of the data."""
 
 
 @runtime_checkable
@@ -81,41 +110,144 @@ class Splits:
         return None if self.validation is None else ("validation", self.validation)
 
 
-def split_of(path: str) -> Split | None:
-    """Return the split of a relative path. The file name decides, or else the nearest folder that is named after a
-    split.
+def split_of(path: str, chosen: SplitNames | None = None) -> Split | None:
+    """Return the split of a relative path, or of a value in a column. The file name decides, or else the nearest folder
+    that is named after a split.
 
-    For example, "train-00000.tar", "val/0.tar" and "Test.csv" have a split. "training.csv" and "images/0.tar" have
-    none.
+    For example, "train-00000.tar", "val/0.tar", "Testing" and "seg_train/a.csv" have a split. "latest.csv" and
+    "images/0.tar" have none. With `chosen`, only the chosen names of files and folders (or patterns with *) count.
     """
-    for part in reversed(path.split("/")):
-        if match := NAME.fullmatch(part):
-            word = match[1].lower()
-            return next(split for split, names in SPLITS.items() if word in names)
+    parts = path.split("/")
+    if chosen is not None:
+        starts = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        candidates = {*parts, *starts, parts[-1].split(".")[0]}
+        return next((split for split, names in chosen.items() if _any_matches(candidates, names)), None)
+    for part in reversed(parts):
+        if split := _split_word(part.split(".")[0] or part):
+            return split
+        if match := START.fullmatch(part):
+            return WORDS[match[1].lower()]
     return None
 
 
-def by_split(where: str, paths: Iterable[str]) -> dict[Split, list[str]]:
-    """Return the sorted relative paths of each split. If no path names a split, all paths are training data.
+def named_splits(names: Iterable[str]) -> dict[str, Split]:
+    """Return the split of each name that consists of the word of a split and of usual affixes, such as "Training",
+    "seg_train" or "val_images". Words that all names have in common do not count, either."""
+    names = list(names)
+    common = frozenset.intersection(*(frozenset(_words(name)) for name in names)) if len(names) > 1 else frozenset()
+    found = {name: _split_word(name, common - frozenset(WORDS)) for name in names}
+    return {name: split for name, split in found.items() if split is not None}
 
-    Raise `DataError` if some paths name a split and others do not, or if no path is training data.
+
+def is_fold(name: str) -> bool:
+    """Return True for the name of a part for cross-validation, such as "fold0" or "split_2"."""
+    return FOLD.fullmatch(name) is not None
+
+
+def _split_word(name: str, common: frozenset[str] = frozenset()) -> Split | None:
+    rest = [word for word in _words(name) if word not in AFFIXES and word not in common and not word.isdecimal()]
+    (word,) = rest if len(rest) == 1 else ("",)
+    for affix in ("", "set", "data", "images", "imgs"):
+        if word.endswith(affix) and (split := WORDS.get(word.removesuffix(affix))):
+            return split
+    return None
+
+
+def _words(name: str) -> list[str]:
+    """Return the words and numbers of a name in lower case. A capital after a small letter begins a word."""
+    return re.findall(r"[^\W\d_]+|\d+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower())
+
+
+def _any_matches(candidates: Iterable[str], names: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(candidate, name) for candidate in candidates for name in names)
+
+
+def split_names(words: Sequence[str]) -> SplitNames:
+    """Return the splits that words such as "train=Training" choose. A word without "=" is one more name of the split
+    before it. The word "none" alone means that no name is that of a split. Raise `ConfigError` for any other word."""
+    if list(words) == ["none"]:
+        return {}
+    chosen: dict[Split, tuple[str, ...]] = {}
+    split: Split | None = None
+    for word in words:
+        before, equals, after = word.partition("=")
+        split = _split_word(before) if equals else split
+        name = (after if equals else word).strip().strip("/")
+        if split is None or not name:
+            raise ConfigError(
+                f"splits={','.join(words)} has {word!r}, which names no split; write train=NAME, validation=NAME or "
+                "test=NAME, joined by commas, or none if no name is that of a split"
+            )
+        chosen[split] = (*chosen.get(split, ()), name)
+    return chosen
+
+
+def by_split(
+    where: str, paths: Iterable[str], chosen: SplitNames | None = None
+) -> tuple[dict[Split, list[str]], tuple[str, ...]]:
+    """Return the sorted relative paths of each split, and notes for the user. If no path names a split, all paths are
+    training data.
+
+    Raise `DataError` if some paths name a split and others do not, if the paths are folds, or if a chosen split has
+    none of the paths.
     """
     paths = sorted(paths)
     found: dict[Split | None, list[str]] = {}
     for path in paths:
-        found.setdefault(split_of(path), []).append(path)
+        found.setdefault(split_of(path, chosen), []).append(path)
     unnamed = found.pop(None, [])
     named: dict[Split, list[str]] = {split: found[split] for split in SPLITS if split in found}
+    if chosen:
+        check_chosen(where, chosen, named, paths)
+        return named, left_out(where, unnamed)
     if not named:
-        return {"train": unnamed}
+        if chosen is None and len(unnamed) > 1 and all(is_fold(path.split("/")[-1].split(".")[0]) for path in unnamed):
+            raise DataError(folds(where, unnamed))
+        return {"train": unnamed}, ()
     if unnamed:
         raise DataError(
             f"{where} has files that name their split, like {next(iter(named.values()))[0]}, and {unnamed[0]}, which "
-            "names none; begin the names of all files with train, val or test"
+            f"names none; begin the names of all files with train, val or test, or choose them: {CHOICE}"
         )
-    if "train" not in named:
-        raise DataError(f"{where} has {', '.join(named)} but no training data; name it train")
-    return named
+    return named, ()
+
+
+def check_chosen(where: str, chosen: SplitNames, found: Mapping[Split, object], names: Sequence[str]) -> None:
+    """Raise `DataError` if a split for which the user chose names has none of the data."""
+    for split in chosen:
+        if split not in found:
+            raise DataError(
+                f"{where} has nothing named {' or '.join(chosen[split])}, which is chosen as the {split} split; its "
+                f"names are {listed(names)}"
+            )
+
+
+def left_out(where: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Return a note on data that is in none of the chosen splits."""
+    return (f"{where}: skipped {listed(names)}, which no split contains",) if names else ()
+
+
+def folds(where: str, names: Sequence[str]) -> str:
+    """Return the message for folds, of which nothing says which ones are for training."""
+    return (
+        f"{where} has the folds {listed(names)}, and nothing says which of them are for training; choose them, such as "
+        f"with --splits train={','.join(names[1:3])},test={names[0]}"
+    )
+
+
+def splits_from(sources: Mapping[Split, Source], notes: Iterable[str] = (), faults: Iterable[Fault] = ()) -> Splits:
+    """Return the splits of some sources. Without a training split, `train` has no samples."""
+    train = sources["train"] if "train" in sources else Subset(next(iter(sources.values())), [])
+    return Splits(train, sources.get("validation"), sources.get("test"), tuple(notes), faults=tuple(faults))
+
+
+def without_training(splits: Splits) -> DataError:
+    """Return the error of data that has no training images."""
+    named = " and a ".join(name for name in ("validation", "test") if getattr(splits, name) is not None)
+    return DataError(
+        f"{splits.title} has a {named} split but no training images; name the training data train, or choose it: "
+        f"{CHOICE}"
+    )
 
 
 def check_classes(splits: Splits) -> None:

@@ -193,7 +193,7 @@ def test_splits_that_are_not_ours(hub: Hub, parquet: Callable[..., bytes]) -> No
     assert (
         message(SPEC)
         == f"data {SPEC!r} has train_a and train_full, but only one of them can be the train split; open a "
-        "configuration with one of them"
+        "configuration with one of them, or choose it: --splits train=NAME,test=NAME"
     )
     hub.add(NAME, {name: content for name, content in files.items() if "train" not in name} | {"test.parquet": b""})
     assert message(SPEC) == f"data {SPEC!r} has the splits extra, test but no train split"

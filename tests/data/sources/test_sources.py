@@ -108,7 +108,7 @@ def test_two_validation_folders_are_ambiguous(tree: Trees) -> None:
 
 
 def test_splits_without_train_are_refused(tree: Trees) -> None:
-    with pytest.raises(DataError, match=r"pictures has test, val but no train/ with training images$"):
+    with pytest.raises(DataError, match=r"has a validation and a test split but no training images; .*--splits"):
         open_data(str(tree("val/a/1.png", "test/a/1.png")), validation_share=0.0)
 
 
@@ -145,9 +145,12 @@ def test_an_empty_split_is_refused(tree: Trees) -> None:
 
 
 def test_a_class_with_the_name_of_a_split_is_named(tree: Trees) -> None:
-    message = r"train has images but no class folders; a folder of this name holds the class folders of the training"
-    with pytest.raises(DataError, match=message):
-        open_data(str(tree("bus/1.png", "car/1.png", "train/1.png")), validation_share=0.1)
+    root = tree("bus/1.png", "car/1.png", "train/1.png")
+    with pytest.raises(DataError, match=r"has train beside bus, car, .* splits or classes; .* --splits none"):
+        open_data(str(root), validation_share=0.1)
+    assert open_data(f"{root}?splits=none", validation_share=0.0).classes == ("bus", "car", "train")
+    with pytest.raises(DataError, match=r"train has images but no class folders; .* add --splits none"):
+        open_data(str(tree("train/1.png", "test/1.png", name="flat")), validation_share=0.1)
 
 
 def test_a_path_that_the_system_refuses_is_named() -> None:
@@ -181,7 +184,8 @@ def test_what_is_a_fault_is_refused_in_one_message(tree: Trees) -> None:
     with pytest.raises(DataError) as caught:
         open_data(str(root), validation_share=0.0)
     assert str(caught.value).split("\n") == [
-        f"{root} has val and valid, but only one folder can be the validation split; rename or remove the others",
+        f"{root} has val and valid, but only one folder can be the validation split; rename or remove the others, "
+        "or choose the splits: --splits train=NAME,test=NAME",
         f"{root}/val has unknown classes: weed; the known classes are: a, b",
         f"the training split and the test split share 1 file, such as {root}/train/a/1.png and {root}/test/a/4.png; "
         "training must not see held-out images, so remove one copy of each",

@@ -11,7 +11,7 @@ from decimal import Decimal
 from functools import cached_property
 from typing import Any
 
-from vitrail.cli.options.fields import Option, convert, flag, options_of, unknown_option
+from vitrail.cli.options.fields import DataChoice, Option, convert, flag, options_of, unknown_option
 from vitrail.errors import ConfigError, UserError
 
 __all__ = ["Call", "Command", "Example"]
@@ -80,7 +80,9 @@ class Command:
     def known(self) -> dict[str, Option]:
         """Every option, by field name."""
         own = (option for cls in self.options for option in options_of(cls))
-        return {option.name: option for option in (*own, *self.settings())}
+        found = {option.name: option for option in (*own, *self.settings())}
+        choices = options_of(DataChoice, section=found["data"].section) if "data" in found else ()
+        return found | {option.name: option for option in choices}
 
     def options_for(self, given: Options) -> dict[str, Option]:
         """Return every option by field name. Some options depend on the typed options, such as a task's settings."""
@@ -116,7 +118,7 @@ class Command:
         by_name = self.options_for(given | typed_as)
         for name, values in words.items():
             given[name] = values if isinstance(values, bool) else convert(by_name[name], values)
-        return given
+        return _with_splits(given)
 
     def check_required(self, given: Options) -> None:
         """Raise `ConfigError` if a required option is missing."""
@@ -204,6 +206,18 @@ class Command:
         if rest:
             raise ConfigError(f"{rest[0]!r} is one argument too many; usage: {self.usage}")
         return given
+
+
+def _with_splits(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with the choice of splits as a part of the data's name. Raise `ConfigError` if it is wrong."""
+    splits = given.pop("splits", None)
+    if splits is None:
+        return given
+    if "data" not in given:
+        raise ConfigError(f"splits={','.join(splits)} needs the data to which it belongs; give --data, too")
+    from vitrail.data.sources import with_splits  # without PyTorch, --help is faster
+
+    return given | {"data": with_splits(str(given["data"]), splits)}
 
 
 def _plain(word: str) -> str:

@@ -17,7 +17,17 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from vitrail.errors import ConfigError, nearest
 from vitrail.training.optimization.duration import Duration
 
-__all__ = ["Option", "Positional", "convert", "flag", "options_of", "shown", "unknown_option", "without_none"]
+__all__ = [
+    "DataChoice",
+    "Option",
+    "Positional",
+    "convert",
+    "flag",
+    "options_of",
+    "shown",
+    "unknown_option",
+    "without_none",
+]
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH", Duration: "LENGTH"}
 """Placeholders for values, by type."""
@@ -34,11 +44,12 @@ NAMED_METAVARS = {
     "name": "NAME",
     "run": "RUN",
     "shard_size": "SIZE",
+    "splits": "SPLIT=NAME...",
     "to": "LAYOUT",
 }
 """Placeholders for the values of some options, by option name."""
 
-WITH_COMMAS = ("numbers",)
+WITH_COMMAS = ("numbers", "splits")
 """Options with a variable number of values that may also be separated by commas."""
 
 WITHOUT_VALUES = ("clients", "rates")
@@ -53,6 +64,15 @@ class Positional:
     """Annotation of a field that is a positional argument on the command line."""
 
     metavar: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataChoice:
+    """Options of every command that has a data set. They become a part of its name."""
+
+    splits: tuple[str, ...] = ()
+    """Folders, files or values of a split column that form the splits, such as train=Training,test=Testing. By default
+    the usual names are recognised; none reads no name as that of a split, so that all folders are classes."""
 
 
 @dataclass(frozen=True)

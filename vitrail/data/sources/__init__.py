@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote, unquote
 
-from vitrail.data.faults import refuse
+from vitrail.data.faults import has_predictions, refuse
 from vitrail.data.overlap import shared_images
 from vitrail.data.selection import CutMethod, take, take_per_class
 from vitrail.data.source import Mixture, Source, Subset, Target, TargetKind, Widened, target_kind
@@ -20,11 +23,21 @@ from vitrail.data.sources.idx import IdxSource, find_idx
 from vitrail.data.sources.pseudo_labels import Pool, looks_like_pseudo_labels, open_pseudo_labels
 from vitrail.data.sources.shards.shard_paths import looks_like_shards
 from vitrail.data.sources.shards.shards import open_shards
-from vitrail.data.sources.split_folders import open_folders
+from vitrail.data.sources.split_folders import has_classes, open_folders, wrapped
 from vitrail.data.sources.tables.parquet import looks_like_parquet, open_parquet
 from vitrail.data.sources.tables.table import SUFFIXES as TABLES
 from vitrail.data.sources.tables.table import open_table, tables_in
-from vitrail.data.splits import Splits, check_classes, one_class, with_validation
+from vitrail.data.splits import (
+    SPLITS,
+    SplitNames,
+    Splits,
+    check_classes,
+    one_class,
+    split_names,
+    split_of,
+    with_validation,
+    without_training,
+)
 from vitrail.errors import ConfigError, DataError, listed, nearest, plural
 from vitrail.page import printable
 
@@ -39,6 +52,7 @@ __all__ = [
     "open_mixed",
     "open_pool",
     "open_whole",
+    "with_splits",
 ]
 
 KINDS: dict[TargetKind, str] = {
@@ -133,23 +147,28 @@ def open_whole(
     numbers: tuple[str, ...] = (),
     unlabelled: bool = False,
     tolerant: bool = False,
+    needs_training: bool = True,
 ) -> OpenedData:
     """Open the data that `spec` names. `OpenedData.splits` then makes the splits.
 
     The other arguments and the exceptions are the same as for `open_data`. If `tolerant` is true, faults in the
     structure of the data, such as a class without training images, are collected in `Splits.faults` if the rest of the
-    data can be opened. Otherwise such a fault is a `DataError`, and a harmless fault is a note.
+    data can be opened. Otherwise such a fault is a `DataError`, and a harmless fault is a note. Unless `needs_training`
+    is true, data can have no training images; `train` is then empty.
     """
     if classes is not None and numbers:
         raise ConfigError(f"numbers={numbers} cannot be combined with classes: targets are either numbers or classes")
     if len(set(numbers)) < len(numbers):
         raise ConfigError(f"numbers={numbers} names a column twice")
     try:
-        splits = replace(_open(_amount_of(spec)[0], classes, numbers, unlabelled), title=f"data {spec!r}")
+        location, chosen = _chosen_in(_amount_of(spec)[0])
+        splits = replace(_open(location, classes, numbers, unlabelled, chosen), title=f"data {spec!r}")
     except OSError as error:  # a folder that may not be entered, or a name that is too long for a path
         raise DataError(f"data {spec!r} cannot be read: {error.strerror or error}; correct the path") from error
     if not unlabelled:
         splits = _without_unlabelled(splits)
+    if needs_training and not len(splits.train):
+        raise without_training(splits)
     if classes is not None and splits.target_kind == "numbers":
         raise DataError(
             f"data {spec!r} has numbers ({', '.join(splits.classes)}) and no classes; the model has classes: "
@@ -260,34 +279,86 @@ def _mixture(splits: Splits, mixed: tuple[MixedData, ...]) -> Splits:
     return replace(splits, train=train, validation=widened(splits.validation), test=widened(splits.test))
 
 
-def _open(location: str, classes: tuple[str, ...] | None, numbers: tuple[str, ...], unlabelled: bool) -> Splits:
-    path = Path(location).expanduser()
-    is_name = location in ("bundled", "fashion-mnist") or location.startswith("fractals:")
+def _open(
+    location: str,
+    classes: tuple[str, ...] | None,
+    numbers: tuple[str, ...],
+    unlabelled: bool,
+    chosen: SplitNames | None,
+) -> Splits:
     if location.startswith("hf:"):
-        return open_hub_data(location, classes, numbers)
+        return open_hub_data(location, classes, numbers, chosen)
+    if location.startswith("file://"):
+        location = unquote(location.removeprefix("file://"))
+    path, url = Path(location).expanduser(), "://" in location
+    is_name = location in ("bundled", "fashion-mnist") or location.startswith("fractals:")
+    in_folders = not url and path.is_dir() and not numbers and has_classes(path, chosen)
+    if in_folders:
+        splits = open_folders(path, classes, unlabelled, chosen)
+        return replace(splits, notes=(*splits.notes, *_beside(path)))
     if is_name:
-        splits = _open_classes(location, path, classes, unlabelled)
-    elif looks_like_shards(location if "://" in location else str(path)):
-        return open_shards(location if "://" in location else str(path), classes, numbers)
+        splits = _open_classes(location, path, classes, unlabelled, chosen)
+    elif looks_like_shards(location if url else str(path), chosen):
+        return open_shards(location if url else str(path), classes, numbers, chosen)
+    elif url:
+        raise DataError(
+            f"data {location!r} is a URL, from which only tar shards are read; download the data and name its path, or "
+            "name a data set on the Hugging Face hub as hf:ORG/NAME"
+        )
     elif looks_like_pseudo_labels(path):
         splits = open_pseudo_labels(path, classes, open_pool)
     elif looks_like_parquet(path):
-        return open_parquet(path, classes, numbers)
+        return open_parquet(path, classes, numbers, chosen)
     elif path.is_file() and path.suffix.lower() in TABLES:
-        return open_table([path], classes, numbers=numbers, unlabelled=unlabelled)
-    elif path.is_dir() and not find_idx(path, "train") and (tables := tables_in(path)):
-        return open_table(tables, classes, numbers=numbers, unlabelled=unlabelled)
+        if has_predictions(path):
+            raise DataError(
+                f"data {location!r} holds predictions of a model, which are not labels; name the images themselves, or "
+                "let vitrail data label write the labels that a model gives them"
+            )
+        return open_table([path], classes, numbers=numbers, unlabelled=unlabelled, chosen=chosen)
+    elif path.is_dir() and not find_idx(path, "train") and (tables := tables_in(path, chosen)):
+        splits = open_table(tables, classes, numbers=numbers, unlabelled=unlabelled, chosen=chosen, is_folder=True)
+        return replace(splits, notes=(*splits.notes, *_beside(path, tables)))
+    elif path.is_dir() and not find_idx(path, "train") and (inner := wrapped(path)):
+        splits = _open(str(inner), classes, numbers, unlabelled, chosen)
+        return replace(splits, notes=(f"{path}: reading {inner.name}/, the only folder in it", *splits.notes))
     else:
-        splits = _open_classes(location, path, classes, unlabelled)
+        splits = _open_classes(location, path, classes, unlabelled, chosen)
     if numbers:
         raise DataError(
             f"data {location!r} has no columns of numbers, but numbers={','.join(numbers)} asks for some; tables "
             f"({', '.join(TABLES)}), Parquet files, data sets of the hub and shards packed from them can have columns"
         )
+    if chosen and not path.is_dir():
+        raise DataError(f"data {location!r} has splits of its own, so --splits has no effect; leave --splits out")
     return splits
 
 
-def _open_classes(location: str, path: Path, classes: tuple[str, ...] | None, unlabelled: bool) -> Splits:
+def _beside(folder: Path, tables: Sequence[Path] = ()) -> Iterator[str]:
+    """Yield a note on each kind of files in a folder that could be data, but were not read. By default class folders
+    were read, otherwise `tables`."""
+    kinds = (*TABLES, ".parquet", ".tar")
+    found = sorted(path for path in folder.iterdir() if path.suffix.lower() in kinds and path.is_file())
+    unread = [path for path in found if path not in tables and not path.name.startswith(".")]
+    predictions = [path for path in unread if path.suffix.lower() in TABLES and has_predictions(path)]
+    others = [path for path in unread if path not in predictions]
+    if others:
+        named = {split_of(table.name): table.name for table in tables_in(folder) if not tables}
+        choice = ",".join(f"{split}={name}" for split, name in named.items() if split)
+        way = f"--splits {choice}" if len(named) > 1 else f"--data {others[0]}"
+        read = " and ".join(path.relative_to(folder).as_posix() for path in tables) or "the class folders"
+        yield (
+            f"{folder}: the labels are those of {read}, and {listed([path.name for path in others])} beside them was "
+            f"not read; to read it instead, add {way}"
+        )
+    if predictions:
+        names = listed([path.name for path in predictions])
+        yield f"{folder}: skipped {names}, because predictions of a model are not labels"
+
+
+def _open_classes(
+    location: str, path: Path, classes: tuple[str, ...] | None, unlabelled: bool, chosen: SplitNames | None
+) -> Splits:
     if location == "bundled":
         return _idx(fashion_mnist.BUNDLED, fashion_mnist.CLASSES)
     if location == "fashion-mnist":
@@ -304,8 +375,10 @@ def _open_classes(location: str, path: Path, classes: tuple[str, ...] | None, un
             f"and the names {', '.join(NAMES)}"
         )
     if find_idx(path, "train"):
+        if chosen:
+            raise DataError(f"data {location!r} is a folder of IDX files, which --splits cannot divide; leave it out")
         return _idx(path, classes)
-    return open_folders(path, classes, unlabelled)
+    return open_folders(path, classes, unlabelled, chosen)
 
 
 def _without_unlabelled(splits: Splits) -> Splits:
@@ -330,11 +403,36 @@ def _is_known(target: Target) -> bool:
 
 def absolute_spec(spec: str) -> str:
     """Return the same data with the absolute path if it is on the disk, for a file that is read from any folder."""
-    location, amount = _amount_of(spec)
+    location, _ = _chosen_in(_amount_of(spec)[0])
     path = Path(location).expanduser()
     if location in ("bundled", "fashion-mnist") or not path.exists():
         return spec
-    return f"{path.absolute()}[{amount}]" if amount else str(path.absolute())
+    return f"{path.absolute()}{spec[len(location) :]}"
+
+
+def with_splits(spec: str, words: Sequence[str]) -> str:
+    """Return the name of the same data with a choice of splits, such as "photos?train=Training&test=Testing" for the
+    words "train=Training" and "test=Testing". Raise `ConfigError` for a wrong word or a second choice."""
+    chosen = split_names(words)
+    location, amount = _amount_of(spec)
+    if _chosen_in(location)[1] is not None:
+        raise ConfigError(f"splits={','.join(words)}: data {spec!r} has a choice of splits already; leave one out")
+    pairs = [f"{split}={quote(name, safe='/*')}" for split, names in chosen.items() for name in names]
+    asked = "?" in location and not os.path.lexists(location)
+    choice = ("&" if asked else "?") + ("&".join(pairs) or "splits=none")
+    return f"{location}{choice}[{amount}]" if amount else f"{location}{choice}"
+
+
+def _chosen_in(location: str) -> tuple[str, SplitNames | None]:
+    """Return a location without the choice of splits, and this choice. A "?" in the path of a file is none."""
+    base, mark, query = location.rpartition("?")
+    if not mark or os.path.lexists(location):
+        return location, None
+    pairs = query.split("&")
+    ours = [pair for pair in pairs if pair.partition("=")[0] in (*SPLITS, "splits")]
+    rest = "&".join(pair for pair in pairs if pair not in ours)
+    words = [unquote(pair.removeprefix("splits=")) for pair in ours]
+    return (f"{base}?{rest}" if rest else base, split_names(words)) if ours else (location, None)
 
 
 def has_amount(spec: str) -> bool:

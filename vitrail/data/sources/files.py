@@ -15,7 +15,7 @@ from vitrail.data.source import Sample, Target, TargetKind
 from vitrail.data.sources.tables.number_column import NumberColumns
 from vitrail.errors import UndecodableImage, plural
 
-__all__ = ["FileSource", "inode_of", "shared_files"]
+__all__ = ["FileSource", "inode_of", "inodes_in", "join_files", "shared_files"]
 
 
 class FileSource:
@@ -30,7 +30,7 @@ class FileSource:
         root: Path,
         keys: list[str],
         targets: Sequence[Target] | NumberColumns | None,
-        inodes: Sequence[int],
+        inodes: Sequence[int] | Shaped[np.ndarray, " n"],
         classes: tuple[str, ...],
     ) -> None:
         self.root = root
@@ -82,6 +82,27 @@ class FileSource:
         return f"file {self.inodes[index]}"
 
 
+def join_files(root: Path, sources: Sequence[FileSource], classes: tuple[str, ...] | None) -> FileSource:
+    """Return the files of several folders below `root` as one source, in the order of the folders. By default the
+    classes are the sorted classes of all folders."""
+    if classes is None:
+        classes = tuple(sorted({name for source in sources for name in source.classes}))
+    numbers = {name: number for number, name in enumerate(classes)}
+    keys = [
+        f"{source.root.relative_to(root).as_posix()}/{source.key(index)}"
+        for source in sources
+        for index in range(len(source))
+    ]
+    targets = [
+        numbers[source.classes[target]]
+        for source in sources
+        for target in map(source.target, range(len(source)))
+        if isinstance(target, int)
+    ]
+    inodes = np.concatenate([source.inodes for source in sources])
+    return FileSource(root, keys, targets if classes else None, inodes, classes)
+
+
 def shared_files(train: FileSource, other: FileSource, split: str) -> Iterator[Fault]:
     """Yield a fault if the training split and another split contain the same file, even under different names."""
     common = np.intersect1d(train.inodes, other.inodes)
@@ -117,3 +138,12 @@ def inode_of(entry: os.DirEntry[str]) -> int:
         return entry.stat().st_ino
     except OSError:
         return entry.inode()
+
+
+def inodes_in(folder: Path) -> dict[str, int]:
+    """Return the inodes of the files in a folder, by name. A folder that cannot be read has none."""
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name: inode_of(entry) for entry in entries}
+    except OSError:
+        return {}

@@ -7,12 +7,12 @@ from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
-from vitrail.data.faults import Fault, is_system_folder
+from vitrail.data.faults import OWN_RECORDS, Fault, is_own_output, is_system_folder
 from vitrail.data.pixels.formats import SUFFIXES
 from vitrail.data.sources.files import FileSource, inode_of
 from vitrail.errors import DataError, listed, plural
 
-__all__ = ["FolderSource", "class_folders", "has_images", "system_folders"]
+__all__ = ["FolderSource", "class_folders", "has_images", "holds_images", "other_folders"]
 
 ENDINGS = tuple(SUFFIXES)
 """The suffixes as the tuple that `str.endswith` expects."""
@@ -27,9 +27,9 @@ class FolderSource(FileSource):
     By default the classes are the sorted names of the folders that hold images. If `classes` of another split or a
     model is given, a folder with any other name is an error; with `tolerant`, the folder is left out, and is a fault.
     If `unlabelled` is true, all images in `root` and its subfolders are samples without a target. Hidden files, hidden
-    folders and the folders of operating systems are skipped. Files without an image suffix are skipped and counted in
-    `ignored`. `faults` describes these folders, folders without images and images outside of class folders. Links are
-    followed, but each folder is read only once. Raises `DataError`.
+    folders, the folders of operating systems and the output of Vitrail are skipped. Files without an image suffix are
+    skipped and counted in `ignored`. `faults` describes these folders, folders without images and images outside of
+    class folders. Links are followed, but each folder is read only once. Raises `DataError`.
     """
 
     def __init__(
@@ -38,11 +38,12 @@ class FolderSource(FileSource):
         self.ignored = 0
         self.faults: tuple[Fault, ...] = ()
         self._system: list[str] = []
+        self._own: list[str] = []
         if unlabelled:
             images = sorted(self._images(root, "", set()))
             if not images:
                 raise DataError(f"{root} has no images ({ALL}), neither in it nor in its folders")
-            self.faults = tuple(self._skipped(root))
+            self.faults = tuple(_other_folders(root, self._system, self._own))
             super().__init__(root, [key for key, _ in images], None, [inode for _, inode in images], ())
             return
         folders = [entry.name for entry in class_folders(root)]
@@ -50,7 +51,7 @@ class FolderSource(FileSource):
             raise DataError(f"{root} has no class folders; it needs one folder of images for each class")
         if unprintable := [name for name in folders if not name.isprintable()]:
             raise DataError(f"{root} has class folders with unprintable names: {unprintable}; rename them")
-        self._system = [name for name in _subfolders(root) if is_system_folder(name) and not name.startswith(".")]
+        self._system, self._own = _never_data(root)
         entered: set[tuple[int, int]] = set()
         found = {name: sorted(self._images(root, name, entered)) for name in folders}
         empty = [name for name, images in found.items() if not images]
@@ -70,14 +71,10 @@ class FolderSource(FileSource):
         self.faults = (
             *(_unknown(strange, sum(len(found[name]) for name in unknown), root) for _ in unknown[:1]),
             *(_empty(root, empty) for _ in empty[:1]),
-            *self._skipped(root),
+            *_other_folders(root, self._system, self._own),
             *_loose(root),
         )
         super().__init__(root, [key for images in kept.values() for key, _ in images], labels, inodes, classes)
-
-    def _skipped(self, root: Path) -> Iterator[Fault]:
-        if self._system:
-            yield system_folders(root, self._system)
 
     def _images(self, root: Path, folder: str, entered: set[tuple[int, int]]) -> list[tuple[str, int]]:
         """Return the relative paths and inodes of the images in a folder and its subfolders."""
@@ -87,6 +84,7 @@ class FolderSource(FileSource):
             return found
         entered.add((status.st_dev, status.st_ino))
         folders = []
+        ignored, system, names = 0, [], set()
         start = f"{folder}/" if folder else ""
         try:
             scanned = os.scandir(root / folder)
@@ -98,13 +96,19 @@ class FolderSource(FileSource):
                     continue
                 if _is_folder(entry):
                     if is_system_folder(entry.name):
-                        self._system.append(f"{start}{entry.name}")
+                        system.append(f"{start}{entry.name}")
                     else:
                         folders.append(f"{start}{entry.name}")
                 elif entry.name.lower().endswith(ENDINGS):
                     found.append((f"{start}{entry.name}", inode_of(entry)))
                 else:
-                    self.ignored += 1
+                    ignored += 1
+                    names.add(entry.name)
+        if folder and not names.isdisjoint(OWN_RECORDS) and is_own_output(root / folder):
+            self._own.append(folder)
+            return []
+        self.ignored += ignored
+        self._system += system
         for inner in sorted(folders):  # sorted, so that every machine follows the same one of two equal links
             found += self._images(root, inner, entered)
         return found
@@ -135,15 +139,34 @@ def _empty(root: Path, names: list[str]) -> Fault:
     )  # fmt: skip
 
 
-def system_folders(root: Path, names: list[str]) -> Fault:
-    """Return the fault of folders that operating systems and other programs make."""
-    return Fault(
-        "system-folder", "note", len(names),
-        f"{root}: skipped {plural(len(names), 'folder')} of the system or of other programs: "
-        f"{listed(sorted(names), 3)}",
-        "These folders are skipped, with the copies and thumbnails of images in them.",
-        "Nothing needs to be done.",
-    )  # fmt: skip
+def other_folders(root: Path) -> Iterator[Fault]:
+    """Yield the faults of folders directly in `root` that are never data."""
+    return _other_folders(root, *_never_data(root))
+
+
+def _never_data(root: Path) -> tuple[list[str], list[str]]:
+    """Return the names of the visible folders in `root` that are those of systems, and those that Vitrail wrote."""
+    visible = [name for name in _subfolders(root) if not name.startswith(".")]
+    system = [name for name in visible if is_system_folder(name)]
+    return system, [name for name in visible if name not in system and is_own_output(root / name)]
+
+
+def _other_folders(root: Path, system: list[str], own: list[str]) -> Iterator[Fault]:
+    if system:
+        yield Fault(
+            "system-folder", "note", len(system),
+            f"{root}: skipped {plural(len(system), 'folder')} of the system or of other programs: "
+            f"{listed(sorted(system), 3)}",
+            "These folders are skipped, with the copies and thumbnails of images in them.",
+            "Nothing needs to be done.",
+        )  # fmt: skip
+    if own:
+        yield Fault(
+            "own-output", "note", len(own),
+            f"{root}: skipped {plural(len(own), 'folder')} that Vitrail wrote: {listed(sorted(own), 3)}",
+            "These folders are skipped, with the pictures of runs and reports in them.",
+            "Nothing needs to be done. Outside of the data, such folders are easier to find.",
+        )  # fmt: skip
 
 
 def _loose(root: Path) -> Iterator[Fault]:
@@ -162,7 +185,8 @@ def _loose(root: Path) -> Iterator[Fault]:
 def _subfolders(root: Path) -> list[str]:
     """Return the names of the folders directly in `root`, sorted. Raise `DataError` if it may not be read."""
     try:
-        return sorted(entry.name for entry in root.iterdir() if entry.is_dir())
+        with os.scandir(root) as entries:
+            return sorted(entry.name for entry in entries if _is_folder(entry))
     except OSError as error:
         raise DataError(f"folder {root} cannot be read: {error.strerror}") from error
 
@@ -172,11 +196,18 @@ def _is_image(entry: os.DirEntry[str]) -> bool:
 
 
 def class_folders(root: Path) -> list[Path]:
-    """Return the folders directly below `root`, sorted, without hidden folders and those of operating systems."""
-    return [root / name for name in _subfolders(root) if not is_system_folder(name)]
+    """Return the folders directly below `root`, sorted, without those that are never data: hidden folders, those of
+    operating systems, and the output of Vitrail."""
+    folders = [root / name for name in _subfolders(root) if not is_system_folder(name)]
+    return [folder for folder in folders if not is_own_output(folder)]
 
 
 def has_images(root: Path) -> bool:
     """Return True if at least one image lies directly in `root`."""
     with os.scandir(root) as entries:
         return any(map(_is_image, entries))
+
+
+def holds_images(root: Path, depth: int = 4) -> bool:
+    """Return True if at least one image lies in `root` or in a folder at most `depth` levels below it."""
+    return has_images(root) or (depth > 0 and any(holds_images(inner, depth - 1) for inner in class_folders(root)))

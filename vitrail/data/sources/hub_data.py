@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vitrail.data.sources.tables.parquet import SUFFIX, ParquetFile, identity_of, open_files, split_choice
-from vitrail.data.splits import SPLITS, Split, Splits, split_of
+from vitrail.data.splits import CHOICE, SPLITS, Split, SplitNames, Splits, check_chosen, split_of
 from vitrail.errors import DataError, SaveError, listed, nearest
 from vitrail.files import cache_folder
 from vitrail.hub import Repository, cached_folder, client, fetch, keep_branch, listing, parse
@@ -48,7 +48,9 @@ class _Listing(NamedTuple):
     """Reason why the hub cannot be reached, or "". If there is a reason, all files must come from the cache."""
 
 
-def open_hub_data(spec: str, classes: tuple[str, ...] | None, numbers: tuple[str, ...] = ()) -> Splits:
+def open_hub_data(
+    spec: str, classes: tuple[str, ...] | None, numbers: tuple[str, ...] = (), chosen: SplitNames | None = None
+) -> Splits:
     """Open `hf:ORG/NAME[@REVISION][:CONFIG][?image=COLUMN&label=COLUMN]`, downloading files that are not in the cache.
 
     Without a network, or in offline mode, only the cache is used. Raises `DataError` if the repository, revision or
@@ -73,7 +75,7 @@ def open_hub_data(spec: str, classes: tuple[str, ...] | None, numbers: tuple[str
         configurations, preferred = _by_folder(found.names), None
         if not configurations:
             raise DataError(f"data {spec!r} has no {SUFFIX} files, and neither has the hub's own conversion")
-    splits, notes = _splits(spec, configurations[_chosen(spec, configurations, config, preferred)])
+    splits, notes = _splits(spec, configurations[_chosen(spec, configurations, config, preferred)], chosen)
     paths = _files(found, [name for names in splits.values() for name in names])
     _keep(found)
     if not found.why:
@@ -307,26 +309,30 @@ def _chosen(spec: str, configurations: Configurations, wanted: str, preferred: s
     )
 
 
-def _splits(spec: str, found: Mapping[str, list[str]]) -> tuple[dict[Split, list[str]], list[str]]:
+def _splits(
+    spec: str, found: Mapping[str, list[str]], chosen: SplitNames | None
+) -> tuple[dict[Split, list[str]], list[str]]:
     """Return the files for train, validation and test, and notes on skipped splits. A single split is used for
     training."""
     result: dict[Split, list[str]] = {}
     taken: set[str] = set()
     for split, names in SPLITS.items():
-        exact = [name for name in found if name.lower() in names]
-        alike = exact or [name for name in found if split_of(name) == split]
-        if len(alike) > 1:
+        exact = [] if chosen else [name for name in found if name.lower() in names]
+        alike = exact or [name for name in found if split_of(name, chosen) == split]
+        if len(alike) > 1 and not chosen:
             raise DataError(
                 f"data {spec!r} has {' and '.join(alike)}, but only one of them can be the {split} split; open a "
-                "configuration with one of them"
+                f"configuration with one of them, or choose it: {CHOICE}"
             )
         if alike:
-            result[split] = sorted(set(found[alike[0]]))
-            taken.add(alike[0])
+            result[split] = sorted({file for name in alike for file in found[name]})
+            taken.update(alike)
+    if chosen:
+        check_chosen(f"data {spec!r}", chosen, result, list(found))
     if not result and len(found) == 1:
         return {"train": sorted(next(iter(found.values())))}, _partial(spec, found)
-    if "train" not in result:
-        raise DataError(f"data {spec!r} has the splits {', '.join(found)} but no train split")
+    if not result:
+        raise DataError(f"data {spec!r} has the splits {', '.join(found)} but no train split; choose it: {CHOICE}")
     skipped = [name or "files of no split" for name in found if name not in taken]
     notes = (
         [f"data {spec!r}: skipped {', '.join(skipped)}, because only train, val and test are read"] if skipped else []

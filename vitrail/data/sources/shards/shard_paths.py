@@ -14,7 +14,8 @@ from pathlib import Path
 
 from vitrail.data import remote
 from vitrail.data.packing import manifest
-from vitrail.data.splits import SPLITS, Split, by_split, split_of
+from vitrail.data.pixels.formats import SUFFIXES as IMAGE_SUFFIXES
+from vitrail.data.splits import SPLITS, Split, SplitNames, by_split, split_of
 from vitrail.errors import DataError
 
 __all__ = ["Located", "locate", "looks_like_shards"]
@@ -22,7 +23,7 @@ __all__ = ["Located", "locate", "looks_like_shards"]
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
 """File suffixes of tar files. Compressed ones are recognised so that a message can explain why they are refused."""
 
-OTHER_SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
+OTHER_SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet", ".json", ".zip", ".rar", ".7z", *IMAGE_SUFFIXES)
 BRACES = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"(\d+)\.\.(\d+)")
 MOST = 1_000_000
@@ -35,11 +36,13 @@ class Located:
     shards: dict[Split, list[str]]
     classes: tuple[str, ...] | None
     """The classes from dataset.json or classes.json beside the shards, if there is such a file."""
+    notes: tuple[str, ...]
+    """Notes on shards that are in no split."""
     sizes: dict[str, int]
     """Size of each shard in bytes, by path, from dataset.json beside the shards. Empty without such a file."""
 
 
-def looks_like_shards(location: str) -> bool:
+def looks_like_shards(location: str, chosen: SplitNames | None = None) -> bool:
     """Return True if `open_shards` should open this location.
 
     It opens .tar files, patterns and folders of .tar files, and all URLs except those of tables. A folder qualifies if
@@ -56,22 +59,24 @@ def looks_like_shards(location: str) -> bool:
         return False
     if (root / manifest.FILE).is_file() or (root / manifest.UNFINISHED).is_file():
         return True
-    found = _in_folder(root)
-    if any(split_of(path) is not None for path in found):
+    found = _in_folder(root, chosen)
+    if any(split_of(path, chosen) is not None for path in found):
         return True
     return bool(found) and not any(entry.is_dir() for entry in root.iterdir() if not entry.name.startswith("."))
 
 
-def locate(location: str) -> Located:
-    """Return the shards that a location names. Raises `DataError`."""
+def locate(location: str, chosen: SplitNames | None = None) -> Located:
+    """Return the shards that a location names. `chosen` states the names of the splits. Raises `DataError`."""
     if not remote.is_remote(location):
         location = str(Path(location).expanduser())
     if _is_pattern(location) and not Path(location).exists():  # a file may have brackets in its name
-        return _pattern(location)
+        return _pattern(location, chosen)
     if location.partition("?")[0].endswith(SUFFIXES) and not Path(location).is_dir():
         folder, slash, _ = location.rpartition("/")
+        if chosen:
+            raise DataError(f"data {location!r} is a single shard, which --splits cannot divide; leave --splits out")
         return _located({"train": [location]}, folder + slash)
-    return _folder(location)
+    return _folder(location, chosen)
 
 
 def _is_pattern(location: str) -> bool:
@@ -79,7 +84,7 @@ def _is_pattern(location: str) -> bool:
     return re.search(r"[*{]" if remote.is_remote(location) else r"[*{?[]", location) is not None
 
 
-def _pattern(location: str) -> Located:
+def _pattern(location: str, chosen: SplitNames | None) -> Located:
     """Return the shards that match a pattern. If all shards are named after the same split, they are used for
     training."""
     folder, slash, _ = re.split(r"[*{]" if remote.is_remote(location) else r"[*{?[]", location)[0].rpartition("/")
@@ -101,10 +106,10 @@ def _pattern(location: str) -> Located:
         raise DataError(
             f"data {location!r}: {len(missing):,} of {len(found):,} shards are missing, such as {base + missing[0]}"
         )
-    if len({split_of(path) for path in found}) == 1:
+    if not chosen and len({split_of(path) for path in found}) == 1:
         return _located({"train": [base + path for path in sorted(found)]}, base)
-    named = by_split(location, found)
-    return _located({split: [base + path for path in paths] for split, paths in named.items()}, base)
+    named, notes = by_split(location, found, chosen)
+    return _located({split: [base + path for path in paths] for split, paths in named.items()}, base, notes)
 
 
 def _expand(pattern: str) -> list[str]:
@@ -129,9 +134,11 @@ def _expand(pattern: str) -> list[str]:
     return ["".join(parts) for parts in itertools.product(*choices)]
 
 
-def _folder(location: str) -> Located:
+def _folder(location: str, chosen: SplitNames | None) -> Located:
     base = location.rstrip("/") + "/"
     if (packed := _manifest(base)) is not None:
+        if chosen:
+            raise DataError(f"data {location!r} was packed with its splits, so --splits has no effect; leave it out")
         return _located(
             {
                 split: [base + record.name for record in packed.shards[split]]
@@ -144,40 +151,41 @@ def _folder(location: str) -> Located:
         again = f"vitrail data pack SPEC {shlex.quote(location)}"
         raise DataError(f"{location} is not packed completely; continue with: {again}")
     if remote.is_remote(base):
-        found = [path for path in remote.list_files(base) if _is_shard(path)]
+        found = [path for path in remote.list_files(base) if _is_shard(path, chosen)]
     else:
-        found = _in_folder(Path(base))
+        found = _in_folder(Path(base), chosen)
     if not found:
-        raise DataError(f"{location} has no shards; it needs .tar files, directly or in train/, val/ or test/")
-    named = by_split(location, found)
-    return _located({split: [base + path for path in paths] for split, paths in named.items()}, base)
+        only = "; other formats must be on the disk, so download the data" if remote.is_remote(base) else ""
+        raise DataError(f"{location} has no shards; it needs .tar files, directly or in train/, val/ or test/{only}")
+    named, notes = by_split(location, found, chosen)
+    return _located({split: [base + path for path in paths] for split, paths in named.items()}, base, notes)
 
 
-def _in_folder(root: Path) -> list[str]:
+def _in_folder(root: Path, chosen: SplitNames | None = None) -> list[str]:
     paths = (path.relative_to(root).as_posix() for depth in ("*", "*/*") for path in root.glob(depth))
-    return sorted(path for path in paths if _is_shard(path))
+    return sorted(path for path in paths if _is_shard(path, chosen))
 
 
-def _is_shard(path: str) -> bool:
+def _is_shard(path: str, chosen: SplitNames | None) -> bool:
     """Return True for the relative path of a tar directly in a folder or in a subfolder that is named after a split."""
     folder, _, name = path.rpartition("/")
-    return name.endswith(SUFFIXES) and not name.startswith(".") and (not folder or split_of(folder) is not None)
+    return name.endswith(SUFFIXES) and not name.startswith(".") and (not folder or split_of(folder, chosen) is not None)
 
 
-def _located(shards: dict[Split, list[str]], base: str) -> Located:
+def _located(shards: dict[Split, list[str]], base: str, notes: tuple[str, ...] = ()) -> Located:
     """Return the shards with the classes and sizes from dataset.json or classes.json in their folder."""
     if (packed := _manifest(base)) is not None:
         records = (record for records in packed.shards.values() for record in records)
-        return Located(shards, packed.classes, {base + record.name: record.size for record in records})
+        return Located(shards, packed.classes, notes, {base + record.name: record.size for record in records})
     if (data := _file(f"{base}classes.json")) is None:
-        return Located(shards, None, {})
+        return Located(shards, None, notes, {})
     try:
         names = json.loads(data)
     except (ValueError, RecursionError):
         names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
         raise DataError(f"{base}classes.json must be a list of names without repetitions")
-    return Located(shards, tuple(names), {})
+    return Located(shards, tuple(names), notes, {})
 
 
 def _manifest(base: str) -> manifest.Manifest | None:

@@ -22,7 +22,7 @@ from vitrail.data.source import Sample, Target, TargetKind
 from vitrail.data.sources.shards.shard_paths import Located, locate, looks_like_shards
 from vitrail.data.sources.shards.tar_index import RawLabel, Shard, Version, is_numbers, open_shard, version_of
 from vitrail.data.sources.tables.number_column import places_of
-from vitrail.data.splits import SPLITS, Split, Splits
+from vitrail.data.splits import SPLITS, Split, SplitNames, Splits, splits_from
 from vitrail.errors import DataError, nearest, plural
 
 __all__ = ["ShardSource", "looks_like_shards", "open_shards"]
@@ -38,7 +38,12 @@ THREADS = 16
 that is not small."""
 
 
-def open_shards(location: str, classes: tuple[str, ...] | None, numbers: tuple[str, ...] = ()) -> Splits:
+def open_shards(
+    location: str,
+    classes: tuple[str, ...] | None,
+    numbers: tuple[str, ...] = (),
+    chosen: SplitNames | None = None,
+) -> Splits:
     """Open a .tar file, a folder of them (flat, or in train/, val/, test/), a pattern such as `name-{000..012}.tar`, or
     a URL of these that fsspec supports.
 
@@ -46,11 +51,16 @@ def open_shards(location: str, classes: tuple[str, ...] | None, numbers: tuple[s
     come from dataset.json or classes.json beside the shards. Without these files, they are the sorted training labels.
     If labels are only numbers, the names are "0" to the highest number. Raises `DataError`.
     """
-    located = locate(location)
+    located = locate(location, chosen)
     opened = _open(located)
     named = classes or located.classes
     sources: dict[Split, ShardSource] = {}
     faults: list[Fault] = []
+    notes = list(located.notes)
+    for split in list(opened):
+        if split != "train" and len(opened) > 1 and not any(len(shard.index) for shard in opened[split]):
+            notes.append(f"{location}: the {split} split is skipped, because it has no images")
+            del opened[split]
     if any(_has_numbers(shard) for shards in opened.values() for shard in shards):
         return _with_numbers(location, located, opened, numbers)
     if numbers:
@@ -64,15 +74,15 @@ def open_shards(location: str, classes: tuple[str, ...] | None, numbers: tuple[s
             if source.unknown:
                 faults.append(unknown_class(split, source.unknown_images, source.unknown))
             sources[split], named = source, named or source.classes
-    first, *others = sources.values()
-    for other in others:
-        if isinstance(first.target(0), tuple) != isinstance(other.target(0), tuple):
+    labelled = [source for source in sources.values() if source.unlabelled() < len(source)]
+    for other in labelled[1:]:
+        if isinstance(labelled[0].target(0), tuple) != isinstance(other.target(0), tuple):
             raise DataError(
                 f"data {location!r} has one label per image in one split and lists of labels in another; use the same "
                 "form in all splits"
             )
-    notes = tuple(note for split, source in sources.items() for note in _notes(location, split, source))
-    return Splits(sources["train"], sources.get("validation"), sources.get("test"), notes, faults=tuple(faults))
+    notes += [note for split, source in sources.items() for note in _notes(location, split, source)]
+    return splits_from(sources, notes, faults)
 
 
 def _has_numbers(shard: Shard) -> bool:
@@ -101,8 +111,8 @@ def _with_numbers(
     sources = {
         split: ShardSource(opened[split], numbers or names, columns=places) for split in SPLITS if split in opened
     }
-    notes = tuple(note for split, source in sources.items() for note in _notes(location, split, source))
-    return Splits(sources["train"], sources.get("validation"), sources.get("test"), notes)
+    notes = [note for split, source in sources.items() for note in _notes(location, split, source)]
+    return splits_from(sources, (*located.notes, *notes))
 
 
 class ShardSource:

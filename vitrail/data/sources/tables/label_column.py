@@ -93,9 +93,9 @@ def number(
     name. For example, the second "crane" of ImageNet becomes "crane (517)". Raises `DataError` if the splits have
     different classes, or if a label is not in `known`.
     """
-    train = labels["train"]
+    first, train = next(iter(labels.items()))
     for split, other in labels.items():
-        _must_fit(f"the {split} split of {title}", other, "the train split", train)
+        _must_fit(f"the {split} split of {title}", other, f"the {first} split", train)
     classes, numbered, messages = (_by_number if train.names is None else _by_name)(title, labels, known)
     faults = []
     for split, column in numbered.items():
@@ -116,7 +116,7 @@ beyond those of the classes."""
 def _by_number(title: str, labels: Mapping[Split, LabelColumn], known: tuple[str, ...] | None) -> Numbered:
     """Return labels that are numbers without names."""
     highest = {split: int(column.numbers.max(initial=-1)) for split, column in labels.items()}
-    most = highest["train"] if known is None else len(known) - 1
+    most = next(iter(highest.values())) if known is None else len(known) - 1
     if most >= HIGHEST:
         raise DataError(
             f"{title}: the labels have no names and go up to {most:,}, so they are not class numbers; choose "
@@ -131,11 +131,11 @@ def _by_number(title: str, labels: Mapping[Split, LabelColumn], known: tuple[str
 
 def _by_name(title: str, labels: Mapping[Split, LabelColumn], known: tuple[str, ...] | None) -> Numbered:
     """Return labels that have names."""
-    train = labels["train"]
+    train = next(iter(labels.values()))
     if train.stated and train.names is not None:
         distinct = _distinct(title, train.names)
         labels = {split: replace(column, names=distinct) for split, column in labels.items()}
-    classes = known or labels["train"].names or ()
+    classes = known or next(iter(labels.values())).names or ()
     distinct_classes = set(classes)
     numbered, messages = {}, {}
     for split, column in labels.items():

@@ -12,7 +12,11 @@ from jaxtyping import Float64
 
 from vitrail.errors import DataError, nearest
 
-__all__ = ["NumberColumns", "number_of", "places_of"]
+__all__ = ["MissingColumn", "NumberColumns", "number_of", "places_of"]
+
+
+class MissingColumn(DataError):
+    """Raised if a table or a file has no column of a given name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,9 +55,10 @@ def number_of(where: str, column: str, value: Any) -> float:
 
 
 def places_of(title: str, wanted: Sequence[str], columns: Sequence[str]) -> list[int]:
-    """Return the index in `columns` of each wanted column, ignoring case. Raise `DataError` if a column is missing."""
+    """Return the index in `columns` of each wanted column, ignoring case. Raise `MissingColumn` if a column is
+    missing."""
     lower = [column.lower() for column in columns]
     for name in wanted:
         if name not in columns and name.lower() not in lower:
-            raise DataError(f"{title} has no column {name!r} of numbers; {nearest(name, columns)}")
+            raise MissingColumn(f"{title} has no column {name!r} of numbers; {nearest(name, columns)}")
     return [list(columns).index(name) if name in columns else lower.index(name.lower()) for name in wanted]

@@ -24,9 +24,9 @@ from vitrail.data.pixels.formats import SUFFIXES
 from vitrail.data.source import Sample, Target, TargetKind
 from vitrail.data.sources.blob import Blob, open_blob, write_blob
 from vitrail.data.sources.tables.label_column import LabelColumn, join, number
-from vitrail.data.sources.tables.number_column import NumberColumns
+from vitrail.data.sources.tables.number_column import MissingColumn, NumberColumns
 from vitrail.data.sources.tables.parquet_columns import ParquetColumns
-from vitrail.data.splits import Split, Splits, by_split, split_of
+from vitrail.data.splits import Split, SplitNames, Splits, by_split, split_of, splits_from
 from vitrail.errors import DataError, SaveError
 from vitrail.files import cache_folder, saving
 
@@ -125,7 +125,12 @@ def looks_like_parquet(path: Path) -> bool:
     return place.suffix.lower() == SUFFIX or (place.is_dir() and _has_parquet(place, 2, is_root=True))
 
 
-def open_parquet(location: Path, classes: tuple[str, ...] | None, numbers: tuple[str, ...] = ()) -> Splits:
+def open_parquet(
+    location: Path,
+    classes: tuple[str, ...] | None,
+    numbers: tuple[str, ...] = (),
+    chosen: SplitNames | None = None,
+) -> Splits:
     """Open a Parquet file, or a folder of them. The names of files or folders determine the splits.
 
     `?image=COLUMN&label=COLUMN` after the path chooses columns. Images that are not in the cache are unpacked, and a
@@ -150,12 +155,16 @@ def open_parquet(location: Path, classes: tuple[str, ...] | None, numbers: tuple
     if not names:
         raise DataError(f"{root} has no {SUFFIX} files in it")
     single = len(names) == 1 and Path(text).is_file()  # a single file is the training split, whatever its name is
-    splits: dict[Split, list[str]] = {"train": names} if single else by_split(str(root), names)
+    if single and not chosen:
+        splits: dict[Split, list[str]] = {"train": names}
+        notes: tuple[str, ...] = ()
+    else:
+        splits, notes = by_split(str(root), names, chosen)
     files = {
         split: [ParquetFile(name, root / name, identity_of(root / name)) for name in some]
         for split, some in splits.items()
     }
-    return open_files(text, files, choice, classes, numbers=numbers)
+    return open_files(text, files, choice, classes, notes, numbers=numbers)
 
 
 def split_choice(text: str) -> tuple[str, Choice]:
@@ -196,7 +205,7 @@ def open_files(
     If `numbers` names columns, the numbers in these columns are the targets. Otherwise the labels are the targets.
     """
     opened = {split: [ParquetColumns(file.path) for file in some] for split, some in files.items()}
-    if not sum(file.rows for file in opened["train"]):
+    if "train" in opened and not sum(file.rows for file in opened["train"]):
         raise DataError(f"{title} has an empty training split; training needs at least one row")
     image, label = _columns(opened, choice)
     if numbers:
@@ -213,11 +222,13 @@ def open_files(
             notes.append(f"{title}: the {split} split is skipped, because {reason}")
             del kept[split]
             labels.pop(split, None)
+    if not kept:
+        raise DataError("\n".join((*notes, f"{title} has no split with labels")))
     faults: tuple[Fault, ...] = ()
     if label is None:
         notes.append(
             f"{title} has no column of labels, so its images are unlabelled; to use one of the columns "
-            f"{opened['train'][0].described}, add ?label= and its name to the data's name"
+            f"{next(iter(opened.values()))[0].described}, add ?label= and its name to the data's name"
         )
         names = classes or ()
     else:
@@ -231,8 +242,7 @@ def open_files(
         )
         for split in kept
     }
-    all_notes = (*notes, *unpacking_notes)
-    return Splits(sources["train"], sources.get("validation"), sources.get("test"), all_notes, faults=faults)
+    return splits_from(sources, (*notes, *unpacking_notes), faults)
 
 
 def _open_numbers(
@@ -244,13 +254,16 @@ def _open_numbers(
     notes: tuple[str, ...],
 ) -> Splits:
     """Make the splits with numbers as targets. A split in which no number is known is skipped, with a note."""
-    values = {
-        split: NumberColumns(np.concatenate([file.numbers(numbers) for file in some])) for split, some in opened.items()
-    }
-    for split in list(values):
-        if split != "train" and np.isnan(values[split].values).all():
+    values: dict[Split, NumberColumns] = {}
+    for split, some in opened.items():
+        try:
+            values[split] = NumberColumns(np.concatenate([file.numbers(numbers) for file in some]))
+        except MissingColumn:
+            if split == "train":
+                raise
+        if split != "train" and (split not in values or np.isnan(values[split].values).all()):
             notes += (f"{title}: the {split} split is skipped, because none of its images has a number",)
-            del values[split]
+            values.pop(split, None)
     pairs = [pair for split in values for pair in zip(files[split], opened[split], strict=True)]
     blobs, unpacking_notes = _unpack(title, pairs, image)
     sources = {
@@ -259,7 +272,7 @@ def _open_numbers(
         )
         for split in values
     }
-    return Splits(sources["train"], sources.get("validation"), sources.get("test"), (*notes, *unpacking_notes))
+    return splits_from(sources, (*notes, *unpacking_notes))
 
 
 def _columns(opened: Mapping[Split, Sequence[ParquetColumns]], choice: Choice) -> tuple[str, str | None]:
@@ -267,7 +280,7 @@ def _columns(opened: Mapping[Split, Sequence[ParquetColumns]], choice: Choice) -
 
     All other files must have the same columns, but a whole split may lack labels. Raises `DataError`.
     """
-    first = opened["train"][0]
+    first = (opened.get("train") or next(iter(opened.values())))[0]
     image = first.image_column(choice.image)
     label = first.label_column(choice.label)
     for some in opened.values():

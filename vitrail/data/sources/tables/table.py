@@ -23,11 +23,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitrail.data.faults import Fault
+from vitrail.data.faults import Fault, has_predictions
 from vitrail.data.source import Target
-from vitrail.data.sources.files import FileSource, inode_of
-from vitrail.data.sources.tables.number_column import NumberColumns, number_of, places_of
-from vitrail.data.splits import Split, Splits, by_split, split_of
+from vitrail.data.sources.files import FileSource, inodes_in
+from vitrail.data.sources.folder import class_folders
+from vitrail.data.sources.tables.number_column import MissingColumn, NumberColumns, number_of, places_of
+from vitrail.data.splits import (
+    CHOICE,
+    SPLITS,
+    Split,
+    SplitNames,
+    Splits,
+    by_split,
+    check_chosen,
+    left_out,
+    split_of,
+    splits_from,
+)
 from vitrail.errors import DataError, nearest, plural
 
 __all__ = ["SUFFIXES", "TableSource", "open_table", "tables_in"]
@@ -83,11 +95,37 @@ class TableSource(FileSource):
         super().__init__(table.parent, keys, labels if classes else None, _inodes(table, rows, keys), classes)
 
 
-def tables_in(folder: Path) -> list[Path]:
-    """Return the tables of a folder: the tables that are named after splits, else `metadata`, else the only table."""
+def tables_in(folder: Path, chosen: SplitNames | None = None) -> list[Path]:
+    """Return the tables of a folder: those that are named after splits, else `metadata`, else the tables in its folders
+    of splits, else the only table with a column of paths. Predictions are not among them."""
+    found = _tables(folder)
+    named = [table for table in found if split_of(table.name, chosen) is not None]
+    if tables := named or [table for table in found if table.stem.lower() == "metadata"]:
+        return tables
+    inner = [_tables(place) for place in class_folders(folder) if split_of(place.name, chosen) is not None]
+    several = [one for some in inner for one in [table for table in some if table.stem.lower() == "metadata"] or some]
+    return several or (found if len(found) == 1 else [])
+
+
+def _tables(folder: Path) -> list[Path]:
+    """Return the tables directly in a folder. If some of them have a column of paths, the others are left out."""
     found = sorted(entry for entry in folder.iterdir() if entry.suffix.lower() in SUFFIXES and entry.is_file())
-    named = [table for table in found if split_of(table.name) is not None]
-    return named or [table for table in found if table.stem.lower() == "metadata"] or (found if len(found) == 1 else [])
+    found = [table for table in found if not has_predictions(table)]
+    return [table for table in found if _has_paths(table)] or found
+
+
+def _has_paths(table: Path) -> bool:
+    try:
+        with table.open(encoding="utf-8-sig") as file:
+            first = file.readline(2**20)
+        if table.suffix.lower() == ".jsonl":
+            fields = json.loads(first)
+            names = list(fields) if isinstance(fields, dict) else []
+        else:
+            names = next(csv.reader([first], delimiter=_delimiter(table)), [])
+    except (OSError, ValueError, RecursionError, csv.Error):
+        return False
+    return any(name.strip().lower() in PATHS for name in names)
 
 
 def open_table(
@@ -96,26 +134,48 @@ def open_table(
     *,
     numbers: tuple[str, ...] = (),
     unlabelled: bool = False,
+    chosen: SplitNames | None = None,
+    is_folder: bool = False,
 ) -> Splits:
-    """Return the splits of one table, or of one table per split.
+    """Return the splits of one table, which a column can divide, or of one table per split.
 
-    If `numbers` names columns, the numbers in these columns are the targets. Otherwise the labels are the targets. If
-    `unlabelled` is true, a table without labels is accepted. If `classes` is None, rows of held-out splits with a
-    label that no training row has are left out, and are a fault. Raises `DataError`.
+    If `is_folder` is true, the name of a single table also states its split. If `numbers` names columns, the numbers in
+    these columns are the targets. Otherwise the labels are the targets. If `unlabelled` is true, a table without labels
+    is accepted. Held-out splits without labels or without rows are skipped with a note. If `classes` is None, rows of
+    held-out splits with a label that no training row has are left out, and are a fault. Raises `DataError`.
     """
-    where = str(tables[0].parent if len(tables) > 1 else tables[0])
+    root = Path(os.path.commonpath([table.parent for table in tables]))
+    where = str(root if len(tables) > 1 else tables[0])
     faults: list[Fault] = []
-    if len(tables) == 1:
-        parts = _divided(_read(tables[0], numbers, unlabelled))
+    notes: tuple[str, ...] = ()
+    names = [table.relative_to(root).as_posix() for table in tables]
+    if len(tables) == 1 and not (is_folder and (split_of(names[0], chosen) or split_of(root.name))):
+        parts, notes = _divided(_read(tables[0], numbers, unlabelled), chosen)
     else:
-        named = by_split(where, (table.name for table in tables))
-        for split, names in named.items():
-            if len(names) > 1:
+        by_name, notes = by_split(where, names, chosen)
+        for split, some in by_name.items():
+            if len(some) > 1:
                 raise DataError(
-                    f"{where} has {' and '.join(names)}, but only one of them can be the {split} split; remove or "
-                    "rename the others"
+                    f"{where} has {' and '.join(some)}, but only one of them can be the {split} split; remove or "
+                    f"rename the others, or choose one: {CHOICE}"
                 )
-        parts = {split: _read(tables[0].parent / names[0], numbers, unlabelled) for split, names in named.items()}
+        parts = {}
+        for split, (name,) in by_name.items():
+            try:
+                parts[split] = _read(root / name, numbers, unlabelled or split != "train")
+            except MissingColumn:
+                if split == "train":
+                    raise
+                notes += (f"{root / name}: the {split} split is skipped, because it has no column of numbers",)
+    for split, part in list(parts.items()):
+        has_labels = numbers or unlabelled or any(row.label is not None for row in part.rows)
+        if split != "train" and len(parts) > 1 and not (part.rows and has_labels):
+            reason = "none of its images has a label" if part.rows else "it has no rows"
+            notes += (f"{part.path}: the {split} split is skipped, because {reason}",)
+            del parts[split]
+    for part in parts.values():
+        if not part.rows:
+            raise DataError(f"{part.path} has no rows; each image needs a row")
     if len({isinstance(part.rows[0].label, tuple) for part in parts.values()}) > 1:
         raise DataError(
             f"{where}: one split has one label per image, and another has several; use the same form in all splits"
@@ -123,8 +183,9 @@ def open_table(
     if numbers:
         classes = numbers
     elif classes is None:
-        classes = _classes(parts["train"], unlabelled)
-        for split in [split for split in parts if split != "train"]:
+        first = "train" if "train" in parts else next(iter(parts))
+        classes = _classes(parts[first], unlabelled)
+        for split in [split for split in parts if split != first]:
             part, known = parts[split], set(classes)
             strange = [row for row in part.rows if not known.issuperset(row.names)]
             if strange:
@@ -132,7 +193,7 @@ def open_table(
                 parts[split] = part._replace(rows=[row for row in part.rows if known.issuperset(row.names)])
         parts = {split: part for split, part in parts.items() if part.rows}
     sources = {split: TableSource(part.path, part.rows, classes) for split, part in parts.items()}
-    return Splits(sources["train"], sources.get("validation"), sources.get("test"), faults=tuple(faults))
+    return splits_from(sources, notes, faults)
 
 
 def _read(path: Path, numbers: Sequence[str], unlabelled: bool) -> _Table:
@@ -145,13 +206,15 @@ def _read(path: Path, numbers: Sequence[str], unlabelled: bool) -> _Table:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"cannot read {path} as a table in UTF-8: {error}") from error
-    if not table.rows:
-        raise DataError(f"{path} has no rows; each image needs a row")
     return table
 
 
+def _delimiter(table: Path) -> str:
+    return "\t" if table.suffix.lower() == ".tsv" else ","
+
+
 def _read_csv(table: Path, file: Iterable[str], numbers: Sequence[str], unlabelled: bool) -> _Table:
-    lines = csv.reader(file, delimiter="\t" if table.suffix.lower() == ".tsv" else ",", strict=True)
+    lines = csv.reader(file, delimiter=_delimiter(table), strict=True)
     header = [name.strip() for name in next(lines, [])]
     cells = [(lines.line_num, line) for line in lines if line]
     for number, line in cells:
@@ -272,18 +335,30 @@ def _cell(line: list[Any], column: int | None) -> str:
     return "" if column is None or line[column] is None else str(line[column])
 
 
-def _divided(table: _Table) -> dict[Split, _Table]:
+def _divided(table: _Table, chosen: SplitNames | None) -> tuple[dict[Split, _Table], tuple[str, ...]]:
+    """Return the rows of each split, and notes. Without a column of splits, all rows are of the training split."""
     if not any(row.split for row in table.rows):
-        return {"train": table}
+        if chosen:
+            raise DataError(f"{table.path} has no column {SPLIT_COLUMN!r} with the values that --splits chooses")
+        return {"train": table}, ()
     parts: dict[Split, list[_Row]] = {}
+    others: dict[str, None] = {}
     for row in table.rows:
-        split = split_of(row.split)
-        if split is None:
-            raise DataError(f"{table.path}, line {row.line}: the split {row.split!r} is not one of train, val, test")
-        parts.setdefault(split, []).append(row)
-    if "train" not in parts:
-        raise DataError(f"{table.path} has {', '.join(parts)} in its column {SPLIT_COLUMN!r} but no train rows")
-    return {split: table._replace(rows=rows) for split, rows in parts.items()}
+        split = split_of(row.split, chosen)
+        if split is not None:
+            parts.setdefault(split, []).append(row)
+        elif chosen is not None:
+            others[row.split] = None
+        else:
+            raise DataError(
+                f"{table.path}, line {row.line}: the split {row.split!r} is not one of train, val, test; choose the "
+                f"values of the splits: {CHOICE}"
+            )
+    where = f"{table.path}, column {SPLIT_COLUMN!r}"
+    if chosen is not None:
+        check_chosen(where, chosen, parts, list(dict.fromkeys(row.split for row in table.rows)))
+    ordered = {split: table._replace(rows=parts[split]) for split in SPLITS if split in parts}
+    return ordered or {"train": table}, left_out(where, list(others)) if chosen else ()
 
 
 def _classes(table: _Table, unlabelled: bool) -> tuple[str, ...]:
@@ -333,11 +408,7 @@ def _inodes(table: Path, rows: list[_Row], keys: list[str]) -> list[int]:
     for row, key in zip(rows, keys, strict=True):
         folder, _, name = key.rpartition("/")
         if folder not in listings:
-            try:
-                with os.scandir(table.parent / folder) as entries:
-                    listings[folder] = {entry.name: inode_of(entry) for entry in entries}
-            except OSError:
-                listings[folder] = {}
+            listings[folder] = inodes_in(table.parent / folder)
         inode = listings[folder].get(name)
         if inode is None:
             raise DataError(f"{table}, line {row.line}: the file {table.parent / key} does not exist")

@@ -1,0 +1,274 @@
+"""Tests of folders that are splits, classes or neither, and of what lies beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vitrail.data.source import Source
+from vitrail.data.sources import open_data, open_whole, with_splits
+from vitrail.data.splits import Splits
+from vitrail.errors import ConfigError, DataError
+
+Trees = Callable[..., Path]
+
+
+def opened(root: Path, *words: str) -> Splits:
+    return open_data(with_splits(str(root), words) if words else str(root), validation_share=0.0)
+
+
+def keys_of(source: Source | None) -> list[str] | None:
+    return None if source is None else [source.key(index) for index in range(len(source))]
+
+
+def in_classes(*folders: str) -> list[str]:
+    """Return an image of each of two classes in each folder. No two images have the same name."""
+    return [f"{folder}/{name}/{folder.replace('/', '-')}.png" for folder in folders for name in ("cat", "dog")]
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "test"),
+    [
+        ("Training", "dev", "Testing"),
+        ("training_set", "validation_set", "test_set"),
+        ("seg_train", "seg_val", "seg_test"),
+        ("Training data", "eval-images", "TESTING"),
+        ("trainSet", "valSet", "testSet"),
+        ("train2", "val2", "test2"),
+        ("asl_alphabet_train", "asl_alphabet_val", "asl_alphabet_test"),
+    ],
+)
+def test_the_usual_names_are_splits(tree: Trees, train: str, validation: str, test: str) -> None:
+    splits = opened(tree(*in_classes(train, validation, test)))
+    assert splits.classes == ("cat", "dog") and splits.notes == ()
+    assert keys_of(splits.train) == [f"cat/{train}.png", f"dog/{train}.png"]
+    assert keys_of(splits.validation) == [f"cat/{validation}.png", f"dog/{validation}.png"]
+    assert keys_of(splits.test) == [f"cat/{test}.png", f"dog/{test}.png"]
+
+
+@pytest.mark.parametrize("names", [("learn", "measure"), ("site A", "site B", "site C"), ("fold0", "fold1", "fold2")])
+def test_folders_of_the_same_names_are_asked_about(tree: Trees, names: tuple[str, ...]) -> None:
+    root = tree(*in_classes(*names))
+    with pytest.raises(DataError, match=r"--splits train=.*,test="):
+        opened(root)
+    splits = opened(root, f"train={names[0]}", f"test={names[1]}")
+    assert splits.classes == ("cat", "dog") and keys_of(splits.test) == [f"cat/{names[1]}.png", f"dog/{names[1]}.png"]
+    assert [name in "".join(splits.notes) for name in names[2:]] == [True] * len(names[2:])
+    assert opened(root, "none").classes == tuple(sorted(names))
+
+
+def test_flat_folds_are_not_classes(tree: Trees) -> None:
+    with pytest.raises(DataError, match="has the folds fold_1, fold_2"):
+        opened(tree("fold_1/1.png", "fold_2/2.png"))
+
+
+def test_folders_of_one_common_name_are_classes(tree: Trees) -> None:
+    splits = opened(tree("n01/images/1.png", "n02/images/2.png", "n03/images/3.png"))
+    assert splits.classes == ("n01", "n02", "n03")
+
+
+def test_a_split_can_have_several_folders(tree: Trees) -> None:
+    root = tree(*in_classes("fold0", "fold1", "fold2"), "fold2/eel/1.png")
+    splits = opened(root, "train=fold0", "fold2", "test=fold1")
+    assert splits.classes == ("cat", "dog", "eel")
+    assert keys_of(splits.train) == [
+        "fold0/cat/fold0.png", "fold0/dog/fold0.png", "fold2/cat/fold2.png", "fold2/dog/fold2.png", "fold2/eel/1.png",
+    ]  # fmt: skip
+    assert [splits.train.target(index) for index in range(5)] == [0, 1, 0, 1, 2]
+    assert [splits.test.target(index) for index in range(2)] == [0, 1]
+    assert splits.train[4].key == "fold2/eel/1.png"
+    assert keys_of(opened(root, "train=fold[02]", "test=fold1").train) == keys_of(splits.train)
+
+
+def test_the_name_of_data_carries_its_splits(tree: Trees) -> None:
+    root = tree(*in_classes("for 100% & more", "rest"))
+    name = with_splits(f"{root}[:50%]", ["train=for 100% & more", "test=rest"])
+    assert name.endswith("[:50%]") and name.startswith(f"{root}?train=")
+    assert len(open_data(name, validation_share=0.0).train) == 1
+    with pytest.raises(ConfigError, match="has a choice of splits already"):
+        with_splits(name, ["none"])
+    with pytest.raises(DataError, match="nothing named absent"):
+        opened(root, "train=absent")
+    for spec in ("bundled", "fractals:2:4"):
+        with pytest.raises(DataError, match="--splits"):
+            open_data(f"{spec}?train=a", validation_share=0.0)
+
+
+@pytest.mark.parametrize(
+    ("paths", "reason"),
+    [
+        (["test/1.png"], "not in class folders"),
+        (["test/test/1.png"], "not in class folders"),
+        (["test/images/1.png"], "not in class folders"),
+        (["test/unknown/1.png"], "not in class folders"),
+        (["test/"], "no images"),
+        (["test/cat/", "test/dog/"], "no images"),
+        (["test/notes.txt"], "no images"),
+    ],
+)
+@pytest.mark.parametrize("split", ["test", "val"])
+def test_a_held_out_split_without_labels_is_skipped(tree: Trees, split: str, paths: list[str], reason: str) -> None:
+    root = tree(*in_classes("train"), *(path.replace("test", split) for path in paths))
+    splits = opened(root)
+    assert (splits.validation, splits.test) == (None, None) and splits.classes == ("cat", "dog")
+    (note,) = [note for note in splits.notes if f"{split}/" in note]
+    assert reason in note
+    assert len(open_whole(str(root), unlabelled=True).whole.train) == 2
+
+
+@pytest.mark.parametrize("names", [("valid", "invalid"), ("control", "test"), ("dev", "prod")])
+def test_two_classes_of_which_one_has_the_name_of_a_split(tree: Trees, names: tuple[str, str]) -> None:
+    root = tree(*(f"{name}/{number}.png" for name in names for number in range(2)))
+    splits = opened(root)
+    assert splits.classes == tuple(sorted(names)) and splits.test is None and splits.validation is None
+    assert any("--splits" in note for note in splits.notes)
+    assert opened(root, "none").notes == ()
+
+
+def test_a_test_folder_beside_class_folders_is_asked_about(tree: Trees) -> None:
+    with pytest.raises(DataError, match="has test beside cat, dog"):
+        opened(tree("cat/1.png", "dog/2.png", "test/3.png"))
+    with pytest.raises(DataError, match="has test beside learn"):
+        opened(tree(*in_classes("learn", "test"), name="nested"))
+
+
+def test_data_without_training_images_opens_only_to_be_measured(tree: Trees) -> None:
+    root = tree(*in_classes("Testing"))
+    with pytest.raises(DataError, match="has a test split but no training images"):
+        opened(root)
+    splits = open_whole(str(root), needs_training=False).whole
+    assert len(splits.train) == 0 and splits.classes == ("cat", "dog") and splits.held_out == ("test", splits.test)
+
+
+def test_a_folder_around_the_data_is_entered_with_a_note(tree: Trees) -> None:
+    root = tree("outer/inner/cat/1.png", "outer/inner/dog/2.png", "__MACOSX/inner/cat/1.png", "README.txt")
+    splits = opened(root)
+    assert splits.classes == ("cat", "dog") and keys_of(splits.train) == ["cat/1.png", "dog/2.png"]
+    assert any("outer/, the only folder" in note for note in splits.notes)
+    (root / "cats").mkdir()
+    doubled = opened(tree("train/train/cat/1.png", "train/train/dog/2.png", "test/test/cat/3.png", name="doubled"))
+    assert keys_of(doubled.train) == ["cat/1.png", "dog/2.png"] and keys_of(doubled.test) == ["cat/3.png"]
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        ("images/1.png", "masks/1.png"),
+        ("JPEGImages/1.jpg", "Annotations/1.xml", "ImageSets/Main/train.txt"),
+        ("images/train/1.png", "labels/train/1.txt", "data.yaml"),
+        ("train/images/1.png", "train/labels/1.txt", "valid/images/2.png", "valid/labels/2.txt"),
+        ("train2017/1.png", "val2017/2.png", "annotations/instances_train2017.json"),
+        ("VOC2012/JPEGImages/1.jpg", "VOC2012/SegmentationClass/1.png", "VOC2012/Annotations/1.xml"),
+    ],
+)
+@pytest.mark.parametrize("unlabelled", [False, True])
+def test_data_with_masks_or_boxes_is_named_as_such(tree: Trees, paths: tuple[str, ...], unlabelled: bool) -> None:
+    root = tree(*paths)
+    with pytest.raises(DataError, match="layout of data with masks or boxes"):
+        open_data(str(root), validation_share=0.0, unlabelled=unlabelled)
+
+
+def test_folders_called_images_and_masks_can_be_classes(tree: Trees) -> None:
+    assert opened(tree("images/1.png", "masks/2.png"), "none").classes == ("images", "masks")
+
+
+def test_tiny_imagenet_is_read(tree: Trees) -> None:
+    root = tree(
+        "train/n1/images/n1_0.JPEG", "train/n1/n1_boxes.txt", "train/n2/images/n2_0.JPEG", "train/n2/n2_boxes.txt",
+        "val/images/val_0.JPEG", "val/images/val_1.JPEG", "test/images/test_0.JPEG", "wnids.txt",
+    )  # fmt: skip
+    table = root / "val/val_annotations.txt"
+    table.write_text("val_1.JPEG\tn1\t0\t0\t9\t9\nval_0.JPEG\tn2\t0\t0\t9\t9\n")
+    splits = opened(root)
+    assert splits.classes == ("n1", "n2") and splits.test is None
+    assert keys_of(splits.validation) == ["images/val_1.JPEG", "images/val_0.JPEG"]
+    assert [splits.validation.target(index) for index in range(2)] == [0, 1]
+    table.write_text("val_1.JPEG\tn3\t0\t0\t9\t9\n")
+    with pytest.raises(DataError, match="'n3' is not a class"):
+        opened(root)
+    table.write_text("val_7.JPEG\tn1\t0\t0\t9\t9\n")
+    with pytest.raises(DataError, match=r"the image val_7\.JPEG does not exist"):
+        opened(root)
+
+
+def test_class_folders_win_over_tables_beside_them(tree: Trees) -> None:
+    root = tree("cat/1.png", "dog/2.png")
+    (root / "licences.csv").write_text("photo,author\n1,Ann\n")
+    (root / "other.csv").write_text("path,label\ncat/1.png,x\ndog/2.png,y\n")
+    splits = opened(root)
+    assert splits.classes == ("cat", "dog")
+    (note,) = splits.notes
+    assert "licences.csv, other.csv" in note and "--data" in note
+    assert opened(root / "other.csv").classes == ("x", "y")
+    with pytest.raises(DataError, match="has no column of paths"):
+        opened(root / "licences.csv")
+
+
+@pytest.mark.parametrize("name", ["labels.parquet", "cat.tar", "train.tar"])
+def test_class_folders_win_over_archives_beside_them(tree: Trees, name: str) -> None:
+    root = tree("train/cat/1.png", "train/dog/2.png", name)
+    splits = opened(root)
+    assert splits.classes == ("cat", "dog") and any(name in note for note in splits.notes)
+
+
+def test_tables_of_splits_beside_class_folders_can_be_chosen(tree: Trees) -> None:
+    root = tree("a/1.png", "b/2.png", "a/3.png")
+    (root / "train.csv").write_text("path,label\na/1.png,x\nb/2.png,y\n")
+    (root / "test.csv").write_text("path,label\na/3.png,y\n")
+    (note,) = opened(root).notes
+    assert "--splits test=test.csv,train=train.csv" in note
+    splits = opened(root, "train=train.csv", "test=test.csv")
+    assert splits.classes == ("x", "y") and keys_of(splits.test) == ["a/3.png"]
+
+
+PREDICTIONS = [
+    ("predictions.jsonl", {"image": "cat/1.png", "label": "x", "probability": 1.0, "probabilities": {"x": 1.0}}),
+    ("numbers.jsonl", {"image": "cat/1.png", "numbers": {"age": 1.0}}),
+    ("broken.jsonl", {"image": "cat/1.png", "error": "is truncated"}),
+    ("ranks.csv", "image,class_1,probability_1,error\ncat/1.png,x,1,\n"),
+    ("numbers.csv", "image,age,error\ncat/1.png,1,\n"),
+]
+
+
+@pytest.mark.parametrize(("name", "content"), PREDICTIONS)
+def test_predictions_are_never_labels(tree: Trees, name: str, content: object) -> None:
+    root = tree("cat/1.png", "dog/2.png")
+    (root / name).write_text(content if isinstance(content, str) else json.dumps(content) + "\n")
+    splits = opened(root)
+    assert splits.classes == ("cat", "dog") and any(name in note for note in splits.notes)
+    with pytest.raises(DataError, match="holds predictions of a model"):
+        opened(root / name)
+    flat = tree("1.png", name="flat")
+    (root / name).rename(flat / name)
+    with pytest.raises(DataError, match="no class folders"):
+        opened(flat)
+
+
+RECORDS = [("run.json", {"config": {}}), ("report.json", {"saliency": None}), ("explain.json", {"files": []})]
+
+
+@pytest.mark.parametrize(("name", "content"), RECORDS)
+def test_folders_that_vitrail_wrote_are_never_classes(tree: Trees, name: str, content: dict[str, object]) -> None:
+    root = tree(
+        "cat/1.png", "dog/2.png", "out/first/examples/3.png", "out/second/4.png", "cat/more/5.png", "mine/6.png"
+    )
+    for folder in ("out/first", "out/second", "cat/more"):
+        (root / folder / name).write_text(json.dumps(content))
+    splits = opened(root)
+    assert splits.classes == ("cat", "dog", "mine") and keys_of(splits.train) == [
+        "cat/1.png",
+        "dog/2.png",
+        "mine/6.png",
+    ]
+    (note,) = splits.notes
+    assert "2 folders that Vitrail wrote: cat/more, out" in note
+    assert keys_of(open_data(str(root), validation_share=0.0, unlabelled=True).train) == keys_of(splits.train)
+
+
+def test_a_file_of_the_same_name_does_not_make_a_folder_ours(tree: Trees) -> None:
+    root = tree("cat/1.png", "dog/2.png", "dog/report.json")
+    (root / "cat/run.json").write_text('{"speed": 3}')
+    assert opened(root).classes == ("cat", "dog")
