@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -158,6 +159,19 @@ def test_features_need_no_head_and_are_found_again(evaluate: Evaluate, tmp_path:
     assert json.loads(again) == json.loads(out)
     assert "features of 27 images read from the cache" in errors and "features of 9 images read" in errors
     assert json.loads(evaluate(model, colours, *words, "--no-cache")[1]) == json.loads(out)
+
+
+def test_data_with_only_a_test_split_is_measured(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
+    model = make_model(tmp_path / "model", ("blue", "green", "red"))
+    both = evaluate(model, colours, "--json")
+    shutil.rmtree(colours / "train")
+    for words in ((), ("--split", "test"), ("--split", "all")):
+        code, out, _ = evaluate(model, colours, *words, "--json")
+        assert code == 0 and json.loads(out) == json.loads(both[1])
+    code, _, errors = evaluate(model, colours, "--split", "train")
+    assert code == 2 and "choose one that it has: test" in errors
+    code, _, errors = evaluate(model, colours, "--by", "knn")
+    assert code == 2 and "has a test split but no training images" in errors
 
 
 def test_all_evaluators_stand_in_one_table(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:

@@ -51,6 +51,24 @@ def test_a_folder_of_colours_is_learned_shown_and_used(
     assert all(row["label"] in Path(row["image"]).name for row in rows)
 
 
+def test_a_run_records_and_resumes_a_choice_of_splits(
+    colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(colour_folder, data / "first site")
+    shutil.copytree(colour_folder, data / "second site")
+    words = ["--data", str(data), "--run", str(tmp_path / "run"), *TINY, "--image-size", "16", "16"]
+    assert run(*words) == 2
+    assert "--splits train=first site,test=second site" in capsys.readouterr().err
+    for file in (data / "second site").rglob("*.png"):
+        file.rename(file.with_name(f"of-{file.name}"))
+    assert run(*words, "--splits", "train=first site,test=second site") == 0
+    record = read_record(tmp_path / "run")
+    assert record.config.data.spec == f"{data}?train=first%20site&test=second%20site"
+    assert run("--resume", str(tmp_path / "run"), "--steps", "4") == 0
+    assert "test accuracy" in capsys.readouterr().out
+
+
 def test_a_network_is_pre_trained_without_labels_and_used(
     colour_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,7 @@ from vitrail.cli.output.bars import images_bar
 from vitrail.data.colour import colour_note, images_of
 from vitrail.data.pipeline import Ranks, Readers, queue_bytes
 from vitrail.data.source import Source
-from vitrail.data.sources import open_data
+from vitrail.data.sources import open_whole
 from vitrail.data.sources.files import FileSource
 from vitrail.errors import ConfigError, DataError, Interrupted
 from vitrail.evaluation.features.extract import FeatureSet, default_cache, extract
@@ -137,9 +137,10 @@ def _embed(options: Embed, processes: Processes) -> int:
 
 def _sources(options: Embed) -> tuple[dict[str, Source], tuple[str, ...]]:
     """Return the splits to embed by their names, and notes for the user."""
-    splits = open_data(options.data, validation_share=0.0, unlabelled=True)
+    opened = open_whole(options.data, unlabelled=True, needs_training=False)
+    splits = opened.splits(validation_share=0.0)
     named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    there = {name: source for name, source in named.items() if source is not None}
+    there = {name: source for name, source in named.items() if source is not None and len(source)}
     if options.split == "all":
         return there, splits.notes
     if options.split not in there:

@@ -56,6 +56,25 @@ def test_only_what_is_given_is_returned(typed: str, given: dict[str, Any]) -> No
     assert COMMAND.parse(typed.split()) == given
 
 
+def test_a_choice_of_splits_becomes_a_part_of_the_name_of_the_data() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class DataOptions:
+        """An option for data."""
+
+        data: str = ""
+
+    command = Command(name="try", summary="Try it.", examples=(), options=(DataOptions,), essential={})
+    given = command.parse(["--splits", "train=a/b,c,val=d", "--data", "photos[:10%]"])
+    assert given == {"data": "photos?train=a/b&train=c&validation=d[:10%]"}
+    assert command.parse(["--data", "photos", "--splits", "none"]) == {"data": "photos?splits=none"}
+    assert command.parse(["--data", "hf:a/b?label=x", "--splits", "test=c"]) == {"data": "hf:a/b?label=x&test=c"}
+    with pytest.raises(ConfigError, match="give --data, too"):
+        command.parse(["--splits", "train=a"])
+    with pytest.raises(ConfigError, match="'learn=a', which names no split"):
+        command.parse(["--data", "photos", "--splits", "learn=a"])
+    assert "splits" not in COMMAND.known
+
+
 @pytest.mark.parametrize(
     ("typed", "message"),
     [

@@ -195,8 +195,14 @@ def test_splits_that_are_not_ours(hub: Hub, parquet: Callable[..., bytes]) -> No
         == f"data {SPEC!r} has train_a and train_full, but only one of them can be the train split; open a "
         "configuration with one of them, or choose it: --splits train=NAME,test=NAME"
     )
-    hub.add(NAME, {name: content for name, content in files.items() if "train" not in name} | {"test.parquet": b""})
-    assert message(SPEC) == f"data {SPEC!r} has the splits extra, test but no train split"
+    extra = {name: content for name, content in files.items() if "train" not in name}
+    hub.add(NAME, extra | {"more.parquet": b""})
+    assert "has the splits extra, (none) but no train split" in message(SPEC)
+    hub.add(NAME, extra | {"test.parquet": parquet([0, 1])})
+    splits = open_hub_data(SPEC, None)  # for measuring
+    assert len(splits.train) == 0 and len(splits.test) == 2
+    splits = open_hub_data(SPEC, None, chosen={"train": ("extra",)})
+    assert len(splits.train) == 2 and splits.test is None
     hub.add(NAME, {name: content for name, content in files.items() if "extra" in name})
     assert len(open_hub_data(SPEC, None).train) == 2
 

@@ -55,7 +55,7 @@ def common_images(bundles: Mapping[str, Bundle], spec: str, split: str, share: f
 
     Raise `DataError` if the models have no held-out image in common, and `ConfigError` if `share` has no effect.
     """
-    opened_for = functools.cache(lambda numbers: open_whole(spec, numbers=numbers))
+    opened_for = functools.cache(lambda numbers: open_whole(spec, numbers=numbers, needs_training=False))
     opened = {
         name: opened_for(bundle.classes if bundle.output == "numbers" else ()) for name, bundle in bundles.items()
     }

@@ -62,11 +62,12 @@ def open_for_head(
     if opened is None and not class_names:
         try:
             classes = None if bundle.output == "numbers" else bundle.classes or None
-            opened = open_whole(spec, classes=classes, numbers=_numbers_of(bundle))
+            opened = open_whole(spec, classes=classes, numbers=_numbers_of(bundle), needs_training=False)
         except DataError:
             pass  # if the classes differ, they are mapped below; any other error is raised again there
     if opened is None:
-        opened = open_whole(spec, numbers=_numbers_of(bundle)) if own is None else own.opened
+        numbers = _numbers_of(bundle)
+        opened = open_whole(spec, numbers=numbers, needs_training=False) if own is None else own.opened
         class_map = map_classes(bundle.classes, opened.whole.classes, mapping=class_names or None)
     if common is not None:
         splits = _common(common, opened, split)
@@ -79,7 +80,7 @@ def open_for_head(
 def _measured(bundle: Bundle, opened: OpenedData, splits: Splits, split: str, *, is_common: bool = False) -> Measured:
     """Return the splits to measure, with notes for the user. Raise `DataError` if the data lacks the split."""
     named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    existing = {name: source for name, source in named.items() if source is not None}
+    existing = {name: source for name, source in named.items() if source is not None and len(source)}
     notes = list(splits.notes)
     if split == "held-out":
         assert splits.held_out is not None, "a validation split was cut if there was none"
@@ -124,6 +125,8 @@ def _splits_of(bundle: Bundle, opened: OpenedData, share: float | None = None) -
     `share` replaces the fraction of the training.
     """
     known = bundle.provenance
+    if not len(opened.whole.train):
+        return opened.whole
     if share is None:
         share = float(known.get("validation_share") or USUAL_SHARE)
     return cut_of(known, opened, share=share, own=is_data_of(known, opened))

@@ -36,7 +36,7 @@ class OpenedModel:
     bundle: Bundle
     source: Source
     train: Source | None
-    """The training images, or None if they are among the images to measure."""
+    """The training images, or None if there are none, or if they are among the images to measure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class SummaryOptions:
                 found = open_for_head(bundle, self.data, self.split, "", None, common)
             else:
                 found = open_for_features(bundle, self.data, self.split, (), common)
-            train = None if "train" in found.sources else found.train
+            train = found.train if len(found.train) and "train" not in found.sources else None
             opened.append(OpenedModel(name, bundle, _joined(tuple(found.sources.values())), train))
             notes[name] = [command.note(note) for note in (*bundle.notes, *found.notes)]
         if common is not None and common.note:

@@ -214,10 +214,10 @@ def _with_splits(given: dict[str, Any]) -> dict[str, Any]:
     if splits is None:
         return given
     if "data" not in given:
-        raise ConfigError(f"splits={','.join(splits)} needs the data to which it belongs; give --data, too")
+        raise ConfigError(f"--splits {splits}: the choice is a part of the data's name; give --data, too")
     from vitrail.data.sources import with_splits  # without PyTorch, --help is faster
 
-    return given | {"data": with_splits(str(given["data"]), splits)}
+    return given | {"data": with_splits(str(given["data"]), splits.split(","))}
 
 
 def _plain(word: str) -> str:

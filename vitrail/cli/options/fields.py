@@ -44,12 +44,12 @@ NAMED_METAVARS = {
     "name": "NAME",
     "run": "RUN",
     "shard_size": "SIZE",
-    "splits": "SPLIT=NAME...",
+    "splits": "SPLIT=NAME,...",
     "to": "LAYOUT",
 }
 """Placeholders for the values of some options, by option name."""
 
-WITH_COMMAS = ("numbers", "splits")
+WITH_COMMAS = ("numbers",)
 """Options with a variable number of values that may also be separated by commas."""
 
 WITHOUT_VALUES = ("clients", "rates")
@@ -70,7 +70,7 @@ class Positional:
 class DataChoice:
     """Options of every command that has a data set. They become a part of its name."""
 
-    splits: tuple[str, ...] = ()
+    splits: str = ""
     """Folders, files or values of a split column that form the splits, such as train=Training,test=Testing. By default
     the usual names are recognised; none reads no name as that of a split, so that all folders are classes."""
 

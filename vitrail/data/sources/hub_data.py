@@ -332,7 +332,8 @@ def _splits(
     if not result and len(found) == 1:
         return {"train": sorted(next(iter(found.values())))}, _partial(spec, found)
     if not result:
-        raise DataError(f"data {spec!r} has the splits {', '.join(found)} but no train split; choose it: {CHOICE}")
+        shown = ", ".join(name or "(none)" for name in found)
+        raise DataError(f"data {spec!r} has the splits {shown} but no train split; choose it: {CHOICE}")
     skipped = [name or "files of no split" for name in found if name not in taken]
     notes = (
         [f"data {spec!r}: skipped {', '.join(skipped)}, because only train, val and test are read"] if skipped else []

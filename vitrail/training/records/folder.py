@@ -84,6 +84,7 @@ def place_of(config: TrainConfig) -> Path:
     """
     if config.run.folder is not None:
         return Path(config.run.folder)
-    name = re.sub(r"[^\w.-]+", "-", config.run.name or Path(config.data.spec).resolve().name).strip("-.") or "run"
+    data = Path(config.data.spec.partition("?")[0])  # without the choice of splits or columns
+    name = re.sub(r"[^\w.-]+", "-", config.run.name or data.resolve().name).strip("-.") or "run"
     numbers = (f"{name}-{number}" if number > 1 else name for number in range(1, 1_000_000))
     return next(path for path in (Path("runs") / numbered for numbered in numbers) if not path.exists())

@@ -84,9 +84,40 @@ def test_a_sample_is_what_shares_a_name_up_to_the_first_dot(tmp_path: Path) -> N
     assert labels_of(source) == [1, 0, 2, None] and source.classes == ("0", "1", "2")
     assert [source[index].image for index in range(4)] == [b"two", b"one", b"three", b"four"]
     assert splits.notes == (
-        f"{tmp_path}/x.tar, train: skipped 5 files that are neither images nor labels of images",
+        f"{tmp_path}/x.tar, train: skipped 5 files that are neither the image nor the label of a sample",
         f"{tmp_path}/x.tar, train: 1 of 4 images without a label",
     )
+
+
+def test_names_with_several_dots_are_read_up_to_the_last_one(tmp_path: Path) -> None:
+    files = {
+        "img_v1.001.PNG": b"one", "img_v1.001.cls": b"1", "d/img_v1.002.png": b"two",
+        "d/img_v1.002.json": b'{"cls": 0}', "plain.jpg": b"three", "plain.mask.png": b"", "plain.mask.json": b"{}",
+        "a.b.c.webp": b"four", "x.1.txt": b"",
+    }  # fmt: skip
+    source = open_shards(write(tmp_path / "x.tar", files), None).train
+    assert keys_of(source) == ["plain", "img_v1.001", "d/img_v1.002", "a.b.c"]
+    assert labels_of(source) == [None, 1, 0, None] and source.ignored == 3
+    assert [source[index].image for index in range(4)] == [b"three", b"one", b"two", b"four"]
+
+
+def test_held_out_shards_without_labels_or_images_are_skipped(tmp_path: Path) -> None:
+    write(tmp_path / "train.tar", labelled("1:0", "2:1"))
+    write(tmp_path / "val.tar", {})
+    write(tmp_path / "test.tar", {"9.jpg": b""})
+    splits = open_data(str(tmp_path), validation_share=0.0)
+    assert (splits.validation, splits.test) == (None, None)
+    assert any("validation split is skipped" in note for note in splits.notes)
+    assert any("test split is skipped" in note for note in splits.notes)
+
+
+def test_shards_of_splits_are_chosen(tmp_path: Path) -> None:
+    for number in range(3):
+        write(tmp_path / f"fold{number}.tar", labelled(f"{number}a:0", f"{number}b:1"))
+    with pytest.raises(DataError, match="has the folds"):
+        open_data(str(tmp_path), validation_share=0.0)
+    splits = open_data(f"{tmp_path}?train=fold0&train=fold1&test=fold2", validation_share=0.0)
+    assert len(splits.train) == 4 and keys_of(splits.test) == ["2a", "2b"]
 
 
 def test_it_keeps_the_contract_of_sources(tmp_path: Path, picture: Callable[[int], bytes]) -> None:
@@ -124,8 +155,8 @@ def test_several_labels(tmp_path: Path, picture: Callable[[int], bytes]) -> None
         (labelled("1:a\tb"), r"unprintable class names: \['a\\tb'\]"),
         ({**labelled("1:0"), "2.jpg": b"", "2.json": b'{"label": [1]}'}, r"some images have a list of labels"),
         ({"1.jpg": b"", "2.jpg": b"", "2.json": b'{"label": [1]}'}, r"some images have a list of labels"),
-        ({"1.cls": b"3", "README": b""}, r"x\.tar has no images$"),
-        ({}, r"x\.tar has no images$"),
+        ({"1.cls": b"3", "README": b""}, r"x\.tar: there are no images, but 2 other files; a sample is"),
+        ({}, r"x\.tar: there are no images; a sample is"),
     ],
 )  # fmt: skip
 def test_labels_that_cannot_be(tmp_path: Path, files: Members, message: str) -> None:
@@ -335,7 +366,7 @@ def test_links_and_devices_are_refused(tmp_path: Path, kind: bytes, message: str
         (tarfile.XHDTYPE, 9, b"9999 a=b\n", "is damaged at byte 0: its pax header cannot be read"),
         (tarfile.XHDTYPE, 5, b"5 ab\n", "is damaged at byte 0: its pax header cannot be read"),
         (tarfile.XHDTYPE, 23, b"23 GNU.sparse.major=1 \n", "has a sparse file, which cannot be read"),
-        (tarfile.XHDTYPE, 5010, b"5010 size=" + b"9" * 4999 + b"\n", "has no images"),
+        (tarfile.XHDTYPE, 5010, b"5010 size=" + b"9" * 4999 + b"\n", "there are no images"),
     ],
 )  # fmt: skip
 def test_headers_that_lie(tmp_path: Path, kind: bytes, size: int, content: bytes, message: str) -> None:

@@ -1,6 +1,7 @@
 """Tar shards in the WebDataset convention: `rose/1.jpg` and `rose/1.cls` (or .json) in a tar are one sample.
 
-The members of a sample have the same path up to the first dot of the file's name. The label is the number or name of a
+The members of a sample have the same path up to the first dot of the file's name, or up to the last dot if the name has
+several and no sample ends at the first. The label is the number or name of a
 class. It is in the .cls file, or in the field "label", "cls" or "class" of the .json file, where it can be a list.
 Images are read in any order, by an index.
 """
@@ -162,8 +163,9 @@ class ShardSource:
         self._offsets = np.concatenate([shard.index.offsets for shard in shards])
         self._sizes = np.concatenate([shard.index.sizes for shard in shards])
         if len(self) == 0:
-            names = ", ".join(path for path, _ in self.shards[:3])
-            raise DataError(f"{names} and the others have no images" if len(shards) > 3 else f"{names} has no images")
+            names = ", ".join(path for path, _ in self.shards[:3]) + (" and the others" if len(shards) > 3 else "")
+            other = f", but {plural(self.ignored, 'other file')}" if self.ignored else ""
+            raise DataError(f"{names}: there are no images{other}; a sample is an image such as 1.jpg, with 1.cls")
         self._refuse_duplicate_keys(np.concatenate([shard.index.hashes for shard in shards]))
         self._descriptor = _cache()
 
@@ -378,6 +380,6 @@ def _unknown(label: int | str, classes: tuple[str, ...], numbered: tuple[str, ..
 def _notes(location: str, split: Split, source: ShardSource) -> Iterable[str]:
     if source.ignored:
         files = plural(source.ignored, "file")
-        yield f"{location}, {split}: skipped {files} that are neither images nor labels of images"
+        yield f"{location}, {split}: skipped {files} that are neither the image nor the label of a sample"
     if missing := source.unlabelled():
         yield f"{location}, {split}: {missing:,} of {plural(len(source), 'image')} without a label"

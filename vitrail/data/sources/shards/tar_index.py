@@ -15,7 +15,7 @@ import os
 import re
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ RawLabel = int | str | tuple[int | str, ...] | tuple[float | None, ...]
 """A label as stored in a shard: the number or name of a class, a tuple of class numbers or names, or a tuple of numbers
 to learn. An unknown number is None."""
 
-FORMAT = 1
+FORMAT = 2
 WINDOW = 16 * 1024
 """Number of bytes that are requested from a server to read a header. If samples are small, one request contains several
 headers."""
@@ -164,20 +164,17 @@ def _scan(shard: str, read: Read, size: int) -> ShardIndex:
     labels: dict[RawLabel, int] = {}
     seen: set[tuple[int, str]] = set()
     ignored = 0
-    for member in members(shard, read, size):
-        folder, slash, base = member.name.rpartition("/")
-        stem, _, suffix = base.partition(".")
-        suffix = suffix.lower()
-        is_image = f".{suffix}" in SUFFIXES
-        if not stem or not (is_image or suffix in ("cls", "json")):
+    for member, key, suffix in _parts(shard, read, size, rows):
+        if key is None:
             ignored += 1
             continue
-        row = rows.setdefault(folder + slash + stem, len(rows))
+        is_image = f".{suffix}" in SUFFIXES
+        row = rows.setdefault(key, len(rows))
         part = (row, "image" if is_image else suffix)
         if part in seen:
             raise DataError(
-                f"{shard} has the sample {folder + slash + stem!r} twice: {member.name!r} belongs to the second one; "
-                "give each sample a name of its own"
+                f"{shard} has the sample {key!r} twice: {member.name!r} belongs to the second one; give each sample a "
+                "name of its own"
             )
         seen.add(part)
         if is_image:
@@ -196,6 +193,33 @@ def _scan(shard: str, read: Read, size: int) -> ShardIndex:
     keys = [names.get(row, key) for key, row in rows.items() if row in images]
     return _collect(shard, keys, [(images[row], codes.get(row, -1)) for row in rows.values() if row in images],
                     tuple(labels), ignored)  # fmt: skip
+
+
+def _parts(shard: str, read: Read, size: int, rows: Collection[str]) -> Iterator[tuple[Member, str | None, str]]:
+    """Yield the files of a shard with the key of their sample and their suffix, or without a key for other files.
+
+    The key ends at the first dot of the file's name. A name such as "v1.2.png" follows with the key that ends at its
+    last dot, unless `rows`, the keys of samples so far, has the shorter one, to which "1.mask.png" belongs.
+    """
+    dotted: list[tuple[Member, str, str, str]] = []
+    for member in members(shard, read, size):
+        folder, slash, base = member.name.rpartition("/")
+        stem, _, suffix = base.lower().partition(".")
+        key = folder + slash + base[: len(stem)]
+        before, _, last = base.rpartition(".")
+        if stem and _is_part(suffix):
+            yield member, key, suffix
+        elif stem and _is_part(last.lower()):
+            dotted.append((member, key, folder + slash + before, last.lower()))
+        else:
+            yield member, None, suffix
+    short = frozenset(rows)
+    for member, key, longer, suffix in dotted:
+        yield member, None if key in short else longer, suffix
+
+
+def _is_part(suffix: str) -> bool:
+    return f".{suffix}" in SUFFIXES or suffix in ("cls", "json")
 
 
 def _collect(
