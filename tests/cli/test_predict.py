@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from vitrail.cli import main
+from vitrail.data.sources import open_data
 from vitrail.training.finish import RunResult
 from vitrail.weights.load import load
 
@@ -27,6 +28,25 @@ def test_a_folder_as_json_says_what_the_api_says(
     for row, prediction in zip(rows, load(model).predict(paths), strict=True):
         assert (row["label"], row["probability"]) == (prediction.label, prediction.probability)
         assert sum(row["probabilities"].values()) == pytest.approx(1, abs=1e-5)
+
+
+def test_what_vitrail_wrote_is_neither_predicted_nor_data(
+    model: Path, trained: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = sorted((trained.folder / "examples").glob("*.png"))[:4]
+    for number, image in enumerate(images):
+        place = tmp_path / "cd"[number % 2] / image.name
+        place.parent.mkdir(exist_ok=True)
+        shutil.copy(image, place)
+    shutil.copytree(trained.folder, tmp_path / "runs/first")
+    for words, name in ((["--json"], "said.jsonl"), (["--csv"], "all.csv"), (["--csv", "--top", "2"], "two.csv")):
+        assert main(["predict", str(model), str(tmp_path), *words]) == 0
+        (tmp_path / name).write_text(printed := capsys.readouterr().out)
+        assert "examples" not in printed and all(image.name in printed for image in images)
+    splits = open_data(str(tmp_path), validation_share=0.0)
+    assert splits.classes == ("c", "d") and len(splits.train) == 4
+    notes = "\n".join(splits.notes)
+    assert "all.csv, said.jsonl, two.csv" in notes and "that Vitrail wrote: runs" in notes
 
 
 def test_a_table_shows_the_likeliest(model: Path, trained: RunResult, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ copies or thumbnails of images."""
 OWN_RECORDS = {
     "run.json": "config", "report.json": "saliency", "compare.json": "paired", "explain.json": "files",
     "study.json": "study", "bench.json": "evaluations", "suite.json": "suite", "noisy-student.json": "teacher",
-    "features.json": "target_kind",
+    "features.json": "target_kind", "labels.json": "teacher", "model.json": "preprocess",
 }  # fmt: skip
 """Files in which Vitrail describes a folder of its output, each with a field that it has."""
 

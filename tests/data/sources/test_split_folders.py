@@ -16,7 +16,7 @@ from vitrail.errors import ConfigError, DataError
 Trees = Callable[..., Path]
 
 
-def opened(root: Path, *words: str) -> Splits:
+def opened(root: Path | str, *words: str) -> Splits:
     return open_data(with_splits(str(root), words) if words else str(root), validation_share=0.0)
 
 
@@ -272,3 +272,78 @@ def test_a_file_of_the_same_name_does_not_make_a_folder_ours(tree: Trees) -> Non
     root = tree("cat/1.png", "dog/2.png", "dog/report.json")
     (root / "cat/run.json").write_text('{"speed": 3}')
     assert opened(root).classes == ("cat", "dog")
+
+
+def test_the_output_of_vitrail_alone_is_no_data(tree: Trees) -> None:
+    root = tree("runs/a/examples/1.png", "runs/b/examples/2.png")
+    for name in "ab":
+        (root / "runs" / name / "run.json").write_text('{"config": {}}')
+    for place in (root, root / "runs", root / "runs/a"):
+        with pytest.raises(DataError, match="that Vitrail wrote"):
+            open_data(str(place), validation_share=0.0, unlabelled=True)
+
+
+def test_shards_in_folders_of_other_names_are_asked_about(tree: Trees) -> None:
+    with pytest.raises(DataError, match=r"shards in the folders learn, measure, .*--splits"):
+        opened(tree("learn/0.tar", "measure/0.tar"))
+
+
+@pytest.mark.parametrize("url", ["https://host/labels.csv", "s3://bucket/flowers.zip", "https://host/x/1.jpg"])
+def test_a_url_of_another_format_is_named_as_it_was_given(url: str) -> None:
+    with pytest.raises(DataError, match=f"data '{url}' is a URL, from which only tar shards are read"):
+        open_data(url, validation_share=0.0)
+
+
+def test_a_url_of_a_folder_on_the_disk_is_its_path(tree: Trees) -> None:
+    assert opened(f"file://{tree('a b/1.png', 'c/2.png')}".replace(" ", "%20")).classes == ("a b", "c")
+
+
+def test_tables_in_folders_of_splits_are_read(tree: Trees) -> None:
+    root = tree("train/1.png", "train/2.png", "validation/3.png", "test/4.png")
+    (root / "train/metadata.jsonl").write_text(
+        '{"file_name": "1.png", "label": "a"}\n{"file_name": "2.png", "label": "b"}\n'
+    )
+    (root / "validation/metadata.csv").write_text("file_name,label\n3.png,b\n")
+    splits = opened(root)
+    assert splits.classes == ("a", "b") and keys_of(splits.train) == ["1.png", "2.png"] and splits.test is None
+    assert splits.validation[0].key == "3.png" and splits.validation.target(0) == 1
+    assert len(splits.notes) == 1 and "skipped test" in splits.notes[0]
+    (root / "test/metadata.jsonl").write_text('{"file_name": "4.png"}\n')
+    assert "test split is skipped" in opened(root).notes[0]
+
+
+def test_held_out_tables_without_labels_or_rows_are_skipped(tree: Trees) -> None:
+    root = tree("images/1.png", "images/2.png", "images/3.png")
+    (root / "train.csv").write_text("path,label,age\nimages/1.png,a,3\nimages/2.png,b,4\n")
+    for text, reason in (("", "empty"), ("path,label\n", "no rows"), ("path\nimages/3.png\n", "has a label")):
+        (root / "test.csv").write_text(text)
+        splits = opened(root)
+        assert splits.classes == ("a", "b") and splits.test is None
+        assert len(splits.notes) == 1 and reason in splits.notes[0]
+    splits = open_data(str(root), validation_share=0.0, numbers=("age",))
+    assert splits.test is None and "no column of numbers" in splits.notes[0]
+
+
+def test_several_tables_are_asked_about(tree: Trees) -> None:
+    root = tree("images/1.png", "images/2.png")
+    for name in ("mine.csv", "yours.csv"):
+        (root / name).write_text("path,label\nimages/1.png,a\nimages/2.png,b\n")
+    with pytest.raises(DataError, match=r"has several tables: mine\.csv, yours\.csv"):
+        opened(root)
+    (root / "mine.csv").write_text("photo,author\n1,Ann\n")
+    splits = opened(root)
+    assert splits.classes == ("a", "b") and "mine.csv" in splits.notes[0]
+
+
+def test_values_of_a_column_are_chosen(tree: Trees) -> None:
+    root = tree("images/1.png", "images/2.png", "images/3.png", "images/4.png")
+    lines = ["images/1.png,a,learn", "images/2.png,b,learn", "images/3.png,a,measure", "images/4.png,a,later"]
+    (root / "labels.csv").write_text("path,label,split\n" + "\n".join(lines))
+    with pytest.raises(DataError, match=r"the split 'learn' is not one of .*--splits"):
+        opened(root)
+    for place in (root, root / "labels.csv"):
+        splits = opened(place, "train=learn", "test=measure")
+        assert keys_of(splits.train) == ["images/1.png", "images/2.png"] and keys_of(splits.test) == ["images/3.png"]
+        assert len(splits.notes) == 1 and "later" in splits.notes[0]
+    with pytest.raises(DataError, match="nothing named absent"):
+        opened(root, "train=learn", "test=absent")

@@ -213,6 +213,8 @@ def _with_splits(given: dict[str, Any]) -> dict[str, Any]:
     splits = given.pop("splits", None)
     if splits is None:
         return given
+    if given.get("suite"):
+        raise ConfigError(f"--splits {splits}: it has no effect on the data sets of --suite; leave --splits out")
     if "data" not in given:
         raise ConfigError(f"--splits {splits}: the choice is a part of the data's name; give --data, too")
     from vitrail.data.sources import with_splits  # without PyTorch, --help is faster

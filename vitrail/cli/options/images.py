@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from vitrail.data.faults import is_system_folder
+from vitrail.data.faults import is_own_output, is_system_folder
 from vitrail.data.pixels.formats import SUFFIXES
 from vitrail.errors import DataError
 
@@ -34,9 +34,12 @@ def image_paths(places: Sequence[Path]) -> list[Path]:
 
 
 def _images_in(root: Path) -> Iterator[Path]:
-    """Yield the images in a folder and its subfolders, without hidden files and the folders of operating systems."""
+    """Yield the images in a folder and its subfolders, without hidden files, the folders of operating systems
+    and the output of Vitrail."""
     for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if not is_system_folder(name)]
+        subfolders[:] = [
+            name for name in subfolders if not is_system_folder(name) and not is_own_output(Path(folder, name))
+        ]
         for file in files:
             if Path(file).suffix.lower() in SUFFIXES and not file.startswith("."):
                 yield Path(folder) / file

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 
-from vitrail.data.faults import has_predictions, refuse
+from vitrail.data.faults import has_predictions, is_own_output, refuse
 from vitrail.data.overlap import shared_images
 from vitrail.data.selection import CutMethod, take, take_per_class
 from vitrail.data.source import Mixture, Source, Subset, Target, TargetKind, Widened, target_kind
 from vitrail.data.sources import fashion_mnist
 from vitrail.data.sources.files import FileSource, shared_files
+from vitrail.data.sources.folder import class_folders
 from vitrail.data.sources.fractals import open_fractals
 from vitrail.data.sources.hub_data import open_hub_data
 from vitrail.data.sources.idx import IdxSource, find_idx
@@ -307,6 +308,11 @@ def _open(
         )
     elif looks_like_pseudo_labels(path):
         splits = open_pseudo_labels(path, classes, open_pool)
+    elif path.is_dir() and is_own_output(path):
+        raise DataError(
+            f"data {location!r} is a folder that Vitrail wrote, such as a run or a report, and not data; name a folder "
+            "of images"
+        )
     elif looks_like_parquet(path):
         return open_parquet(path, classes, numbers, chosen)
     elif path.is_file() and path.suffix.lower() in TABLES:
@@ -342,6 +348,10 @@ def _beside(folder: Path, tables: Sequence[Path] = ()) -> Iterator[str]:
     unread = [path for path in found if path not in tables and not path.name.startswith(".")]
     predictions = [path for path in unread if path.suffix.lower() in TABLES and has_predictions(path)]
     others = [path for path in unread if path not in predictions]
+    inner = {table.parent for table in tables if table.parent != folder}
+    bare = [place.name for place in class_folders(folder) if split_of(place.name) and place not in inner]
+    if inner and bare:
+        yield f"{folder}: skipped {listed(bare)}, because no table in it gives its images labels"
     if others:
         named = {split_of(table.name): table.name for table in tables_in(folder) if not tables}
         choice = ",".join(f"{split}={name}" for split, name in named.items() if split)

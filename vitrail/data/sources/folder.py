@@ -46,12 +46,13 @@ class FolderSource(FileSource):
             self.faults = tuple(_other_folders(root, self._system, self._own))
             super().__init__(root, [key for key, _ in images], None, [inode for _, inode in images], ())
             return
-        folders = [entry.name for entry in class_folders(root)]
+        self._system, self._own = _never_data(root)
+        never = {*self._system, *self._own}
+        folders = [name for name in _subfolders(root) if name not in never and not name.startswith(".")]
         if not folders:
             raise DataError(f"{root} has no class folders; it needs one folder of images for each class")
         if unprintable := [name for name in folders if not name.isprintable()]:
             raise DataError(f"{root} has class folders with unprintable names: {unprintable}; rename them")
-        self._system, self._own = _never_data(root)
         entered: set[tuple[int, int]] = set()
         found = {name: sorted(self._images(root, name, entered)) for name in folders}
         empty = [name for name, images in found.items() if not images]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 
 from vitrail.data.faults import Fault
 from vitrail.data.sources.files import FileSource, inodes_in, join_files
 from vitrail.data.sources.folder import FolderSource, class_folders, has_images, holds_images, other_folders
+from vitrail.data.sources.shards.shard_paths import looks_like_shards
 from vitrail.data.sources.tables.table import tables_in
 from vitrail.data.splits import (
     CHOICE,
@@ -53,7 +55,8 @@ def open_folders(root: Path, classes: tuple[str, ...] | None, unlabelled: bool, 
     there is no image, if the folders can be splits or classes, if they hold masks or boxes, or if a folder has a class
     that is not among `classes`.
     """
-    if not class_folders(root) and not (unlabelled and has_images(root)):
+    inner = class_folders(root)
+    if not inner and not (unlabelled and has_images(root)):
         if has_images(root):
             raise DataError(
                 f"{root} has images but no class folders, so its images have no labels; put the images of each class "
@@ -63,13 +66,17 @@ def open_folders(root: Path, classes: tuple[str, ...] | None, unlabelled: bool, 
             f"{root} has no class folders, and no train/, val/ or test/ with class folders; put the images of each "
             "class into a folder of its own"
         )
-    places, notes = _places(root, chosen, unlabelled)
+    if chosen is None:
+        _refuse_targets(root, inner)
+    places, notes = _places(root, inner, chosen, unlabelled)
     if not places:
-        train = FolderSource(root, classes, unlabelled=unlabelled and not _has_classes(root))
+        is_plain = unlabelled and (len(inner) < 2 or has_images(root))
+        train = FolderSource(root, classes, unlabelled=is_plain)
         return splits_from({"train": train}, (*notes, *_ignored(train)), train.faults)
-    for place in places.get("train", []) if chosen != {} else []:
-        _refuse_targets(place)
-    plain = unlabelled and not _has_classes(next(iter(places.values()))[0])
+    for place in places.get("train", []):
+        _refuse_targets(place, class_folders(place))
+    first = next(iter(places.values()))[0]
+    plain = unlabelled and (len(class_folders(first)) < 2 or has_images(first))
     sources: dict[Split, FileSource] = {}
     faults = [*(_ambiguous(root, places) if chosen is None else ()), *other_folders(root)]
     for split, folders in places.items():
@@ -96,10 +103,11 @@ def open_folders(root: Path, classes: tuple[str, ...] | None, unlabelled: bool, 
     return splits_from(sources, notes, faults)
 
 
-def _places(root: Path, chosen: SplitNames | None, unlabelled: bool) -> tuple[Places, tuple[str, ...]]:
-    """Return the folders of each split, and notes. There are none if `root` holds class folders. Raise `DataError` if
-    nothing says which of the two the folders are, or if a chosen folder does not exist."""
-    folders = class_folders(root)
+def _places(
+    root: Path, folders: list[Path], chosen: SplitNames | None, unlabelled: bool
+) -> tuple[Places, tuple[str, ...]]:
+    """Return which of the folders in `root` are those of each split, and notes. There are none if all are class
+    folders. Raise `DataError` if nothing says which of the two they are, or if a chosen folder does not exist."""
     names = [folder.name for folder in folders]
     if chosen is not None:
         found = {split: _matching(root, wanted) for split, wanted in chosen.items()}
@@ -107,7 +115,12 @@ def _places(root: Path, chosen: SplitNames | None, unlabelled: bool) -> tuple[Pl
         check_chosen(str(root), chosen, places, names)
         used = {place.relative_to(root).parts[0] for some in places.values() for place in some}
         return places, left_out(str(root), [name for name in names if name not in used]) if chosen else ()
-    _refuse_targets(root)
+    if not any(map(holds_images, folders)) and any(looks_like_shards(str(folder)) for folder in folders):
+        holders = [folder.name for folder in folders if looks_like_shards(str(folder))]
+        raise DataError(
+            f"{root} has shards in the folders {listed(holders)}, and their names are not those of splits; choose the "
+            f"splits: {CHOICE}"
+        )
     named = named_splits(names)
     places = {split: [one for one in folders if named.get(one.name) == split] for split in SPLITS}
     places = {split: some for split, some in places.items() if some}
@@ -173,9 +186,9 @@ def _word(name: str) -> str:
     return re.sub(r"[\W_]", "", name).lower()
 
 
-def _refuse_targets(root: Path) -> None:
-    """Raise `DataError` if folders of masks or boxes lie beside the images."""
-    names = [folder.name for folder in class_folders(root)]
+def _refuse_targets(root: Path, folders: list[Path]) -> None:
+    """Raise `DataError` if there are folders of masks or boxes beside those of the images."""
+    names = [folder.name for folder in folders]
     targets = [name for name in names if _word(name) in TARGETS]
     images = [name for name in names if _word(name) in IMAGES]
     flat = [name for name in named_splits(names) if has_images(root / name)]
@@ -220,22 +233,18 @@ def _tiny_imagenet(place: Path, classes: tuple[str, ...] | None) -> FileSource:
 def has_classes(root: Path, chosen: SplitNames | None = None) -> bool:
     """Return True if class folders give the images below `root` their labels, directly or in folders of splits."""
     if chosen:
-        places = [place for names in chosen.values() for place in _matching(root, names)]
-        return any(len(_full(place)) > 1 for place in places)
+        return any(_are_classes(class_folders(one)) for names in chosen.values() for one in _matching(root, names))
     folders = class_folders(root)
     named = named_splits(folder.name for folder in folders)
     if named and chosen is None:
-        return any(len(_full(folder)) > 1 for folder in folders if folder.name in named)
-    return len(_full(root)) > 1
+        return any(_are_classes(class_folders(folder)) for folder in folders if folder.name in named)
+    return _are_classes(folders)
 
 
-def _full(root: Path) -> list[Path]:
-    """Return up to two folders with images that can be class folders."""
-    found: list[Path] = []
-    for folder in class_folders(root):
-        if _word(folder.name) not in IMAGES | TARGETS and len(found) < 2 and holds_images(folder):
-            found.append(folder)
-    return found
+def _are_classes(folders: list[Path]) -> bool:
+    """Return True if at least two folders have images, and their names are not those of folders with all images."""
+    usual = (folder for folder in folders if _word(folder.name) not in IMAGES | TARGETS)
+    return len(list(islice(filter(holds_images, usual), 2))) == 2
 
 
 def wrapped(root: Path) -> Path | None:
@@ -245,7 +254,8 @@ def wrapped(root: Path) -> Path | None:
     if len(folders) != 1 or named_splits([folders[0].name]) or has_images(root):
         return None
     inner = folders[0]
-    return inner if len(class_folders(inner)) > 1 or tables_in(inner) or wrapped(inner) else None
+    is_data = len(class_folders(inner)) > 1 or looks_like_shards(str(inner)) or tables_in(inner) or wrapped(inner)
+    return inner if is_data else None
 
 
 def _ambiguous(root: Path, places: Mapping[Split, list[Path]]) -> Iterator[Fault]:
@@ -259,12 +269,6 @@ def _ambiguous(root: Path, places: Mapping[Split, list[Path]]) -> Iterator[Fault
                 f"Training refuses the data. This check reads {folders[0].name}/ only.",
                 "Rename or remove all but one of these folders, or choose them with --splits.",
             )  # fmt: skip
-
-
-def _has_classes(root: Path) -> bool:
-    """Return True if the folders in `root` can be classes: there are at least two folders, and `root` itself has no
-    images."""
-    return len(class_folders(root)) > 1 and not has_images(root)
 
 
 def _ignored(source: FolderSource) -> tuple[str, ...]:

@@ -19,15 +19,15 @@ from urllib.parse import parse_qsl
 
 import numpy as np
 
-from vitrail.data.faults import Fault
+from vitrail.data.faults import Fault, is_own_output
 from vitrail.data.pixels.formats import SUFFIXES
 from vitrail.data.source import Sample, Target, TargetKind
 from vitrail.data.sources.blob import Blob, open_blob, write_blob
 from vitrail.data.sources.tables.label_column import LabelColumn, join, number
 from vitrail.data.sources.tables.number_column import MissingColumn, NumberColumns
 from vitrail.data.sources.tables.parquet_columns import ParquetColumns
-from vitrail.data.splits import Split, SplitNames, Splits, by_split, split_of, splits_from
-from vitrail.errors import DataError, SaveError
+from vitrail.data.splits import CHOICE, Split, SplitNames, Splits, by_split, split_of, splits_from
+from vitrail.errors import DataError, SaveError, listed
 from vitrail.files import cache_folder, saving
 
 __all__ = [
@@ -141,9 +141,12 @@ def open_parquet(
     if root.is_dir():
         names = sorted(path.relative_to(root).as_posix() for path in root.rglob(f"*{SUFFIX}") if path.is_file())
         names = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
-        folders = {name.split("/")[0] for name in names if "/" in name and split_of(name.partition("/")[2])}
-        several = sorted(folder for folder in folders if split_of(folder) is None)
-        if len(several) > 1:
+        folders = {parent for name in names for parent in (root / name).parents if parent.is_relative_to(root)}
+        own = {folder for folder in folders if folder != root and is_own_output(folder)}
+        names = [name for name in names if own.isdisjoint((root / name).parents)]
+        tops = {name.split("/")[0] for name in names if "/" in name and split_of(name.partition("/")[2])}
+        several = sorted(top for top in tops if split_of(top) is None)
+        if len(several) > 1 and chosen is None:
             raise DataError(
                 f"{root} holds several data sets, in the folders {', '.join(several)}; open one of them, such as "
                 f"{root / several[0]}"
@@ -160,6 +163,9 @@ def open_parquet(
         notes: tuple[str, ...] = ()
     else:
         splits, notes = by_split(str(root), names, chosen)
+        tops = {name.split("/")[0] for name in splits.get("train", ()) if "/" in name}
+        if len(tops) > 1 and len(splits) == 1 and not chosen:
+            notes += (f"{root}: the files in {listed(sorted(tops))} are all training data; to choose splits, {CHOICE}",)
     files = {
         split: [ParquetFile(name, root / name, identity_of(root / name)) for name in some]
         for split, some in splits.items()
@@ -355,7 +361,7 @@ def _has_parquet(folder: Path, depth: int, *, is_root: bool) -> bool:
                     return True
                 if suffix in SUFFIXES and not is_root:
                     return False
-                if depth and entry.is_dir():
+                if depth and entry.is_dir() and not is_own_output(Path(entry.path)):
                     subfolders.append(Path(entry.path))
     except OSError:
         return False

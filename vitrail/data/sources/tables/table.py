@@ -40,7 +40,7 @@ from vitrail.data.splits import (
     split_of,
     splits_from,
 )
-from vitrail.errors import DataError, nearest, plural
+from vitrail.errors import DataError, listed, nearest, plural
 
 __all__ = ["SUFFIXES", "TableSource", "open_table", "tables_in"]
 
@@ -97,21 +97,31 @@ class TableSource(FileSource):
 
 def tables_in(folder: Path, chosen: SplitNames | None = None) -> list[Path]:
     """Return the tables of a folder: those that are named after splits, else `metadata`, else the tables in its folders
-    of splits, else the only table with a column of paths. Predictions are not among them."""
+    of splits, else the only table with a column of paths. Predictions are not among them. Raise `DataError` if several
+    tables have such a column."""
     found = _tables(folder)
     named = [table for table in found if split_of(table.name, chosen) is not None]
     if tables := named or [table for table in found if table.stem.lower() == "metadata"]:
         return tables
     inner = [_tables(place) for place in class_folders(folder) if split_of(place.name, chosen) is not None]
     several = [one for some in inner for one in [table for table in some if table.stem.lower() == "metadata"] or some]
-    return several or (found if len(found) == 1 else [])
+    if several or len(found) < 2:
+        return several or found
+    if _has_paths(found[0]):
+        raise DataError(
+            f"{folder} has several tables: {listed([table.name for table in found])}; name one of them, such as "
+            f"{found[0]}, or choose one for each split: {CHOICE}"
+        )
+    return []
 
 
 def _tables(folder: Path) -> list[Path]:
     """Return the tables directly in a folder. If some of them have a column of paths, the others are left out."""
     found = sorted(entry for entry in folder.iterdir() if entry.suffix.lower() in SUFFIXES and entry.is_file())
     found = [table for table in found if not has_predictions(table)]
-    return [table for table in found if _has_paths(table)] or found
+    useful = [table for table in found if _has_paths(table)]
+    empty = [table for table in found if split_of(table.name) and not table.stat().st_size]
+    return sorted(useful + empty) if useful else found
 
 
 def _has_paths(table: Path) -> bool:
@@ -161,6 +171,9 @@ def open_table(
                 )
         parts = {}
         for split, (name,) in by_name.items():
+            if split != "train" and not (root / name).stat().st_size:
+                notes += (f"{root / name}: the {split} split is skipped, because the file is empty",)
+                continue
             try:
                 parts[split] = _read(root / name, numbers, unlabelled or split != "train")
             except MissingColumn:
