@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vitrail import load
+from tests.conftest import make_colour_folder
+from vitrail import RECIPES, load, train
 from vitrail.cli import main
 from vitrail.cli.export import Export, _images
+from vitrail.data.sources import open_data
 from vitrail.training.finish import RunResult
 
 
@@ -35,6 +37,26 @@ def test_an_exported_run_predicts_and_is_measured_like_the_run(
     assert "run.pt2 computes in its own number format; choose" in capsys.readouterr().err
     assert main(["embed", "run.pt2", "--data", "bundled[:40]", "--out", "f", "--precision", "float32"]) == 2
     assert "was exported with" in capsys.readouterr().err
+
+
+def test_accuracy_is_measured_on_images_that_training_held_out(
+    colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    data = RECIPES["demo"]().override(
+        data=str(colour_folder), run=str(run), steps=1, width=16, depth=1, heads=2, mlp_width=32, batch_size=8,
+        precision="float32", device="cpu", validation_share=0.2, cut_method="stratified",
+    )  # fmt: skip
+    held_out = open_data(str(colour_folder), validation_share=0.2).validation
+    assert held_out is not None and 0 < len(held_out) < 36
+    wanted = {held_out.key(index) for index in range(len(held_out))}
+    bundle = load(train(data).folder)
+    images = _images(Export(model=str(run), to="pt2", data=str(colour_folder)), bundle, is_int8=False)
+    assert {sample.key for sample in images.samples} == wanted and all(s.target is not None for s in images.samples)
+
+    other = make_colour_folder(tmp_path / "other", classes=("cat", "dog"))
+    images = _images(Export(model=str(run), to="pt2", data=str(other)), bundle, is_int8=False)
+    assert len(images.samples) == 24 and all(sample.target is None for sample in images.samples)
 
 
 def test_wrong_usage_is_said_before_the_model_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,9 @@ from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional
 from vitrail.cli.output.export_table import export_parts, plain_exports
 from vitrail.data.source import Sample
-from vitrail.errors import ConfigError, ExportFailed
-from vitrail.serving.export.export import Exporter, check_export, comparison_samples
+from vitrail.data.sources import open_whole
+from vitrail.errors import ConfigError, DataError, ExportFailed
+from vitrail.serving.export.export import Exporter, check_export
 from vitrail.serving.export.int8 import CALIBRATION_IMAGES, MAX_DROP, Int8
 from vitrail.serving.export.parity import spread_samples
 from vitrail.serving.export.write import FORMATS, OPSETS
@@ -54,8 +55,8 @@ class Export:
     """Data whose images the written file is compared on: a folder or a name as for `vitrail evaluate`. The accuracy is
     measured too if the data has the model's classes. The default is the bundled images; int8 needs data."""
     images: int | None = None
-    """Number of images of the comparison, taken at equal distances from the held-out split. The default is 40, and 1000
-    for int8."""
+    """Number of images of the comparison, taken at equal distances from those that the model's training held out. The
+    default is 40, and 1000 for int8."""
     calibration_images: int = CALIBRATION_IMAGES
     """Number of training images on which the ranges of int8 are found."""
     max_drop: float = MAX_DROP
@@ -194,15 +195,29 @@ class _Images:
 
 
 def _images(options: Export, bundle: Bundle, is_int8: bool) -> _Images:
+    """Return the images of the comparison. Only images that the model's training held out keep their labels, because
+    the accuracy is measured with them. Raises `DataError`, and `ConfigError` if int8 has no data."""
     count = options.images or (USUAL_IMAGES_INT8 if is_int8 else USUAL_IMAGES)
-    if not is_int8:
-        return _Images(comparison_samples(options.data or "bundled", bundle, count))
-    if options.data is None:
+    if is_int8 and options.data is None:
         raise ConfigError(
             "--data: precision 'int8' needs data with the model's classes; name a folder or a data set. Its training "
             "images set the ranges, and its held-out images measure the accuracy"
         )
-    measured = open_for_head(bundle, options.data, "held-out", "", None)
-    (held_out,) = measured.sources.values()
-    int8 = Int8(spread_samples(measured.train, options.calibration_images), options.max_drop)
-    return _Images(spread_samples(held_out, count), int8, measured.notes)
+    spec = options.data or "bundled"
+    whole = open_whole(spec, unlabelled=True).whole
+    notes: tuple[str, ...] = ()
+    if is_int8 or (bundle.classes and whole.classes == bundle.classes):
+        try:
+            measured = open_for_head(bundle, spec, "validation" if whole.test is None else "test", "", None)
+        except DataError as error:
+            if is_int8:
+                raise
+            notes = (f"the accuracy is not measured: {error}",)
+        else:
+            (held_out,) = measured.sources.values()
+            calibration = spread_samples(measured.train, options.calibration_images) if is_int8 else []
+            int8 = Int8(calibration, options.max_drop) if is_int8 else None
+            return _Images(spread_samples(held_out, count), int8, measured.notes)
+    source = whole.train if whole.held_out is None else whole.held_out[1]
+    samples = [Sample(sample.key, sample.image, None) for sample in spread_samples(source, count)]
+    return _Images(samples, notes=notes)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from vitrail.data.source import Sample
-from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, DataError, nearest
 from vitrail.files import check_new_file, check_new_folder, partial_path, replacing_folder, saving
 from vitrail.serving.export.int8 import CALIBRATION_BATCH, Int8, check_precision
@@ -27,7 +26,6 @@ from vitrail.serving.export.parity import (
     expected_outputs,
     levels_of,
     network_run,
-    spread_samples,
 )
 from vitrail.serving.export.program import describe, trace
 from vitrail.serving.export.timing import batch_seconds
@@ -37,7 +35,7 @@ from vitrail.weights.exported.description import Contents
 from vitrail.weights.exported.network import ExportedNetwork
 from vitrail.weights.exported.read import load_exported
 
-__all__ = ["ExportResult", "Exporter", "check_export", "comparison_samples", "export"]
+__all__ = ["ExportResult", "Exporter", "check_export", "export"]
 
 
 @dataclass(frozen=True)
@@ -79,17 +77,6 @@ def check_export(
         for file in _files(path, chosen):
             check_new_file(file, overwrite=overwrite)
     chosen.check(precision)
-
-
-def comparison_samples(spec: str, bundle: Bundle, count: int) -> list[Sample]:
-    """Return at most `count` samples for the comparison, from the test split, the validation split or the training
-    split of the data. Samples have labels only if the data has the model's classes."""
-    splits = open_data(spec, validation_share=0.0, unlabelled=True)
-    source = splits.train if splits.held_out is None else splits.held_out[1]
-    samples = spread_samples(source, count)
-    if tuple(source.classes) == bundle.classes:
-        return samples
-    return [Sample(sample.key, sample.image, None) for sample in samples]
 
 
 class Exporter:
