@@ -15,16 +15,20 @@ from torch import Tensor, nn
 from tests.models.networks import with_slow
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Subset
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import evaluators_of
 from vitrail.evaluation.outputs import Outputs
+from vitrail.models.attention import ATTENTION
+from vitrail.models.attention.full import FullAttention
+from vitrail.models.attention.kind import AttentionKind, AttentionLayer
 from vitrail.models.network import Features
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.variants import PUBLISHED, AnyConfig, build, variant_config
 from vitrail.models.vit import VisionTransformer, ViTConfig
-from vitrail.tasks import Classification, Regression
+from vitrail.tasks import TASKS, Classification, Regression
 from vitrail.tasks.classification import ClassificationObjective
 from vitrail.tasks.task import LossOutput
 from vitrail.testing import check_evaluator, check_network, check_task
@@ -264,6 +268,41 @@ BROKEN: list[tuple[Callable[[int], Any], str]] = [
 ]
 
 
+class WrongParameters(FullAttention):
+    def parameters(self) -> int:
+        return super().parameters() + 1
+
+
+class WrongMacs(FullAttention):
+    def macs(self, tokens: int, read: int) -> int:
+        return super().macs(tokens, read) * 5 // 4
+
+
+class UnevenWeights(FullAttention):
+    def build(self) -> AttentionLayer:
+        layer = super().build()
+        plain = layer.weights
+        layer.weights = lambda tokens, positions=None: 1.01 * plain(tokens, positions)  # type: ignore[method-assign]
+        return layer
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (WrongParameters, r"config\.parameters\(\) is [\d,]+, but the network has [\d,]+ weights"),
+        (WrongMacs, r"config\.inference_flops\(\(12, 10\)\) is [\d,]+, but the network computes [\d,]+ FLOPs"),
+        (UnevenWeights, "the attention weights of block 0 must be positive and add up to 1"),
+    ],
+)
+def test_each_fault_of_an_attention_kind_is_seen(
+    kind: type[AttentionKind], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ATTENTION, "faulty", kind)
+    config = replace(SMALL, attention="faulty")
+    with pytest.raises(AssertionError, match=f"^{message}"):
+        check_network(lambda num_classes: build(replace(config, num_classes=num_classes)), image_sizes=SIZES)
+
+
 @pytest.mark.parametrize(("make", "message"), BROKEN, ids=[getattr(make, "__name__", "") for make, _ in BROKEN])
 @pytest.mark.usefixtures("types_unchecked")
 def test_each_fault_is_seen(make: Callable[[int], Any], message: str) -> None:
@@ -402,6 +441,10 @@ def counted(outputs: Outputs, train: Any, held_out: Any) -> dict[str, float]:
             r"objective\(\) must return an Objective, not Identity",
         ),
         (type("Task", (Classification,), {"evaluator": lambda *_: counted}), "does not measure 'cross_entropy'"),
+        (
+            type("Task", (Classification,), {"main_metric": lambda *_: "error"}),
+            "which is not one of the task's metrics",
+        ),
         (broken(lambda objective, batch: 3.0), "an objective must return a LossOutput, not float"),
         (
             broken(lambda objective, batch: LossOutput(batch.images.mean((1, 2, 3)), {})),
@@ -414,3 +457,14 @@ def counted(outputs: Outputs, train: Any, held_out: Any) -> dict[str, float]:
 def test_a_broken_task_is_named(task: type[Any], message: str, splits: Splits, types_unchecked: None) -> None:
     with pytest.raises(AssertionError, match=message):
         check_task(task(), splits)
+
+
+@pytest.mark.parametrize("few", ["train", "validation"])
+def test_an_empty_split_is_named(few: str, splits: Splits) -> None:
+    with pytest.raises(AssertionError, match="the splits must include training samples and a validation split"):
+        check_task(Classification(), replace(splits, **{few: Subset(splits.train, [])}))
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if name not in ("distillation", "regression")])
+def test_tasks_that_need_no_other_model_keep_the_contract(name: str, splits: Splits) -> None:
+    check_task(TASKS[name](), splits)

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.data.augmentation.augment import Augment
 from vitrail.data.batch import Batch
@@ -60,6 +62,9 @@ def check_network(make: Callable[[int], Any], *, image_sizes: Sequence[tuple[int
     _check_bf16(network, images)
     _check_gradients(network, images)
     _check_state(network, make(7), images)
+    for size in image_sizes:
+        _check_cost(network, size)
+    _check_attention_weights(network, images)
 
 
 def _randomised(network: Any) -> Any:
@@ -144,6 +149,42 @@ def _check_bf16(network: Any, images: Tensor) -> None:
     assert difference < 0.1, f"the logits in bfloat16 differ from those in float32 by {difference:.1%} of their norm"
 
 
+@torch.no_grad()
+def _check_cost(network: Any, size: tuple[int, int]) -> None:
+    """Check the closed forms of the config against the network and PyTorch's count of matrix products."""
+    config, images = network.config, torch.zeros(1, network.config.channels, *size)
+    weights = sum(parameter.numel() for parameter in network.parameters())
+    assert config.parameters() == weights, (
+        f"config.parameters() is {config.parameters():,}, but the network has {weights:,} weights"
+    )
+    counts = []
+    for call in (network, network.features):
+        # PyTorch has no count for the fused attention of a CPU.
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            call(images)
+        counts.append(counter.get_total_flops())
+    of_logits, of_features = counts
+    stated = config.inference_flops(size)
+    assert math.isclose(stated, of_logits, rel_tol=0.01), (
+        f"config.inference_flops({size}) is {stated:,}, but the network computes {of_logits:,} FLOPs for an image"
+    )
+    stated = 2 * config.macs(size)
+    assert 0.99 * of_features <= stated <= 1.01 * (of_features + of_logits), (
+        f"config.macs({size}) is {stated // 2:,}, but the features of all tokens take {of_features // 2:,} "
+        "multiply-accumulates"
+    )
+
+
+@torch.no_grad()
+def _check_attention_weights(network: Any, images: Tensor) -> None:
+    for layer, weights in enumerate(getattr(network, "attention_weights", lambda images: ())(images)):
+        sums = weights.sum(dim=-1)
+        assert weights.min() >= 0 and torch.allclose(sums, torch.ones_like(sums), atol=1e-4), (
+            f"the attention weights of block {layer} must be positive and add up to 1 for each token, but their sums "
+            f"go from {sums.min():.3g} to {sums.max():.3g}"
+        )
+
+
 def _check_gradients(network: Any, images: Tensor) -> None:
     network.train()
     network.zero_grad()
@@ -208,7 +249,7 @@ def check_evaluator(evaluator: Any, bundle: Bundle, train: Source, held_out: Sou
 def check_task(task: Any, splits: Splits) -> None:
     """Check that a task fulfils the contract of `vitrail.tasks.task.Task`.
 
-    Every method that training uses is called with a small network for images of 28 x 21 pixels. The splits should be
+    Every method that training uses is called with a small network for images of 28 x 42 pixels. The splits should be
     small and must include a validation split. Raises `AssertionError` with the broken rule.
     """
     assert isinstance(task, Task), f"{type(task).__name__} must be a Task"
@@ -216,13 +257,18 @@ def check_task(task: Any, splits: Splits) -> None:
     assert task.loss_metric in names, f"loss_metric={task.loss_metric!r} is not one of the task's metrics: {names}"
     settings = json.loads(json.dumps(to_plain(task)))
     assert from_plain(type(task), settings) == task, "the settings change when they are written as JSON and read again"
+    assert len(splits.train) and splits.validation is not None and len(splits.validation), (
+        "the splits must include training samples and a validation split"
+    )
     task.check_data(splits)
+    main = task.main_metric(splits)
+    assert main in names, f"main_metric() returns {main!r}, which is not one of the task's metrics: {names}"
     selection = task.selection(splits).name
     outputs = task.output_names(splits)
-    preprocess = Preprocess(image_size=(28, 21))
+    preprocess = Preprocess(image_size=(28, 42))
     torch.manual_seed(0)
     network = create(
-        "ViT-Pico/7", image_size=(28, 21), width=16, depth=1, heads=2, mlp_width=16, num_classes=len(outputs)
+        "ViT-Pico/7", image_size=(28, 42), width=16, depth=1, heads=2, mlp_width=16, num_classes=len(outputs)
     )
     objective = task.objective(network, splits)
     assert isinstance(objective, Objective), f"objective() must return an Objective, not {type(objective).__name__}"
@@ -243,7 +289,6 @@ def check_task(task: Any, splits: Splits) -> None:
     objective.eval()
     bundle = task.bundle(objective, outputs, preprocess, {})
     assert bundle.classes == outputs, f"bundle() has the outputs {bundle.classes}, but output_names() returns {outputs}"
-    assert splits.validation is not None, "the splits must include a validation split"
     metrics = check_evaluator(task.evaluator(objective), bundle, splits.train, splits.validation)
     for name in (task.loss_metric, selection):
         assert name in metrics, f"the evaluator does not measure {name!r}"
