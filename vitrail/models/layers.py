@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -101,16 +102,30 @@ class StochasticDepth(nn.Module):
 
     keep: Float[Tensor, ""]
     """Probability that a branch is kept. It is a tensor because the compiler would make a separate graph for each value
-    of a Python number."""
+    of a Python number. It is not a buffer, because no file holds it, and `to_empty` leaves buffers without values."""
 
     def __init__(self, rate: float, *, skips: bool = False) -> None:
         super().__init__()
-        self.rate = rate
         self.skips = skips
+        self.keep = torch.ones((), device="cpu")
+        self.rate = rate
+
+    @property
+    def rate(self) -> float:
+        """Probability that a branch is dropped."""
+        return self._rate
+
+    @rate.setter
+    def rate(self, rate: float) -> None:
+        self._rate = rate
         self.draws = rate > 0
-        # On the CPU even if the network is built on "meta", because no file holds this number.
-        keep = torch.tensor(1 - rate, dtype=torch.float32, device="cpu")
-        self.register_buffer("keep", keep, persistent=False)
+        self.keep = torch.tensor(1 - rate, dtype=torch.float32, device=self.keep.device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Apply `fn` to all tensors, as `to` and `to_empty` do. The probability follows to the device and keeps its
+        value and format."""
+        self.keep = torch.tensor(1 - self.rate, dtype=torch.float32, device=fn(self.keep).device)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, branch: Float[Tensor, "b n width"]) -> Float[Tensor, "b n width"]:
         if not (self.training and self.draws):

@@ -20,6 +20,7 @@ __all__ = [
     "Network",
     "NetworkConfig",
     "block_numbers",
+    "check_images",
     "with_new_head",
     "with_weights",
 ]
@@ -193,6 +194,18 @@ class Network(Protocol):
 
     def embed(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b embed_width"]:
         """Return one vector for each image."""
+
+
+def check_images(images: Tensor, channels: int) -> None:
+    """Raise `ConfigError` unless images have the shape (b, channels, height, width) and are normalised, which whole
+    numbers cannot be."""
+    if images.ndim != 4 or images.shape[1] != channels:
+        raise ConfigError(f"images of shape {tuple(images.shape)} are not of shape (b, {channels}, height, width)")
+    if not images.is_floating_point():
+        raise ConfigError(
+            f"images of {images.dtype} are not normalised; convert pixels to floating point and normalise them, as "
+            "the model's preprocessing does"
+        )
 
 
 def block_numbers(layers: Sequence[int], count: int) -> list[int]:

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vitrail.errors import ConfigError
 from vitrail.models.cost.resnet import EXPANSION
 from vitrail.models.layers import lecun_normal_
-from vitrail.models.network import Features, Layers, block_numbers, with_new_head, with_weights
+from vitrail.models.network import Features, Layers, block_numbers, check_images, with_new_head, with_weights
 from vitrail.models.resnet_config import ResNetConfig, ResNetUnit, RootConfig, WeightEps
+from vitrail.models.tokens.grids import image_sides
 
 __all__ = ["HybridRoot", "ResNet", "StandardisedConv"]
 
@@ -65,12 +65,10 @@ class ResNet(nn.Module):
         after each of these residual units. The units of all stages are numbered from 0, or backward from -1. Raises
         `ConfigError` for a wrong number of channels, for images without pixels, and for an unknown unit.
         """
-        if images.shape[1] != self.config.channels:
-            raise ConfigError(
-                f"images of shape {tuple(images.shape)} are not of shape (b, {self.config.channels}, height, width)"
-            )
+        check_images(images, self.config.channels)
         self.config.grid_of(images.shape[2], images.shape[3])
-        if self.config.stem == "3x3":  # large maps of few channels are faster if channels are last in memory
+        # Large maps of few channels are faster if channels are last in memory, an order that `vmap` does not have.
+        if self.config.stem == "3x3" and not torch._C._are_functorch_transforms_active():
             images = _with_channels_last(images)
         x = self.stem(images)
         if self.config.stem == "7x7+pool":
@@ -329,7 +327,7 @@ def _pad_same(x: Float[Tensor, "b c h w"], kernel: int, stride: int, value: floa
     """Pad like TensorFlow's "SAME", for ceil(size / stride) windows. If the number of padded cells is odd, the extra
     cell is added below or to the right."""
     pads = []
-    for size in (x.shape[3], x.shape[2]):
+    for size in reversed(image_sides(x)):
         total = max((math.ceil(size / stride) - 1) * stride + kernel - size, 0)
         pads += [total // 2, total - total // 2]
     return F.pad(x, pads, value=value) if any(pads) else x

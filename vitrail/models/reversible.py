@@ -1,19 +1,25 @@
 """A backward pass that computes the inputs of blocks from their outputs (1707.04585), so that no activations are kept.
 
 The memory for activations does not grow with the number of blocks. The backward pass computes each block once more, as
-if blocks were checkpointed. Rounding changes the computed inputs a little.
+if blocks were checkpointed, and draws the same random numbers. Rounding changes the computed inputs a little.
+
+Blocks with hooks, and blocks whose own methods were replaced, are called as in an ordinary network, which keeps their
+activations. Their outputs may not determine their inputs, and hooks may read activations for a loss of their own. So
+do blocks inside function transforms (`torch.func`), which cannot transform this backward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.modules import module as modules
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from vitrail.models.attention import AttentionPositions
 from vitrail.models.block import ReversibleBlock
@@ -29,6 +35,10 @@ def reversible(
 ) -> tuple[Float[Tensor, "b n width"], Float[Tensor, "b n width"]]:
     """Return both streams after all blocks. Only they are kept for the backward pass, which ends at the first block
     that is trained if the streams have no gradients."""
+    if torch._C._are_functorch_transforms_active() or not all(map(_is_invertible, blocks)):
+        for block, inside in zip(blocks, insides, strict=True):
+            first, second = block(second, inside, first=first)
+        return first, second
     with torch.no_grad():
         while blocks and not first.requires_grad and not any(True for _ in _all(blocks[0], insides[0])):
             first, second = blocks[0](second, insides[0], first=first)
@@ -37,6 +47,17 @@ def reversible(
         return first, second
     sources = dict.fromkeys(part for block, inside in zip(blocks, insides, strict=True) for part in _all(block, inside))
     return _Reversible.apply(blocks, insides, first, second, *sources)  # type: ignore[no-untyped-call]
+
+
+def _is_invertible(block: ReversibleBlock) -> bool:
+    """Return True if a block's inputs can be computed from its outputs, and nothing else uses its activations."""
+    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    return (
+        type(block) is ReversibleBlock
+        and not {"forward", "mixed", "transformed"} & vars(block).keys()
+        and not any(getattr(part, name) for part in block.modules() for name in hooks)
+        and not any(getattr(modules, f"_global{name}") for name in hooks)
+    )
 
 
 class _Reversible(torch.autograd.Function):
@@ -51,9 +72,14 @@ class _Reversible(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.blocks, ctx.insides, ctx.sources = blocks, insides, sources
         ctx.autocast = _autocast_of(first.device)
+        ctx.random = []
         with ctx.autocast():
             for block, inside in zip(blocks, insides, strict=True):
-                first, second = block(second, inside, first=first)
+                before = _RandomState(first)
+                first = first + block.mixed(second, inside)
+                between = _RandomState(first)
+                second = second + block.transformed(first)
+                ctx.random.append((before, between))
         ctx.save_for_backward(first, second)
         return first, second
 
@@ -62,19 +88,37 @@ class _Reversible(torch.autograd.Function):
     def backward(ctx: Any, of_first: Tensor, of_second: Tensor) -> tuple[Any, ...]:
         first, second = ctx.saved_tensors
         sums: dict[Tensor, Tensor] = {}
-        for block, inside in zip(reversed(ctx.blocks), reversed(ctx.insides), strict=True):
-            with torch.enable_grad(), ctx.autocast():
+        steps = zip(reversed(ctx.blocks), reversed(ctx.insides), reversed(ctx.random), strict=True)
+        for block, inside, (before, between) in steps:
+            with torch.enable_grad(), ctx.autocast(), between.again():
                 given = first.detach().requires_grad_()
                 branch = block.transformed(given)
             second = second - branch.detach()
             of_first = of_first + _gradient(branch, given, _trained(block, "norm2", "mlp", "scale2"), of_second, sums)
-            with torch.enable_grad(), ctx.autocast():
+            with torch.enable_grad(), ctx.autocast(), before.again():
                 given = second.detach().requires_grad_()
                 branch = block.mixed(given, inside)
             first = first - branch.detach()
             sources = [*_trained(block, "norm1", "attention", "scale1"), *_tensors(inside)]
             of_second = of_second + _gradient(branch, given, sources, of_first, sums)
         return None, None, of_first, of_second, *(sums.get(source) for source in ctx.sources)
+
+
+class _RandomState:
+    """The state of the random generators of the CPU and of a tensor's device, such as dropout uses them."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.cpu = torch.get_rng_state()
+        self.devices = get_device_states(tensor)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw the same random numbers inside the `with` block, which leaves the generators as they were."""
+        numbers, states = self.devices
+        with torch.random.fork_rng(numbers):
+            torch.set_rng_state(self.cpu)
+            set_device_states(numbers, states)
+            yield
 
 
 def _gradient(

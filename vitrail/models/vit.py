@@ -20,14 +20,14 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vitrail.errors import ConfigError
 from vitrail.models.attention import AttentionLayer, AttentionPositions
 from vitrail.models.block import Block, ReversibleBlock, make_block
 from vitrail.models.layers import LayerScale, Mlp, SwiGlu, lecun_normal_
 from vitrail.models.linear.dense import Linear
-from vitrail.models.network import Features, Layers, block_numbers, with_new_head, with_weights
+from vitrail.models.network import Features, Layers, block_numbers, check_images, with_new_head, with_weights
 from vitrail.models.resnet import HybridRoot
 from vitrail.models.reversible import reversible
+from vitrail.models.tokens.grids import image_sides
 from vitrail.models.tokens.patches import PatchEmbedding, PrefixTokens, Replace
 from vitrail.models.tokens.pooling import AttentionPool, pool
 from vitrail.models.tokens.reduction import TokenReduction, size_bias
@@ -256,11 +256,8 @@ class VisionTransformer(nn.Module):
         return scores.topk(count, dim=1).indices.sort(dim=1).values
 
     def _grid(self, images: Tensor) -> tuple[int, int]:
-        if images.shape[1] != self.config.channels:
-            raise ConfigError(
-                f"images of shape {tuple(images.shape)} are not of shape (b, {self.config.channels}, height, width)"
-            )
-        return self.config.grid_of(images.shape[2], images.shape[3])
+        check_images(images, self.config.channels)
+        return self.config.grid_of(*image_sides(images))
 
     def layers(self) -> Layers:
         """Return the modules from bottom to top."""

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-__all__ = ["Axis", "Group", "GroupSize", "axis_of", "grouped", "make_group", "to_device", "whole_axis", "windows"]
+__all__ = ["Axis", "Group", "GroupSize", "axis_of", "grouped", "make_group", "whole_axis", "windows"]
 
 
 class GroupSize(NamedTuple):
@@ -137,11 +137,6 @@ def _offsets(
     down = (queries // grid[1])[:, :, None] - (keys // grid[1])[:, None] + grid[0] - 1
     across = (queries % grid[1])[:, :, None] - (keys % grid[1])[:, None] + grid[1] - 1
     return down * (2 * grid[1] - 1) + across
-
-
-def to_device(group: Group, device: torch.device) -> Group:
-    """Return the same tables on a device."""
-    return Group(*(None if table is None else table.to(device) for table in group))  # type: ignore[arg-type]
 
 
 def grouped(x: Float[Tensor, "b heads n d"], table: Int64[Tensor, "g m"]) -> Float[Tensor, "b heads g m d"]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -25,6 +27,7 @@ __all__ = [
     "AttentionOperands",
     "AttentionPositions",
     "OffsetKeys",
+    "fixed",
 ]
 
 
@@ -165,9 +168,11 @@ class AttentionContext(nn.Module):
     overrides `initialise`, and `resized` if they are made for one grid.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, make_tables: Callable[[tuple[int, int]], Sequence[Any]] | None = None) -> None:
+        """`make_tables(grid)` returns nested tuples of tensors that depend on nothing but the grid."""
         super().__init__()
         self.name = name
+        self.make_tables = make_tables
 
     def join(
         self,
@@ -192,12 +197,47 @@ class AttentionContext(nn.Module):
         """Return the part of each block. Raise `ConfigError` if the grid does not fit."""
         raise NotImplementedError
 
+    def tables(self, grid: tuple[int, int], device: torch.device) -> Sequence[Any]:
+        """Return the tensors of `make_tables` on a device. The sides of the grid have to be numbers (`fixed`). An
+        exported, traced or compiled network contains these tensors as constants."""
+        return _made(self.make_tables, grid, device)
+
+    # What torch.compiler.assume_constant_result sets, which would import the compiler.
+    tables._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
     def resized(self, grid: tuple[int, int]) -> dict[str, Tensor]:
         """Return the weights that depend on the grid, resized to another grid, by their names."""
         return {}
 
     def initialise(self) -> None:
         """Draw new weights."""
+
+
+@functools.lru_cache(maxsize=16)
+def _made(make: Callable[[tuple[int, int]], Any], grid: tuple[int, int], device: torch.device) -> Any:
+    """Return `make(grid)` with all tensors on a device.
+
+    A thread of its own makes the tensors, because modes of PyTorch belong to a thread. The caller may be in inference
+    mode, or trace, export or transform the network. Its tensors could not be used again outside of this mode.
+    """
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device)
+        if isinstance(value, tuple | list):
+            parts = map(moved, value)
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        return value
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: moved(make(grid))).result()
+
+
+def fixed(grid: tuple[int, int]) -> tuple[int, int]:
+    """Return the sides of a grid as numbers. A compiler that passes symbols for sizes then compiles for this grid
+    only."""
+    height, width = grid
+    return len([*range(height)]), len([*range(width)])
 
 
 class AttentionKind:

@@ -21,7 +21,13 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from vitrail.models.attention.full import rotate
-from vitrail.models.attention.kind import AttentionContext, AttentionKind, AttentionLayer, AttentionPositions
+from vitrail.models.attention.kind import (
+    AttentionContext,
+    AttentionKind,
+    AttentionLayer,
+    AttentionPositions,
+    fixed,
+)
 from vitrail.models.cost.footprint import FootprintPrecision, bytes_each
 from vitrail.models.linear.dense import Linear
 
@@ -72,7 +78,16 @@ class LshAttention(AttentionKind):
         return found
 
     def context(self) -> AttentionContext:
-        return LshContext(self.config.attention, self.settings, self.config.heads, self.config.width)
+        return LshContext(self)
+
+    def rotations(self, grid: tuple[int, int]) -> tuple[int, ...]:
+        """Return the shape of the rotations of all blocks for a grid."""
+        config, half = self.config, self.settings.buckets_of(prod(grid)) // 2
+        return config.num_blocks, self.settings.rounds, config.heads, config.width // config.heads, half
+
+    def evaluated(self, grid: tuple[int, int]) -> list[Float[Tensor, "rounds heads d half"]]:
+        """Return the rotations of each block in evaluation."""
+        return list(torch.randn(self.rotations(grid), generator=torch.Generator("cpu").manual_seed(0), device="cpu"))
 
     def build(self) -> AttentionLayer:
         config = self.config
@@ -123,18 +138,14 @@ class LshAttention(AttentionKind):
 class LshContext(AttentionContext):
     """The random rotations of each block. Training draws new ones in each step; evaluation always uses the same."""
 
-    def __init__(self, name: str, settings: LshSettings, heads: int, width: int) -> None:
-        super().__init__(name)
-        self.settings = settings
-        self.shape = heads, width // heads
+    def __init__(self, kind: LshAttention) -> None:
+        super().__init__(kind.config.attention, kind.evaluated)
+        self.shape = kind.rotations
 
     def for_blocks(self, grid: tuple[int, int], blocks: int, device: torch.device) -> Sequence[Tensor]:
-        heads, width = self.shape
-        shape = blocks, self.settings.rounds, heads, width, self.settings.buckets_of(prod(grid)) // 2
         if self.training:
-            return list(torch.randn(shape, device=device))
-        generator = torch.Generator("cpu").manual_seed(0)
-        return list(torch.randn(shape, generator=generator, device="cpu").to(device))
+            return list(torch.randn(self.shape(grid), device=device))
+        return self.tables(fixed(grid), device)
 
 
 class LshSelfAttention(AttentionLayer):

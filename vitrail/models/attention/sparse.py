@@ -11,9 +11,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vitrail.models.attention.full import FullAttention, SelfAttention
-from vitrail.models.attention.groups import Group, GroupSize, grouped, to_device
+from vitrail.models.attention.groups import Group, GroupSize, grouped
 from vitrail.models.attention.kernels import attend
-from vitrail.models.attention.kind import AttentionContext, AttentionLayer, AttentionOperands, AttentionPositions
+from vitrail.models.attention.kind import (
+    AttentionContext,
+    AttentionLayer,
+    AttentionOperands,
+    AttentionPositions,
+    fixed,
+)
 from vitrail.models.cost.footprint import FootprintPrecision, bytes_each
 
 __all__ = ["GroupContext", "PaddedSelfAttention", "SparseAttention", "SparseSelfAttention"]
@@ -57,7 +63,11 @@ class SparseAttention(FullAttention):
         return 1
 
     def context(self) -> AttentionContext:
-        return GroupContext([type(self)(self.config, block) for block in range(self.period)])
+        return GroupContext(self.config.attention, self.tables)
+
+    def tables(self, grid: tuple[int, int]) -> list[tuple[Group, ...]]:
+        """Return the groups of each block until they repeat."""
+        return [type(self)(self.config, block).groups(grid) for block in range(self.period)]
 
     def layer_class(self) -> type[SelfAttention]:
         return SparseSelfAttention
@@ -98,33 +108,11 @@ class SparseAttention(FullAttention):
 
 
 class GroupContext(AttentionContext):
-    """The tables of the groups of each block. `kinds` are the first blocks, after which the tables repeat.
-
-    The tables of the config's grid are made with the network, because an exporter cannot trace how they are made. Those
-    of the last other grid or device are kept.
-    """
-
-    def __init__(self, kinds: Sequence[SparseAttention]) -> None:
-        super().__init__(kinds[0].config.attention)
-        self.kinds = kinds
-        self.first = self._tables(kinds[0].config.grid)
-        self.last: tuple[tuple[int, int], torch.device, list[tuple[Group, ...]]] | None = None
+    """The tables of the groups of each block, which repeat after some blocks."""
 
     def for_blocks(self, grid: tuple[int, int], blocks: int, device: torch.device) -> Sequence[tuple[Group, ...]]:
-        is_own, last = grid == self.kinds[0].config.grid, self.last
-        if is_own and device.type == "cpu":
-            tables = self.first
-        elif last is not None and last[:2] == (grid, device):
-            tables = last[2]
-        else:
-            made = self.first if is_own else self._tables(grid)
-            tables = [tuple(to_device(group, device) for group in groups) for groups in made]
-            self.last = grid, device, tables
+        tables = self.tables(fixed(grid), device)
         return [tables[block % len(tables)] for block in range(blocks)]
-
-    def _tables(self, grid: tuple[int, int]) -> list[tuple[Group, ...]]:
-        with torch.device("cpu"):
-            return [kind.groups(grid) for kind in self.kinds]
 
 
 class SparseSelfAttention(SelfAttention):
@@ -201,7 +189,7 @@ def _attend_groups(
             mixed = attend(queries.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), bias)
         else:
             mixed = attend(queries, keys, values, bias)
-        return mixed.reshape(*q.shape[:2], -1, q.shape[3])[:, :, group.places]
+        return mixed.reshape(*q.shape[:2], group.queries.numel(), q.shape[3])[:, :, group.places]
     logits = []
     for group, bias in zip(groups, biases, strict=True):
         found = (grouped(q, group.queries) * q.shape[-1] ** -0.5) @ grouped(k, group.keys).transpose(-1, -2)

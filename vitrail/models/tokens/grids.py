@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
-__all__ = ["GridResize", "resize_grid"]
+__all__ = ["GridResize", "image_sides", "resize_grid"]
 
 GridResize = Literal["linear-corners", "bilinear", "bicubic", "bicubic-corners", "bicubic-antialias"]
 
@@ -32,3 +33,14 @@ def resize_grid(
     image = embedding.reshape(layers, *old, width).permute(0, 3, 1, 2).float()
     image = F.interpolate(image, size=new, mode=mode, align_corners=corners, antialias=antialias)
     return image.permute(0, 2, 3, 1).reshape(layers, new[0] * new[1], width).to(embedding.dtype)
+
+
+def image_sides(images: Shaped[Tensor, "b c h w"]) -> tuple[int, int]:
+    """Return height and width of images.
+
+    `torch.jit.trace` passes tensors for sizes. They become numbers, so that a traced network refuses other sizes:
+    positions and tables are constants of the trace.
+    """
+    height, width = images.shape[2:]
+    is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    return (int(height), int(width)) if is_traced else (height, width)

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor, nn
 
 from vitrail.models.linear.dense import Linear
+from vitrail.models.tokens.grids import image_sides
 
 __all__ = ["PatchEmbedding", "PrefixTokens", "Replace", "cut_patches", "mask_tokens"]
 
@@ -44,13 +45,10 @@ class PatchEmbedding(nn.Module):
 def cut_patches(images: Shaped[Tensor, "b c h w"], patch_size: tuple[int, int]) -> Shaped[Tensor, "b n c ph pw"]:
     """Return the patches of images in row-major order of the grid. Rows and columns of pixels that fill no patch are
     ignored."""
-    b, c, h, w = images.shape
-    ph, pw = patch_size
-    if h % ph or w % pw:
-        images = images[:, :, : h - h % ph, : w - w % pw]
-    patches = images.reshape(b, c, h // ph, ph, w // pw, pw)
-    patches = patches.permute(0, 2, 4, 1, 3, 5)  # b grid_h grid_w c ph pw
-    return patches.reshape(b, (h // ph) * (w // pw), c, ph, pw)
+    (ph, pw), (h, w) = patch_size, image_sides(images)
+    images = images[:, :, : -(h % ph) or None, : -(w % pw) or None]
+    patches = torch.unflatten(torch.unflatten(images, 3, (w // pw, pw)), 2, (h // ph, ph))
+    return patches.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)  # b (grid_h grid_w) c ph pw
 
 
 class PrefixTokens(nn.Module):

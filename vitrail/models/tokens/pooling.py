@@ -37,8 +37,9 @@ class AttentionPool(nn.Module):
         self, tokens: Float[Tensor, "b n width"], sizes: Float[Tensor, "b n"] | None = None
     ) -> Float[Tensor, "b width"]:
         b, n, width = tokens.shape
-        q = self.query(self.probe.to(tokens.dtype)).view(1, 1, self.heads, -1).transpose(1, 2).expand(b, -1, -1, -1)
-        k, v = self.key_value(tokens).view(b, n, 2, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        each_head = self.heads, width // self.heads
+        q = self.query(self.probe.to(tokens.dtype)).view(1, 1, *each_head).transpose(1, 2).expand(b, -1, -1, -1)
+        k, v = self.key_value(tokens).view(b, n, 2, *each_head).permute(2, 0, 3, 1, 4).unbind(0)
         x = self.out(attend(q, k, v, size_bias(sizes)).transpose(1, 2).reshape(b, 1, width))
         x = x.to(self.norm.weight.dtype)  # a residual stream like that of the blocks: see VisionTransformer._encode
         return (x + self.mlp(self.norm(x)))[:, 0]

@@ -56,5 +56,4 @@ def _without_noise(module: nn.Module) -> None:
         if isinstance(part, nn.Dropout):
             part.p = 0.0
         elif isinstance(part, StochasticDepth):
-            part.rate, part.draws = 0.0, False
-            part.keep.fill_(1.0)
+            part.rate = 0.0
