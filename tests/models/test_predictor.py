@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.prune import random_unstructured as prune
 
+from vitrail.errors import ConfigError
 from vitrail.machine import autocast
 from vitrail.models.linear.dense import Linear
 from vitrail.models.linear.kernels import ONEDNN
@@ -186,3 +191,59 @@ def test_a_hook_of_the_network_is_called_and_a_later_one_is_not() -> None:
     network.get_submodule("patches").register_forward_hook(lambda *_: seen.append("after"))
     predictor(images_of(network))
     assert seen == ["before"]
+
+
+def bound(network: Any) -> None:
+    for block in network.blocks:
+        block.forward = MethodType(lambda self, *given: 0.9 * type(self).forward(self, *given), block)
+
+
+def in_a_partial(network: Any) -> None:
+    for block in network.blocks:
+        block.mlp.forward = partial(lambda module, x: 0.9 * type(module).forward(module, x), block.mlp)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("change", [bound, in_a_partial])
+def test_replaced_methods_predict_as_in_the_network_itself(change: Callable[[Any], None], precision: Any) -> None:
+    network = vit(dropout=0.5).train()
+    plain = directly(network, images_of(network), precision)
+    change(network)
+    images = images_of(network)
+    expected = directly(network, images, precision)
+    assert not torch.equal(expected, plain)
+    assert torch.equal(Predictor(network, precision)(images), expected)
+    assert all(module.training for module in network.modules())
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("change", [weight_norm, spectral_norm, partial(prune, name="weight", amount=0.5)])
+def test_weights_that_every_call_makes_are_not_converted(change: Callable[[Any], Any], precision: Any) -> None:
+    network = vit().train()
+    change(network.get_submodule("blocks.0.mlp.up"))
+    images = images_of(network)
+    assert torch.equal(Predictor(network, precision)(images), directly(network, images, precision))
+
+
+def closure(network: Any) -> None:
+    block, original = network.blocks[1], network.blocks[1].forward
+    block.forward = lambda *given: 0.9 * original(*given)
+
+
+def closure_of_a_method(network: Any) -> None:
+    block, original = network.blocks[1], network.blocks[1].forward
+    block.forward = MethodType(lambda self, *given: 0.9 * original(*given), block)
+
+
+def hook_with_a_module(network: Any) -> None:
+    network.blocks[0].register_forward_hook(lambda module, given, result: network.dropout(result))
+
+
+@pytest.mark.parametrize("change", [closure, closure_of_a_method, hook_with_a_module])
+def test_functions_that_would_use_the_original_are_refused(change: Callable[[Any], None]) -> None:
+    network = vit(dropout=0.5)
+    change(network)
+    with pytest.raises(ConfigError, match=r"^blocks\.\d: .* uses a module of the network.*MethodType"):
+        Predictor(network)

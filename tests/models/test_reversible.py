@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.models.attention.oracle import config_of, made_network
@@ -154,3 +155,71 @@ def test_runs_refuse_what_computes_whole_blocks(
     words = ["--reversible", "--dropout", "0", "--stochastic-depth", "0"]
     assert main(["train", "demo", *words, *option]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+class Noisy(nn.Module):
+    """A module of a user's own that drops values before another one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.dropout = nn.Dropout(0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.dropout(x))
+
+
+def scaled_output(network: VisionTransformer) -> None:
+    network.blocks[0].register_forward_hook(lambda module, given, both: (both[0] * 0.7, both[1]))
+
+
+def scaled_branch(network: VisionTransformer) -> None:
+    network.blocks[1].get_submodule("mlp").register_forward_hook(lambda module, given, result: result * 0.7)
+
+
+def replaced_block(network: VisionTransformer) -> None:
+    block: Any = network.blocks[0]
+    block.forward = lambda z, inside, *, first: (first, type(block).forward(block, z, inside, first=first)[1])
+
+
+def noise(network: VisionTransformer) -> None:
+    for block in network.blocks:
+        changed: Any = block
+        changed.mlp, changed.attention.out = Noisy(changed.mlp), Noisy(changed.attention.out)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize("change", [scaled_output, scaled_branch, replaced_block, noise])
+def test_gradients_are_right_whatever_a_user_changes(change: Callable[[VisionTransformer], None]) -> None:
+    network = reversible_network().train()
+    change(network)
+    images = torch.randn(2, 1, 10, 14, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def loss() -> Tensor:
+        torch.manual_seed(0)
+        return network(images).sin().sum()
+
+    loss().backward()
+    after = torch.get_rng_state()
+    torch.manual_seed(0)
+    network(images)
+    assert torch.equal(torch.get_rng_state(), after), "the backward pass leaves the random generator as it was"
+    step = {name: torch.randn_like(weight) for name, weight in network.named_parameters()}
+    ours = sum(
+        (weight.grad * step[name]).sum() for name, weight in network.named_parameters() if weight.grad is not None
+    )
+    with torch.no_grad():
+        losses = []
+        for factor in (1e-6, -2e-6):
+            for name, weight in network.named_parameters():
+                weight += factor * step[name]
+            losses.append(loss())
+    assert float(ours) == pytest.approx(float(losses[0] - losses[1]) / 2e-6, rel=1e-4)
+
+
+def test_activations_that_a_hook_reads_can_be_trained() -> None:
+    network, read = reversible_network().train(), list[Tensor]()
+    network.blocks[1].get_submodule("attention").register_forward_hook(lambda *call: read.append(call[-1]))
+    network(torch.randn(2, 1, 10, 14, dtype=torch.float64))
+    read[0].sum().backward()
+    assert network.blocks[0].get_submodule("norm1").get_parameter("weight").grad is not None

@@ -21,11 +21,13 @@ __all__ = [
     "NetworkConfig",
     "block_numbers",
     "check_images",
+    "refuse_assignment",
     "with_new_head",
     "with_weights",
 ]
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
+AnyConfigClass = TypeVar("AnyConfigClass")
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,20 @@ class Network(Protocol):
 
     def embed(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b embed_width"]:
         """Return one vector for each image."""
+
+
+def refuse_assignment(config: type[AnyConfigClass]) -> type[AnyConfigClass]:
+    """Let assignments to a frozen config's attributes raise a `ConfigError` with a way on."""
+
+    def refuse(self: Any, name: str, value: Any) -> None:
+        raise ConfigError(
+            f"config.{name}={value!r}: a network's config describes the weights that it has, so it cannot be changed; "
+            "make another config with dataclasses.replace. If another library assigns to it, put the network into a "
+            "module that has no config (docs/libraries.md)"
+        )
+
+    config.__setattr__ = refuse  # type: ignore[method-assign]
+    return config
 
 
 def check_images(images: Tensor, channels: int) -> None:

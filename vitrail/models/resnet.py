@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from vitrail.models.layers import lecun_normal_
 from vitrail.models.network import Features, Layers, block_numbers, check_images, with_new_head, with_weights
 from vitrail.models.resnet_config import ResNetConfig, ResNetUnit, RootConfig, WeightEps
 from vitrail.models.tokens.grids import image_sides
+from vitrail.plain import from_plain
 
 __all__ = ["HybridRoot", "ResNet", "StandardisedConv"]
 
@@ -32,9 +33,11 @@ class ResNet(nn.Module):
     """A BiT ResNet-v2, or a small ResNet for small images. `features` returns the cells of the last feature map as
     patches, and `embed` returns the mean of all cells."""
 
-    def __init__(self, config: ResNetConfig) -> None:
+    def __init__(self, config: ResNetConfig | dict[str, Any]) -> None:
+        """Make a network of random weights. The config may be what `vitrail.plain.to_plain` or JSON makes of it, as
+        other libraries store it."""
         super().__init__()
-        self.config = config
+        self.config = config = from_plain(ResNetConfig, config) if isinstance(config, dict) else config
         eps = config.weight_eps, config.weight_eps_on
         kernel, stride = (7, 2) if config.stem == "7x7+pool" else (3, 1)
         self.stem = StandardisedConv(config.channels, config.width, kernel, stride=stride, padding=kernel // 2, eps=eps)

@@ -10,6 +10,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.cost import resnet as costs
 from vitrail.models.cost.footprint import Footprint, FootprintPrecision
 from vitrail.models.cost.resnet import BASIC_EXPANSION, EXPANSION
+from vitrail.models.network import refuse_assignment
 from vitrail.settings import pairs, raise_problems
 
 __all__ = ["ResNetConfig", "ResNetStem", "ResNetUnit", "RootConfig", "Stem", "WeightEps"]
@@ -80,6 +81,7 @@ class RootConfig:
         return self.width * EXPANSION * 2 ** (len(self.depths) - 1) if self.depths else self.width
 
 
+@refuse_assignment
 @dataclass(frozen=True, kw_only=True)
 class ResNetConfig:
     """The config of a BiT ResNet. The defaults are BiT-R50x1. Raises `ConfigError` for values that do not fit.

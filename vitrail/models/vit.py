@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import overload
+from typing import Any, overload
 
 import torch
 from jaxtyping import Float, Int64
@@ -32,6 +32,7 @@ from vitrail.models.tokens.patches import PatchEmbedding, PrefixTokens, Replace
 from vitrail.models.tokens.pooling import AttentionPool, pool
 from vitrail.models.tokens.reduction import TokenReduction, size_bias
 from vitrail.models.vit_config import ViTConfig
+from vitrail.plain import from_plain
 
 __all__ = ["Block", "ViTConfig", "VisionTransformer", "make_block"]
 
@@ -50,9 +51,11 @@ class VisionTransformer(nn.Module):
     tokens. The methods that return tokens or attention weights compute all of them, with and without a reduction.
     """
 
-    def __init__(self, config: ViTConfig) -> None:
+    def __init__(self, config: ViTConfig | dict[str, Any]) -> None:
+        """Make a network of random weights. The config may be what `vitrail.plain.to_plain` or JSON makes of it, as
+        other libraries store it."""
         super().__init__()
-        self.config = config
+        self.config = config = from_plain(ViTConfig, config) if isinstance(config, dict) else config
         self.patch_dropout = config.patch_dropout  # a run can change it from phase to phase
         self.checkpoints_activations = False
         """True to keep only the inputs of blocks for the backward pass, which then computes the blocks again."""
@@ -186,8 +189,8 @@ class VisionTransformer(nn.Module):
             z = self._reversibly(z, insides, read, visit)
             return self.norm(z) if self.config.final_norm == "tokens" else z
         for layer, (block, inside) in enumerate(zip(self.blocks, insides, strict=True)):
-            if layer:
-                z = self.positions(z, grid, layer, kept)  # adds positions if they act at every layer
+            if layer and self.config.positions_place != "stem":
+                z = self._positioned(z, grid, layer, kept)
             before, arguments = z, (z, inside, read if layer == len(self.blocks) - 1 else None)
             if self.checkpoints_activations and self.training:
                 z = checkpoint(block, *arguments, use_reentrant=False)
@@ -228,7 +231,16 @@ class VisionTransformer(nn.Module):
         # biases would be summed in bfloat16, which is imprecise over many tokens (docs/performance.md).
         z = z.to(self.norm.weight.dtype)
         z = z if replace is None else replace(z)
-        return self.dropout(self.positions(self.prefix(z), grid, 0, kept))
+        return self.dropout(self._positioned(self.prefix(z), grid, 0, kept))
+
+    def _positioned(
+        self, z: Float[Tensor, "b n width"], grid: tuple[int, int], layer: int, kept: Tensor | None
+    ) -> Float[Tensor, "b n width"]:
+        """Return tokens with the positions of a layer. In the usual case, tokens are the only argument, because hooks
+        of other libraries, such as Opacus, accept nothing but tensors."""
+        if grid == self.positions.grid and not layer and kept is None:
+            return self.positions(z)
+        return self.positions(z, grid, layer, kept)
 
     def _pooled_fewer(
         self, images: Float[Tensor, "b c h w"], reduction: TokenReduction

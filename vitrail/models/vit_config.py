@@ -13,6 +13,7 @@ from vitrail.models.attention.settings import attention_name
 from vitrail.models.cost import transformer
 from vitrail.models.cost.footprint import Footprint, FootprintPrecision
 from vitrail.models.layers import Activation
+from vitrail.models.network import refuse_assignment
 from vitrail.models.positions import POSITIONS, Covered, PositionEmbedding, PositionPlace, PositionResize
 from vitrail.models.resnet_config import RootConfig
 from vitrail.models.tokens.pooling import FinalNorm, Pool
@@ -22,6 +23,7 @@ from vitrail.settings import pairs, raise_problems
 __all__ = ["ViTConfig"]
 
 
+@refuse_assignment
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig:
     """The config of a Vision Transformer.

@@ -111,10 +111,12 @@ class _Added(Positions):
     def forward(
         self,
         tokens: Float[Tensor, "b n width"],
-        grid: tuple[int, int],
+        grid: tuple[int, int] | None = None,
         layer: int = 0,
         kept: Int64[Tensor, "b k"] | None = None,
     ) -> Float[Tensor, "b n width"]:
+        grid = self.grid if grid is None else grid
+        assert grid is not None
         if layer and self.place == "stem":
             return tokens
         layer = layer if self.place == "every-layer" else 0
@@ -134,6 +136,8 @@ class _Added(Positions):
 
 class LearnedPositions(_Added):
     """A learned vector for each token: `E_pos` of equation 1 ("1-D" in the paper's Table 8)."""
+
+    grid: tuple[int, int]
 
     def __init__(
         self,
@@ -181,6 +185,7 @@ class LearnedPositions2d(_Added):
         resize: PositionResize = "linear-corners",
     ) -> None:
         super().__init__(prefix, covered, place)
+        self.grid = grid
         self.resize = resize
         self.first = nn.Parameter(torch.empty(layers, covered, width)) if covered else None
         self.columns = nn.Parameter(torch.empty(layers, grid[1], width // 2))

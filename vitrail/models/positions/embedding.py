@@ -101,10 +101,13 @@ class Positions(nn.Module):
     patches are kept, `kept[image, i]` is the index in the grid, in row-major order, of the i-th patch token.
     """
 
+    grid: tuple[int, int] | None = None
+    """Grid of a `forward` without one: the grid that the weights are made for. None if there are no such weights."""
+
     def forward(
         self,
         tokens: Float[Tensor, "b n width"],
-        grid: tuple[int, int],
+        grid: tuple[int, int] | None = None,
         layer: int = 0,
         kept: Int64[Tensor, "b k"] | None = None,
     ) -> Float[Tensor, "b n width"]:

@@ -68,6 +68,8 @@ class RelativeKeyPositions(Positions):
     row-major offset is then the mean over the pairs of patches that have this offset.
     """
 
+    grid: tuple[int, int]
+
     def __init__(
         self,
         grid: tuple[int, int],
