@@ -151,9 +151,9 @@ def vits(draw: st.DrawFn, layout: str) -> dict[str, Any]:
         "positions_cover": draw(st.sampled_from(covers)) if positions == "learned" else "class",
         "position_resize": "bicubic-antialias",
         "final_norm": draw(st.sampled_from(["tokens", "pooled"])),
-        "activation": draw(st.sampled_from(["gelu", "gelu-tanh", "swiglu"])),
+        "activation": draw(st.sampled_from(["gelu", "gelu-tanh", *(["swiglu"] if pool != "map" else [])])),
         "layer_scale": draw(st.sampled_from([0.0, 1e-5, 0.1])),
-        **{name: draw(st.booleans()) for name in ("qk_norm", "qkv_bias", "dense_bias", "patch_bias")},
+        **{name: draw(st.booleans()) for name in ("qk_norm", "qkv_bias", "dense_bias")},
     }
 
 
@@ -240,7 +240,8 @@ def test_hybrids_there_and_back(
         position_resize="linear-corners" if to == "google" else "bicubic-antialias",
     )  # fmt: skip
     bundle = random_bundle(config)
-    path = place_of(to, tmp_path)
+    # timm has no model with such a root, so only a bare file can be written
+    path = tmp_path / "x.safetensors" if to == "timm" else place_of(to, tmp_path)
     LAYOUTS[to].write(bundle, path)
     assert_same(bundle, load(path, device="cpu", image_size=config.image_size))
 
@@ -319,7 +320,7 @@ LOST = [
     ("torchvision", {"norm_eps": 1e-5}, "norm_eps=1e-05 (its code has 1e-06)"),
     ("torchvision", {"activation": "gelu-tanh"}, "the tanh approximation of GELU (its code computes the exact one)"),
     ("torchvision", {}, "heads=3"),
-    ("timm", {"norm_eps": 1e-5}, "norm_eps=1e-05 (its code has 1e-06)"),
+    ("timm", {"norm_eps": 1e-12}, "norm_eps=1e-12 (its code has 1e-06)"),
     ("timm", {}, "position_resize='linear-corners' (its code has 'bicubic-antialias')"),
     ("timm", {"root": RootConfig(width=32)}, "root.norm_eps=1e-06 (its code has 1e-05)"),
     ("timm", {"root": RootConfig(width=32)}, "root.weight_eps=1e-05 (its code has 1e-08)"),
@@ -337,7 +338,8 @@ def test_what_is_not_carried_is_said(
     defaults: dict[str, Any] = {"image_size": (12, 12), "patch_size": (4, 4)}
     config = ViTConfig(**{**defaults, **fields}, width=12, depth=1, heads=3, mlp_width=20, num_classes=2)
     bundle = random_bundle(config, output="sigmoid")
-    lost = LAYOUTS[layout].write(bundle, place_of(layout, tmp_path))
+    bare = layout == "timm" and "root" in fields
+    lost = LAYOUTS[layout].write(bundle, tmp_path / "x.safetensors" if bare else place_of(layout, tmp_path))
     assert message in lost and "output='sigmoid'" in lost
     if layout != "timm":
         assert "class names" in lost and "preprocessing" in lost
@@ -638,7 +640,7 @@ def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
 
 def test_a_folder_without_weights_and_one_with_several(write_file: Write, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    message = r"is not a model: it has no model\.json and no weights \(\.safetensors, \.npz, \.pth, \.pt, \.bin\)"
+    message = r"is not a model: it has no model\.json and no weights \(\.safetensors, \.npz, \.pth"
     with pytest.raises(BundleError, match=message):
         load(tmp_path, device="cpu")
     write_file({"w": torch.zeros(1)}, tmp_path / "b.npz")

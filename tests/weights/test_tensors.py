@@ -127,7 +127,7 @@ def test_new_names(write_file: Write, tmp_path: Path) -> None:
     [
         lambda state: {"state_dict": state, "epoch": 3, "optimizer": {"lr": 0.1}},
         lambda state: {"model": state, "args": {"x": [1, "two"]}},
-        lambda state: {"teacher": state, "student": {"w": torch.zeros(1)}},
+        lambda state: {"teacher": state, "student": {name: torch.zeros_like(state[name]) for name in state}},
         lambda state: {"model": {"network": state}},
         lambda state: collections.OrderedDict(state),
         lambda state: {f"module.{name}": tensor for name, tensor in state.items()},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
@@ -19,7 +19,7 @@ from vitrail.errors import BundleError, ConfigError, UndecodableImage
 from vitrail.machine import Precision, pick_device
 from vitrail.models.cost.batch import prediction_batch
 from vitrail.models.predictor import Predictor
-from vitrail.models.variants import AnyNetwork
+from vitrail.models.variants import AnyNetwork, build
 from vitrail.weights.exported.network import ExportedNetwork
 from vitrail.weights.prediction import (
     AnyPrediction,
@@ -40,6 +40,7 @@ __all__ = [
     "NumberPrediction",
     "OutputKind",
     "Prediction",
+    "check_loadable",
     "load_bundle",
     "weights_sha256",
     "write_bundle",
@@ -190,10 +191,14 @@ class Bundle:
 
         `stored="bfloat16"` rounds the weights in the file, which then has half the size; the bundle keeps its weights.
         `overwrite` allows replacing an earlier model at `path`. Raises `DestinationError` if `path` is a file, a folder
-        with other files, or an earlier model without `overwrite`. Raises `SaveError` if the folder cannot be written.
+        with other files, or an earlier model without `overwrite`. Raises `SaveError` if the folder cannot be written,
+        and `BundleError` for a network that its config and its weights alone do not make again. A network of
+        `torch.compile` is saved without the compilation.
         """
         check_model_folder(path := Path(path), overwrite=overwrite)
-        write_bundle(self, path, stored=stored)
+        bundle = replace(self, network=getattr(self.network, "_orig_mod", self.network))
+        check_loadable(bundle.network)
+        write_bundle(bundle, path, stored=stored)
         return path
 
     def further_files(self) -> dict[str, bytes]:
@@ -270,6 +275,41 @@ def write_bundle(bundle: Bundle, path: Path, *, stored: StoredFormat = "float32"
         provenance=bundle.provenance,
     )
     write_model(saved, bundle.network, path, bundle.further_files(), stored=stored)
+
+
+def check_loadable(network: AnyNetwork) -> None:
+    """Raise `BundleError` unless a new network with the same config and the same weights has the same outputs."""
+    state = network.state_dict()
+    with torch.device("meta"):
+        again = build(network.config).eval()
+    expected = {name: tensor.shape for name, tensor in again.state_dict().items()}
+    found = {name: tensor.shape for name, tensor in state.items()}
+    if changed := sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)):
+        raise BundleError(
+            f"the network cannot be saved, because its config makes other tensors than it has: {', '.join(changed[:4])}"
+            f"{', ...' if len(changed) > 4 else ''}. A saved model is made again from its config: change the head with "
+            "network.with_head(...), and merge adapters, masks and parametrisations into the weights first"
+        )
+    again.load_state_dict(state, assign=True)
+    modes = [(module, module.training) for module in network.modules()]
+    config, first = network.config, next(network.parameters())
+    images = torch.randn(1, config.channels, *config.image_size, generator=torch.Generator().manual_seed(0))
+    images = images.to(first)
+    try:
+        network.eval()
+        for compute, recompute in ((network, again), (network.embed, again.embed)):
+            with torch.inference_mode(), torch.random.fork_rng(devices=[]):
+                ours, theirs = ((torch.manual_seed(0), call(images))[1] for call in (compute, recompute))
+            limit = 1e-3 * float(theirs.abs().nan_to_num().max())
+            if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=0, atol=limit, equal_nan=True):
+                raise BundleError(
+                    "the network cannot be saved, because a new network with its config and its weights has other "
+                    "outputs. A saved model holds only these two: undo changes of modules, such as another activation, "
+                    "a hook that changes values or a method of your own, before you save"
+                )
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def weights_sha256(network: nn.Module) -> str:

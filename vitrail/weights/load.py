@@ -152,6 +152,12 @@ def _read(path: Path, layout: Layout | None, hints: Hints) -> Bundle:
     checkpoint = open_checkpoint(path)
     if layout is None:
         layout = next((item for item in LAYOUTS.values() if item.recognises(checkpoint)), None)
+    if layout is None and "patches.projection.weight" in checkpoint.tensors:
+        raise BundleError(
+            f"{checkpoint.tensors.path} holds the weights of a Vitrail network without its config: patch size, heads, "
+            "pooling and activation are in no tensor. Load the state dict into the network that you created "
+            "(network.load_state_dict), and save it with its config: Bundle(network, classes, preprocess).save(folder)"
+        )
     if layout is None:
         some = ", ".join(list(checkpoint.tensors.shapes)[:3])
         raise BundleError(
@@ -161,7 +167,7 @@ def _read(path: Path, layout: Layout | None, hints: Hints) -> Bundle:
     description = _described(checkpoint, layout, hints)
     _check_heads(checkpoint.tensors.path, description.config, hints)
     network = assemble(description)
-    notes = description.notes
+    notes = (*checkpoint.tensors.notes, *description.notes)
     classes = description.classes
     if classes is None:
         classes = tuple(map(str, range(network.config.num_classes)))
@@ -225,7 +231,7 @@ def _weights_file(folder: Path) -> Path:
     ):
         if (folder / name).is_file():
             return folder / name
-    found = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)
+    found = sorted(file for file in folder.iterdir() if file.name.endswith(SUFFIXES))
     if len(found) == 1:
         return found[0]
     if not found:

@@ -103,6 +103,12 @@ def write_model(
     """Write the folder over an earlier version of it, with the weights in the number format `stored`. `further` are the
     contents of more files of the model by their names. Other files in the folder stay. Raise `SaveError`."""
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
+    places = [tensor.untyped_storage().data_ptr() for tensor in weights.values()]
+    # The format stores each tensor once, so tensors that modules share are copied.
+    weights = {
+        name: tensor.clone() if places.count(place) > 1 else tensor
+        for (name, tensor), place in zip(weights.items(), places, strict=True)
+    }
     if stored == "bfloat16":
         weights = {name: tensor.bfloat16() for name, tensor in weights.items()}
     with replacing_folder("the model", path, NAMES) as partial:

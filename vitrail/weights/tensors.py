@@ -29,15 +29,23 @@ from vitrail.files import disk_problem, partial_path, saving
 
 __all__ = ["SUFFIXES", "TensorFile", "open_tensors", "save_tensors"]
 
-SUFFIXES = (".safetensors", ".npz", ".pth", ".pt", ".bin")
+SUFFIXES = (".safetensors", ".npz", ".pth", ".pt", ".bin", ".ckpt", ".pth.tar")
 
-WRAPPERS = ("state_dict", "model", "model_state", "teacher", "network")
-"""Keys under which training scripts store the weights in a checkpoint."""
+WRAPPERS = (
+    "state_dict", "model", "model_state", "model_state_dict", "network", "net", "student", "module", "backbone",
+    "timm_model",
+)  # fmt: skip
+"""Keys of checkpoints and first parts of tensor names under which training scripts and wrappers store the weights."""
+AVERAGED = re.compile(r"(^|_)(ema|swa|teacher|averaged?|shadow)(_|$)")
+"""Pattern of such keys and parts for an average of the weights over the training steps."""
+TRANSPARENT = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Parts that PyTorch's wrappers add anywhere in a tensor name."""
 
 
 class TensorFile:
     """Named tensors of a file. `shapes` has the shapes of all tensors. `read` returns one tensor, or one row of a
-    tensor, in float32. `metadata` has the texts that a safetensors file holds beside its tensors."""
+    tensor, in float32. `metadata` has the texts that a safetensors file holds beside its tensors. `notes` are about
+    tensors of the file that were left out."""
 
     def __init__(
         self,
@@ -45,10 +53,12 @@ class TensorFile:
         shapes: Mapping[str, tuple[int, ...]],
         read: Callable[[str, int | None], Tensor],
         metadata: Mapping[str, str] | None = None,
+        notes: tuple[str, ...] = (),
     ) -> None:
         self.path = path
         self.shapes = dict(shapes)
         self.metadata = dict(metadata or {})
+        self.notes = notes
         self._read = read
 
     def __contains__(self, name: str) -> bool:
@@ -66,23 +76,34 @@ class TensorFile:
 
     def renamed(self, rename: Callable[[str], str]) -> TensorFile:
         """Return the same tensors under other names."""
-        names = {rename(name): name for name in self.shapes}
+        return self.chosen({rename(name): name for name in self.shapes})
+
+    def chosen(self, names: Mapping[str, str], *notes: str) -> TensorFile:
+        """Return the tensors that `names` maps from their new names, with further notes."""
         shapes = {new: self.shapes[old] for new, old in names.items()}
-        return TensorFile(self.path, shapes, lambda name, row: self.read(names[name], row), self.metadata)
+        notes = (*self.notes, *notes)
+        return TensorFile(self.path, shapes, lambda name, row: self.read(names[name], row), self.metadata, notes)
 
 
 def open_tensors(path: Path) -> TensorFile:
     """Open an npz, safetensors or PyTorch file, or the index of sharded weights (`*.index.json`).
 
+    The names of the tensors have no prefixes of wrappers (`WRAPPERS`, `AVERAGED`, `TRANSPARENT`). If the file has
+    trained weights and their average, only the average is returned, and a note names it.
+
     Raise `BundleError` for a file that does not exist, is empty, truncated or damaged, or holds objects other than
     tensors.
     """
+    return _unwrapped(_opened(path))
+
+
+def _opened(path: Path) -> TensorFile:
     if not path.is_file():
         raise BundleError(f"weights {str(path)!r} do not exist: there is no such file")
     if path.stat().st_size == 0:
         raise BundleError(f"{path} is empty")
-    kind = "".join(path.suffixes[-2:]) if path.name.endswith(".index.json") else path.suffix
-    if kind not in OPENERS:
+    kind = next((suffix for suffix in OPENERS if path.name.endswith(suffix)), None)
+    if kind is None:
         raise BundleError(f"{path}: {path.suffix or 'no suffix'!r} is not one of {', '.join(SUFFIXES)}")
     try:
         file = OPENERS[kind](path)
@@ -106,7 +127,7 @@ def save_tensors(
 
     Raise `BundleError` for a suffix that is not one of `suffixes`, and `SaveError` if the file cannot be written.
     """
-    if path.suffix not in suffixes:
+    if not path.name.endswith(suffixes):
         raise BundleError(f"cannot write {str(path)!r}: the file name must end in {' or '.join(suffixes)}")
     path = path.resolve()
     partial = partial_path(path)
@@ -203,7 +224,9 @@ def _open_torch(path: Path) -> TensorFile:
             f"{path} is damaged or contains {objects}; it is not loaded, because unpickling could run code. Save the "
             "state dict alone, best as .safetensors"
         ) from None
-    tensors = _without_common_prefix(_tensors(path, content))
+    tensors = _tensors(content)
+    if not tensors:
+        raise BundleError(f"{path} holds no named tensors, neither at its top level nor under {', '.join(WRAPPERS)}")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return TensorFile(path, shapes, lambda name, row: tensors[name] if row is None else tensors[name][row])
 
@@ -222,9 +245,9 @@ def _open_index(path: Path) -> TensorFile:
     for shard in set(weight_map.values()):
         if Path(shard).name != shard:
             raise BundleError(f"{path} points outside its folder: {shard!r}")
-        if Path(shard).suffix not in SUFFIXES:
+        if not shard.endswith(SUFFIXES):
             raise BundleError(f"{path} points to {shard!r}, which is not one of {', '.join(SUFFIXES)}")
-    shards = {name: open_tensors(path.with_name(name)) for name in sorted(set(weight_map.values()))}
+    shards = {name: _opened(path.with_name(name)) for name in sorted(set(weight_map.values()))}
     missing = [name for name, shard in weight_map.items() if name not in shards[shard]]
     if missing:
         raise BundleError(
@@ -236,29 +259,61 @@ def _open_index(path: Path) -> TensorFile:
 
 
 OPENERS: dict[str, Callable[[Path], TensorFile]] = {
-    ".npz": _open_npz, ".safetensors": _open_safetensors, ".pth": _open_torch, ".pt": _open_torch, ".bin": _open_torch,
-    ".index.json": _open_index,
+    ".npz": _open_npz, ".safetensors": _open_safetensors, ".index.json": _open_index,
+    **dict.fromkeys((".pth", ".pt", ".bin", ".ckpt", ".pth.tar"), _open_torch),
 }  # fmt: skip
 
 
-def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
-    """Return the floating-point tensors of a state dict, or of the state dict in a training script's checkpoint."""
-    for wrapper in WRAPPERS:
-        if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
-            content = content[wrapper]
-    tensors = {}
-    if isinstance(content, dict):
-        tensors = {str(n): t for n, t in content.items() if isinstance(t, Tensor) and t.is_floating_point()}
-    if not tensors:
-        raise BundleError(f"{path} holds no named tensors, neither at its top level nor under {', '.join(WRAPPERS)}")
-    return tensors
+def _tensors(content: Any, prefix: str = "") -> dict[str, Tensor]:
+    """Return the floating-point tensors of a state dict, or of the state dicts in a training script's checkpoint. A
+    state dict inside another object has the object's key before the names of its tensors."""
+    if not isinstance(content, Mapping):
+        return {}
+    wrapped = [key for key, item in content.items() if isinstance(item, Mapping) and _wrapper(str(key))]
+    tensors: dict[str, Tensor] = {}
+    for key in wrapped:
+        tensors |= _tensors(content[key], f"{prefix}{key}.")
+    if tensors:
+        return tensors
+    return {f"{prefix}{n}": t for n, t in content.items() if isinstance(t, Tensor) and t.is_floating_point()}
 
 
-def _without_common_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    for prefix in ("module.", "backbone."):
-        if all(name.startswith(prefix) for name in tensors):
-            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    return tensors
+def _wrapper(part: str) -> bool:
+    return part in WRAPPERS or AVERAGED.search(part) is not None
+
+
+def _unwrapped(file: TensorFile) -> TensorFile:
+    """Return the tensors without the prefixes of wrappers. If trained weights and their average are both there, return
+    the average."""
+    found: dict[bool, dict[str, str]] = {False: {}, True: {}}
+    for name in file.shapes:
+        parts = [part for part in name.split(".") if part not in TRANSPARENT]
+        start = 0
+        while start < len(parts) - 1 and _wrapper(parts[start]):
+            start += 1
+        group = found[any(AVERAGED.search(part) for part in parts[:start])]
+        plain = ".".join(parts[start:])
+        if plain in group:
+            raise BundleError(
+                f"{file.path} holds several networks: {group[plain]} and {name} are both the tensor {plain}; save the "
+                "state dict of one of them alone"
+            )
+        group[plain] = name
+    trained, averaged = found[False], found[True]
+    both = trained.keys() & averaged.keys()
+    if not both:
+        return file.chosen(trained | averaged)
+    other = [name for name in both if file.shapes[trained[name]] != file.shapes[averaged[name]]]
+    if other := other or sorted(trained.keys() - averaged.keys()):
+        raise BundleError(
+            f"{file.path} holds several networks: {trained[other[0]]} has no counterpart of its shape beside "
+            f"{averaged[min(both)]}; save the state dict of one of them alone"
+        )
+    average, rest = averaged[min(both)].removesuffix(min(both)), trained[min(both)].removesuffix(min(both))
+    return file.chosen(
+        averaged, f"the file has trained weights ({rest}*) and their average over the steps ({average}*); the average "
+        "is used",
+    )  # fmt: skip
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def test_attention_that_is_not_full_is_not_exported(
 def test_a_new_option_of_a_root_is_not_exported(
     layout: str, random_bundle: Make, place_of: Place, tmp_path: Path
 ) -> None:
-    config = ViTConfig(**{**VIT, "image_size": (8, 12), "patch_size": (1, 1)}, root=RootConfig(width=32))
+    config = ViTConfig(**{**VIT, "image_size": (8, 12), "patch_size": (1, 1)}, root=RootConfig(width=64))
     bundle = random_bundle(config)
     LAYOUTS[layout].write(bundle, place_of(layout, tmp_path / "known"))
     bundle.network.config = extended(config, ViTConfig, root=extended(config.root, WarmRoot))

@@ -207,11 +207,12 @@ def test_dinov2_by_its_own_names(
     assert_same: Callable[[Bundle, Bundle], None],
     tmp_path: Path,
 ) -> None:
-    bundle, tensors = dinov2(chunked=chunked, **fields)
+    resize = "bicubic-antialias" if fields.get("registers", 4) else "bicubic-offset"
+    bundle, tensors = dinov2(chunked=chunked, position_resize=resize, **fields)
     loaded = load(write_file(tensors, tmp_path / "x.pth"), device="cpu", heads=3)
     assert_same(bundle, loaded)
     assert loaded.classes == ()
-    assert "mask_token, which only pre-training uses, was skipped" in loaded.notes
+    assert "tensors that only pre-training uses were skipped: mask_token" in loaded.notes
     preprocess = loaded.preprocess
     assert (preprocess.resize, preprocess.crop_share, preprocess.interpolation) == ("crop", 0.875, "bicubic")
     assert preprocess.mean == (0.485, 0.456, 0.406) and preprocess.std == (0.229, 0.224, 0.225)
@@ -397,12 +398,10 @@ def test_a_root_without_stages_is_a_bare_stem(random_bundle: Callable[[ViTConfig
         ({"activation": "swiglu"}, "vit_giant_patch14_dinov2"),
         ({"root": ROOT}, "vit_tiny_r_s16_p8_224"),
         ({"root": replace(ROOT, depths=(3, 4, 9))}, "vit_base_r50_s16_224"),
-        ({"root": replace(ROOT, depths=(1, 2))}, None), ({"root": replace(ROOT, width=32)}, None),
-        ({"root": ROOT, "activation": "swiglu"}, None),
     ],
 )  # fmt: skip
 def test_the_architecture_is_one_that_timm_can_build(
-    fields: dict[str, Any], architecture: str | None, random_bundle: Callable[[ViTConfig], Bundle], tmp_path: Path
+    fields: dict[str, Any], architecture: str, random_bundle: Callable[[ViTConfig], Bundle], tmp_path: Path
 ) -> None:
     config = ViTConfig(
         patch_size=(1, 2),
@@ -414,13 +413,30 @@ def test_the_architecture_is_one_that_timm_can_build(
         mlp_width=29,
         **fields,
     )
-    lost = TIMM.write(random_bundle(config), tmp_path / "out")
+    TIMM.write(random_bundle(config), tmp_path / "out")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert written.get("architecture") == architecture
-    told = "architecture (timm has no model with this ResNet, so only Vitrail reads the folder)"
-    assert (told in lost) == (architecture is None)
+    assert written["architecture"] == architecture
     is_swiglu = config.activation == "swiglu"
     assert int(49 * written["model_args"]["mlp_ratio"]) == (58 if is_swiglu else 29), "timm rounds down"
-    assert ("act_layer" in written["model_args"]) != is_swiglu
+    assert (written["model_args"]["act_layer"] == "silu") == is_swiglu
     loaded = load(tmp_path / "out", device="cpu").network.config
     assert isinstance(loaded, ViTConfig) and loaded.activation == config.activation and loaded.mlp_width == 29
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"root": replace(ROOT, depths=(1, 2)), "patch_size": (1, 2)},
+        {"root": replace(ROOT, width=32), "patch_size": (1, 2)},
+        {"root": ROOT, "activation": "swiglu", "patch_size": (1, 2)}, {"patch_bias": False}, {"norm_eps": 1e-4},
+        {"pool": "map", "activation": "swiglu"}, {"head_hidden": 3}, {"pool": "cls+gap"},
+    ],
+)  # fmt: skip
+def test_networks_that_no_model_of_timm_has_are_refused(
+    fields: dict[str, Any], random_bundle: Callable[[ViTConfig], Bundle], tmp_path: Path
+) -> None:
+    defaults: dict[str, Any] = {"patch_size": (16, 32), "width": 12, "depth": 1, "heads": 3, "mlp_width": 20}
+    config = ViTConfig(**{**defaults, "image_size": (32, 64), "num_classes": 3, **fields})
+    with pytest.raises(BundleError, match="the layout timm cannot store"):
+        TIMM.write(random_bundle(config), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

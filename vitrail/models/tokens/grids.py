@@ -11,15 +11,18 @@ from torch import Tensor
 
 __all__ = ["GridResize", "image_sides", "resize_grid"]
 
-GridResize = Literal["linear-corners", "bilinear", "bicubic", "bicubic-corners", "bicubic-antialias"]
+GridResize = Literal["linear-corners", "bilinear", "bicubic", "bicubic-offset", "bicubic-corners", "bicubic-antialias"]
 
 RESIZES: dict[str, tuple[str, bool, bool]] = {  # mode, corners aligned, antialias
     "linear-corners": ("bilinear", True, False),  # vision_transformer and big_vision
     "bilinear": ("bilinear", False, False),
-    "bicubic": ("bicubic", False, False),  # DINO, DINOv2, Hugging Face
+    "bicubic": ("bicubic", False, False),  # Hugging Face
+    "bicubic-offset": ("bicubic", False, False),  # DINO, and DINOv2 without registers
     "bicubic-corners": ("bicubic", True, False),  # torchvision
-    "bicubic-antialias": ("bicubic", False, True),  # timm
+    "bicubic-antialias": ("bicubic", False, True),  # timm, and DINOv2 with registers
 }
+OFFSET = 0.1
+"""DINO's code adds this to the size before it computes the scale, so that rounding does not lose a row."""
 
 
 def resize_grid(
@@ -31,7 +34,11 @@ def resize_grid(
     layers, _, width = embedding.shape
     mode, corners, antialias = RESIZES[how]
     image = embedding.reshape(layers, *old, width).permute(0, 3, 1, 2).float()
-    image = F.interpolate(image, size=new, mode=mode, align_corners=corners, antialias=antialias)
+    if how == "bicubic-offset":
+        scales = [(to + OFFSET) / side for to, side in zip(new, old, strict=True)]
+        image = F.interpolate(image, scale_factor=scales, mode=mode, align_corners=corners)
+    else:
+        image = F.interpolate(image, size=new, mode=mode, align_corners=corners, antialias=antialias)
     return image.permute(0, 2, 3, 1).reshape(layers, new[0] * new[1], width).to(embedding.dtype)
 
 

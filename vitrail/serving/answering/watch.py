@@ -90,7 +90,7 @@ class ModelFiles:
         for folder in (path, path / "model"):
             if (folder / DESCRIPTION).exists():
                 return [folder / WEIGHTS, folder / DESCRIPTION]
-        return sorted(file for file in path.iterdir() if file.suffix in (*SUFFIXES, ".json"))
+        return sorted(file for file in path.iterdir() if file.name.endswith((*SUFFIXES, ".json")))
 
 
 class Watcher:

@@ -26,7 +26,6 @@ from vitrail.weights.layouts.huggingface_config import (
     DINOV2,
     DINOV2_REGISTERS,
     FAMILIES,
-    OUTPUTS,
     PATCHES,
     POSITIONS,
     VIT,
@@ -36,6 +35,7 @@ from vitrail.weights.layouts.huggingface_config import (
     config_json,
     config_of,
     mlp_ratio,
+    output_of,
 )
 from vitrail.weights.layouts.huggingface_preprocess import PREPROCESS, preprocess_of, preprocessor_config
 from vitrail.weights.layouts.layout import (
@@ -96,6 +96,7 @@ class HuggingFace:
         except ConfigError as error:
             raise BundleError(f"{tensors.path}: {error}") from None
         classes = classes_of(settings, config.num_classes, notes)
+        output = output_of(settings, config.num_classes, notes)
         size = None
         if hints.image_size is None and checkpoint.preprocessor:
             size = _preprocessed_size(config, images.size, notes)
@@ -108,7 +109,7 @@ class HuggingFace:
             preprocess=images.preprocess,
             pairs=tuple(pairs(config, gate_apart=f"{BLOCK}0.mlp.gate_proj.weight" in tensors)),
             classes=classes,
-            output=OUTPUTS.get(settings.get("problem_type", str, ""), "softmax"),
+            output=output,
             ignored=ignored,
             notes=(*notes, *images.notes),
             image_size=size,
@@ -121,6 +122,8 @@ class HuggingFace:
         family = VIT if not config.layer_scale else DINOV2_REGISTERS if config.registers else DINOV2
         lost = _check_carried(config, family)
         lost += output_loss(self.name, bundle, kept=("softmax", "sigmoid", "numbers"))
+        if bundle.output == "softmax" and config.num_classes == 1:
+            lost.append("output='softmax' of one class, which is always 1 (a model of one label is read as a sigmoid)")
         lost += carried(self.name, bundle.preprocess, PREPROCESS)
         state, config, changed = _conformed(dict(bundle.network.state_dict()), config, family)
         tensors = theirs_of(state, pairs(config))

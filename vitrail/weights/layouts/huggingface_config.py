@@ -30,6 +30,7 @@ __all__ = [
     "config_json",
     "config_of",
     "mlp_ratio",
+    "output_of",
 ]
 
 PATCHES = "embeddings.patch_embeddings.projection"
@@ -189,6 +190,21 @@ def classes_of(settings: Settings, num_classes: int, notes: list[str]) -> tuple[
         notes.append(f"id2label in config.json does not number {num_classes} classes from 0, so it was ignored")
         return None
     return tuple(str(names[str(number)]) for number in range(num_classes))
+
+
+def output_of(settings: Settings, num_classes: int, notes: list[str]) -> OutputKind:
+    """Return the meaning of the outputs. A classifier of one label is never a softmax, whose only value is 1."""
+    problem = settings.get("problem_type", str, None)
+    if problem is not None and problem not in OUTPUTS:
+        raise BundleError(f"{settings.path}: problem_type={problem!r} is not one of {', '.join(map(repr, OUTPUTS))}")
+    output = OUTPUTS[problem or "single_label_classification"]
+    if num_classes == 1 and output == "softmax":
+        notes.append(
+            f"the model has one label and problem_type={problem!r}: its output is taken for the logit of yes or no "
+            "(a sigmoid); problem_type='regression' in config.json makes it a number"
+        )
+        return "sigmoid"
+    return output
 
 
 def config_json(config: ViTConfig, family: Family, bundle: Bundle) -> dict[str, Any]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vitrail.errors import BundleError
 from vitrail.files import replacing_folder, write_json
-from vitrail.models.layers import Activation
 from vitrail.models.positions import Covered
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.tokens.pooling import Pool
@@ -36,13 +35,16 @@ from vitrail.weights.layouts.layout import (
     theirs_of,
 )
 from vitrail.weights.layouts.timm_config import (
+    ACTIVATIONS,
     POOLS,
     STORED,
     architecture_of,
+    check_arguments,
     classes_of,
     family_of,
     lost_preprocess,
     preprocess_of,
+    settings_of,
     size_of,
     stored_config,
     written_config,
@@ -52,7 +54,14 @@ from vitrail.weights.tensors import TensorFile, save_tensors
 __all__ = ["TIMM", "Timm"]
 
 BACKBONE = "patch_embed.backbone."
-ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_tanh": "gelu-tanh", "gelu_erf": "gelu"}
+PRETRAINING = (
+    "mask_token", "decoder_embed.", "decoder_pos_embed", "decoder_blocks.", "decoder_norm.", "decoder_pred.",
+    "head.mlp.", "head.last_layer.", "dino_head.", "ibot_head.",
+)  # fmt: skip
+"""Beginnings of the names of tensors that only pre-training uses: the decoder of MAE, and the heads of DINO, iBOT and
+DINOv2."""
+TIMM_EPS = 1e-6
+"""timm's epsilon of layer norms. A smaller one changes outputs by less than rounding does."""
 TIMM_ROOT: dict[str, Any] = {"norm_eps": 1e-5, "weight_eps": 1e-8, "weight_eps_on": "variance"}
 """timm's own epsilons of a hybrid's root."""
 
@@ -66,10 +75,10 @@ ROOT: Table = {
 }  # fmt: skip
 VIT: Table = {
     **SHAPE, "root": nested(ROOT), "pool": only(*POOLS), "class_token": KEPT, "registers": KEPT, "head_hidden": only(0),
-    "final_norm": KEPT, "positions": only("learned", "none"), "positions_at": only("stem"), "positions_cover": KEPT,
-    "activation": only("gelu", "gelu-tanh", "swiglu"), "layer_scale": KEPT,
+    "final_norm": KEPT, "cut_uneven": KEPT, "positions": only("learned", "none"), "positions_at": only("stem"),
+    "positions_cover": KEPT, "activation": only("gelu", "gelu-tanh", "swiglu"), "layer_scale": KEPT,
     "attention": only("full"), "qk_norm": KEPT, "qkv_bias": KEPT,
-    "dense_bias": KEPT, "patch_bias": KEPT, "norm_eps": own(1e-6),
+    "dense_bias": KEPT, "patch_bias": only(True), "norm_eps": own(TIMM_EPS),
 }  # fmt: skip
 PREPROCESS: Table = dict.fromkeys(
     (
@@ -90,36 +99,53 @@ class Timm:
         return "patch_embed.proj.weight" in checkpoint.tensors or "stem.conv.weight" in checkpoint.tensors
 
     def describe(self, checkpoint: Checkpoint, hints: Hints) -> Description:
-        tensors = checkpoint.tensors.renamed(_plain_name)
+        tensors, path = checkpoint.tensors.renamed(_plain_name), checkpoint.tensors.path
+        if "dist_token" in tensors:
+            raise BundleError(
+                f"{path} is a distilled DeiT: its network has a second token (dist_token) and a second head "
+                "(head_dist), which this layout cannot read. Choose the model of the same size without distillation"
+            )
         content = checkpoint.config or stored_config(tensors.metadata)
-        settings = {**(content.get("model_args") or {}), **_only(content, "global_pool")}
-        stated = content.get("pretrained_cfg") or {}
-        sizes = [size for size in (size_of(settings, stated), hints.image_size) if size]
+        settings = settings_of(content, path)
+        stated = content.get("pretrained_cfg") or (content if "mean" in content else {})
+        stated_size = size_of(settings, stated)
+        sizes = [size for size in (stated_size, hints.image_size) if size]
+        pretraining = sorted({part for part in PRETRAINING for name in tensors.shapes if name.startswith(part)})
+        own = _is_dino(checkpoint.tensors.shapes)
         if "stem.conv.weight" in tensors:
             config: AnyConfig = _bit_config(tensors, sizes)
         else:
-            config = _vit_config(tensors, settings, sizes, hints)
-        family = family_of(config, has_mask_token="mask_token" in tensors)
+            config = _vit_config(tensors, settings, sizes, hints, dino=own)
+        check_arguments(settings, config, path)
+        classes = content.get("num_classes", stated.get("num_classes", config.num_classes))
+        if classes not in (None, config.num_classes):
+            raise BundleError(f"{path}: num_classes={classes} does not fit the head, which has {config.num_classes}")
+        family = family_of(config, has_mask_token=own and "mask_token" in tensors)
         preprocess, notes = preprocess_of(config, stated, family)
-        size = None
+        size = stated_size if hints.image_size is None and stated_size != config.image_size else None
         if family == "DINOv2" and not stated and hints.image_size is None:
             size, size_notes = dinov2_size(config)
             notes = (*notes, *size_notes)
-        ignored = tuple(name for name in ("mask_token",) if name in tensors)
+        elif size:
+            notes = (
+                *notes,
+                f"config.json is for images of {size}, but the positions are for images of {config.image_size}, so the "
+                "positions are resized",
+            )
         if config.architecture == "ViT" and config.has_class_token and config.positions_cover == "patches":
             notes = (
                 *notes,
                 f"positions are assumed to cover only the {config.grid[0]} x {config.grid[1]} patches",
             )
-        if ignored:
-            notes = (*notes, "mask_token, which only pre-training uses, was skipped")
+        if pretraining:
+            notes = (*notes, f"tensors that only pre-training uses were skipped: {', '.join(pretraining)}")
         return Description(
             tensors=tensors,
             config=config,
             preprocess=preprocess,
             pairs=tuple(pairs(config)),
             classes=classes_of(content, config.num_classes),
-            ignored=ignored,
+            ignored=tuple(name for name in tensors.shapes if name.startswith(tuple(pretraining or ("\0",)))),
             notes=notes,
             image_size=size,
         )
@@ -128,6 +154,8 @@ class Timm:
         """Write a hub folder, or a single file if the path ends in .safetensors."""
         config, state = bundle.network.config, bundle.network.state_dict()
         lost = carried(self.name, config, _carried(config))
+        if problems := list(_unloadable(config)):
+            raise BundleError(f"the layout timm cannot store {'; '.join(problems)}")
         if config.architecture == "ViT" and config.registers and config.positions_cover == "class":
             # timm has positions for all tokens before the patches, or for none of them.
             state, config = moved_positions(state, config, "patches")
@@ -138,13 +166,16 @@ class Timm:
             bare = bare_loss(self.name, bundle)
             save_tensors(theirs, path, (".safetensors",), {STORED: json.dumps(written_config(bundle))})
             return (*lost, *bare, *_bare_loss_of_config(config))
+        if config.architecture == "ViT" and architecture_of(config) is None:
+            raise BundleError(
+                f"the layout timm cannot store root={config.root}: timm has no model with this ResNet and this MLP. A "
+                "bare file, whose name ends in .safetensors, has no architecture and can be written"
+            )
         lost += output_loss(self.name, bundle, kept=("softmax",), noted=("sigmoid", "numbers"))
         lost += carried(self.name, bundle.preprocess, PREPROCESS)
         with replacing_folder("the model", path, self.folder_files) as partial:
             save_tensors(theirs, partial / "model.safetensors", (".safetensors",))
             write_json(partial / "config.json", {**written_config(bundle), "producer": PRODUCER})
-        if architecture_of(config) is None:
-            lost += ("architecture (timm has no model with this ResNet, so only Vitrail reads the folder)",)
         return (*lost, *lost_preprocess(bundle.preprocess))
 
 
@@ -230,6 +261,14 @@ def _bit_pairs(config: ResNetConfig) -> Iterator[Pair]:
         yield Pair("head.bias", ("head.fc.bias",))
 
 
+def _is_dino(names: Iterable[str]) -> bool:
+    """Return True for tensors of the code of DINO or DINOv2, which resizes positions in its own way."""
+    names = set(names)
+    marks = ("register_tokens", "head.last_layer.weight_g", "dino_head.", "blocks.0.mlp.w12.weight")
+    has_mask = "mask_token" in names and "decoder_embed.weight" not in names
+    return has_mask or any(name.startswith(marks) for name in names)
+
+
 def _plain_name(name: str) -> str:
     """Return timm's name of a tensor.
 
@@ -243,7 +282,7 @@ def _plain_name(name: str) -> str:
 
 
 def _vit_config(
-    tensors: TensorFile, settings: Mapping[str, Any], sizes: Sequence[tuple[int, int]], hints: Hints
+    tensors: TensorFile, settings: Mapping[str, Any], sizes: Sequence[tuple[int, int]], hints: Hints, *, dino: bool
 ) -> ViTConfig:
     shapes = tensors.shapes
     width, channels, down, across = shapes["patch_embed.proj.weight"]
@@ -251,8 +290,8 @@ def _vit_config(
     depth = depth_of(tensors, "blocks.")
     mlp_width = shapes["blocks.0.mlp.fc2.weight"][1]
     swiglu = shapes["blocks.0.mlp.fc1.weight"][0] == 2 * mlp_width
-    act = settings.get("act_layer") or "gelu"
-    if act not in ACTIVATIONS and not swiglu:
+    act = settings.get("act_layer") or ("silu" if swiglu else "gelu")
+    if ACTIVATIONS.get(act, "swiglu") == "swiglu" and not swiglu:
         raise BundleError(f"{tensors.path}: act_layer={act!r} is not one of {', '.join(map(repr, ACTIVATIONS))}")
     has_cls, registers = "cls_token" in tensors, shapes.get("reg_token", (1, 0))[1]
     pooled = "fc_norm.weight" in tensors
@@ -263,12 +302,17 @@ def _vit_config(
     image_size: tuple[int, int] = next(iter(sizes), (224, 224))
     covered: Covered = "class"
     if "pos_embed" in tensors:
-        grid, covered = _grid(shapes["pos_embed"][1], has_cls, registers, cells, sizes, tensors.path, stride)
-        image_size = grid[0] * cells[0] * stride, grid[1] * cells[1] * stride
+        image_size, covered = _size(shapes["pos_embed"][1], has_cls, registers, cells, sizes, tensors.path, stride)
+    elif settings.get("pos_embed") not in ("none", ""):
+        raise BundleError(
+            f"{tensors.path} has no positions (pos_embed). Rotary positions, as in DINOv3, leave no tensors and are "
+            "not supported; a model without positions states pos_embed='none' in the model_args of its config.json"
+        )
     heads = settings.get("num_heads")
     return ViTConfig(
         image_size=image_size,
         patch_size=cells,
+        cut_uneven=any(math.ceil(side / stride) % patch for side, patch in zip(image_size, cells, strict=True)),
         channels=shapes[f"{BACKBONE}stem.conv.weight"][1] if root else channels,
         root=root,
         width=width,
@@ -282,7 +326,7 @@ def _vit_config(
         final_norm="pooled" if pooled else "tokens",
         positions="learned" if "pos_embed" in tensors else "none",
         positions_cover=covered,
-        position_resize="bicubic-antialias",
+        position_resize="bicubic-offset" if dino and not registers else "bicubic-antialias",
         activation="swiglu" if swiglu else ACTIVATIONS[act],
         layer_scale=float(settings.get("init_values") or 1e-5) if "blocks.0.ls1.gamma" in tensors else 0.0,
         qk_norm="blocks.0.attn.q_norm.weight" in tensors,
@@ -320,7 +364,7 @@ def _root(shapes: Mapping[str, tuple[int, ...]]) -> RootConfig | None:
     )
 
 
-def _grid(
+def _size(
     places: int,
     has_cls: bool,
     registers: int,
@@ -329,7 +373,7 @@ def _grid(
     path: Path,
     stride: int,
 ) -> tuple[tuple[int, int], Covered]:
-    """Return the grid of a position embedding, and the tokens before the patches that it covers.
+    """Return the image size of a position embedding, and the tokens before the patches that it covers.
 
     In timm, the position embedding covers all tokens before the patches, or none of them ("no_embed_class"). In DINOv2,
     it covers the class token only. The first image size in `sizes` with a matching number of patches is used. If no
@@ -342,7 +386,7 @@ def _grid(
     for size in sizes:
         height, width = (math.ceil(side / stride) // patch for side, patch in zip(size, cells, strict=True))
         if height * width in choices and height > 0:
-            return (height, width), choices[height * width]
+            return size, choices[height * width]
     squares = [count for count in choices if count > 0 and math.isqrt(count) ** 2 == count]
     if len(squares) != 1:
         raise BundleError(
@@ -350,11 +394,7 @@ def _grid(
             f"size that the model was made for (vitrail convert --image-size)"
         )
     side = math.isqrt(squares[0])
-    return (side, side), choices[squares[0]]
-
-
-def _only(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: values[name] for name in names if name in values}
+    return (side * cells[0] * stride, side * cells[1] * stride), choices[squares[0]]
 
 
 def _carried(config: AnyConfig) -> Table:
@@ -363,6 +403,18 @@ def _carried(config: AnyConfig) -> Table:
     # Other kinds of positions were refused, and without positions there is nothing to resize.
     resize = own("bicubic-antialias") if config.positions == "learned" else KEPT
     return {**VIT, "position_resize": resize}
+
+
+def _unloadable(config: AnyConfig) -> Iterator[str]:
+    """Yield the parts of the network that no model of timm has."""
+    if config.architecture == "BiT":
+        if config.width % 8 or len(config.depths) > 4:
+            yield f"width={config.width} and depths={config.depths} (timm has multiples of 8, and up to four stages)"
+        return
+    if config.norm_eps > 2 * TIMM_EPS:
+        yield f"norm_eps={config.norm_eps} (its code has {TIMM_EPS})"
+    if config.pool == "map" and config.activation == "swiglu":
+        yield "pool='map' with activation='swiglu' (the MLP of its attention pooling has no gate)"
 
 
 def _bare_loss_of_config(config: AnyConfig) -> Iterator[str]:

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from vitrail.data.pixels.geometry import scaled_side
 from vitrail.data.pixels.preprocess import Interpolation, Preprocess, Resize
+from vitrail.errors import BundleError
+from vitrail.models.layers import Activation
 from vitrail.models.variants import AnyConfig
 from vitrail.weights.bundle import Bundle
 
 __all__ = [
+    "ACTIVATIONS",
     "POOLS",
     "STORED",
     "architecture_of",
+    "arguments_of",
+    "check_arguments",
     "classes_of",
     "family_of",
     "lost_preprocess",
     "preprocess_of",
+    "settings_of",
     "size_of",
     "stored_config",
     "written_config",
@@ -31,6 +39,32 @@ STORED = "vitrail_timm_config"
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 POOLS = {"cls": "token", "gap": "avg", "map": "map"}
 """Our names of the kinds of pooling, with timm's names."""
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu", "gelu_tanh": "gelu-tanh", "gelu_erf": "gelu", "silu": "swiglu", "swish": "swiglu",
+}  # fmt: skip
+"""Our activations by timm's names. A gated MLP has two matrices in one, which the shapes of the tensors show."""
+HEADS = {
+    "tiny": 3, "wee": 4, "little": 5, "small": 6, "medium": 8, "mediumd": 8, "betwixt": 10, "base": 12, "so150m2": 13,
+    "so150m": 14, "large": 16, "huge": 16, "giant": 16, "giantopt": 16, "gigantic": 16, "so400m": 16,
+}  # fmt: skip
+"""Numbers of attention heads of timm's models by the sizes in their names."""
+ARCHITECTURE = re.compile(
+    rf"(?:(?:vit|deit3?|flexivit)_(?P<size>{'|'.join(HEADS)})(?:_patch\d+|_r(?:26|50)?_s\d+(?:_p8)?)?(?P<plus>_plus)?"
+    r"(?:_reg\d)?(?P<siglip>_siglip)?(?P<pool>_gap|_map)?(?P<family>_dinov2|_tipsv2|_36x1)?"
+    r"|eva_(?P<eva>large)_patch14|resnetv2_\d+x\d_bit)(?:_(?:\d+|miil|in21k|sam|dino))*"
+)
+"""Names of timm's models that are pre-norm Vision Transformers with LayerNorm and GELU or SwiGLU, hybrids, or BiT.
+Their arithmetic follows from the name, the arguments and the tensors. Models with other names can have the same tensors
+and other arithmetic, such as norms behind the branches or rotary positions."""
+TANH = re.compile(r"giantopt_|so400m_patch16_|base_patch32_siglip|large_patch16_siglip(_gap)?_512")
+"""Names of the models of SigLIP 2 whose GELU is the tanh approximation."""
+DEFAULTS = ("pre_norm", "final_norm", "scale_attn_norm", "scale_mlp_norm", "attn_layer", "norm_layer")
+"""Arguments that have timm's default in every network of ours."""
+WITHOUT_EFFECT = (
+    "img_size", "num_classes", "dynamic_img_size", "dynamic_img_pad", "strict_img_size", "weight_init", "fix_init",
+    "drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate",
+)  # fmt: skip
+"""Arguments that only training and initialisation use, and the sizes, which are compared with the tensors elsewhere."""
 INTERPOLATIONS: dict[Interpolation, str] = {
     "nearest": "nearest", "bilinear": "bilinear", "bicubic": "bicubic", "area": "box",
 }  # fmt: skip
@@ -134,6 +168,110 @@ def architecture_of(config: AnyConfig) -> str | None:
     return HYBRIDS.get(config.root.depths) if config.root.width == 64 and not is_swiglu else None
 
 
+def settings_of(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the arguments with which timm builds the model of `config.json`: those that the name of the architecture
+    decides, with those in `model_args` in their place. Raise `BundleError` for an architecture that is none of ours."""
+    name = str(content.get("architecture") or "").partition(".")[0]
+    stated = {key: value for key, value in (content.get("model_args") or {}).items() if value is not None}
+    settings: dict[str, Any] = {}
+    if name:
+        match = ARCHITECTURE.fullmatch(name)
+        if match is None:
+            raise BundleError(
+                f"{path}: architecture={name!r} is not one of timm's plain Vision Transformers, hybrids and BiT "
+                "models. Its blocks, norms or positions can differ from ours although the tensors have the same names, "
+                "so it is not loaded"
+            )
+        settings = _named_settings(name, match)
+    told = content.get("global_pool")
+    if name and told is not None and "global_pool" not in stated and told != settings["global_pool"]:
+        # timm itself ignores this field. Its fine-tuned models have another pooling than the name says, and a norm
+        # behind the pooling that tells so.
+        stated["fc_norm"] = told in ("avg", "avgmax", "max") if stated.get("fc_norm") is None else stated["fc_norm"]
+    return {**settings, **({} if told is None else {"global_pool": told}), **stated}
+
+
+def _named_settings(name: str, match: re.Match[str]) -> dict[str, Any]:
+    size, family, pool = match["size"] or match["eva"], match["family"], match["pool"]
+    if size is None:
+        return {"global_pool": "avg"}
+    heads = 14 if match["plus"] else 24 if size == "giant" and family else HEADS[size]
+    return {
+        "num_heads": 16 if name == "vit_base_patch16_gap_224" else heads,
+        "act_layer": "silu" if size == "giant" and family else "gelu_tanh" if TANH.search(name) else "gelu",
+        "global_pool": "avg" if pool == "_gap" or match["eva"] else "map" if pool or match["siglip"] else "token",
+    }
+
+
+def check_arguments(settings: Mapping[str, Any], config: AnyConfig, path: Path) -> None:
+    """Raise `BundleError` unless every argument of timm is one that the network computes."""
+    ours = arguments_of(config)
+    problems = []
+    unsaid = {} if config.architecture == "BiT" else {"pool_include_prefix": False}
+    for name, value in {**unsaid, **settings}.items():
+        if name in WITHOUT_EFFECT or value is None or (name in ours and _agrees(name, value, ours[name], config)):
+            continue
+        known = f" (the network has {ours[name]!r})" if name in ours else " (an argument that Vitrail does not know)"
+        problems.append(f"{name}={value!r}{known}")
+    if problems:
+        raise BundleError(
+            f"{path}: timm builds a model that Vitrail cannot compute, or that the tensors do not fit: "
+            f"{'; '.join(problems)}"
+        )
+
+
+def _agrees(name: str, value: Any, ours: Any, config: AnyConfig) -> bool:
+    if config.architecture == "BiT":
+        return bool(value == ours)
+    is_swiglu = config.activation == "swiglu"
+    match name:
+        case "act_layer":
+            return ACTIVATIONS.get(value) == config.activation
+        case "mlp_ratio":
+            return int(config.width * value) == config.mlp_width * (1 + is_swiglu)
+        case "init_values" | "fc_norm" | "class_token":
+            return bool(value) == bool(ours)
+        case "patch_size":
+            return ((value, value) if isinstance(value, int) else tuple(value)) == config.patch_size
+        case "pos_embed":
+            return bool((value or "none") == ours)
+        case "no_embed_class":
+            return not config.prefix or config.positions == "none" or bool(value == ours)
+        case "pool_include_prefix":
+            return not config.prefix or config.pool == "cls" or bool(value == ours)
+        case "attn_layer":
+            return value in ("", "attn")
+        case "norm_layer":
+            return str(value).lower() == "layernorm"
+        case _:
+            return bool(value == ours)
+
+
+def arguments_of(config: AnyConfig) -> dict[str, Any]:
+    """Return the arguments with which timm builds the network."""
+    if config.architecture == "BiT":
+        return {
+            "layers": list(config.depths), "width_factor": config.width / 64, "in_chans": config.channels,
+            "global_pool": "avg",
+        }  # fmt: skip
+    is_swiglu, patch, cover = config.activation == "swiglu", config.patch_size, config.positions_cover
+    hidden = config.mlp_width * (1 + is_swiglu)  # timm counts the gate
+    return {
+        "img_size": list(config.image_size), "patch_size": patch[0] if patch[0] == patch[1] else list(patch),
+        "in_chans": config.channels, "embed_dim": config.width,
+        "depth": config.depth, "num_heads": config.heads, "mlp_ratio": _mlp_ratio(hidden, config.width),
+        "class_token": config.has_class_token, "reg_tokens": config.registers, "qkv_bias": config.qkv_bias,
+        # timm drops arguments that are null, so 0 turns LayerScale off
+        "qk_norm": config.qk_norm, "proj_bias": config.dense_bias, "init_values": config.layer_scale,
+        "fc_norm": config.final_norm == "pooled", "pos_embed": "learn" if config.positions == "learned" else "none",
+        "no_embed_class": cover == "patches" or (cover == "class" and config.registers > 0),
+        "global_pool": POOLS.get(config.pool), "pool_include_prefix": config.pool == "map",
+        "act_layer": "silu" if is_swiglu else "gelu_tanh" if config.activation == "gelu-tanh" else "gelu",
+        "pre_norm": False, "final_norm": True, "scale_attn_norm": False, "scale_mlp_norm": False,
+        "attn_layer": "", "norm_layer": "layernorm",
+    }  # fmt: skip
+
+
 def written_config(bundle: Bundle) -> dict[str, Any]:
     """Return the content of `config.json` in timm's hub folders."""
     config, preprocess = bundle.network.config, bundle.preprocess
@@ -146,31 +284,14 @@ def written_config(bundle: Bundle) -> dict[str, Any]:
         "crop_mode": CROP_MODES[preprocess.resize],
         "num_classes": config.num_classes,
     }
-    arguments: dict[str, Any]
-    if config.architecture == "BiT":
-        pool, arguments = "avg", {"layers": list(config.depths)}
-    else:
-        pool, is_swiglu = POOLS[config.pool], config.activation == "swiglu"
-        patch, cover = config.patch_size, config.positions_cover
-        hidden = config.mlp_width * (1 + is_swiglu)  # timm counts the gate
-        arguments = {
-            "img_size": list(config.image_size), "patch_size": patch[0] if patch[0] == patch[1] else list(patch),
-            "in_chans": config.channels, "embed_dim": config.width,
-            "depth": config.depth, "num_heads": config.heads, "mlp_ratio": _mlp_ratio(hidden, config.width),
-            "class_token": config.has_class_token, "reg_tokens": config.registers, "qkv_bias": config.qkv_bias,
-            "qk_norm": config.qk_norm, "proj_bias": config.dense_bias, "init_values": config.layer_scale or None,
-            "fc_norm": config.final_norm == "pooled", "pos_embed": "learn" if config.positions == "learned" else "none",
-            "no_embed_class": cover == "patches" or (cover == "class" and config.registers > 0),
-        }  # fmt: skip
-        if not is_swiglu:  # the architecture has its own activation
-            arguments["act_layer"] = "gelu_tanh" if config.activation == "gelu-tanh" else "gelu"
-    architecture = architecture_of(config)
+    arguments, architecture = arguments_of(config), architecture_of(config)
     return {
         **({} if architecture is None else {"architecture": architecture}),
         "num_classes": config.num_classes,
         "num_features": config.embed_width,
-        "global_pool": pool,
-        "model_args": arguments,
+        "global_pool": arguments["global_pool"],
+        # the other arguments have timm's defaults
+        "model_args": {name: value for name, value in arguments.items() if name not in DEFAULTS},
         "label_names": list(bundle.classes),
         "pretrained_cfg": stated,
     }
