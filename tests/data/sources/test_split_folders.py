@@ -347,3 +347,14 @@ def test_values_of_a_column_are_chosen(tree: Trees) -> None:
         assert len(splits.notes) == 1 and "later" in splits.notes[0]
     with pytest.raises(DataError, match="nothing named absent"):
         opened(root, "train=learn", "test=absent")
+
+
+def test_idx_files_without_labels_or_training_images(idx_folder: Callable[..., Path]) -> None:
+    root = idx_folder(train=[0, 1], t10k=[1, 0])
+    (root / "t10k-labels-idx1-ubyte").unlink()
+    splits = opened(root)
+    assert splits.test is None and "test split is skipped" in splits.notes[0]
+    only = idx_folder(name="only", t10k=[1, 0])
+    assert len(open_whole(str(only), needs_training=False).whole.test) == 2
+    with pytest.raises(DataError, match="has a test split but no training images"):
+        opened(only)

@@ -20,7 +20,7 @@ from vitrail.data.sources.files import FileSource, shared_files
 from vitrail.data.sources.folder import class_folders
 from vitrail.data.sources.fractals import open_fractals
 from vitrail.data.sources.hub_data import open_hub_data
-from vitrail.data.sources.idx import IdxSource, find_idx
+from vitrail.data.sources.idx import IdxSource, find_idx, has_idx, unlabelled_idx
 from vitrail.data.sources.pseudo_labels import Pool, looks_like_pseudo_labels, open_pseudo_labels
 from vitrail.data.sources.shards.shard_paths import looks_like_shards
 from vitrail.data.sources.shards.shards import open_shards
@@ -30,12 +30,14 @@ from vitrail.data.sources.tables.table import SUFFIXES as TABLES
 from vitrail.data.sources.tables.table import open_table, tables_in
 from vitrail.data.splits import (
     SPLITS,
+    Split,
     SplitNames,
     Splits,
     check_classes,
     one_class,
     split_names,
     split_of,
+    splits_from,
     with_validation,
     without_training,
 )
@@ -322,10 +324,10 @@ def _open(
                 "let vitrail data label write the labels that a model gives them"
             )
         return open_table([path], classes, numbers=numbers, unlabelled=unlabelled, chosen=chosen)
-    elif path.is_dir() and not find_idx(path, "train") and (tables := tables_in(path, chosen)):
+    elif path.is_dir() and not has_idx(path) and (tables := tables_in(path, chosen)):
         splits = open_table(tables, classes, numbers=numbers, unlabelled=unlabelled, chosen=chosen, is_folder=True)
         return replace(splits, notes=(*splits.notes, *_beside(path, tables)))
-    elif path.is_dir() and not find_idx(path, "train") and (inner := wrapped(path)):
+    elif path.is_dir() and not has_idx(path) and (inner := wrapped(path)):
         splits = _open(str(inner), classes, numbers, unlabelled, chosen)
         return replace(splits, notes=(f"{path}: reading {inner.name}/, the only folder in it", *splits.notes))
     else:
@@ -384,7 +386,7 @@ def _open_classes(
             f"data {location!r} has an unknown file format; supported are files of {kinds}, a folder of class folders, "
             f"and the names {', '.join(NAMES)}"
         )
-    if find_idx(path, "train"):
+    if has_idx(path):
         if chosen:
             raise DataError(f"data {location!r} is a folder of IDX files, which --splits cannot divide; leave it out")
         return _idx(path, classes)
@@ -504,10 +506,9 @@ def _reduced(splits: Splits, spec: str, amount: str, per_class: int | None, seed
 
 
 def _idx(root: Path, classes: tuple[str, ...] | None) -> Splits:
-    opened: dict[str, Source | None] = {}
-    for split in ("train", "validation", "test"):
-        files = find_idx(root, split)
-        opened[split] = IdxSource(*files, classes) if files else None
-        classes = classes or (opened["train"].classes if opened["train"] else None)
-    assert opened["train"] is not None, "find_idx saw a training split before this was called"
-    return Splits(opened["train"], opened["validation"], opened["test"])
+    sources: dict[Split, Source] = {}
+    for split in SPLITS:
+        if files := find_idx(root, split):
+            sources[split] = IdxSource(*files, classes)
+            classes = classes or sources[split].classes
+    return splits_from(sources, unlabelled_idx(root))

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import math
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from jaxtyping import UInt8
 from vitrail.data.source import Sample, TargetKind
 from vitrail.errors import DataError
 
-__all__ = ["IdxSource", "find_idx", "read_idx"]
+__all__ = ["IdxSource", "find_idx", "has_idx", "read_idx", "unlabelled_idx"]
 
 SPLIT_PREFIXES = {"train": ("train",), "test": ("t10k", "test"), "validation": ("val", "validation")}
 
@@ -56,6 +57,11 @@ class IdxSource:
         return hashlib.blake2b(self.images[index], digest_size=16).hexdigest()
 
 
+def has_idx(folder: Path) -> bool:
+    """Return True if `folder` has the files of at least one split."""
+    return any(find_idx(folder, split) for split in SPLIT_PREFIXES)
+
+
 def find_idx(folder: Path, split: str) -> tuple[Path, Path] | None:
     """Return the image file and the label file of a split ("train", "validation" or "test") in `folder`, or None."""
     for prefix in SPLIT_PREFIXES[split]:
@@ -65,6 +71,14 @@ def find_idx(folder: Path, split: str) -> tuple[Path, Path] | None:
             if images.is_file() and labels.is_file():
                 return images, labels
     return None
+
+
+def unlabelled_idx(folder: Path) -> Iterator[str]:
+    """Yield a note on each split that has images and no labels."""
+    for split, prefixes in SPLIT_PREFIXES.items():
+        images = [path for prefix in prefixes for path in folder.glob(f"{prefix}-images-idx3-ubyte*")]
+        if images and not find_idx(folder, split):
+            yield f"{folder}: the {split} split is skipped, because {images[0].name} has no file of labels beside it"
 
 
 def read_idx(path: Path) -> UInt8[np.ndarray, " ..."]:
