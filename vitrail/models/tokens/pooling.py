@@ -66,7 +66,8 @@ def pool(
     if how == "map":
         assert attention is not None
         first = [] if features.cls is None else [features.cls[:, None]]
-        return attention(torch.cat([*first, features.registers, features.patches], dim=1), sizes)
+        tokens = torch.cat([*first, features.registers, features.patches], dim=1)
+        return attention(tokens) if sizes is None else attention(tokens, sizes)
     if how == "cls":
         assert features.cls is not None
         return features.cls

@@ -1,0 +1,221 @@
+"""Tests that other libraries train, adapt, quantise and store our networks, as docs/libraries.md says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from huggingface_hub import PyTorchModelHubMixin
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+import vitrail
+from vitrail.errors import ConfigError
+from vitrail.models.variants import build
+from vitrail.models.vit import VisionTransformer
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("types_unchecked"),
+    pytest.mark.filterwarnings("default"),  # of other libraries
+]
+
+SIZE = (24, 40)
+
+
+def network(**fields: Any) -> VisionTransformer:
+    """Return a network in which every weight matters."""
+    torch.manual_seed(0)
+    sizes = {"width": 32, "depth": 2, "heads": 4, "mlp_width": 64}
+    made: Any = vitrail.create("ViT-Pico/8", image_size=SIZE, num_classes=5, **{**sizes, **fields})
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return made
+
+
+def batches(count: int = 16) -> DataLoader[tuple[Tensor, ...]]:
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.arange(count) % 5
+    images = torch.randn(count, 3, *SIZE, generator=generator) + labels[:, None, None, None]
+    return DataLoader(TensorDataset(images, labels), batch_size=8)
+
+
+def by_hand(made: nn.Module, epochs: int) -> nn.Module:
+    """Train with plain PyTorch."""
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    made.train()
+    for _ in range(epochs):
+        for images, labels in batches():
+            optimizer.zero_grad()
+            F.cross_entropy(made(images), labels).backward()
+            optimizer.step()
+    return made
+
+
+def assert_same_weights(found: nn.Module, expected: nn.Module) -> None:
+    for name, weight in expected.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], weight, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_lightning_trains_as_plain_pytorch_does(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Classifier(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network()
+
+        def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
+            return F.cross_entropy(self.network(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = Classifier()
+    trainer = lightning.Trainer(
+        max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(module, batches())
+    assert_same_weights(module.network, by_hand(network(), 2))
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    again = Classifier.load_from_checkpoint(tmp_path / "last.ckpt")
+    assert_same_weights(again.network, module.network)
+
+
+def test_accelerate_trains_as_plain_pytorch_does() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator, made = accelerate.Accelerator(cpu=True), network()
+    prepared, optimizer, data = accelerator.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1), batches())
+    prepared.train()
+    for _ in range(2):
+        for images, labels in data:
+            optimizer.zero_grad()
+            accelerator.backward(F.cross_entropy(prepared(images), labels))
+            optimizer.step()
+    assert_same_weights(accelerator.unwrap_model(prepared), by_hand(network(), 2))
+
+
+@pytest.mark.parametrize("fields", [{"pool": "gap"}, {"reversible": True}], ids=str)
+def test_peft_adapts_stores_and_merges(fields: dict[str, Any], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=4, target_modules=["qkv", "up", "out"], init_lora_weights=False)
+    adapted = peft.get_peft_model(network(**fields), settings)
+    images = next(iter(batches()))[0]
+    before = adapted.eval()(images)
+    assert not torch.allclose(before, network(**fields).eval()(images), atol=1e-3)
+    by_hand(adapted, 1)
+    frozen, trained = network(**fields).state_dict(), dict(adapted.named_parameters())
+    for name, weight in adapted.base_model.model.named_parameters():
+        if "lora" in name:
+            assert weight.grad is not None and weight.grad.abs().sum() > 0, name
+        else:
+            assert torch.equal(weight, frozen[name.replace(".base_layer", "")]), name
+    assert any("lora_A" in name for name in trained)
+    adapted.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(network(**fields), tmp_path).eval()
+    expected = adapted.eval()(images)
+    torch.testing.assert_close(again(images), expected)
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(merged.eval()(images), expected, rtol=1e-4, atol=1e-5)
+    assert merged.state_dict().keys() == frozen.keys()
+
+
+@pytest.mark.parametrize("fields", [{"pool": "gap"}, {"pool": "map"}, {"pool": "gap", "reversible": True}], ids=str)
+def test_opacus_has_the_gradients_of_each_image(fields: dict[str, Any]) -> None:
+    opacus = pytest.importorskip("opacus")
+    private, plain = opacus.GradSampleModule(network(**fields), loss_reduction="sum"), network(**fields)
+    images, labels = next(iter(batches()))
+    F.cross_entropy(private(images), labels, reduction="sum").backward()
+    for number in range(2):
+        plain.zero_grad()
+        F.cross_entropy(plain(images[number : number + 1]), labels[number : number + 1]).backward()
+        for (name, weight), own in zip(plain.named_parameters(), private.parameters(), strict=True):
+            assert weight.grad is not None
+            torch.testing.assert_close(own.grad_sample[number], weight.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("fields", [{"positions": "relative-bias"}, {"positions_at": "every-layer"}], ids=str)
+def test_opacus_refuses_positions_that_it_cannot_differentiate(fields: dict[str, Any]) -> None:
+    opacus = pytest.importorskip("opacus")
+    private = opacus.GradSampleModule(network(pool="gap", **fields))
+    with pytest.raises(AttributeError, match="detach"):
+        private(next(iter(batches()))[0])
+
+
+def test_torchao_quantises_dense_layers() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    made, images = network(pool="gap").eval(), next(iter(batches()))[0]
+    with torch.no_grad():
+        expected = made(images)
+        quantization.quantize_(made, quantization.Int8WeightOnlyConfig())
+        assert type(made.get_submodule("blocks.0.mlp.up").get_parameter("weight").data) is not Tensor
+        found = made(images)
+    assert not torch.equal(found, expected)
+    assert (found - expected).norm() < 0.05 * expected.norm()
+
+
+def test_the_hubs_mixin_stores_and_reads(tmp_path: Path) -> None:
+    class OnTheHub(VisionTransformer, PyTorchModelHubMixin): ...
+
+    original = OnTheHub(network(registers=2).config)
+    original.load_state_dict(network(registers=2).state_dict())
+    original.save_pretrained(tmp_path)
+    again = OnTheHub.from_pretrained(tmp_path)
+    images = next(iter(batches()))[0]
+    assert again.config == original.config
+    assert torch.equal(again.eval()(images), original.eval()(images))
+
+
+def test_trainer_trains_a_wrapped_network_and_refuses_a_bare_one(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Classifier(nn.Module):
+        def __init__(self, network: nn.Module) -> None:
+            super().__init__()
+            self.network = network
+
+        def forward(self, images: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            logits = self.network(images)
+            return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+    given: Any = batches().dataset
+    data = [{"images": image, "labels": label} for image, label in given]
+    settings = transformers.TrainingArguments(
+        str(tmp_path), max_steps=3, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no",
+        learning_rate=1e-2,
+    )  # fmt: skip
+    module = Classifier(network())
+    transformers.Trainer(module, settings, train_dataset=data).train()
+    assert not torch.equal(module.network.head.weight, network().head.weight)  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match="libraries"):
+        transformers.Trainer(network(), settings, train_dataset=data)
+
+
+def test_fsdp_fills_a_network_on_meta(tmp_path: Path) -> None:
+    original = network(stochastic_depth=0.5)
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with torch.device("meta"):
+            made = build(original.config)
+        for block in made.layers().blocks:
+            fully_shard(block, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        fully_shard(made, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        assert isinstance(made, FSDPModule)
+        made.to_empty(device="cpu")
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(made, original.state_dict(), options=options)
+        results = []
+        for one in (original, made):
+            torch.manual_seed(3)
+            results.append(one.train()(next(iter(batches()))[0]))
+        torch.testing.assert_close(results[1], results[0])
+    finally:
+        torch.distributed.destroy_process_group()
