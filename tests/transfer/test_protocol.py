@@ -167,7 +167,7 @@ def test_each_rate_has_a_run_and_the_test_split_no_part(base: TrainConfig, tiny_
         1e-5,
         0.1,
     ]
-    assert list(trials) == sorted(trials, key=lambda trial: (-trial.value, trial.rate))
+    assert list(trials) == sorted(trials, key=lambda trial: (-trial.value, trial.loss, trial.rate))
     for trial in trials:
         assert trial.folder == tmp_path / "rates" / f"{trial.rate:g}"
         record = json.loads((trial.folder / "run.json").read_text())

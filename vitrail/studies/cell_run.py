@@ -19,7 +19,7 @@ from vitrail.studies.cell import Cell, CellResult, read_cell, read_result
 from vitrail.training.config import TrainConfig
 from vitrail.training.finish import RunResult
 from vitrail.training.records.record import read_record
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.reporting.journal import kept_result
 from vitrail.training.run import finished, resume, train
 from vitrail.training.steps.phases import phases_of, run_flops
 
@@ -90,14 +90,10 @@ def _measured(cell: Cell, result: RunResult, splits: Splits) -> dict[str, float]
             raise DataError(f"data {cell.train_config.data.spec!r} has no {cell.measured} split to measure a cell on")
         outputs = Outputs(result.bundle, precision="float32")
         metrics = measure(evaluators_of(",".join(cell.by), cell.evaluator_settings), outputs, splits.train, held_out)
-    return metrics | (_last_evaluation(result) if cell.measured == "validation" else {})
-
-
-def _last_evaluation(result: RunResult) -> dict[str, float]:
-    """Return the metrics of the finished model on the validation split, and its loss, from the journal of the run."""
-    events = [event for event in read_journal(result.folder / "journal.jsonl") if event["event"] == "evaluation"]
-    names = [metric.name for metric in result.task.metrics]
-    return {f"validation_{name}": float(value) for name, value in events[-1].items() if name in names}
+    if cell.measured == "validation":
+        found, names = kept_result(result.folder / "journal.jsonl"), {metric.name for metric in result.task.metrics}
+        metrics |= {f"validation_{name}": found[name] for name in found.keys() & names}
+    return metrics
 
 
 def _diverged(reason: str, config: TrainConfig, flops: float) -> CellResult:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vitrail.errors import RunError, plural
+from vitrail.evaluation.predictions.streaming import merit
 from vitrail.files import saving, write_json
 from vitrail.studies.cell import Cell, CellResult, Measured, make_cell
 from vitrail.studies.pool import CELLS, CellPool
@@ -197,10 +198,8 @@ def _machine(result: CellResult) -> str:
 
 
 def _merit(result: CellResult) -> tuple[float, float]:
-    """Return a value that is larger for a better trial. The loss decides between equal accuracies."""
-    if result.diverged:
-        return -1.0, 0.0
-    return result.metrics["validation_accuracy"], -result.metrics.get("validation_cross_entropy", 0.0)
+    """Return the merit of a trial. One that diverged has no metrics, and is worse than all others."""
+    return merit(*map(result.metrics.get, ("validation_accuracy", "validation_cross_entropy")))
 
 
 def _labelled(cells: Sequence[Cell], label: str) -> list[tuple[str, Cell]]:

@@ -109,13 +109,13 @@ def _own_images(train: Source) -> Source:
 
 
 def _is_better(model: LinearMap, head: nn.Linear, outputs: Outputs, splits: Splits) -> bool:
-    """Return True if a linear model has a better metric on the validation split than a trained head."""
+    """Return True if a linear model is better on the validation split than a trained head, by the metric or, if both
+    have the same value, by the loss."""
     if splits.validation is None:
         return False
     known = labelled_features(outputs, splits.validation, "head-inputs")
     if not len(known.truth):
         return False
     weight, bias = (tensor.detach().cpu().double().numpy() for tensor in (head.weight.t(), head.bias))
-    new, old = (each.measure(known.features, known.truth) for each in (model, LinearMap(weight, bias)))
-    metric = SELECTING[known.truth.kind]
-    return new[metric] > old[metric]
+    new, old = (each.merit(known.features, known.truth) for each in (model, LinearMap(weight, bias)))
+    return new > old

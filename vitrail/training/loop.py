@@ -96,7 +96,7 @@ def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]
         state.optimizer.zero_grad(set_to_none=True)
     state.objective.after_step(position, processes)
     if state.average is not None:
-        state.average.update(state.step)
+        state.average.update()
     return metrics
 
 

@@ -15,6 +15,7 @@ from vitrail.data.source import fingerprint
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, NonFiniteLoss, RunError
+from vitrail.evaluation.predictions.streaming import merit
 from vitrail.models.variants import AnyConfig
 from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import RESOLVED, TrainConfig
@@ -22,7 +23,7 @@ from vitrail.training.finish import RunResult
 from vitrail.training.optimization.optimizer import OptimizerConfig
 from vitrail.training.records.record import read_record
 from vitrail.training.reporting.display import Display
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.reporting.journal import kept_result, read_journal
 from vitrail.training.run import resume, train
 from vitrail.transfer.choices import (
     FEW,
@@ -110,6 +111,8 @@ class Trial(NamedTuple):
     rate: float
     value: float
     """Value of the metric."""
+    loss: float
+    """Loss on the held-out images, which decides between equal values."""
     metric: TaskMetric
     folder: Path
 
@@ -215,8 +218,8 @@ def choose_rate(
     display: Display | None = None,
     on_trial: Callable[[Trial], None] = lambda trial: None,
 ) -> tuple[Trial, ...]:
-    """Train with each learning rate, and return the trials, best first. Of equally good rates, the lower one comes
-    first.
+    """Train with each learning rate, and return the trials, best first. The loss decides between equal metrics, and
+    the lower rate comes first if the losses are equal too.
 
     Every trial has a folder inside `folder`. A finished trial is reused, and a stopped trial continues. The test split
     is not used. `data` is the open data set of `config`, and `initial` is the model that every trial starts from.
@@ -234,28 +237,27 @@ def choose_rate(
     if not splits.validation:
         raise ConfigError(no_images)
     metric = config.task.selection(splits)
-    if not metric.describes_model:  # a run returns only the metrics of its model
-        metric = replace(config.task, select=None).selection(splits)
-    name = f"validation_{metric.name}"
     trials: list[Trial] = []
     for rate in rates:
         place = folder / f"{rate:g}"
         trial = config.override(learning_rate=rate, keep="last", run=str(place), overwrite=False)
         try:
-            metrics, _ = complete_run(
-                trial, data, initial, display=display, measure_test=False, replaces=config.run.overwrite
-            )
+            complete_run(trial, data, initial, display=display, measure_test=False, replaces=config.run.overwrite)
         except NonFiniteLoss as error:
             if rate == rates[-1] and not trials:
                 raise
             (display or Display()).note(f"learning rate {rate:g} is skipped: {str(error).partition(':')[0]}")
             continue
-        if name not in metrics:  # no held-out image has a label and can be decoded
+        found = kept_result(place / "journal.jsonl")
+        if metric.name not in found:  # no held-out image has a label and can be decoded
             raise ConfigError(no_images)
-        trials.append(Trial(rate, metrics[name], metric, place))
+        trials.append(Trial(rate, found[metric.name], found[config.task.loss_metric], metric, place))
         on_trial(trials[-1])
-    sign = -1 if metric.higher_is_better else 1
-    return tuple(sorted(trials, key=lambda trial: (sign * trial.value, trial.rate)))
+
+    def order(trial: Trial) -> tuple[tuple[float, float], float]:
+        return merit(trial.value, trial.loss, higher_is_better=metric.higher_is_better), -trial.rate
+
+    return tuple(sorted(trials, key=order, reverse=True))
 
 
 def complete_run(

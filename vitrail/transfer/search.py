@@ -8,6 +8,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,14 +21,14 @@ from vitrail.data.source import Subset, fingerprint
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import NonFiniteLoss
+from vitrail.evaluation.predictions.streaming import merit
 from vitrail.files import saving, write_json
 from vitrail.machine import Precision, pick_device, resolve_precision
 from vitrail.models.predictor import Predictor
-from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
 from vitrail.training.linear_head import linear_score
 from vitrail.training.records.lock import locked
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.reporting.journal import kept_result, read_journal
 from vitrail.transfer.choices import Candidate, Search
 from vitrail.transfer.examination import on_device
 from vitrail.transfer.protocol import TRIALS_SUFFIX, complete_run
@@ -226,12 +227,6 @@ def _read(place: Path) -> dict[str, Any] | None:
     return found
 
 
-def _last_value(place: Path, name: str) -> float:
-    """Return the last value of a metric in the journal of a run, or infinity without any."""
-    values = [event[name] for event in read_journal(place / "journal.jsonl") if name in event]
-    return values[-1] if values else math.inf
-
-
 def _median_rate(place: Path) -> float | None:
     """Return the median of the images per second in the journal of a run, without the first, which has the start-up."""
     rates = [event["images_per_second"] for event in read_journal(place / "journal.jsonl") if event["event"] == "step"]
@@ -288,10 +283,7 @@ class _Trials:
         self.tested = 0 if self.splits.test is None else len(self.splits.test)
         self.trial_data = _with_fewer(data.spec, self.splits)
         self.images = min(self.held_out, TRIAL_VALIDATION)
-        metric = config.task.selection(self.splits)
-        if not metric.describes_model:  # a run returns only the metrics of its model
-            metric = replace(config.task, select=None).selection(self.splits)
-        self.metric: TaskMetric = metric
+        self.metric = config.task.selection(self.splits)
         self.tried: list[Tried] = []
         self.speeds: dict[str, float] = {}
         self.key = _key(config, initial, self.splits)
@@ -346,25 +338,21 @@ class _Trials:
         return found
 
     def _run(self, candidate: Candidate, steps: int) -> tuple[float, float]:
-        """Train with a candidate's settings. Return the metric and the loss on the validation split, with the signs
-        that make larger values better. The loss decides between equal metrics."""
+        """Train with a candidate's settings, and return its `merit` on the validation split."""
         place = self.place / f"{candidate.name.replace(' ', '-')}-{steps}"
         of_run = {"evaluations": 0, "checkpoints": 1, "keep": "last", "overwrite": False, "patience": None, "probe": ""}
         of_data = {"validation": "auto", "per_class": None, "mix": ()}  # the data is divided and mixed already
         config = self.config.override(steps=steps, run=str(place), **of_run, **of_data, **candidate.settings)
-        try:
-            metrics, _ = complete_run(config, self.trial_data, self.initial, measure_test=False, replaces=True)
-        except NonFiniteLoss:
-            metrics = {}
-        value = metrics.get(f"validation_{self.metric.name}")
-        loss = _last_value(place, self.config.task.loss_metric)
+        with suppress(NonFiniteLoss):  # without a finished model, there are no metrics
+            complete_run(config, self.trial_data, self.initial, measure_test=False, replaces=True)
+        found = kept_result(place / "journal.jsonl")
+        value, loss = found.get(self.metric.name), found.get(self.config.task.loss_metric)
         if (rate := _median_rate(place)) is not None:
             self.speeds[candidate.name] = config.run.batch_size / rate
         for unneeded in ("checkpoints", "model"):
             shutil.rmtree(place / unneeded, ignore_errors=True)
         self._add(Tried(candidate.name, steps, value))
-        sign = 1 if self.metric.higher_is_better else -1
-        return (-math.inf, -math.inf) if value is None else (sign * value, -loss)
+        return merit(value, loss, higher_is_better=self.metric.higher_is_better)
 
     def _add(self, trial: Tried) -> None:
         """Record a trial, and report it to the user."""

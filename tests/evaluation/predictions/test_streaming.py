@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from vitrail.evaluation.predictions.metrics import mean_average_precision
-from vitrail.evaluation.predictions.streaming import StreamingAccuracy, streaming_metrics
+from vitrail.evaluation.predictions.streaming import StreamingAccuracy, merit, streaming_metrics
 from vitrail.evaluation.truth import MultiLabels, SingleLabels
 
 
@@ -33,3 +33,13 @@ def test_several_labels_in_parts_are_those_of_all() -> None:
     assert metrics.result() == {
         "accuracy": right, "mean_average_precision": mean_average_precision(scores, truth > 0),
     }  # fmt: skip
+
+
+def test_the_loss_decides_between_equal_metrics() -> None:
+    """From the worst to the best model: a metric that is unknown or NaN is worse than every number."""
+    ranked = [(None, 0.1), (0.5, None), (0.5, 0.7), (0.5, 0.2), (0.6, 3.0)]
+    merits = [merit(value, loss) for value, loss in ranked]
+    assert merits == sorted(set(merits)) and merit(float("nan"), 0.1) == merits[0]
+    assert merit(0.5, float("nan")) == merits[1]
+    falling = [merit(value, loss, higher_is_better=False) for value, loss in [(0.6, 0.1), (0.5, 0.7), (0.5, 0.2)]]
+    assert falling == sorted(set(falling))

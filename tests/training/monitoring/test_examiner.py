@@ -80,7 +80,7 @@ def test_the_mean_of_the_weights_is_measured_and_kept(
     ]
     averaged = during[1::2]
     assert all("best" not in event for event in during[::2])
-    best = max(averaged, key=lambda event: (event["accuracy"], -event["step"]))
+    best = max(averaged, key=lambda event: (event["accuracy"], -event["cross_entropy"]))
     step = 12 if keep == "last" else best["step"]
     for name, tensor in load(result.folder).network.state_dict().items():
         torch.testing.assert_close(tensor.double(), means[step - 1][name], rtol=1e-4, atol=1e-6)
@@ -92,6 +92,19 @@ def test_the_mean_of_the_weights_is_measured_and_kept(
     assert validation is not None
     measured = Accuracy()(Outputs(result.bundle), validation, validation)
     assert measured["cross_entropy"] == pytest.approx(during[2]["cross_entropy"], rel=1e-6)
+
+
+def test_the_lower_loss_wins_between_weights_of_equal_accuracy(
+    initial: Initial, from_model: FromModel, colour_folder: Path
+) -> None:
+    config = from_model(
+        initial(classes=COLOURS), colour_folder, linear_head=True, steps=24, evaluations=4, learning_rate=1e-3
+    )
+    run = train(config).folder
+    during = [event for event in events_of(run, "evaluation") if not event.get("kept")]
+    (kept,) = [event for event in events_of(run, "evaluation") if event.get("kept") and event["split"] == "validation"]
+    assert {event["accuracy"] for event in during} == {1.0}, "colours tell the classes"
+    assert kept["step"] == min(during, key=lambda event: event["cross_entropy"])["step"] > 0
 
 
 @pytest.mark.slow

@@ -105,6 +105,22 @@ def test_a_rollback_leaves_the_same_batches_out_as_skipping_them(
     assert steps == [1, 2, 3, 4, 5, 8, 9, 10]
 
 
+@pytest.mark.parametrize("action", ["skip", "rollback"])
+def test_skipped_steps_do_not_count_in_the_mean(
+    action: str, three_splits: Path, batches: list[list[int]], tmp_path: Path
+) -> None:
+    """If all steps but the last one are skipped, the mean is exactly the weights after the only update."""
+    marked = [one[0] for one in batches[:4]] if action == "skip" else [batches[3][0]]
+    fields = {"on_non_finite": action, **PLAIN, "steps": 5, "checkpoints": 1}
+    for average in (0.0, 0.9999):
+        config = ranks.config_of(three_splits, tmp_path / str(average), **fields | {"average": average})
+        ranks.with_faults(config, marked)
+    assert sorted(left_out(tmp_path / "0.9999")) == [1, 2, 3, 4]
+    assert weights(tmp_path / "0.9999") == weights(tmp_path / "0.0")
+    values = json.loads((tmp_path / "0.9999" / "checkpoints" / "step-5" / "state.json").read_text())
+    assert values["averaged"] == 1
+
+
 def test_a_spike_goes_back_to_the_beginning_if_there_is_no_checkpoint_between(
     three_splits: Path, batches: list[list[int]], tmp_path: Path
 ) -> None:
@@ -144,6 +160,7 @@ def test_a_stop_after_a_rollback_changes_no_bit(
     assert left_out(tmp_path / "straight") == left_out(tmp_path / "stopped")
     values = json.loads((tmp_path / "stopped" / "checkpoints" / "step-10" / "state.json").read_text())
     assert values["faults"]["count"] == 1 and values["faults"]["left_out"] == [5, 6, 7]
+    assert values["averaged"] == 7
 
 
 @pytest.mark.parametrize("action", ["skip", pytest.param("rollback", marks=pytest.mark.slow)])

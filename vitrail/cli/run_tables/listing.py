@@ -18,6 +18,7 @@ from rich.table import Table
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional, flag
 from vitrail.errors import ConfigError
+from vitrail.evaluation.predictions.streaming import merit
 from vitrail.training.records.summary import RunSummary, differing_settings, find_runs, summarise
 from vitrail.transfer.protocol import is_trial
 
@@ -132,16 +133,17 @@ def _order(sort: str) -> Any:
         return lambda run: str(run.folder)
     if sort == "time":
         return lambda run: -(run.changed or 0.0)
-    return lambda run: -_main_metric(run)
+    return lambda run: tuple(-part for part in _merit(run))
 
 
-def _main_metric(run: RunSummary) -> float:
-    """Return the task's first metric on the validation split, with the sign that makes larger values better."""
+def _merit(run: RunSummary) -> tuple[float, float]:
+    """Return the `merit` of a run by the task's first metric that the validation split has."""
     if run.config is not None and run.metrics:
         for metric in run.config.task.metrics:
             if (value := run.metrics.get(f"validation_{metric.name}")) is not None:
-                return value if metric.higher_is_better else -value
-    return float("-inf")
+                loss = run.metrics.get(f"validation_{run.config.task.loss_metric}")
+                return merit(value, loss, higher_is_better=metric.higher_is_better)
+    return merit(None, None)
 
 
 def _name(run: RunSummary, folder: Path) -> str:

@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from vitrail.evaluation.classifiers.arrays import (
 )
 from vitrail.evaluation.classifiers.logistic import Fit, LogisticRegression
 from vitrail.evaluation.classifiers.ridge import RidgeRegression
-from vitrail.evaluation.predictions.streaming import SELECTING, streaming_metrics
+from vitrail.evaluation.predictions.streaming import SELECTING, merit, streaming_metrics
 from vitrail.evaluation.truth import MultiLabels, Numbers, SingleLabels, Truth
 
 __all__ = [
@@ -72,6 +73,16 @@ class LinearMap:
             check_finite(tensor(features[part]), np.arange(part.start, part.stop))
             metrics.add(self.scores(features[part]), truth.rows(part))
         return metrics.result()
+
+    def merit(self, features: Float[np.ndarray, "n d"], truth: Truth) -> tuple[float, float]:
+        """Return the `merit` of the map by the metric in `SELECTING` and the mean cross-entropy. Equal R² needs no
+        loss. Raise the errors of `measure`."""
+        loss, answers = None, torch.from_numpy(truth.values)
+        if isinstance(truth, SingleLabels):
+            loss = F.cross_entropy(torch.from_numpy(self.scores(features)), answers).item()
+        elif isinstance(truth, MultiLabels):
+            loss = F.binary_cross_entropy_with_logits(torch.from_numpy(self.scores(features)), answers.double()).item()
+        return merit(self.measure(features, truth)[SELECTING[truth.kind]], loss)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -12,10 +13,17 @@ from vitrail.evaluation.predictions.metrics import mean_average_precision
 from vitrail.evaluation.predictions.number_metrics import StreamingErrors
 from vitrail.evaluation.truth import MultiLabels, Numbers, Truth
 
-__all__ = ["SELECTING", "StreamingAccuracy", "StreamingMetrics", "streaming_metrics"]
+__all__ = ["SELECTING", "StreamingAccuracy", "StreamingMetrics", "merit", "streaming_metrics"]
 
 SELECTING: dict[TargetKind, str] = {"class": "accuracy", "classes": "mean_average_precision", "numbers": "r2"}
 """The metric by which the best model is chosen, for each kind of target. A larger value is better."""
+
+
+def merit(value: float | None, loss: float | None, *, higher_is_better: bool = True) -> tuple[float, float]:
+    """Return a pair that is larger for a better model: the metric that selects decides, and the loss decides between
+    equal values. None and NaN are worse than every number."""
+    score = -math.inf if value is None or math.isnan(value) else value if higher_is_better else -value
+    return score, -math.inf if loss is None or math.isnan(loss) else -loss
 
 
 @runtime_checkable

@@ -85,6 +85,7 @@ class Examiner:
 
     def evaluate(self, training: Mapping[str, float] = MappingProxyType({})) -> None:
         """Measure the weights on the validation split, if there is one. Save the weights if they are the best so far.
+        The loss decides between weights with the same value of the metric that selects.
 
         If weights are averaged, the weights in training are measured as well. `training` has the metrics of the
         training steps since the last evaluation, which the display shows as well. Raises `NonFiniteLoss`.
@@ -97,11 +98,11 @@ class Examiner:
             journal.write("evaluation", step=state.step, split="validation", weights="trained", **result)
         with state.averaged():
             result = self._measure(self.model(), validation)
-            score = result.get(self.selection.name)
+            score, loss = result.get(self.selection.name), result[self.task.loss_metric]
             higher = self.selection.higher_is_better
-            best = score is not None and state.best.is_beaten_by(score, higher_is_better=higher)
+            best = score is not None and state.best.is_beaten_by(score, loss, higher_is_better=higher)
             if best:
-                replaced, state.best = state.best.step, Best(score, state.step)
+                replaced, state.best = state.best.step, Best(score, state.step, loss=loss)
                 self._save(result, replaced)
             else:
                 state.best.waited += 1

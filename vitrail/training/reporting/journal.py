@@ -11,7 +11,7 @@ from typing import Any
 
 from vitrail.files import saving
 
-__all__ = ["Journal", "read_journal"]
+__all__ = ["Journal", "kept_result", "read_journal"]
 
 
 class Journal:
@@ -56,6 +56,15 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
             events = [old for old in events if _stays(old, event)]
         events.append(event)
     return events
+
+
+def kept_result(path: Path) -> dict[str, float]:
+    """Return all metrics of the finished model on the validation split, with its loss. Return an empty dictionary if
+    the run has not measured its finished model on any validation image."""
+    for event in reversed(read_journal(path)):
+        if event.get("kept") and event["split"] == "validation" and event["images"]:
+            return {name: value for name, value in event.items() if isinstance(value, float)}
+    return {}
 
 
 def _stays(event: dict[str, Any], resumed: dict[str, Any]) -> bool:

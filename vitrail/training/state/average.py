@@ -15,17 +15,18 @@ AverageStart = Literal["debiased", "initial", "capped"]
 
 
 class Average:
-    """The exponential moving average of a module's trainable parameters over the steps.
+    """The exponential moving average of a module's trainable parameters over the updates of the optimizer.
 
-    With a decay rate d, every step multiplies the contribution of earlier weights by d. The choices of `start` differ
-    early in the run, when a plain average would consist mostly of the initial weights:
+    With a decay rate d, every update multiplies the contribution of earlier weights by d. A step whose batch is skipped
+    is no update. The choices of `start` differ early in the run, when a plain average would consist mostly of the
+    initial weights:
 
-    - "debiased": The initial weights are not part of the mean, and the factors of the weights of all steps add up to 1.
-      This is the bias correction of Adam (1412.6980, section 3).
+    - "debiased": The initial weights are not part of the mean, and the factors of the weights of all updates add up to
+      1. This is the bias correction of Adam (1412.6980, section 3).
     - "initial": The average starts at the initial weights, without a correction.
-    - "capped": The average starts at the initial weights, and the decay after step t, counted from 0, is at most
-      (1 + t) / (10 + t). The average then spans about a tenth of the steps so far until the decay is reached, after
-      about 9 / (1 - d) steps.
+    - "capped": The average starts at the initial weights, and the decay after update t, counted from 0, is at most
+      (1 + t) / (10 + t). The average then spans about a tenth of the updates so far until the decay is reached, after
+      about 9 / (1 - d) updates.
     """
 
     def __init__(self, module: nn.Module, decay: float, start: AverageStart = "debiased") -> None:
@@ -36,19 +37,23 @@ class Average:
         """This process's parts of the weights, which share memory with the module."""
         self.mean = {name: parameter.detach().clone() for name, parameter in named.items()}
         """The mean of each parameter, by the parameter's name."""
+        self.updates = 0
+        """Number of updates in the mean."""
 
-    def kept(self, step: int) -> float:
-        """Return the factor of the old mean in the update after this step. Steps are counted from 0."""
+    @property
+    def kept(self) -> float:
+        """The factor of the old mean in the next update."""
         if self.start == "initial":
             return self.decay
         if self.start == "capped":
-            return min(self.decay, (1 + step) / (10 + step))
-        return self.decay * (1 - self.decay**step) / (1 - self.decay ** (step + 1))
+            return min(self.decay, (1 + self.updates) / (10 + self.updates))
+        return self.decay * (1 - self.decay**self.updates) / (1 - self.decay ** (self.updates + 1))
 
     @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Update the mean with the weights after this step."""
-        torch._foreach_lerp_(self._means(), self.weights, 1 - self.kept(step))
+    def update(self) -> None:
+        """Add the weights after an update of the optimizer to the mean."""
+        torch._foreach_lerp_(self._means(), self.weights, 1 - self.kept)
+        self.updates += 1
 
     @torch.no_grad()
     def swap(self) -> None:

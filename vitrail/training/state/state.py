@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 from vitrail.data.pipeline import TrainingBatches
+from vitrail.evaluation.predictions.streaming import merit
 from vitrail.tasks.task import Objective
 from vitrail.training.parallel.gradients import GradientSum
 from vitrail.training.parallel.sharding import ShardedGradients, whole_weights
@@ -32,12 +33,16 @@ class Best:
     """Step after which the score was measured, or -1 before the first evaluation."""
     waited: int = 0
     """Number of evaluations since the best score."""
+    loss: float | None = None
+    """Loss of the weights with the best score."""
 
-    def is_beaten_by(self, score: float, *, higher_is_better: bool) -> bool:
-        """Return True if `score` is better than the best score so far, or if there is no score yet."""
+    def is_beaten_by(self, score: float, loss: float, *, higher_is_better: bool) -> bool:
+        """Return True if the score is better than the best score so far, or equally good with a lower loss, or if there
+        is no score yet."""
         if self.score is None or self.step < 0:
             return True
-        return score > self.score if higher_is_better else score < self.score
+        before = merit(self.score, self.loss, higher_is_better=higher_is_better)
+        return merit(score, loss, higher_is_better=higher_is_better) > before
 
 
 @dataclass
@@ -145,6 +150,7 @@ class TrainState:
             "best": vars(self.best),
             "skipped": sorted(self.skipped),
             "faults": self.faults.values(),
+            "averaged": 0 if self.average is None else self.average.updates,
             "random": random_state(),
         }
 
@@ -157,4 +163,6 @@ class TrainState:
         self.best = Best(**values["best"])
         self.skipped = set(values["skipped"])
         self.faults = Faults.from_values(values["faults"]) if "faults" in values else Faults()
+        if self.average is not None:  # older checkpoints do not count the updates, of which most steps have one
+            self.average.updates = values.get("averaged", self.step)
         restore_random_state(values["random"])
