@@ -25,6 +25,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
+from torch.nn.utils import prune
 
 import vitrail
 from vitrail.data.pixels.preprocess import Preprocess
@@ -779,3 +780,43 @@ def test_other_layouts_refuse_a_precision(bundle: Bundle, tmp_path: Path) -> Non
     dataclasses.replace(bundle, precision="bf16").save(tmp_path / "model")
     with pytest.raises(BundleError, match="the layout timm cannot store precision='bf16', which only vitrail"):
         convert(tmp_path / "model", tmp_path / "timm", "timm")
+
+
+# --- networks that their config does not make again
+
+
+def _pruned(network: Any) -> None:
+    prune.l1_unstructured(network.blocks[0].mlp.up, "weight", 0.5)
+
+
+def _other_activation(network: Any) -> None:
+    network.blocks[0].mlp.activation = torch.nn.ReLU()
+
+
+def _own_head(network: Any) -> None:
+    network.head = torch.nn.Sequential(torch.nn.Linear(network.config.width, network.config.num_classes))
+
+
+def _hook(network: Any) -> None:
+    network.blocks[0].register_forward_hook(lambda module, args, output: output * 2)
+
+
+@pytest.mark.parametrize("change", [_pruned, _other_activation, _own_head, _hook])
+def test_a_network_that_would_be_loaded_as_another_is_not_saved(
+    change: Callable[[Any], None], make_bundle: Callable[..., Bundle], tmp_path: Path
+) -> None:
+    bundle = make_bundle()
+    change(bundle.network)
+    bundle.network.train()
+    with pytest.raises(BundleError, match="the network cannot be saved"):
+        bundle.save(tmp_path / "model")
+    assert not (tmp_path / "model").exists() and bundle.network.training and bundle.network.blocks[0].training
+
+
+def test_blocks_that_share_weights_are_saved(make_bundle: Callable[..., Bundle], tmp_path: Path) -> None:
+    bundle = make_bundle(depth=2)
+    bundle.network.blocks[1] = bundle.network.blocks[0]
+    again = load_bundle(bundle.save(tmp_path / "model"), device="cpu")
+    config = bundle.network.config
+    images = torch.randn(2, config.channels, *config.image_size)
+    assert torch.equal(again.network(images), bundle.network.eval()(images))

@@ -140,6 +140,40 @@ def test_weights_inside_a_checkpoint(wrap: Callable[[dict[str, torch.Tensor]], A
     assert_read(open_tensors(tmp_path / "x.pth"), TENSORS)
 
 
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors", ".ckpt", ".pth.tar"])
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.module.", "backbone.module._orig_mod.", "model_ema.module."])
+def test_prefixes_of_wrappers(prefix: str, suffix: str, write_file: Write, tmp_path: Path) -> None:
+    wrapped = {f"{prefix}blocks.0.w": torch.ones(2), f"{prefix}b": torch.zeros(1)}
+    file = open_tensors(write_file(wrapped, tmp_path / f"x{suffix}"))
+    assert_read(file, {"blocks.0.w": torch.ones(2), "b": torch.zeros(1)})
+    assert file.notes == ()
+
+
+@pytest.mark.parametrize("average", ["model_ema", "state_dict_ema", "teacher", "swa_model"])
+def test_the_average_goes_before_the_trained_weights(average: str, tmp_path: Path) -> None:
+    torch.save(
+        {"model": {name: torch.zeros_like(t) for name, t in TENSORS.items()}, average: TENSORS}, tmp_path / "x.pth"
+    )
+    file = open_tensors(tmp_path / "x.pth")
+    assert_read(file, TENSORS)
+    (note,) = file.notes
+    assert f"{average}.*" in note and "model.*" in note
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"model": {"w": torch.zeros(2)}, "network": {"w": torch.zeros(2)}},
+        {"student": {"w": torch.zeros(2)}, "teacher": {"w": torch.zeros(3)}},
+        {"student": {"w": torch.zeros(2), "v": torch.zeros(1)}, "teacher": {"w": torch.zeros(2)}},
+    ],
+)
+def test_two_networks_in_one_file(content: dict[str, Any], tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "x.pth")
+    with pytest.raises(BundleError, match="holds several networks"):
+        open_tensors(tmp_path / "x.pth")
+
+
 def test_files_of_old_pytorch(tmp_path: Path) -> None:
     torch.save(TENSORS, tmp_path / "x.pth", _use_new_zipfile_serialization=False)
     assert_read(open_tensors(tmp_path / "x.pth"), TENSORS)

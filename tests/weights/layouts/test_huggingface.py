@@ -803,3 +803,11 @@ def test_the_library_resizes_positions_as_we_do(tmp_path: Path, make_bundle: Mak
     images = torch.randn(2, 3, 3 * patch, 5 * patch, generator=torch.Generator().manual_seed(2))
     options: dict[str, Any] = {"interpolate_pos_encoding": True} if kind.startswith("vit") else {}
     assert largest_difference(model, bundle.network, images, **options) < 1e-4
+
+
+@pytest.mark.parametrize(("problem", "output"), [(None, "sigmoid"), ("regression", "numbers")])
+def test_one_label_is_never_a_softmax(problem: str | None, output: str, tmp_path: Path, make_bundle: Make) -> None:
+    HUGGINGFACE.write(make_bundle(**VIT, num_classes=1), tmp_path / "model")
+    bundle = load(edit(tmp_path / "model", problem_type=problem), device="cpu")
+    assert bundle.output == output
+    assert any("one label" in note for note in bundle.notes) == (problem is None)

@@ -440,3 +440,61 @@ def test_networks_that_no_model_of_timm_has_are_refused(
     with pytest.raises(BundleError, match="the layout timm cannot store"):
         TIMM.write(random_bundle(config), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+# --- the architecture and its arguments
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"architecture": "vit_base_patch16_rpn_224"}, {"architecture": "vit_base_patch16_rope_224"},
+        {"architecture": "vit_huge_plus_patch16_dinov3"}, {"architecture": "a_model_of_tomorrow"},
+        {"global_pool": "max"}, {"global_pool": ""}, {"model_args": {"global_pool": "avgmax"}},
+        {"global_pool": "avg", "model_args": {"pool_include_prefix": True}}, {"model_args": {"act_layer": "relu"}},
+        {"model_args": {"norm_layer": "rmsnorm"}}, {"model_args": {"pre_norm": True}},
+        {"model_args": {"depth": 7}}, {"model_args": {"an_argument": 1}}, {"num_classes": 3},
+        {"architecture": "vit_base_patch16_224", "global_pool": "avg"},
+    ],
+)  # fmt: skip
+def test_what_our_network_does_not_compute_is_refused(fields: dict[str, Any], folder: Callable[..., Path]) -> None:
+    with pytest.raises(BundleError):
+        load(folder(**fields), device="cpu")
+
+
+@pytest.mark.parametrize("fields", [{"architecture": "vit_base_patch16_224"}, {"model_args": {"drop_rate": 0.1}}])
+def test_what_changes_nothing_is_accepted(
+    fields: dict[str, Any], folder: Callable[..., Path], golden: Callable[..., Any]
+) -> None:
+    assert golden("timm_vit").difference(load(folder(**fields), device="cpu")) < 1e-5
+
+
+def test_positions_of_another_size_than_the_config_states_are_resized(folder: Callable[..., Path]) -> None:
+    bundle = load(folder(model_args={"img_size": [48, 48]}), device="cpu", image_size=(32, 48))
+    assert bundle.network.config.image_size == (32, 48)
+
+
+@pytest.mark.parametrize("name", ["dist_token", "pos_embed"])
+def test_bare_files_that_our_network_cannot_be(
+    name: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path
+) -> None:
+    tensors = dict(golden("timm_vit").tensors)
+    if tensors.pop(name, None) is None:
+        tensors[name] = np.zeros((1, 1, 4), np.float32)
+    with pytest.raises(BundleError, match=name):
+        load(write_file(tensors, tmp_path / "x.pth"), device="cpu", heads=4, image_size=(32, 48))
+
+
+def test_the_decoder_of_mae_is_skipped(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
+    decoder = {"mask_token": np.zeros((1, 1, 3), np.float32), "decoder_embed.weight": np.zeros((3, 4), np.float32)}
+    file = write_file({**golden("timm_vit").tensors, **decoder}, tmp_path / "x.pth")
+    bundle = load(file, device="cpu", heads=4, image_size=(32, 48))
+    assert golden("timm_vit").difference(bundle) < 1e-5
+    assert any("skipped: decoder_embed., mask_token" in note for note in bundle.notes)
+    assert bundle.network.config.position_resize == "bicubic-antialias"
+
+
+def test_the_state_dict_of_our_network_alone_is_refused(make_bundle: Callable[..., Bundle], tmp_path: Path) -> None:
+    torch.save(make_bundle().network.state_dict(), tmp_path / "x.pth")
+    with pytest.raises(BundleError, match="save"):
+        load(tmp_path / "x.pth", device="cpu")

@@ -239,7 +239,8 @@ def config_json(config: ViTConfig, family: Family, bundle: Bundle) -> dict[str, 
     if config.num_classes:
         content["id2label"] = {str(number): name for number, name in enumerate(bundle.classes)}
         content["label2id"] = {name: number for number, name in enumerate(bundle.classes)}
-        content["problem_type"] = next(theirs for theirs, ours in OUTPUTS.items() if ours == bundle.output)
+        if config.num_classes > 1 or bundle.output != "softmax":  # the library refuses a softmax of one label
+            content["problem_type"] = next(theirs for theirs, ours in OUTPUTS.items() if ours == bundle.output)
     return content
 
 
