@@ -129,9 +129,9 @@ def shared_copy(network: AnyModule) -> AnyModule:
         known = type(module).__module__.startswith(("torch.nn.modules.", "vitrail.models."))
         is_simple = is_simple and known
         for method, function in _replaced(module):
-            held = list(_held(function))
-            is_simple = is_simple and not any(id(one) in modules for one, _ in held)
-            if any(id(one) in modules and is_fixed for one, is_fixed in held):
+            used = list(_used_objects(function))
+            is_simple = is_simple and not any(id(one) in modules for one, _ in used)
+            if any(id(one) in modules and is_fixed for one, is_fixed in used):
                 raise ConfigError(
                     f"{name or 'the network'}: {method} is a function that uses a module of the network, so a copy of "
                     "the network for predictions would use the original module; use types.MethodType(function, module) "
@@ -168,7 +168,7 @@ def _replaced(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield from (("a hook", hook) for hook in value.values())
 
 
-def _held(function: Any) -> Iterator[tuple[Any, bool]]:
+def _used_objects(function: Any) -> Iterator[tuple[Any, bool]]:
     """Yield the objects that a function uses: what it is bound to, its arguments, and the variables around it.
 
     The second value is True if a copy of the function has the same object instead of its copy.

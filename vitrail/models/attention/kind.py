@@ -27,7 +27,7 @@ __all__ = [
     "AttentionOperands",
     "AttentionPositions",
     "OffsetKeys",
-    "fixed",
+    "as_numbers",
 ]
 
 
@@ -198,9 +198,9 @@ class AttentionContext(nn.Module):
         raise NotImplementedError
 
     def tables(self, grid: tuple[int, int], device: torch.device) -> Sequence[Any]:
-        """Return the tensors of `make_tables` on a device. The sides of the grid have to be numbers (`fixed`). An
+        """Return the tensors of `make_tables` on a device. The sides of the grid have to be numbers (`as_numbers`). An
         exported, traced or compiled network contains these tensors as constants."""
-        return _made(self.make_tables, grid, device)
+        return _tables_of(self.make_tables, grid, device)
 
     # What torch.compiler.assume_constant_result sets, which would import the compiler.
     tables._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -214,7 +214,7 @@ class AttentionContext(nn.Module):
 
 
 @functools.lru_cache(maxsize=16)
-def _made(make: Callable[[tuple[int, int]], Any], grid: tuple[int, int], device: torch.device) -> Any:
+def _tables_of(make: Callable[[tuple[int, int]], Any], grid: tuple[int, int], device: torch.device) -> Any:
     """Return `make(grid)` with all tensors on a device.
 
     A thread of its own makes the tensors, because modes of PyTorch belong to a thread. The caller may be in inference
@@ -233,7 +233,7 @@ def _made(make: Callable[[tuple[int, int]], Any], grid: tuple[int, int], device:
         return thread.submit(lambda: moved(make(grid))).result()
 
 
-def fixed(grid: tuple[int, int]) -> tuple[int, int]:
+def as_numbers(grid: tuple[int, int]) -> tuple[int, int]:
     """Return the sides of a grid as numbers. A compiler that passes symbols for sizes then compiles for this grid
     only."""
     height, width = grid

@@ -26,7 +26,7 @@ from vitrail.models.attention.kind import (
     AttentionKind,
     AttentionLayer,
     AttentionPositions,
-    fixed,
+    as_numbers,
 )
 from vitrail.models.cost.footprint import FootprintPrecision, bytes_each
 from vitrail.models.linear.dense import Linear
@@ -80,14 +80,16 @@ class LshAttention(AttentionKind):
     def context(self) -> AttentionContext:
         return LshContext(self)
 
-    def rotations(self, grid: tuple[int, int]) -> tuple[int, ...]:
+    def rotation_shape(self, grid: tuple[int, int]) -> tuple[int, ...]:
         """Return the shape of the rotations of all blocks for a grid."""
         config, half = self.config, self.settings.buckets_of(prod(grid)) // 2
         return config.num_blocks, self.settings.rounds, config.heads, config.width // config.heads, half
 
-    def evaluated(self, grid: tuple[int, int]) -> list[Float[Tensor, "rounds heads d half"]]:
+    def evaluation_rotations(self, grid: tuple[int, int]) -> list[Float[Tensor, "rounds heads d half"]]:
         """Return the rotations of each block in evaluation."""
-        return list(torch.randn(self.rotations(grid), generator=torch.Generator("cpu").manual_seed(0), device="cpu"))
+        return list(
+            torch.randn(self.rotation_shape(grid), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+        )
 
     def build(self) -> AttentionLayer:
         config = self.config
@@ -139,13 +141,13 @@ class LshContext(AttentionContext):
     """The random rotations of each block. Training draws new ones in each step; evaluation always uses the same."""
 
     def __init__(self, kind: LshAttention) -> None:
-        super().__init__(kind.config.attention, kind.evaluated)
-        self.shape = kind.rotations
+        super().__init__(kind.config.attention, kind.evaluation_rotations)
+        self.shape = kind.rotation_shape
 
     def for_blocks(self, grid: tuple[int, int], blocks: int, device: torch.device) -> Sequence[Tensor]:
         if self.training:
             return list(torch.randn(self.shape(grid), device=device))
-        return self.tables(fixed(grid), device)
+        return self.tables(as_numbers(grid), device)
 
 
 class LshSelfAttention(AttentionLayer):

@@ -18,7 +18,7 @@ from vitrail.models.attention.kind import (
     AttentionLayer,
     AttentionOperands,
     AttentionPositions,
-    fixed,
+    as_numbers,
 )
 from vitrail.models.cost.footprint import FootprintPrecision, bytes_each
 
@@ -111,7 +111,7 @@ class GroupContext(AttentionContext):
     """The tables of the groups of each block, which repeat after some blocks."""
 
     def for_blocks(self, grid: tuple[int, int], blocks: int, device: torch.device) -> Sequence[tuple[Group, ...]]:
-        tables = self.tables(fixed(grid), device)
+        tables = self.tables(as_numbers(grid), device)
         return [tables[block % len(tables)] for block in range(blocks)]
 
 
