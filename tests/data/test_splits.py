@@ -61,7 +61,7 @@ def test_chosen_names_decide_alone_and_what_they_leave_out_is_noted() -> None:
         by_split("here", ["fold0.tar"], split_names(["train=fold0", "val=fold9"]))
 
 
-@pytest.mark.parametrize("words", [["Training"], ["learn=a"], ["train="], ["none", "train=a"], ["=a"]])
+@pytest.mark.parametrize("words", [["Training"], ["learn=a"], ["train="], ["none", "train=a"], ["=a"], ["train=../a"]])
 def test_a_choice_that_names_no_split_is_refused(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"splits=.* names no split"):
         split_names(words)

@@ -173,7 +173,7 @@ def split_names(words: Sequence[str]) -> SplitNames:
         before, equals, after = word.partition("=")
         split = _split_word(before) if equals else split
         name = (after if equals else word).strip().strip("/")
-        if split is None or not name:
+        if split is None or not name or ".." in name.split("/"):
             raise ConfigError(
                 f"splits={','.join(words)} has {word!r}, which names no split; write train=NAME, validation=NAME or "
                 "test=NAME, joined by commas, or none if no name is that of a split"

@@ -175,6 +175,12 @@ def test_folders_called_images_and_masks_can_be_classes(tree: Trees) -> None:
     assert opened(tree("images/1.png", "masks/2.png"), "none").classes == ("images", "masks")
 
 
+def test_a_class_called_mask_is_a_class(tree: Trees) -> None:
+    root = tree("mask/1.png", "no mask/2.png")
+    (root / "licences.csv").write_text("photo,author\n1,Ann\n")
+    assert opened(root).classes == ("mask", "no mask")
+
+
 def test_tiny_imagenet_is_read(tree: Trees) -> None:
     root = tree(
         "train/n1/images/n1_0.JPEG", "train/n1/n1_boxes.txt", "train/n2/images/n2_0.JPEG", "train/n2/n2_boxes.txt",

@@ -243,7 +243,9 @@ def has_classes(root: Path, chosen: SplitNames | None = None) -> bool:
 
 def _are_classes(folders: list[Path]) -> bool:
     """Return True if at least two folders have images, and their names are not those of folders with all images."""
-    usual = (folder for folder in folders if _word(folder.name) not in IMAGES | TARGETS)
+    words = [_word(folder.name) for folder in folders]
+    never = IMAGES if IMAGES.isdisjoint(words) else IMAGES | TARGETS  # "mask" alone can be a class
+    usual = (folder for folder, word in zip(folders, words, strict=True) if word not in never)
     return len(list(islice(filter(holds_images, usual), 2))) == 2
 
 
