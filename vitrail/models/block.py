@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from vitrail.models.attention import AttentionLayer, AttentionPositions
 from vitrail.models.layers import LayerScale, StochasticDepth, make_mlp
 from vitrail.models.linear.dense import Linear
+from vitrail.models.shortcuts import is_plain
 from vitrail.models.tokens.reduction import Reduce, size_bias
 from vitrail.models.vit_config import ViTConfig
 
@@ -46,7 +47,7 @@ class Block(nn.Module):
     ) -> Float[Tensor, "b m width"]:
         """Return the tokens after this block. With `read`, return only the first `read` tokens, which still attend to
         all tokens."""
-        if self.training and self.skip.skips:
+        if self.training and is_plain(self.skip, StochasticDepth) and self.skip.skips:
             return self._forward_of_kept(z, inside, read)
         mixed = self.attention(self.norm1(z), inside, read)
         z = z[:, :read] + self.skip(self.scale1(self.dropout(mixed)))  # equation 2

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vitrail.models.linear.dense import Linear
 from vitrail.models.linear.kernels import fuses
+from vitrail.models.shortcuts import is_plain, skippable
 
 __all__ = ["Activation", "LayerScale", "Mlp", "StochasticDepth", "SwiGlu", "lecun_normal_", "make_mlp"]
 
@@ -30,9 +31,17 @@ class Mlp(nn.Module):
 
     def forward(self, x: Float[Tensor, "b n width"]) -> Float[Tensor, "b n width"]:
         hidden = self.up(x)
-        if fuses(hidden) and not (self.training and self.dropout.p):
+        if fuses(hidden) and self._can_skip_calls():
             return self.down.after_gelu(hidden, "tanh" if self.activation.approximate == "tanh" else "none")
         return self.dropout(self.down(self.dropout(self.activation(hidden))))
+
+    def _can_skip_calls(self) -> bool:
+        return (
+            is_plain(self.down, Linear)
+            and is_plain(self.activation, nn.GELU)
+            and is_plain(self.dropout, nn.Dropout)
+            and not (self.dropout.training and self.dropout.p)
+        )
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -92,6 +101,7 @@ class LayerScale(nn.Module):
         nn.init.constant_(self.gamma, self.start)
 
 
+@skippable
 class StochasticDepth(nn.Module):
     """In training, drops a branch for some images of a batch, and scales the branch of the other images so that the
     expected value does not change (1603.09382).

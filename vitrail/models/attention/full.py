@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vitrail.models.attention.kernels import attend, attend_fused, attend_plainly
 from vitrail.models.attention.kind import AttentionKind, AttentionLayer, AttentionOperands, AttentionPositions
 from vitrail.models.cost.footprint import FootprintPrecision, bytes_each
-from vitrail.models.linear.dense import Linear
+from vitrail.models.linear.dense import Linear, can_split
 from vitrail.models.linear.kernels import fuses
 
 __all__ = ["FullAttention", "SelfAttention", "rotate"]
@@ -109,7 +109,10 @@ class SelfAttention(AttentionLayer):
         self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None, read: int | None = None
     ) -> Float[Tensor, "b m width"]:
         if positions is None and read is None and self.query_norm is None and fuses(tokens):
-            return self.out(attend_fused(self.qkv(tokens), self.heads))
+            qkv = self.qkv(tokens)
+            if fuses(qkv) and qkv.dtype == torch.bfloat16:
+                return self.out(attend_fused(qkv, self.heads))
+            return self.combine(attend(*self._of_heads(qkv)))
         q, k, v, bias = self._operands(tokens, positions, read)
         # Keys of offsets make a bias as large as the logits, so a fused kernel would save no memory, and PyTorch 2.13
         # cannot write it as ONNX.
@@ -159,13 +162,18 @@ class SelfAttention(AttentionLayer):
     ) -> tuple[Float[Tensor, "b heads m d"], Float[Tensor, "b heads n d"], Float[Tensor, "b heads n d"]]:
         b, n, width = tokens.shape
         each_head = self.heads, width // self.heads
-        if read is None:
-            q, k, v = self.qkv(tokens).view(b, n, 3, *each_head).permute(2, 0, 3, 1, 4).unbind(0)
-            return q, k, v
+        if read is None or not can_split(self.qkv):
+            q, k, v = self._of_heads(self.qkv(tokens))
+            return q[:, :, :read], k, v
         readers = tokens[:, :read]
         q, kv = self.qkv.by_rows((readers, width), (tokens, 2 * width))
         q = q.view(b, readers.shape[1], *each_head).transpose(1, 2)
         k, v = kv.view(b, n, 2, *each_head).permute(2, 0, 3, 1, 4).unbind(0)
+        return q, k, v
+
+    def _of_heads(self, qkv: Float[Tensor, "b n three_width"]) -> tuple[Tensor, Tensor, Tensor]:
+        b, n, width = qkv.shape
+        q, k, v = qkv.view(b, n, 3, self.heads, width // 3 // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
         return q, k, v
 
     def projections(self) -> Iterator[tuple[Linear, tuple[str, ...]]]:

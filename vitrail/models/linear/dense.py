@@ -9,14 +9,16 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vitrail.models.linear.kernels import Gelu, gelu_linear, linear
+from vitrail.models.linear.kernels import Gelu, fuses, gelu_linear, linear
+from vitrail.models.shortcuts import has_plain_type, is_plain, skippable
 
-__all__ = ["Linear", "Product"]
+__all__ = ["Linear", "Product", "can_split"]
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """A function that computes a dense layer from the input, the weight and the bias, like `kernels.linear`."""
 
 
+@skippable
 class Linear(nn.Linear):
     """A dense layer. `use_product` exchanges the kernel, and `adapt` lets a module change the weight that the kernel
     uses."""
@@ -43,16 +45,19 @@ class Linear(nn.Linear):
         return self.product(x, self.operand, self.bias)
 
     def after_gelu(self, hidden: Float[Tensor, "*batch inputs"], approximate: Gelu) -> Float[Tensor, "*batch outputs"]:
-        """Return `layer(gelu(hidden))`, computed by the fused kernel. `kernels.fuses(hidden)` must be true."""
-        if self.product is not linear:
-            return self(F.gelu(hidden, approximate=approximate))
-        return gelu_linear(hidden, self.operand, self.bias, approximate)
+        """Return `layer(gelu(hidden))`, computed by the fused kernel if the layer has no other kernel and the tensors
+        allow it. `is_plain(layer, Linear)` must be true."""
+        operand = self.operand
+        if self.product is linear and fuses(hidden, operand, self.bias):
+            return gelu_linear(hidden, operand, self.bias, approximate)
+        return self.product(F.gelu(hidden, approximate=approximate), operand, self.bias)
 
     def by_rows(self, *inputs: tuple[Float[Tensor, " ..."], int]) -> tuple[Tensor, ...]:
         """Return the products of several inputs with consecutive rows of the weight.
 
         Each argument is a pair of an input and a number of rows. The first input is multiplied by the first rows, the
         second input by the rows after these, and so on. The numbers must add up to the number of rows of the weight.
+        `can_split(layer)` must be true.
         """
         rows = [count for _, count in inputs]
         weights = torch.split(self.operand, rows)
@@ -73,9 +78,17 @@ class Linear(nn.Linear):
         """Replace the weight by the weight that the kernel uses, converted to `dtype` (None keeps the format).
 
         The layer cannot be trained afterwards: `Predictor` calls this on its own copy of a network. A weight that
-        needs no change stays the same tensor.
+        needs no change stays the same tensor. So does the weight of a layer with hooks or a parametrisation, which may
+        compute it in every call, and a weight of a class of its own.
         """
+        if not can_split(self):
+            return
         operand = self.operand.detach()
         if self.adapter is not None or dtype is not None:
             self.weight = nn.Parameter(operand if dtype is None else operand.to(dtype), requires_grad=False)
         self.adapter = None
+
+
+def can_split(layer: nn.Module) -> bool:
+    """Return True if products with rows of the layer's weight, or with a converted weight, may replace calls of it."""
+    return is_plain(layer, Linear) and isinstance(layer, Linear) and has_plain_type(layer.weight)

@@ -18,10 +18,11 @@ from typing import Any, Literal, get_args
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
 
 from vitrail.errors import ConfigError
 from vitrail.machine import cpu_flags, cpu_vendor
+from vitrail.models.shortcuts import can_fuse
 
 __all__ = [
     "VARIABLE",
@@ -42,6 +43,8 @@ Float32Products = Literal["auto", "mkl", "onednn"]
 
 VARIABLE = "VITRAIL_FLOAT32_PRODUCTS"
 """Environment variable that replaces the setting "auto"."""
+
+FORMATS = (torch.float32,)
 
 SMALLEST = 2**17
 """Number of weights from which on a layer is large enough for oneDNN, whose calls take more time."""
@@ -75,29 +78,25 @@ def float32_products(setting: Float32Products) -> Iterator[None]:
         _library.reset(token)
 
 
-def uses_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Return True if `float32_linear` should compute a layer of this input and weight.
+def uses_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Return True if `float32_linear` should compute a layer of this input, weight and bias.
 
     PyTorch's own kernel is used inside torch.compile, in function transforms and in forward-mode differentiation,
     which need its derivatives.
     """
     return (
-        x.dtype == weight.dtype == torch.float32
-        and x.device.type == "cpu"
-        and weight.numel() >= SMALLEST
+        weight.numel() >= SMALLEST
         and x.numel() > 0
         and (_library.get() or resolve_float32_products()) == "onednn"
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
+        and can_fuse((x, weight, bias), FORMATS)
     )
 
 
 def float32_linear(
     x: Float[Tensor, "*batch inputs"], weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, " outputs"] | None
 ) -> Float[Tensor, "*batch outputs"]:
-    """Return `x weight^T + bias`, computed by oneDNN. `uses_onednn(x, weight)` must be true."""
+    """Return `x weight^T + bias`, computed by oneDNN. `uses_onednn(x, weight, bias)` must be true."""
     if torch.is_grad_enabled():
         return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return _product(x, weight, bias)
@@ -134,7 +133,16 @@ def _faster() -> Library:
     return "onednn" if mkl_is_slow and mkl_is_used() else "mkl"
 
 
+if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+
+    @register_flop_formula(torch.ops.mkldnn._linear_pointwise)
+    def _flops(x: torch.Size, weight: torch.Size, *_: Any, **__: Any) -> int:
+        """Return the FLOPs of oneDNN's dense layer, by which PyTorch's `FlopCounterMode` counts it."""
+        return 2 * x.numel() * weight[0]
+
+
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    bias = None if bias is None else bias.contiguous()  # oneDNN ignores the strides of a bias
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 

@@ -15,7 +15,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from vitrail.errors import ConfigError
 from vitrail.models.linear.float32 import float32_linear, has_onednn, uses_onednn
+from vitrail.models.shortcuts import can_fuse
 
 __all__ = ["ONEDNN", "Gelu", "fuses", "gelu_linear", "linear"]
 
@@ -26,16 +28,19 @@ ONEDNN = has_onednn(torch.bfloat16)
 """True if oneDNN's dense layer with bias can compute in bfloat16 here."""
 
 
-def fuses(x: Tensor) -> bool:
-    """Return True if the fused kernels can be used with `x`: under autocast to bfloat16 on a CPU, outside
+FORMATS = torch.float32, torch.bfloat16
+"""The number formats that autocast converts to bfloat16, and that the fused kernels take."""
+
+
+def fuses(*tensors: Tensor | None) -> bool:
+    """Return True if the fused kernels can be used with these tensors: under autocast to bfloat16 on a CPU, outside
     torch.compile. Inside torch.compile, the compiler fuses the operations.
     """
     return (
-        x.device.type == "cpu"
+        ONEDNN
         and torch.is_autocast_enabled("cpu")
         and torch.get_autocast_dtype("cpu") == torch.bfloat16
-        and ONEDNN
-        and not torch.compiler.is_compiling()
+        and can_fuse(tensors, FORMATS)
     )
 
 
@@ -46,11 +51,17 @@ def linear(
 
     The bias is added while the matrix product is written to memory. PyTorch's kernel copies the bias into the output
     first and adds the product to the copy, which is slower (`docs/performance.md`). For the backward pass, `x` is kept
-    in bfloat16 only. In float32, oneDNN computes the layer on processors on which it is faster than MKL.
+    in bfloat16 only. In float32, oneDNN computes the layer on processors on which it is faster than MKL. Raises
+    `ConfigError` if the weight is on another device than `x`.
     """
-    if fuses(x):
+    if weight.device != x.device:  # with a weight on "meta", `F.linear` returns memory that nothing was written to
+        raise ConfigError(
+            f"the weight of a dense layer is on device {str(weight.device)!r}, but its input is on "
+            f"{str(x.device)!r}; move the network to that device, or load its weights if the device is 'meta'"
+        )
+    if fuses(x, weight, bias):
         return _linear(x, weight, bias, None)
-    return float32_linear(x, weight, bias) if uses_onednn(x, weight) else F.linear(x, weight, bias)
+    return float32_linear(x, weight, bias) if uses_onednn(x, weight, bias) else F.linear(x, weight, bias)
 
 
 def gelu_linear(
@@ -61,7 +72,7 @@ def gelu_linear(
 ) -> Float[Tensor, "*batch outputs"]:
     """Return `gelu(x) weight^T + bias` without keeping GELU's output. The backward pass computes the output again.
 
-    `fuses(x)` must be true. `docs/performance.md` reports the saved memory and the added time.
+    `fuses(x, weight, bias)` must be true. `docs/performance.md` reports the saved memory and the added time.
     """
     return _linear(x, weight, bias, approximate)
 
@@ -74,7 +85,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: Gelu | None) -
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: Gelu | None) -> Tensor:
     x = x if gelu is None else F.gelu(x, approximate=gelu)
-    bias = None if bias is None else bias.to(torch.bfloat16)
+    bias = None if bias is None else bias.to(torch.bfloat16).contiguous()  # oneDNN ignores the strides of a bias
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
