@@ -102,7 +102,7 @@ def test_accelerate_trains_as_plain_pytorch_does() -> None:
     assert_same_weights(accelerator.unwrap_model(prepared), by_hand(network(), 2))
 
 
-@pytest.mark.parametrize("fields", [{"pool": "gap"}, {"reversible": True}], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"pool": "gap"}, {"reversible": True}], ids=str)
 def test_peft_adapts_stores_and_merges(fields: dict[str, Any], tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(r=4, target_modules=["qkv", "up", "out"], init_lora_weights=False)
@@ -127,7 +127,11 @@ def test_peft_adapts_stores_and_merges(fields: dict[str, Any], tmp_path: Path) -
     assert merged.state_dict().keys() == frozen.keys()
 
 
-@pytest.mark.parametrize("fields", [{"pool": "gap"}, {"pool": "map"}, {"pool": "gap", "reversible": True}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"pool": "gap"}, {"pool": "map"}, {"positions": "sincos-2d"}, {"pool": "gap", "reversible": True}],
+    ids=str,
+)
 def test_opacus_has_the_gradients_of_each_image(fields: dict[str, Any]) -> None:
     opacus = pytest.importorskip("opacus")
     private, plain = opacus.GradSampleModule(network(**fields), loss_reduction="sum"), network(**fields)

@@ -108,11 +108,11 @@ class ReversibleBlock(Block):
 
     def mixed(self, z: Float[Tensor, "b n width"], inside: AttentionPositions | None) -> Float[Tensor, "b n width"]:
         """Return the branch of attention."""
-        return self.scale1(self.attention(self.norm1(z), inside))
+        return self.skip(self.scale1(self.dropout(self.attention(self.norm1(z), inside))))
 
     def transformed(self, z: Float[Tensor, "b n width"]) -> Float[Tensor, "b n width"]:
         """Return the branch of the MLP."""
-        return self.scale2(self.mlp(self.norm2(z)))
+        return self.skip(self.scale2(self.mlp(self.norm2(z))))
 
 
 def _added(

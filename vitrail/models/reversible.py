@@ -18,11 +18,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.modules import module as modules
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from vitrail.models.attention import AttentionPositions
 from vitrail.models.block import ReversibleBlock
+from vitrail.models.shortcuts import has_hooks
 
 __all__ = ["reversible"]
 
@@ -51,12 +51,10 @@ def reversible(
 
 def _is_invertible(block: ReversibleBlock) -> bool:
     """Return True if a block's inputs can be computed from its outputs, and nothing else uses its activations."""
-    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
     return (
         type(block) is ReversibleBlock
         and not {"forward", "mixed", "transformed"} & vars(block).keys()
-        and not any(getattr(part, name) for part in block.modules() for name in hooks)
-        and not any(getattr(modules, f"_global{name}") for name in hooks)
+        and not any(map(has_hooks, block.modules()))
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as all_modules
 
-__all__ = ["can_fuse", "has_plain_type", "is_plain", "skippable"]
+__all__ = ["can_fuse", "has_hooks", "has_plain_type", "is_plain", "skippable"]
 
 Kind = TypeVar("Kind", bound=type[nn.Module])
 
@@ -40,15 +40,26 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """
     return (
         type(module) is kind
-        and not (
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or module._backward_hooks
-            or module._backward_pre_hooks
-            or "forward" in module.__dict__
-        )
+        and not has_hooks(module)
+        and "forward" not in module.__dict__
         and (torch.compiler.is_compiling() or kind.forward is _forward[kind])
-        and not _has_global_hooks()
+    )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return True if a call of the module calls hooks, which are those of the module or of all modules."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    ) or any(
+        getattr(hook, "__module__", None) != COUNTER
+        for hooks in (
+            all_modules._global_forward_hooks,
+            all_modules._global_forward_pre_hooks,
+            all_modules._global_backward_hooks,
+            all_modules._global_backward_pre_hooks,
+        )
+        if hooks
+        for hook in hooks.values()
     )
 
 
@@ -81,18 +92,4 @@ def can_fuse(tensors: Iterable[Tensor | None], formats: Iterable[torch.dtype]) -
             )
             for tensor in tensors
         )
-    )
-
-
-def _has_global_hooks() -> bool:
-    return any(
-        getattr(hook, "__module__", None) != COUNTER
-        for hooks in (
-            all_modules._global_forward_hooks,
-            all_modules._global_forward_pre_hooks,
-            all_modules._global_backward_hooks,
-            all_modules._global_backward_pre_hooks,
-        )
-        if hooks
-        for hook in hooks.values()
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
@@ -133,12 +133,16 @@ def _faster() -> Library:
     return "onednn" if mkl_is_slow and mkl_is_used() else "mkl"
 
 
-if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+def _known_to_counters(formula: Callable[..., int]) -> Callable[..., int]:
+    """Let PyTorch's `FlopCounterMode` count oneDNN's dense layer, if this build has it, by a formula."""
+    if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        register_flop_formula(torch.ops.mkldnn._linear_pointwise)(formula)
+    return formula
 
-    @register_flop_formula(torch.ops.mkldnn._linear_pointwise)
-    def _flops(x: torch.Size, weight: torch.Size, *_: Any, **__: Any) -> int:
-        """Return the FLOPs of oneDNN's dense layer, by which PyTorch's `FlopCounterMode` counts it."""
-        return 2 * x.numel() * weight[0]
+
+@_known_to_counters
+def _flops(x: torch.Size, weight: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * x.numel() * weight[0]
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,0 +1,209 @@
+"""Tests that every module of every kind of network may be observed, changed and replaced: hooks are called as often as
+the module is used, and results are those of the changed module."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize, prune
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.models.test_tools import OWN, few, images, network
+from vitrail.errors import ConfigError
+from vitrail.models.attention import AttentionContext
+from vitrail.models.linear import kernels
+from vitrail.models.linear.dense import Linear
+from vitrail.models.linear.float32 import float32_products, resolve_float32_products
+from vitrail.models.shortcuts import can_fuse, has_plain_type, is_plain
+
+NEVER_CALLED = nn.ModuleList, AttentionContext, nn.Identity
+"""Classes that are not called, or not by every kind."""
+
+
+@pytest.fixture(params=["float32", "bf16"])
+def compute(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module], Tensor]:
+    """Return a function that computes a network's logits. In bf16, the fused kernels are used on every processor."""
+    is_bf16 = request.param == "bf16"
+    if is_bf16 and not kernels.ONEDNN:
+        fuse_everywhere(monkeypatch)
+
+    def run(module: nn.Module) -> Tensor:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16) if is_bf16 else nullcontext():
+            return module(images(OWN)).float()
+
+    return run
+
+
+def fuse_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let PyTorch's kernels compute what oneDNN would, with the same choice of shortcuts."""
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: Any) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            x = x if gelu is None else F.gelu(x, approximate=gelu)
+            return F.linear(x, weight, None if bias is None else bias.to(torch.bfloat16))
+
+    monkeypatch.setattr(kernels, "ONEDNN", True)
+    monkeypatch.setattr(kernels, "_product", product)
+
+
+def parts(module: nn.Module, *kinds: type[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the parts of a network of these classes, by their names."""
+    return ((name, part) for name, part in module.named_modules() if name and isinstance(part, kinds or nn.Module))
+
+
+def assert_same(found: Tensor, expected: Tensor, name: str) -> None:
+    assert (found - expected).abs().max() <= 0.02 * expected.abs().max(), name
+
+
+@pytest.mark.parametrize("kind", few("full", "waves", "reversible", "local"))
+def test_hooks_and_replaced_methods_are_called_as_often_as_the_module_is_used(
+    kind: str, compute: Callable[[nn.Module], Tensor]
+) -> None:
+    made = network(kind)
+    expected, used = compute(made), Counter[str]()
+    handles = [part.register_forward_hook(lambda *_, name=name: used.update([name])) for name, part in parts(made)]
+    assert_same(compute(made), expected, "all hooks at once")
+    for handle in handles:
+        handle.remove()
+    for name, part in parts(made):
+        assert used[name] or isinstance(part, NEVER_CALLED), f"{name} is never called"
+        seen: list[str] = []
+        handle = part.register_forward_pre_hook(lambda *_, seen=seen: seen.append("hook"))  # type: ignore[misc]
+        assert_same(compute(made), expected, name)
+        handle.remove()
+
+        def forward(self: Any, *given: Any, seen: list[str] = seen, **named: Any) -> Any:
+            seen.append("method")
+            return type(self).forward(self, *given, **named)
+
+        part.forward = MethodType(forward, part)  # type: ignore[method-assign]
+        assert_same(compute(made), expected, name)
+        del part.forward
+        assert Counter(seen) == Counter({"hook": used[name], "method": used[name]}) - Counter(), name
+
+
+@pytest.mark.parametrize("kind", few("full", "rotary"))
+def test_dense_layers_of_other_classes_and_formats_take_part(kind: str, compute: Callable[[nn.Module], Tensor]) -> None:
+    made = network(kind)
+    expected = compute(made)
+    for name, part in parts(made, Linear):
+        assert isinstance(part, nn.Linear)
+        parent, _, own = name.rpartition(".")
+        other = nn.Linear(part.in_features, part.out_features, part.bias is not None)
+        other.load_state_dict(part.state_dict())
+        setattr(made.get_submodule(parent), own, other)
+        assert_same(compute(made), expected, name)
+        setattr(made.get_submodule(parent), own, part)
+
+        twice = copy.deepcopy(made)
+        layer: Any = twice.get_submodule(name)
+        with torch.no_grad():
+            layer.weight.mul_(2)
+        changed = compute(twice)
+        assert not torch.equal(changed, expected), f"{name} does not matter"
+
+        class Twice(nn.Module):
+            def forward(self, weight: Tensor) -> Tensor:
+                return 2 * weight
+
+        parametrised = copy.deepcopy(made)
+        parametrize.register_parametrization(parametrised.get_submodule(name), "weight", Twice())
+        assert_same(compute(parametrised), changed, name)
+
+        pruned = copy.deepcopy(made)
+        layer = pruned.get_submodule(name)
+        prune.identity(layer, "weight")  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            layer.weight_orig.mul_(2)  # as an optimizer or a checkpoint changes it
+        assert_same(compute(pruned), changed, name)
+
+
+def test_another_activation_is_used(compute: Callable[[nn.Module], Tensor]) -> None:
+    made = network("full")
+    before = compute(made)
+    for block in made.blocks:
+        block.mlp.activation = nn.ReLU()
+    after = compute(made)
+    block.mlp.activation.register_forward_hook(lambda module, given, result: None)
+    assert not torch.allclose(before, after) and torch.equal(compute(made), after)
+
+
+def test_dropout_in_training_mode_drops_in_a_network_that_is_not(compute: Callable[[nn.Module], Tensor]) -> None:
+    made = network("full", dropout=0.5)
+    assert torch.equal(compute(made), compute(made))
+    for block in made.blocks:
+        block.mlp.dropout.train()
+    assert not torch.equal(compute(made), compute(made))
+
+
+def test_what_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(Linear):
+        pass
+
+    layer = Linear(3, 2)
+    assert is_plain(layer, Linear) and is_plain(nn.GELU(), nn.GELU)
+    assert not is_plain(Own(3, 2), Linear) and not is_plain(nn.Linear(3, 2), Linear)
+    for register in (
+        layer.register_forward_hook, layer.register_forward_pre_hook, layer.register_full_backward_hook,
+        layer.register_full_backward_pre_hook, nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_full_backward_hook,
+    ):  # fmt: skip
+        handle = register(lambda *_: None)  # type: ignore[operator]
+        assert not is_plain(layer, Linear)
+        handle.remove()
+        assert is_plain(layer, Linear)
+    monkeypatch.setattr(Linear, "forward", lambda self, x: x)
+    assert not is_plain(layer, Linear)
+
+
+def test_a_count_of_operations_counts_what_is_computed_without_it() -> None:
+    made = network("full")
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        made(images(OWN, 1))
+    assert counter.get_total_flops() == made.config.inference_flops()
+
+
+class Marked(Tensor):
+    """A tensor of a class of its own, like a quantised weight."""
+
+
+def test_tensors_that_an_operation_of_ours_takes() -> None:
+    x, formats = torch.ones(3, 4), (torch.float32,)
+    assert can_fuse((x, None, nn.Parameter(x)), formats) and has_plain_type(nn.Parameter(x))
+    for other in (x.double(), x.to("meta"), x.to_sparse(), x.as_subclass(Marked)):
+        assert not can_fuse((x, other), formats)
+    assert not has_plain_type(x.as_subclass(Marked))
+    with torch.autograd.forward_ad.dual_level():
+        assert not can_fuse((x,), formats)
+    torch.func.vmap(lambda row: (row, [1 for _ in range(1) if can_fuse((row,), formats)])[0])(x)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, when it differentiates forward
+@pytest.mark.parametrize("strides", [(0,), (2,)])
+def test_a_bias_of_any_strides_is_added(strides: tuple[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitrail.models.linear.float32.SMALLEST", 0)
+    x, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(10).as_strided((5,), strides)
+    with float32_products("onednn"):
+        torch.testing.assert_close(kernels.linear(x, weight, bias), F.linear(x, weight, bias))
+        tangent = torch.func.jvp(lambda x: kernels.linear(x, weight, bias), (x,), (torch.ones_like(x),))[1]
+        torch.testing.assert_close(tangent, torch.ones_like(x) @ weight.T)
+        with FlopCounterMode(display=False) as counter:
+            kernels.linear(x, weight, bias)
+        assert counter.get_total_flops() == 2 * x.numel() * 5, resolve_float32_products()
+
+
+def test_a_weight_without_values_is_refused() -> None:
+    made = network("full")
+    made.blocks[1].mlp.down.to("meta")
+    with pytest.raises(ConfigError, match="device 'meta', but its input is on 'cpu'; move the network"):
+        made(images(OWN))
