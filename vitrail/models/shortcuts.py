@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as all_modules
 
-__all__ = ["can_fuse", "has_hooks", "has_plain_type", "is_plain", "skippable"]
+__all__ = ["can_fuse", "has_hooks", "has_plain_type", "is_plain", "is_transformed", "skippable"]
 
 Kind = TypeVar("Kind", bound=type[nn.Module])
 
@@ -71,6 +71,12 @@ def has_plain_type(tensor: Tensor) -> bool:
     return kind is nn.Parameter or kind is Tensor or kind.__module__.startswith("torch._subclasses.")
 
 
+def is_transformed() -> bool:
+    """Return True inside function transforms (`torch.func`) and forward-mode differentiation, for which our own
+    backward passes have no rules."""
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+
+
 def can_fuse(tensors: Iterable[Tensor | None], formats: Iterable[torch.dtype]) -> bool:
     """Return True if an operation on a CPU that only knows plain memory can compute with these tensors.
 
@@ -80,8 +86,7 @@ def can_fuse(tensors: Iterable[Tensor | None], formats: Iterable[torch.dtype]) -
     return (
         not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
+        and not is_transformed()
         and all(
             tensor is None
             or (

@@ -112,6 +112,38 @@ def test_numbers_at_the_ends(value: float) -> None:
     assert value or not found.any()
 
 
+@settings(max_examples=25, deadline=None)
+@given(powers=st.tuples(*[st.integers(-126, 127)] * 3), seed=st.integers(0, 2**31))
+def test_scales_stay_inside_the_range_of_float32(powers: tuple[int, int, int], seed: int) -> None:
+    """The kernel of a processor may apply one scale before the other, or divide by a scale."""
+    torch.manual_seed(seed)
+    x, weight, upstream = (
+        torch.randn(16, 16, dtype=torch.float64).clamp(-0.99, 0.99).mul(2.0**power).float() for power in powers
+    )
+    products: list[tuple[Tensor, Tensor]] = []
+
+    def product(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, **_: Any) -> Tensor:
+        sums = a.double().abs() @ b.double().abs()
+        products.append((a.double() * scale_a.double(), b.double() * scale_b.double()))
+        limits = torch.finfo(torch.float32)
+        for scale in (scale_a, scale_b):
+            assert limits.tiny <= scale <= limits.max and limits.tiny <= 1 / scale <= limits.max
+        result = sums.max() * scale_a.double() * scale_b.double()
+        for scale in (scale_a, scale_b):
+            assert result > limits.max or sums.max() * scale.double() < limits.max
+        assert bool(a.float().isfinite().all()) and bool(b.float().isfinite().all())
+        return torch.zeros(len(a), b.shape[1], dtype=out_dtype)
+
+    with pytest.MonkeyPatch.context() as patch, autocast():
+        patch.setattr(torch, "_scaled_mm", product)
+        found = float8_linear(x.requires_grad_(), weight.requires_grad_(), None)
+        found.backward(upstream.bfloat16())
+    for (a, b), (left, right) in zip(products, [(x, weight.T), (upstream, weight), (upstream.T, x)], strict=True):
+        unit = left.abs().max().clamp(min=1e-30).double() * right.abs().max().clamp(min=1e-30).double()
+        expected = left.detach().double() @ right.detach().double()
+        assert ((a @ b - expected).abs() <= 16 * 0.2 * unit).all()
+
+
 def test_without_gradients_or_autocast_nothing_changes() -> None:
     torch.manual_seed(0)
     layer, x = Linear(32, 16), torch.randn(3, 32)

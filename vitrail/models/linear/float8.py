@@ -13,6 +13,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.linear.dense import Linear
 from vitrail.models.linear.kernels import linear
 from vitrail.models.network import HasLayers
+from vitrail.models.shortcuts import has_plain_type, is_transformed
 from vitrail.models.variants import AnyConfig, build
 
 __all__ = ["check_float8", "float8_linear", "use_float8"]
@@ -63,9 +64,12 @@ def float8_linear(
 
     In the backward pass, the gradient is converted to e5m2. In every call, each factor is scaled so that its largest
     magnitude is the largest number of the format. Sums are computed in float32. Without gradients, or outside autocast,
-    this function does the same as `linear`, so 8-bit training does not change how predictions are computed.
+    this function does the same as `linear`, so 8-bit training does not change how predictions are computed. It also
+    does the same in function transforms, and with weights of a class of their own.
     """
     if not (torch.is_grad_enabled() and torch.is_autocast_enabled(x.device.type)):
+        return linear(x, weight, bias)
+    if not (torch.compiler.is_compiling() or (has_plain_type(weight) and not is_transformed())):
         return linear(x, weight, bias)
     return _Float8Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
 
@@ -105,6 +109,7 @@ def _product(
 
     Gradients are computed without `fast`, because they need the higher precision.
     """
+    a_unit, b_unit = _balanced(a_unit, b_unit)
     with torch.autocast(a.device.type, enabled=False):  # otherwise a CPU would round the scaled factors to bfloat16
         return torch._scaled_mm(a, b, scale_a=a_unit, scale_b=b_unit, bias=bias, out_dtype=dtype, use_fast_accum=fast)
 
@@ -128,6 +133,17 @@ def _quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     maps the tensor's largest magnitude to the largest number of `dtype`."""
     unit = x.abs().amax().float().clamp(min=SMALLEST) / torch.finfo(dtype).max
     return (x.float() / unit).to(dtype).contiguous(), unit
+
+
+def _balanced(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two scales of about the same size with the product of `a` and `b`.
+
+    Kernels multiply a sum of 8-bit products by one scale after the other. If one scale is very large and the other is
+    small, the first multiplication can leave the range of float32 although the result is inside. Multiplication by a
+    power of two is exact.
+    """
+    power = torch.exp2(((a.log2() - b.log2()) / 2).round())
+    return a / power, b * power
 
 
 def _columns_first(matrix: Tensor) -> Tensor:
