@@ -53,3 +53,47 @@ def test_a_new_head_has_the_device_and_the_number_format_of_the_network(name: st
     weights = list(headed.parameters())
     assert {(one.device, one.dtype) for one in weights} == {(one.device, one.dtype) for one in network.parameters()}
     assert weights[-1].shape == (5,) and (weights[-1].is_meta or bool((weights[-1] == -3).all()))
+
+
+@pytest.mark.parametrize("name", ["ViT-Pico/8", "BiT-Pico"])
+@pytest.mark.parametrize("change", ["with_head", "with_image_size"])
+def test_what_a_user_changed_is_kept(name: str, change: str) -> None:
+    seen: list[nn.Module] = []
+    network: Any = create(name, image_size=(24, 40), num_classes=2)
+    layers = network.layers()
+    layers.blocks[0].register_forward_hook(lambda block, given, result: seen.append(block))
+    layers.blocks[0].requires_grad_(False).eval()
+    network.own = 3
+    activation = "mlp.activation" if name.startswith("ViT") else "norm1"
+    layers.blocks[1].set_submodule(activation, nn.ReLU())
+    network.checkpoints_activations = True
+
+    made = getattr(network, change)(*{"with_head": (3,), "with_image_size": ((48, 24),)}[change])
+    kept = made.layers().blocks
+    assert type(kept[1].get_submodule(activation)) is nn.ReLU
+    assert made.checkpoints_activations and made.own == 3 and made.training and not kept[0].training
+    trained = {weight for weight, one in network.named_parameters() if one.requires_grad}
+    assert {weight for weight, one in made.named_parameters() if one.requires_grad} == trained
+    made(torch.randn(2, 3, *made.config.image_size))
+    assert seen == [kept[0]] and kept[0] is not layers.blocks[0]
+
+    original = dict(network.named_parameters())
+    for weight, one in made.named_parameters():
+        same = one.data_ptr() == original[weight].data_ptr()
+        assert same or weight.startswith("head" if change == "with_head" else "positions"), weight
+    made.requires_grad_(False).double()
+    assert all(one.dtype == torch.float32 for one in original.values()), "the network itself stays as it is"
+    assert {weight for weight, one in original.items() if one.requires_grad} == trained
+
+
+def test_what_cannot_be_kept_is_refused() -> None:
+    network = create("ViT-Pico/8", image_size=(24, 40), num_classes=2)
+    handle = network.get_submodule("positions").register_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match=r"^positions is made anew for images of \(48, 24\), but it .* has hooks"):
+        network.with_image_size((48, 24))  # type: ignore[operator]
+    handle.remove()
+    before = network.forward
+    network.forward = lambda images: 2 * before(images)  # type: ignore[method-assign, operator, assignment]
+    for change, given in (("with_head", 3), ("with_image_size", (48, 24))):
+        with pytest.raises(ConfigError, match="forward is a function that uses a module of the network"):
+            getattr(network, change)(given)

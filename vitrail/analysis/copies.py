@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from vitrail.models.predictor import shared_copy
+from vitrail.models.copies import shared_copy
 from vitrail.models.vit import VisionTransformer
 
 __all__ = ["detached_copy", "with_all_tokens"]

@@ -21,8 +21,8 @@ from vitrail.analysis.copies import with_all_tokens
 from vitrail.errors import ConfigError
 from vitrail.machine import autocast, resolve_precision
 from vitrail.models.attention.kind import AttentionLayer, AttentionPositions
+from vitrail.models.copies import shared_copy
 from vitrail.models.network import block_numbers
-from vitrail.models.predictor import shared_copy
 from vitrail.models.variants import transformer
 from vitrail.models.vit import Block, VisionTransformer
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
+from vitrail.models.copies import separate_copy
 from vitrail.models.cost.footprint import Footprint, FootprintPrecision
+from vitrail.models.shortcuts import is_plain
 
 __all__ = [
     "Features",
@@ -23,6 +26,7 @@ __all__ = [
     "check_images",
     "refuse_assignment",
     "with_new_head",
+    "with_resized_parts",
     "with_weights",
 ]
 
@@ -250,13 +254,54 @@ def with_weights(network: AnyModule, config: Any, weights: dict[str, Tensor]) ->
 
 def with_new_head(network: AnyModule, num_classes: int, *, drop_hidden: bool = False) -> AnyModule:
     """Return the same network with a new head, whose weights are 0 and whose biases are the config's `head_bias`. The
-    head has the device and the number format of the network's first weight."""
+    head has the device and the number format of the network's first weight.
+
+    All other modules are copied with what the user has changed, such as activations, hooks and frozen weights. Raises
+    `ConfigError` if a copy would use modules of this network.
+    """
     old: Any = network.config
-    config = old.with_head(num_classes, drop_hidden=drop_hidden)
-    dropped = ("head.", "head_hidden.") if drop_hidden else ("head.",)
-    weights = {name: tensor for name, tensor in network.state_dict().items() if not name.startswith(dropped)}
-    if num_classes:
+    made: Any = separate_copy(network)
+    made.config = config = old.with_head(num_classes, drop_hidden=drop_hidden)
+    if drop_hidden:
+        made.head_hidden = None
+    made.head = _part_of(network, config, "head")
+    if made.head is not None:
         like = next(network.parameters())
-        weights["head.weight"] = like.new_zeros(num_classes, config.head_inputs)
-        weights["head.bias"] = like.new_full((num_classes,), config.head_bias)
-    return with_weights(network, config, weights)
+        weights = {
+            "weight": like.new_zeros(num_classes, config.head_inputs),
+            "bias": like.new_full((num_classes,), config.head_bias),
+        }
+        made.head.load_state_dict(weights, assign=True)
+        made.head.requires_grad_(True).train(network.training)
+    return cast(AnyModule, made)
+
+
+def with_resized_parts(network: AnyModule, config: Any, weights: Mapping[str, dict[str, Tensor]]) -> AnyModule:
+    """Return the same network for another image size. `weights` has the names of the modules that are made for one
+    size, with those of their weights that change.
+
+    All other modules are copied with what the user has changed. Raises `ConfigError` if a module that is made anew has
+    hooks or a replaced method, or is of another class, and if a copy would use modules of this network.
+    """
+    made: Any = separate_copy(network)
+    made.config = config
+    for name, resized in weights.items():
+        old, new = network.get_submodule(name), _part_of(network, config, name)
+        if new is None or not is_plain(old, type(new)):
+            raise ConfigError(
+                f"{name} is made anew for images of {config.image_size}, but it was replaced or has hooks, which would "
+                "be lost; change the network after its image size"
+            )
+        frozen = {key for key, weight in old.named_parameters() if not weight.requires_grad}
+        new.load_state_dict(old.state_dict() | resized, assign=True)
+        for key, weight in new.named_parameters():
+            weight.requires_grad_(key not in frozen)
+        made.set_submodule(name, new.train(old.training))
+    return cast(AnyModule, made)
+
+
+def _part_of(network: nn.Module, config: Any, name: str) -> nn.Module | None:
+    """Return a new module of a network of the same class and another config, without values."""
+    with torch.device("meta"):
+        part = attrgetter(name)(type(network)(config))
+    return cast("nn.Module | None", part)

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from vitrail.models.cost.resnet import EXPANSION
 from vitrail.models.layers import lecun_normal_
-from vitrail.models.network import Features, Layers, block_numbers, check_images, with_new_head, with_weights
+from vitrail.models.network import Features, Layers, block_numbers, check_images, with_new_head, with_resized_parts
 from vitrail.models.resnet_config import ResNetConfig, ResNetUnit, RootConfig, WeightEps
+from vitrail.models.shortcuts import has_plain_type, is_plain, skippable
 from vitrail.models.tokens.grids import image_sides
 from vitrail.plain import from_plain
 
@@ -93,7 +94,7 @@ class ResNet(nn.Module):
 
     def with_image_size(self, image_size: tuple[int, int]) -> ResNet:
         """Return the same weights in a network for another image size. All tensors are shared."""
-        return with_weights(self, self.config.with_image_size(image_size), self.state_dict())
+        return with_resized_parts(self, self.config.with_image_size(image_size), {})
 
     def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> ResNet:
         """Return the same network with a new head of zeros."""
@@ -158,6 +159,7 @@ class HybridRoot(nn.Module):
                 nn.init.zeros_(module.norm3.weight)
 
 
+@skippable
 class StandardisedConv(nn.Conv2d):
     """A convolution without bias whose filters are standardised to mean 0 and deviation 1 in every call."""
 
@@ -201,8 +203,11 @@ class StandardisedConv(nn.Conv2d):
     def freeze(self, dtype: torch.dtype | None) -> None:
         """Replace the filters by standardised filters, converted to `dtype` (None keeps the format).
 
-        The layer cannot be trained afterwards: `Predictor` calls this on its own copy of a network.
+        The layer cannot be trained afterwards: `Predictor` calls this on its own copy of a network. The filters of a
+        layer with hooks or a parametrisation stay as they are, because they may be computed in every call.
         """
+        if not (is_plain(self, StandardisedConv) and has_plain_type(self.weight)):
+            return
         operand = self.operand.detach()
         self.weight = nn.Parameter(operand if dtype is None else operand.to(dtype), requires_grad=False)
         self.is_standardised = True

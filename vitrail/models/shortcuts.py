@@ -42,7 +42,7 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
         type(module) is kind
         and not has_hooks(module)
         and "forward" not in module.__dict__
-        and (torch.compiler.is_compiling() or kind.forward is _forward[kind])
+        and (torch.compiler.is_compiling() or kind.forward is _forward.get(kind, kind.forward))
     )
 
 

@@ -24,7 +24,7 @@ from vitrail.models.attention import AttentionLayer, AttentionPositions
 from vitrail.models.block import Block, ReversibleBlock, make_block
 from vitrail.models.layers import LayerScale, Mlp, SwiGlu, lecun_normal_
 from vitrail.models.linear.dense import Linear
-from vitrail.models.network import Features, Layers, block_numbers, check_images, with_new_head, with_weights
+from vitrail.models.network import Features, Layers, block_numbers, check_images, with_new_head, with_resized_parts
 from vitrail.models.resnet import HybridRoot
 from vitrail.models.reversible import reversible
 from vitrail.models.tokens.grids import image_sides
@@ -290,10 +290,13 @@ class VisionTransformer(nn.Module):
         All other tensors are shared. Raises `ConfigError` if patches do not divide the size.
         """
         config = self.config.with_image_size(image_size)
-        resized = {f"positions.{name}": tensor for name, tensor in self.positions.resized(config.grid).items()}
+        resized: dict[str, dict[str, Tensor]] = {"positions": self.positions.resized(config.grid)}
         if self.context is not None:
-            resized |= {f"context.{name}": tensor for name, tensor in self.context.resized(config.grid).items()}
-        return with_weights(self, config, self.state_dict() | resized)
+            resized["context"] = self.context.resized(config.grid)
+        for layer, block in enumerate(self.blocks):
+            if not type(block.attention).__module__.startswith("vitrail."):  # it may know the config's grid
+                resized[f"blocks.{layer}.attention"] = {}
+        return with_resized_parts(self, config, resized)
 
     def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> VisionTransformer:
         """Return the same network with a new head of zeros. `drop_hidden` removes the hidden layer before the head."""

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, UserError
+from vitrail.models.copies import shared_copy
 from vitrail.models.cost.footprint import FootprintPrecision, prediction_bytes
-from vitrail.models.predictor import shared_copy
 from vitrail.models.vit_config import ViTConfig
 from vitrail.plain import from_plain, to_plain
 from vitrail.tasks.conversion import Conversion

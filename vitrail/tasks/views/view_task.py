@@ -20,7 +20,7 @@ from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
-from vitrail.models.predictor import shared_copy
+from vitrail.models.copies import shared_copy
 from vitrail.models.variants import AnyConfig
 from vitrail.tasks.pictures import PictureTable, neighbour_table
 from vitrail.tasks.task import Objective, Task, TaskMetric
