@@ -25,9 +25,13 @@ from vitrail.models.linear import kernels
 from vitrail.models.linear.dense import Linear
 from vitrail.models.linear.float32 import float32_products, resolve_float32_products
 from vitrail.models.shortcuts import can_fuse, has_plain_type, is_plain
+from vitrail.models.tokens.reduction import TokenReduction
 
 NEVER_CALLED = nn.ModuleList, AttentionContext, nn.Identity
 """Classes that are not called, or not by every kind."""
+
+REDUCED = {"merged": TokenReduction(tokens=3), "pruned": TokenReduction(tokens=3, by="prune")}
+"""Networks that remove tokens in each block."""
 
 
 @pytest.fixture(params=["float32", "bf16"])
@@ -65,11 +69,11 @@ def assert_same(found: Tensor, expected: Tensor, name: str) -> None:
     assert (found - expected).abs().max() <= 0.02 * expected.abs().max(), name
 
 
-@pytest.mark.parametrize("kind", few("full", "waves", "reversible", "local"))
+@pytest.mark.parametrize("kind", [*few("full", "waves", "reversible", "local"), *REDUCED])
 def test_hooks_and_replaced_methods_are_called_as_often_as_the_module_is_used(
     kind: str, compute: Callable[[nn.Module], Tensor]
 ) -> None:
-    made = network(kind)
+    made = network(kind, reduction=REDUCED.get(kind))
     expected, used = compute(made), Counter[str]()
     handles = [part.register_forward_hook(lambda *_, name=name: used.update([name])) for name, part in parts(made)]
     assert_same(compute(made), expected, "all hooks at once")
@@ -136,6 +140,19 @@ def test_another_activation_is_used(compute: Callable[[nn.Module], Tensor]) -> N
     after = compute(made)
     block.mlp.activation.register_forward_hook(lambda module, given, result: None)
     assert not torch.allclose(before, after) and torch.equal(compute(made), after)
+
+
+def test_attention_that_cannot_choose_tokens_is_refused() -> None:
+    class Own(nn.Module):
+        def forward(self, tokens: Tensor, positions: Any, read: int | None) -> Tensor:
+            return tokens[:, :read]
+
+    made = network("merged", reduction=REDUCED["merged"])
+    made.blocks[1].attention = Own()
+    assert made(images(OWN)).isfinite().all(), "the last block removes no tokens"
+    made.blocks[0].attention = Own()
+    with pytest.raises(ConfigError, match=r"^reduction: the attention of a block was replaced"):
+        made(images(OWN))
 
 
 def test_dropout_in_training_mode_drops_in_a_network_that_is_not(compute: Callable[[nn.Module], Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
@@ -11,7 +12,6 @@ from vitrail.models.attention import AttentionLayer, AttentionPositions
 from vitrail.models.layers import LayerScale, StochasticDepth, make_mlp
 from vitrail.models.linear.dense import Linear
 from vitrail.models.shortcuts import is_plain
-from vitrail.models.tokens.reduction import Reduce, size_bias
 from vitrail.models.vit_config import ViTConfig
 
 __all__ = ["Block", "ReversibleBlock", "make_block"]
@@ -51,18 +51,9 @@ class Block(nn.Module):
             return self._forward_of_kept(z, inside, read)
         mixed = self.attention(self.norm1(z), inside, read)
         z = z[:, :read] + self.skip(self.scale1(self.dropout(mixed)))  # equation 2
+        if inside is not None and inside.removal is not None:
+            z = inside.removal.remaining(z)
         return z + self.skip(self.scale2(self.mlp(self.norm2(z))))  # equation 3
-
-    def reduced(
-        self, z: Float[Tensor, "b n width"], sizes: Float[Tensor, "b n"] | None, reduce: Reduce
-    ) -> tuple[Float[Tensor, "b m width"], Float[Tensor, "b m"] | None]:
-        """Return what `forward` returns in evaluation mode, if `reduce` removes tokens between attention and MLP."""
-        bias = size_bias(sizes)
-        mixed, queries, keys = self.attention.with_operands(
-            self.norm1(z), None if bias is None else AttentionPositions(bias)
-        )
-        z, sizes = reduce(z + self.scale1(mixed), sizes, queries, keys)
-        return z + self.scale2(self.mlp(self.norm2(z))), sizes
 
     def _forward_of_kept(
         self, z: Float[Tensor, "b n width"], inside: AttentionPositions | None, read: int | None
@@ -82,9 +73,7 @@ class Block(nn.Module):
         among these projections, in this order."""
         yield from self.attention.projections()
         for name in ("up", "down"):
-            layer = self.mlp.get_submodule(name)
-            assert isinstance(layer, Linear)
-            yield layer, (name,)
+            yield cast(Linear, self.mlp.get_submodule(name)), (name,)
 
 
 class ReversibleBlock(Block):

@@ -30,7 +30,7 @@ from vitrail.models.reversible import reversible
 from vitrail.models.tokens.grids import image_sides
 from vitrail.models.tokens.patches import PatchEmbedding, PrefixTokens, Replace
 from vitrail.models.tokens.pooling import AttentionPool, pool
-from vitrail.models.tokens.reduction import TokenReduction, size_bias
+from vitrail.models.tokens.reduction import Removal, TokenReduction, size_bias
 from vitrail.models.vit_config import ViTConfig
 from vitrail.plain import from_plain
 
@@ -247,16 +247,16 @@ class VisionTransformer(nn.Module):
     ) -> Float[Tensor, "b embed_width"]:
         """Return the pooled tokens, of which every block has removed some (`vitrail.models.tokens.reduction`)."""
         grid, config = self._grid(images), self.config
-        z, sizes = self._embedded(images, grid), None
+        z, removal = self._embedded(images, grid), Removal(reduction.by, config.prefix)
         counts = reduction.counts(config.depth, math.prod(grid))
-        for layer, (block, count) in enumerate(zip(self.blocks, counts, strict=True)):
-            assert isinstance(block, Block)
-            if config.pool == "cls" and layer == config.depth - 1:
-                z = block(z, AttentionPositions(size_bias(sizes)), 1)
-            else:
-                z, sizes = block.reduced(z, sizes, reduction.reducer(count, config.prefix))
+        for layer, (block, removal.count) in enumerate(zip(self.blocks, counts, strict=True)):
+            bias = size_bias(removal.sizes)
+            is_last = config.pool == "cls" and layer == config.depth - 1
+            inside = AttentionPositions(bias, removal=None if is_last else removal)
+            # Compiled blocks would be compiled again for each number of tokens. `_call_impl` is the call without that.
+            z = block._call_impl(z, inside, 1 if is_last else None)  # type: ignore[no-untyped-call]
         z = self.norm(z) if config.final_norm == "tokens" else z
-        return pool(self._split(z, grid), config.pool, self.attention_pool, sizes)
+        return pool(self._split(z, grid), config.pool, self.attention_pool, removal.sizes)
 
     def _draw_kept(self, images: Tensor, grid: tuple[int, int]) -> Int64[Tensor, "b k"] | None:
         """Return the indices of the patches that patch dropout keeps, in ascending order, or None if all are kept."""

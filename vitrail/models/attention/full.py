@@ -114,17 +114,13 @@ class SelfAttention(AttentionLayer):
                 return self.out(attend_fused(qkv, self.heads))
             return self.combine(attend(*self._of_heads(qkv)))
         q, k, v, bias = self._operands(tokens, positions, read)
+        if positions is not None and positions.removal is not None:
+            positions.removal.queries, positions.removal.keys = q, k
         # Keys of offsets make a bias as large as the logits, so a fused kernel would save no memory, and PyTorch 2.13
         # cannot write it as ONNX.
         plain = positions is not None and positions.offset_keys is not None
         mixed = (attend_plainly if plain else attend)(q, k, v, bias)
         return self.out(mixed.transpose(1, 2).flatten(2))
-
-    def with_operands(
-        self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None
-    ) -> tuple[Float[Tensor, "b n width"], Float[Tensor, "b heads n d"], Float[Tensor, "b heads n d"]]:
-        q, k, v, bias = self._operands(tokens, positions, None)
-        return self.out(attend(q, k, v, bias).transpose(1, 2).flatten(2)), q, k
 
     def weights(
         self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None

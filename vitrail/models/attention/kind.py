@@ -16,6 +16,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.attention.settings import NoSettings, settings_of
 from vitrail.models.cost.footprint import FootprintPrecision
 from vitrail.models.linear.dense import Linear
+from vitrail.models.tokens.reduction import Removal
 
 if TYPE_CHECKING:
     from vitrail.models.vit_config import ViTConfig
@@ -89,6 +90,10 @@ class AttentionPositions(NamedTuple):
     context: Any = None
     """The tables or weights that the mechanism's `AttentionContext` gives to this block."""
 
+    removal: Removal | None = None
+    """The removal of tokens, if the block merges or prunes them. A layer whose kind has `can_reduce` shows it the
+    queries and keys of all heads."""
+
     def of_images(self, kept: Int64[Tensor, " k"]) -> AttentionPositions:
         """Return the positions of some images of the batch."""
         bias, rotation, offset_keys = self.bias, self.rotation, self.offset_keys
@@ -142,13 +147,6 @@ class AttentionLayer(nn.Module):
     def combine(self, mixed: Float[Tensor, "b heads m d"]) -> Float[Tensor, "b m width"]:
         """Return the output of the layer for the values of each head that the weights have mixed. A mechanism with
         `operands` overrides this method."""
-        raise NotImplementedError
-
-    def with_operands(
-        self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None
-    ) -> tuple[Float[Tensor, "b n width"], Float[Tensor, "b heads n d"], Float[Tensor, "b heads n d"]]:
-        """Return the mixed tokens, and the queries and keys of all heads, by which tokens are merged or pruned. Only a
-        kind with `can_reduce` needs this method."""
         raise NotImplementedError
 
     def projections(self) -> Iterator[tuple[Linear, tuple[str, ...]]]:
@@ -250,8 +248,8 @@ class AttentionKind:
     Settings: ClassVar[type[Any]] = NoSettings
     """Frozen dataclass of the settings that may follow the name in `ViTConfig.attention`: `local:window=9`."""
     can_reduce: ClassVar[bool] = False
-    """True if the layer has `with_operands` and accepts a bias of the logits, so that tokens can be merged or pruned in
-    inference."""
+    """True if the layer shows its queries and keys to `AttentionPositions.removal` and accepts a bias of the logits, so
+    that tokens can be merged or pruned in inference."""
     needs_grid: ClassVar[bool] = False
     """True if the layer needs all patches of the grid, so that training cannot drop patches."""
     takes_offsets: ClassVar[bool] = False

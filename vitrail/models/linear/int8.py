@@ -12,7 +12,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
-from vitrail.models.linear.dense import Linear
+from vitrail.models.linear.dense import Linear, can_split
 from vitrail.models.linear.kernels import linear
 from vitrail.models.variants import AnyConfig, build
 from vitrail.models.vit import Block
@@ -47,8 +47,10 @@ def check_int8(config: AnyConfig) -> None:
 
 
 def _layers(network: nn.Module) -> list[tuple[Linear, tuple[str, ...]]]:
-    """Return the dense layers of a network's blocks, with the names of their projections."""
-    layers = [layer for block in network.modules() if isinstance(block, Block) for layer in block.projections()]
+    """Return the dense layers of a network's blocks, with the names of their projections. Layers of other classes, and
+    those with hooks or a parametrisation, are not among them."""
+    projections = (layer for block in network.modules() if isinstance(block, Block) for layer in block.projections())
+    layers = [(layer, names) for layer, names in projections if can_split(layer)]
     if not layers:
         raise ConfigError(
             "precision='int8' needs dense layers in a transformer's blocks, and this network has none; "

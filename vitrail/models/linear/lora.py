@@ -93,6 +93,11 @@ def add_adapters(network: AnyNetwork, *, rank: int, alpha: float, names: Sequenc
         assert isinstance(block, Block)
         for layer, own in block.projections():
             if parts := tuple(number for number, name in enumerate(own) if name in names):
+                if not isinstance(layer, Linear):
+                    raise ConfigError(
+                        f"lora_on={tuple(names)}: {own[parts[0]]!r} is computed by a layer of the class "
+                        f"{type(layer).__name__}, which LoRA cannot adapt; add adapters before layers are replaced"
+                    )
                 layer.adapt(LowRank(layer.weight.detach(), rank=rank, alpha=alpha, parts=parts, of=len(own)))
 
 

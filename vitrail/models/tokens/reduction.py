@@ -7,7 +7,6 @@ of a token, so that a merged token weighs as much as its patches did.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -18,14 +17,10 @@ from torch import Tensor
 
 from vitrail.errors import ConfigError
 
-__all__ = ["ReductionMethod", "ReductionSchedule", "TokenReduction", "size_bias"]
+__all__ = ["ReductionMethod", "ReductionSchedule", "Removal", "TokenReduction", "size_bias"]
 
 ReductionMethod = Literal["merge", "prune"]
 ReductionSchedule = Literal["constant", "decreasing"]
-
-Reduce = Callable[[Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tensor | None]]
-"""A function that maps (tokens, sizes, queries, keys) to the remaining tokens and their sizes. Sizes are None if every
-token stands for one patch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,18 +55,6 @@ class TokenReduction:
             patches -= found[-1]
         return tuple(found)
 
-    def reducer(self, count: int, prefix: int) -> Reduce:
-        """Return the function with which a block removes `count` of the tokens behind the first `prefix` tokens."""
-
-        def reduce(tokens: Tensor, sizes: Tensor | None, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor | None]:
-            if not count:
-                return tokens, sizes
-            if self.by == "prune":
-                return _pruned(tokens, sizes, queries, keys, count, prefix), sizes
-            return _merged(tokens, sizes, keys, count, prefix)
-
-        return reduce
-
     def macs(self, count: int, patches: int, prefix: int, heads: int, head_width: int) -> int:
         """Return the multiply-accumulates with which a block chooses `count` of its patch tokens."""
         if not count:
@@ -79,6 +62,38 @@ class TokenReduction:
         if self.by == "prune":
             return (prefix + patches) * heads * head_width
         return (patches // 2) * (patches - patches // 2) * head_width
+
+
+@dataclass
+class Removal:
+    """The removal of tokens in one forward pass of a network. A block's attention shows it the queries and keys of all
+    heads, by which the block then chooses tokens."""
+
+    by: ReductionMethod
+    prefix: int
+    """Number of tokens before the patches. They always stay."""
+    count: int = 0
+    """Number of patch tokens that the present block removes."""
+    sizes: Float[Tensor, "b n"] | None = None
+    """Number of patches that each token stands for, or None if each stands for one."""
+    queries: Float[Tensor, "b heads n d"] | None = None
+    keys: Float[Tensor, "b heads n d"] | None = None
+
+    def remaining(self, tokens: Float[Tensor, "b n width"]) -> Float[Tensor, "b m width"]:
+        """Return the tokens that are left after the present block has removed some. Raise `ConfigError` if the block's
+        attention was replaced by a layer that shows no queries and keys."""
+        queries, keys, self.queries, self.keys = self.queries, self.keys, None, None
+        if not self.count:
+            return tokens
+        if queries is None or keys is None:
+            raise ConfigError(
+                "reduction: the attention of a block was replaced by a layer that shows no queries and keys, by which "
+                "tokens are merged or pruned; leave the reduction out, or show them to positions.removal"
+            )
+        if self.by == "prune":
+            return _pruned(tokens, self.sizes, queries, keys, self.count, self.prefix)
+        tokens, self.sizes = _merged(tokens, self.sizes, keys, self.count, self.prefix)
+        return tokens
 
 
 def size_bias(sizes: Float[Tensor, "b n"] | None) -> Float[Tensor, "b 1 1 n"] | None:
