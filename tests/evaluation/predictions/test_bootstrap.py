@@ -35,7 +35,7 @@ def test_resampled_accuracy_is_binomial() -> None:
     often = expected > 5
     observed = np.append(counts[often], counts[~often].sum())
     assert stats.chisquare(observed, np.append(expected[often], expected[~often].sum())).pvalue > 1e-3
-    found = mean_interval(np.arange(20) < 17, resamples=20_000)
+    found = mean_interval((np.arange(20) < 17).astype(float), resamples=20_000)
     assert found.value == 0.85
     assert (found.low, found.high) == tuple(stats.binom.ppf([0.025, 0.975], 20, 0.85) / 20)
 
@@ -102,9 +102,23 @@ def test_the_seed_decides() -> None:
     assert wide.low < narrow.low < values.mean() < narrow.high < wide.high
 
 
-def test_what_does_not_vary_has_an_interval_of_no_length() -> None:
-    assert mean_interval(np.full(7, True)) == Metric(1.0, 1.0, 1.0)
-    assert balanced_accuracy_interval(np.array([2]), np.array([2]), 3) == Metric(1.0, 1.0, 1.0)
+@given(st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), st.sampled_from([0.5, 0.95]))
+def test_a_fraction_has_the_interval_of_wilson(counts: tuple[int, int], level: float) -> None:
+    right, n = counts
+    found = mean_interval(np.arange(n) < right, level=level)
+    expected = stats.binomtest(right, n).proportion_ci(level, method="wilson")
+    assert found.low is not None and found.high is not None
+    np.testing.assert_allclose((found.low, found.high), (expected.low, expected.high), rtol=1e-9, atol=1e-12)
+    assert found.low <= found.value <= found.high and found.low < found.high
+
+
+def test_a_balanced_accuracy_without_a_mistake_has_an_interval() -> None:
+    labels = np.array([0] * 30 + [3] * 8)
+    found = balanced_accuracy_interval(labels, labels, 4)
+    alone = mean_interval(np.full(8, True)).low
+    assert found.value == found.high == 1.0 and found.low is not None and alone is not None and alone < found.low < 1
+    wrong = balanced_accuracy_interval(labels, labels + 1, 5)
+    assert wrong.value == wrong.low == 0.0 and wrong.high == pytest.approx(1 - found.low)
 
 
 def test_without_resamples_there_is_no_interval() -> None:

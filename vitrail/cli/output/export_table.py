@@ -45,7 +45,7 @@ def _accuracy(parity: Parity, *, network: bool = False) -> Metric | None:
     if parity.correct is None:
         return None
     correct = parity.correct + (parity.lost - parity.gained if network else 0)
-    return mean_interval((np.arange(parity.labelled) < correct).astype(np.float64))
+    return mean_interval(np.arange(parity.labelled) < correct)
 
 
 def _drop(parity: Parity) -> Metric:

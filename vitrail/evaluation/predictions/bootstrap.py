@@ -1,4 +1,8 @@
-"""Bootstrap intervals of metrics, by percentiles of resampled values (Efron 1979; Efron & Tibshirani 1993).
+"""Intervals of metrics: Wilson's for fractions of samples, else percentiles of resampled values (Efron 1979; Efron &
+Tibshirani 1993).
+
+If all samples are right, every resample is too, and the percentiles would claim certainty. Wilson's interval (1927) has
+a width for any number of samples.
 
 A resample draws n of n samples with replacement. The weight of a sample is the number of times that it is drawn. The
 metrics here are functions of weighted sums, so one matrix product gives many metrics for many resamples.
@@ -6,8 +10,10 @@ metrics here are functions of weighted sums, so one matrix product gives many me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Int64
@@ -24,6 +30,7 @@ __all__ = [
     "interval",
     "mean_interval",
     "resampled_means",
+    "wilson_interval",
 ]
 
 LEVEL = 0.95
@@ -35,7 +42,7 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class Metric:
-    """The value of a metric, and the ends of its bootstrap interval. Without resamples, the ends are None."""
+    """The value of a metric, and the ends of its interval. Without resamples, the ends are None."""
 
     value: float
     low: float | None = None
@@ -49,7 +56,13 @@ def mean_interval(
     resamples: int = 1000,
     seed: int = 0,
 ) -> Metric:
-    """Return the mean of per-sample values, such as correctness or loss, with a bootstrap interval."""
+    """Return the mean of per-sample values, such as correctness or loss, with an interval.
+
+    For true and false values, it is Wilson's interval of a fraction, unless `resamples` is 0. Otherwise it is a
+    bootstrap interval.
+    """
+    if values.dtype == bool and resamples > 0:
+        return wilson_interval(float(values.mean()), float(len(values)), level)
     means = resampled_means(values[:, None].astype(np.float64), resamples=resamples, seed=seed)
     return interval(float(values.mean()), means[:, 0], level)
 
@@ -65,10 +78,25 @@ def balanced_accuracy_interval(
 ) -> Metric:
     """Return the mean of the per-class accuracies, with a bootstrap interval.
 
-    Classes without samples in a resample are skipped in that resample.
+    Classes without samples in a resample are skipped in that resample. If every resample has the same value, because
+    all samples are right or all are wrong, the interval is Wilson's for as many samples as would give the variance of a
+    mean over the classes.
     """
     value = balanced_accuracy(labels, predicted, num_classes)
-    return interval(value, _resampled_balanced_accuracy(labels, predicted, resamples, seed), level)
+    found = interval(value, _resampled_balanced_accuracy(labels, predicted, resamples, seed), level)
+    if found.low is None or found.low != found.high:
+        return found
+    counts = np.unique(labels, return_counts=True)[1]
+    return wilson_interval(value, float(len(counts) ** 2 / (1 / counts).sum()), level)
+
+
+def wilson_interval(fraction: float, count: float, level: float = LEVEL) -> Metric:
+    """Return a fraction of `count` independent samples with Wilson's score interval (1927, equation 5)."""
+    _check_level(level)
+    square = NormalDist().inv_cdf((1 + level) / 2) ** 2 / count
+    centre = (fraction + square / 2) / (1 + square)
+    half = math.sqrt(square * fraction * (1 - fraction) + square**2 / 4) / (1 + square)
+    return Metric(fraction, min(max(centre - half, 0.0), fraction), max(min(centre + half, 1.0), fraction))
 
 
 def calibration_error_interval(
@@ -138,12 +166,16 @@ def _resampled_balanced_accuracy(
 
 def interval(value: float, resampled: Float64[np.ndarray, " resamples"], level: float = LEVEL) -> Metric:
     """Return a metric with its interval, which contains the fraction `level` of its values in resamples."""
-    if not 0 < level < 1:
-        raise ConfigError(f"level={level} is not between 0 and 1")
+    _check_level(level)
     if not len(resampled):
         return Metric(value)
     low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2]).tolist()
     return Metric(value, low, high)
+
+
+def _check_level(level: float) -> None:
+    if not 0 < level < 1:
+        raise ConfigError(f"level={level} is not between 0 and 1")
 
 
 def _in_blocks(
