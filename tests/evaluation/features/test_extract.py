@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import MethodType
 
 import numpy as np
 import pytest
@@ -80,13 +81,12 @@ class Watched:
         self.seen = 0
         self.notes: list[str] = []
         self.progress: list[int] = []
-        embed = self.network.embed
 
-        def counting(images: Tensor) -> Tensor:
+        def counting(network: VisionTransformer, images: Tensor) -> Tensor:
             self.seen += len(images)
-            return embed(images)
+            return VisionTransformer.embed(network, images)
 
-        self.network.embed = counting  # type: ignore[method-assign]
+        self.network.embed = MethodType(counting, self.network)  # type: ignore[method-assign]
 
     def __call__(self, source: object, cache: Path | None, **options: object) -> FeatureSet:
         settings = {"batch_size": 5, "readers": HERE, "preprocess": PREPROCESS, **options}
