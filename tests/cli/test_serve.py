@@ -355,7 +355,7 @@ def seed_requests(image: bytes, jpeg: bytes) -> Iterator[bytes]:
 
 
 def request(path: str, body: bytes, kind: str = "image/png", extra: str = "") -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\n{extra}Content-Length: {len(body)}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n{extra}Content-Length: {len(body)}\r\n"
     return f"{head}Connection: close\r\n\r\n".encode() + body
 
 

@@ -11,15 +11,13 @@ from vitrail.analysis.overlays import Overlays
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional
 from vitrail.machine import Precision
-from vitrail.serving.answering.settings import TOKEN_VARIABLE, ServeSettings
+from vitrail.serving.answering.settings import TOKEN_VARIABLE, ServeSettings, is_loopback
 from vitrail.weights.exported.runtimes import optional_module
 
 __all__ = ["main"]
 
 NEEDED = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
 """Modules of the extra `serve`."""
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +49,7 @@ COMMAND = Command(
     ),
     options=(Serve,),
     essential={
-        "Address": ("host", "port", "token"),
+        "Address": ("host", "port", "token", "allow_host"),
         "Processes and models": ("workers", "watch"),
         "Limits": ("max_body", "max_images", "max_queue", "deadline_seconds"),
         "Speed": ("max_batch", "batch_threads", "device", "precision"),
@@ -85,7 +83,7 @@ def main(call: Call) -> int:
         def report() -> None:
             _say(f"serving {what} at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C stops)")
 
-        if settings.host not in LOOPBACK and not settings.token:
+        if not is_loopback(settings.host) and not settings.token:
             _say("everyone who reaches this machine can use the server; --token restricts it")
         if settings.workers == 1:
             serve(job, listening, on_start=report, on_note=_note)

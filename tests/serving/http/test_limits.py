@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -223,5 +225,103 @@ def test_a_port_in_use(server: Running) -> None:
     ],
 )
 def test_a_wrong_setting_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ServeSettings(**settings)
+
+
+def raw_deflate(content: bytes) -> bytes:
+    packer = zlib.compressobj(wbits=-15)
+    return packer.compress(content) + packer.flush()
+
+
+@pytest.mark.parametrize(
+    ("coding", "pack"),
+    [
+        ("gzip", gzip.compress),
+        ("x-GZIP", gzip.compress),
+        ("deflate", zlib.compress),
+        ("deflate", raw_deflate),
+        ("deflate, identity, gzip", lambda content: gzip.compress(zlib.compress(content))),
+    ],
+)
+def test_compressed_bodies(limited: Running, images: list[bytes], coding: str, pack: Callable[[bytes], bytes]) -> None:
+    wanted = limited.ask("POST", "/", images[0], **TOKEN)
+    answer = limited.ask("POST", "/", pack(images[0]), Content_Encoding=coding, **TOKEN)
+    assert (answer.status, answer.json) == (200, wanted.json)
+    message = json.dumps({"input": "data:,"}).encode()
+    answer = limited.ask("POST", "/v1/embeddings", pack(message), Content_Encoding=coding, **TOKEN)
+    assert answer.status == 400 and "the data URI must be in base64" in answer.json["error"]
+    for size, status in ((10_000, 422), (10_001, 413), (9_000_000, 413)):
+        assert limited.ask("POST", "/", pack(bytes(size)), Content_Encoding=coding, **TOKEN).status == status
+    for broken in (pack(images[0])[:-3], pack(images[0]) + b"x", b"no stream"):
+        answer = limited.ask("POST", "/", broken, Content_Encoding=coding, **TOKEN)
+        assert answer.status == 400 and answer.json["error"].startswith("Content-Encoding: ")
+    assert guard_bytes(limited) == 0
+
+
+def test_an_unknown_compression(limited: Running, images: list[bytes]) -> None:
+    answer = limited.ask("POST", "/", images[0], Content_Encoding="br", **TOKEN)
+    assert answer.status == 415 and "'br'" in answer.json["error"] and "gzip" in answer.headers["accept-encoding"]
+    assert limited.ask("POST", "/", images[0], Content_Encoding="identity", **TOKEN).status == 200
+
+
+def test_names_of_a_server_on_a_loopback_address(bundle: Bundle, images: list[bytes]) -> None:
+    with serving({"flowers": bundle}, allow_host=("Flowers.example",)) as server:
+        for host in ("localhost", "LOCALHOST:80", "127.0.0.1:1", "[::1]:8000", "app.localhost", "flowers.example:7"):
+            assert server.ask("POST", "/", images[0], Host=host).status == 200
+        for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example:8000", "0.0.0.0", "10.0.0.1"):
+            for method, path in (("POST", "/"), ("GET", "/"), ("GET", "/models"), ("GET", "/metrics")):
+                answer = server.ask(method, path, images[0] if method == "POST" else None, Host=host)
+                assert answer.status == 421 and "--allow-host" in answer.json["error"]
+            assert server.ask("GET", "/health/ready", Host=host).status == 200
+            assert server.ask("GET", "/health", Host=host).json == {"health": True}
+
+
+@pytest.mark.parametrize("settings", [{"token": "secret"}, {"host": "0.0.0.0"}])
+def test_other_servers_answer_under_every_name(bundle: Bundle, images: list[bytes], settings: dict[str, Any]) -> None:
+    with serving({"flowers": bundle}, **settings) as server:
+        assert server.ask("POST", "/", images[0], Host="flowers.example", **TOKEN).status == 200
+
+
+def test_pages_of_other_origins(bundle: Bundle, images: list[bytes]) -> None:
+    asking = {"Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "authorization"}
+    mine, other = "https://flowers.example", "https://other.example"
+    with serving({"flowers": bundle}, token="secret", allow_origin=(mine,)) as server:
+        granted = server.ask("OPTIONS", "/", Origin=mine, **asking)
+        assert granted.status == 200 and granted.headers["access-control-allow-origin"] == mine
+        assert "authorization" in granted.headers["access-control-allow-headers"].lower()
+        answer = server.ask("POST", "/", images[0], Origin=mine, **TOKEN)
+        assert answer.status == 200 and answer.headers["access-control-allow-origin"] == mine
+        assert "X-Model" in answer.headers["access-control-expose-headers"]
+        assert server.ask("OPTIONS", "/", Origin=other, **asking).status == 400
+        assert "access-control-allow-origin" not in server.ask("POST", "/", images[0], Origin=other, **TOKEN).headers
+
+
+@pytest.mark.parametrize(("seconds", "is_kept"), [(0.1, False), (30.0, True)])
+def test_idle_connections(bundle: Bundle, seconds: float, is_kept: bool) -> None:
+    with serving({"flowers": bundle}, keep_alive_seconds=seconds) as server, server.connect() as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert client.recv(4096).startswith(b"HTTP/1.1 200")
+        client.settimeout(0.5 if is_kept else 20)
+        if is_kept:
+            with pytest.raises(TimeoutError):
+                client.recv(1)
+        else:
+            while client.recv(4096):
+                pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"allow_host": ("http://a.example",)}, "allow_host='http://a.example' is not the name of a host"),
+        ({"allow_host": ("a.example:80",)}, "is not the name of a host"),
+        ({"allow_host": ("",)}, "is not the name of a host"),
+        ({"allow_origin": ("a.example",)}, "allow_origin='a.example' is not an origin"),
+        ({"allow_origin": ("https://a.example/",)}, "is not an origin"),
+        ({"keep_alive_seconds": 0.0}, "keep_alive_seconds=0.0 must be above 0"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ServeSettings(**settings)

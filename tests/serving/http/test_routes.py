@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import re
 import struct
 import time
 from collections.abc import Callable
@@ -238,7 +239,7 @@ TENSOR = {"name": "images", "shape": [1, 12, 10, 3], "datatype": "UINT8", "data"
         ({"shape": [float("inf")]}, 400, "OverflowError"),
         ({"data": [256] * 360}, 400, "whole numbers from 0 to 255"),
         ({"data": ["x"] * 360}, 400, "ValueError"),
-        ({"datatype": "BYTES", "shape": [1], "data": ["not base64!"]}, 400, "not a request of the Open Inference"),
+        ({"datatype": "BYTES", "shape": [1], "data": ["not base64!"]}, 400, "data: the image is not base64"),
         ({"datatype": "BYTES", "shape": [1], "data": ["AAAA"]}, 422, "image 0 "),
         ({"parameters": {"binary_data_size": 5}}, 400, "5 was stated, but 0 bytes were sent"),
     ],
@@ -256,7 +257,28 @@ def test_a_wrong_tensor_is_refused(server: Running, change: dict[str, Any], stat
          "'x' does not exist; choose from logits, probabilities, embedding"),
         ("/v2/models/flowers/infer", [], "not a request of the Open Inference Protocol"),
         ("/", {"inputs": "x"}, "inputs: the image is not base64"),
-        ("/", {"inputs": "", "parameters": {"top_k": -1}}, "top: -1 is not a number of classes"),
+        ("/", {"inputs": "", "parameters": {"top_k": -1}}, "top_k: -1 is not a number of classes"),
+        ("/", {"inputs": "", "parameters": {"top_k": 0}}, "top_k: 0 is not a number of classes"),
+        ("/", {"inputs": "", "parameters": {"top_k": 1.5}}, "top_k: 1.5 is not a number of classes"),
+        ("/", {"inputs": "", "parameters": {"top_k": True}}, "top_k: True is not a number of classes"),
+        ("/", {"inputs": "", "parameters": {"function_to_apply": "tanh"}}, "'tanh' is not one of softmax, sigmoid"),
+        ("/", {"inputs": "", "parameters": {"threshold": 0.5}}, "threshold: the server does not act on this name"),
+        ("/", {"inputs": "", "parameters": []}, "these must be JSON objects"),
+        ("/", {"inputs": "", "option": {}}, "option: the server does not act on this name in the body"),
+        ("/", {"inputs": "", "options": {"adapter": 1}}, "adapter: the server does not act on this name in options"),
+        ("/?top=3", {"inputs": ""}, "top: the server does not act on this name in the address; it may have model"),
+        ("/?model=numbers", {"inputs": "", "parameters": {"top_k": 1}}, "request to model 'numbers'; it has no"),
+        ("/?model=features", {"inputs": "", "parameters": {"normalize": True}}, "model 'features'; it has no"),
+        ("/v1/embeddings?model=flowers", {"input": "data:;base64,"}, "model: the server does not act on this name"),
+        ("/v1/embeddings", {"input": data_uri(b""), "dimensions": 5}, "embeddings of 'flowers' have 12"),
+        ("/v1/embeddings", {"input": data_uri(b""), "truncate": True}, "truncate: the server does not act"),
+        ("/v2/models/flowers/infer", {"inputs": [TENSOR], "parameters": {"priority": 2}}, "priority: the server does"),
+        ("/v2/models/flowers/infer", {"inputs": [{**TENSOR, "name": "input"}]}, "the input of a model is images"),
+        ("/v2/models/flowers/infer", {"inputs": [{**TENSOR, "parameters": {"shared_memory_region": "x"}}]},
+         "shared_memory_region: the server does not act on this name"),
+        ("/v2/models/flowers/infer",
+         {"inputs": [TENSOR], "outputs": [{"name": "logits", "parameters": {"classification": 2}}]},
+         "classification: the server does not act on this name"),
         ("/", ["x"], "must be a JSON object"),
         ("/v1/embeddings", {"input": "http://127.0.0.1/a.png"}, "no URL is fetched"),
         ("/v1/embeddings", {"input": "file:///etc/passwd"}, "no URL is fetched"),
@@ -285,3 +307,58 @@ def test_what_a_path_does_not_take(server: Running, images: list[bytes]) -> None
     bomb[16:24] = struct.pack(">II", 65000, 65000)
     answer = server.ask("POST", "/", bytes(bomb))
     assert answer.status == 422
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigmoid", "none", None])
+def test_the_function_of_the_scores(server: Running, bundle: Bundle, images: list[bytes], function: str | None) -> None:
+    text = base64.b64encode(images[1]).decode()
+    asked = {"inputs": text, "parameters": {"function_to_apply": function}, "options": {"use_cache": False}}
+    found = {one["label"]: one["score"] for one in server.ask_json("/", asked).json}
+    pixels = bundle.preprocess.normalise(torch.from_numpy(bundle.preprocess.pixels(images[1])[None]))
+    with torch.inference_mode():
+        logits = bundle.network(pixels)[0]
+    wanted = {"sigmoid": logits.sigmoid(), "none": logits}.get(function or "", logits.softmax(0))
+    assert found == pytest.approx(dict(zip(bundle.classes, wanted.tolist(), strict=True)), abs=1e-5)
+
+
+@pytest.mark.parametrize("extra", range(3))
+def test_spellings_of_base64(server: Running, images: list[bytes], extra: int) -> None:
+    image = images[0] + b"\xff" * extra + b"\xfb\xef\xbe"  # all three paddings, and both characters that differ
+    wanted = server.ask("POST", "/", image).json
+    usual, safe = base64.b64encode(image).decode(), base64.urlsafe_b64encode(image).decode()
+    for text in (usual.rstrip("="), safe, safe.rstrip("="), base64.encodebytes(image).decode(), f"\t{usual}\r\n",
+                 f"data:image/png;base64,{safe}", f"DATA:;BASE64,{quote(usual, safe='')}"):  # fmt: skip
+        answer = server.ask_json("/", {"inputs": text})
+        assert (answer.status, answer.json) == (200, wanted)
+        tensor = {"name": "images", "shape": [1], "datatype": "BYTES", "data": [text]}
+        assert infer(server, {"inputs": [tensor]}).status == 200
+    assert server.ask_json("/", {"inputs": usual.rstrip("=")[:-1] + "*"}).status == 400
+
+
+def test_the_models_in_the_shape_of_openai(server: Running) -> None:
+    listed = server.ask("GET", "/v1/models").json
+    assert [one["id"] for one in listed["data"]] == ["flowers", "numbers", "features"]
+    assert server.ask("GET", "/v1/models/numbers").json == listed["data"][1]
+    assert server.ask("GET", "/v1/models/birds").status == 404
+
+
+def test_the_description_holds_for_every_path(server: Running, images: list[bytes]) -> None:
+    described = server.ask("GET", "/openapi.json").json
+    version = server.ask("GET", "/v2/models/flowers").json["versions"][0]
+    for path, operations in described["paths"].items():
+        address = path.replace("{name}", "flowers").replace("{version}", version)
+        for method in ("GET", "POST"):
+            operation = operations.get(method.lower())
+            if operation is None:
+                assert server.ask(method, address, b"" if method == "POST" else None).status == 405
+                continue
+            answer = server.ask(method, address, images[0] if method == "POST" else None)
+            assert answer.status not in (404, 405)
+            if method == "GET":
+                assert answer.status == 200
+                continue
+            names = [one["name"] for one in operation["parameters"] if one["in"] == "query"]
+            for name in ("model", "top", "label"):
+                error = server.ask("POST", f"{address}?{name}=x", images[0]).json.get("error", "")
+                assert (f"{name}: the server does not act" in error) == (name not in names)
+            assert set(re.findall(r"{(\w+)}", path)) == {one["name"] for one in operation["parameters"]} - set(names)

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from dataclasses import dataclass
 
 from vitrail.errors import ConfigError
 from vitrail.plain import byte_count
 
-__all__ = ["TOKEN_VARIABLE", "ServeSettings"]
+__all__ = ["TOKEN_VARIABLE", "ServeSettings", "is_loopback"]
 
 TOKEN_VARIABLE = "VITRAIL_TOKEN"
 """Environment variable with the default token of a server."""
+
+HOST_NAME = re.compile(r"[\w.-]+|[0-9a-fA-F]*:[0-9a-fA-F.]*:[0-9a-fA-F:.]*")
+"""Name of a host, or its address."""
+
+ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#]+")
+"""Origin of a web page, as browsers send it."""
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for a name or an address that only this machine can reach."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +40,12 @@ class ServeSettings:
     token: str = ""
     """Secret that requests must send as `Authorization: Bearer TOKEN`. The default is the environment variable
     VITRAIL_TOKEN, and without it no token is needed. Probes and the empty page need no token."""
+    allow_host: tuple[str, ...] = ()
+    """Names in the header `Host` that are answered besides localhost and its addresses. Without a token, a server on a
+    loopback address refuses all other names, because a web site could point its own name at this machine."""
+    allow_origin: tuple[str, ...] = ()
+    """Origins of web pages that may read the answers (CORS), such as https://flowers.example, or * for all. By default
+    only the server's own page may."""
     workers: int = 1
     """Processes that answer requests to the port, each with its own copy of the models, its part of the compute threads
     and its own limits. A process that dies is started again."""
@@ -52,6 +74,9 @@ class ServeSettings:
     are answered by 503 with Retry-After."""
     receive_seconds: float = 10.0
     """Seconds for receiving the headers of a request, and again for its body. Slower clients are answered by 408."""
+    keep_alive_seconds: float = 5.0
+    """Seconds after which a connection without a request is closed. Behind a proxy it should be more than the proxy
+    keeps its connections, often 60."""
     deadline_seconds: float = 30.0
     """Seconds after which an image that still waits is dropped and answered by 503."""
     drain_seconds: float = 1.0
@@ -78,16 +103,33 @@ class ServeSettings:
                 f"max_images={self.max_images} is more than max_queue={self.max_queue}, so such a request could never "
                 "be accepted; choose a larger queue"
             )
-        for name in ("receive_seconds", "deadline_seconds"):
+        for name in ("receive_seconds", "keep_alive_seconds", "deadline_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
         if not self.drain_seconds >= 0:
             raise ConfigError(f"drain_seconds={self.drain_seconds} is less than 0")
+        for name in self.allow_host:
+            if not HOST_NAME.fullmatch(name):
+                raise ConfigError(
+                    f"allow_host={name!r} is not the name of a host, which has no scheme, port or path; give for "
+                    "example flowers.example"
+                )
+        for origin in self.allow_origin:
+            if not ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allow_origin={origin!r} is not an origin, which is a scheme and a host without a path; give for "
+                    "example https://flowers.example, or * for all"
+                )
         if self.body_bytes > self.body_memory_bytes:
             raise ConfigError(
                 f"max_body={self.max_body} is more than body_memory={self.body_memory}, so such a request could never "
                 "be accepted; choose more memory for bodies"
             )
+
+    @property
+    def checks_host(self) -> bool:
+        """True if only requests with a known name in their header `Host` are answered."""
+        return bool(self.allow_host) or (is_loopback(self.host) and not self.token)
 
     @property
     def body_bytes(self) -> int:

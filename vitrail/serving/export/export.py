@@ -127,6 +127,8 @@ class Exporter:
         """
         path = Path(path)
         check_export(path, to, precision=precision, opset=self._opset, overwrite=self._overwrite)
+        tensors = [*self._bundle.network.parameters(), *self._bundle.network.buffers()]
+        FORMATS[to].check_size(to, sum(4 * tensor.numel() for tensor in tensors))
         expected, exported = self.expected, replace(self._exported, precision=precision)
         calibration: Sequence[np.ndarray] = ()
         if precision == "int8":

@@ -31,7 +31,6 @@ OPSETS = (20, 23)
 LARGEST_ONNX = 2**31 - 1
 """Largest size in bytes of one ONNX file, which protobuf limits."""
 
-
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 TRITON_BATCH = 16
@@ -66,6 +65,14 @@ class Format:
     """Names in the folder that is written. Empty for formats of one file."""
     int8_needs: tuple[str, ...] | None = None
     """Packages that 8-bit integers need in addition, or None if the format has no 8-bit integers."""
+
+    def check_size(self, to: str, weights: int) -> None:
+        """Raise `ConfigError` if weights of so many bytes in float32 do not fit into the file."""
+        if "onnx" in self.needs and weights > LARGEST_ONNX:
+            raise ConfigError(
+                f"to={to!r}: a network of {weights:,} bytes exceeds the 2 GB of one ONNX file, from which this format is "
+                "made; use to='pt2'"
+            )
 
     def check(self, precision: str = "float32") -> None:
         """Raise `ConfigError` with the command that installs a missing package."""
@@ -138,10 +145,13 @@ def _onnx_model(program: ExportedProgram, exported: Exported, options: Options) 
 def _sealed_onnx(model: Any, exported: Exported) -> bytes:
     """Return the content of an ONNX file with its description and its hash."""
     onnx: Any = optional_module("onnx", "export")
+    from google.protobuf.message import EncodeError  # a dependency of onnx
+
     onnx.helper.set_model_props(model, {KEY: text_of(exported), SEAL: BLANK})
-    if model.ByteSize() > LARGEST_ONNX:
-        raise ConfigError(f"to='onnx': a network of {model.ByteSize():,} bytes exceeds ONNX's 2 GB; use to='pt2'")
-    return sealed(model.SerializeToString(deterministic=True))
+    try:
+        return sealed(model.SerializeToString(deterministic=True))
+    except EncodeError:  # weights just below the limit, and the graph beside them
+        raise ConfigError("to='onnx': the network exceeds the 2 GB of one ONNX file; use to='pt2'") from None
 
 
 def write_openvino(program: ExportedProgram, exported: Exported, path: Path, options: Options) -> None:

@@ -8,11 +8,13 @@ import contextlib
 import hmac
 import json
 import time
+import zlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from vitrail.serving.answering.log import log_line
 from vitrail.serving.answering.service import RETRY, Refused, Service
+from vitrail.serving.answering.settings import is_loopback
 
 __all__ = ["CLIENT_GONE", "PROBES", "PROBE_PATHS", "Guard", "Message"]
 
@@ -24,11 +26,17 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 PROBES = ("live", "ready", "startup")
 """Names of the probes, which ask for the state of the server."""
 
-PROBE_PATHS = tuple(f"{prefix}/{probe}" for prefix in ("/health", "/v2/health") for probe in PROBES)
-"""Paths of the probes, which need no token."""
+PROBE_PATHS = ("/health", *(f"{prefix}/{probe}" for prefix in ("/health", "/v2/health") for probe in PROBES))
+"""Paths of the probes, which need no token and may be asked under any name of the server."""
 
-NAMED = (*PROBE_PATHS, "/", "/metrics", "/models", "/predict", "/explain", "/v1/embeddings", "/v2")
+NAMED = (
+    *PROBE_PATHS, "/", "/metrics", "/models", "/openapi.json", "/predict", "/explain", "/v1/embeddings",
+    "/v1/models", "/v2",
+)  # fmt: skip
 """Paths that metrics name. Other paths are counted together, so that a scan cannot fill the memory."""
+
+WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
+"""Content encodings that are read, with zlib's number for each format."""
 
 CLIENT_GONE = 499
 """Status in the log of a request whose client closed the connection before the answer."""
@@ -60,15 +68,48 @@ class Guard:
         try:
             try:
                 await self._receive(scope, receive, body)
+                content = await self._decoded(scope, body)
             except Refused as refused:
                 await _refuse(sending, refused)
             else:
-                await self._answer(scope, body.take(), receive, sending)
+                await self._answer(scope, content, receive, sending)
         except _ClientGone:
             status = CLIENT_GONE
         finally:
             self._hold(-body.size)
             self._record(scope, status, body.size, time.perf_counter() - begun)
+
+    def _check_host(self, scope: Message) -> Refused | None:
+        """Return the refusal of a request under a foreign name. A web site can let its own name lead to a loopback
+        address, and then read the answers as its own (DNS rebinding)."""
+        host = dict(scope["headers"]).get(b"host", b"").decode("latin-1").strip().lower()
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        name = name.removesuffix(".")
+        is_known = not host or is_loopback(name) or name in map(str.lower, self._settings.allow_host)
+        if is_known or not self._settings.checks_host or scope["path"] in PROBE_PATHS:
+            return None
+        return Refused(421, f"Host: {host!r} is not a name of this server; start it with --allow-host {name}")
+
+    async def _decoded(self, scope: Message, body: _Body) -> bytes:
+        """Return the body without its content encoding. Raise `Refused` if it is unknown, broken or too large."""
+        stated = b",".join(value for name, value in scope["headers"] if name == b"content-encoding")
+        codings = [coding.strip().lower() for coding in stated.decode("latin-1").split(",")]
+        content = body.take()
+        for coding in reversed([coding for coding in codings if coding not in ("", "identity")]) if content else ():
+            if coding not in WINDOW_BITS:
+                known = ", ".join(WINDOW_BITS)
+                raise Refused(415, f"Content-Encoding: {coding!r} is not one of {known}", {"Accept-Encoding": known})
+            content = await self._service.parse(_inflate, content, coding, self._settings.body_bytes)
+            if len(content) > self._settings.body_bytes:
+                raise self._too_large()
+            if self._held - body.size + len(content) > self._settings.body_memory_bytes:
+                raise _too_many_bodies()
+            self._hold(len(content) - body.size)
+            body.size = len(content)
+        return content
+
+    def _too_large(self) -> Refused:
+        return Refused(413, f"the body is larger than {self._settings.max_body}, the limit of this server")
 
     def _check_token(self, scope: Message) -> Refused | None:
         """Return the refusal of a request that needs the token and has not sent it."""
@@ -86,9 +127,9 @@ class Guard:
         `_ClientGone`."""
         settings, headers = self._settings, dict(scope["headers"])
         stated = headers.get(b"content-length", b"0")
-        refused = self._check_token(scope)
+        refused = self._check_host(scope) or self._check_token(scope)
         if refused is None and (not stated.isdigit() or int(stated) > settings.body_bytes):
-            refused = Refused(413, f"the body is larger than {settings.max_body}, the limit of this server")
+            refused = self._too_large()
         if refused is not None and b"expect" in headers:  # the client waits before it sends the body
             raise refused
         try:
@@ -109,9 +150,9 @@ class Guard:
     def _keep(self, part: bytes, body: _Body) -> Refused | None:
         """Append a part to the body. If the body is refused, return the reason."""
         if body.size + len(part) > self._settings.body_bytes:
-            return Refused(413, f"the body is larger than {self._settings.max_body}, the limit of this server")
+            return self._too_large()
         if self._held + len(part) > self._settings.body_memory_bytes:
-            return Refused(503, "the server holds too many bodies of requests; try again later", RETRY)
+            return _too_many_bodies()
         self._hold(len(part))
         body.size += len(part)
         body.parts.append(part)
@@ -166,6 +207,30 @@ class _Body:
 
 class _ClientGone(Exception):
     """The client closed the connection."""
+
+
+def _too_many_bodies() -> Refused:
+    return Refused(503, "the server holds too many bodies of requests; try again later", RETRY)
+
+
+def _inflate(content: bytes, coding: str, limit: int) -> bytes:
+    """Return decompressed bytes, but at most one more than `limit`. Raise `Refused` for broken ones.
+
+    Bytes after the end are refused, because reading many short members one after the other takes very long.
+    """
+    bits = WINDOW_BITS[coding]
+    if coding == "deflate" and (content[0] & 15 != 8 or int.from_bytes(content[:2], "big") % 31):
+        bits = -bits  # without zlib's header, as some clients send it
+    reader = zlib.decompressobj(bits)
+    try:
+        found = reader.decompress(content, limit + 1)
+    except zlib.error as error:
+        raise Refused(400, f"Content-Encoding: the body is not {coding}: {error}") from None
+    if len(found) <= limit and (not reader.eof or reader.unused_data):
+        raise Refused(
+            400, f"Content-Encoding: the {coding} body {'has bytes after its end' if reader.eof else 'is cut off'}"
+        )
+    return found
 
 
 async def _next_part(receive: Receive) -> tuple[bytes, bool]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vitrail.serving.answering.batching import Row
-from vitrail.serving.http.requests import json_numbers
+from vitrail.serving.http.requests import check_names, json_numbers, parse_base64
 
 __all__ = ["HEADER", "BadRequest", "InferRequest", "format_answer", "parse_request"]
 
@@ -51,6 +50,11 @@ def parse_request(body: bytes, header: str | None) -> InferRequest:
             raise BadRequest(f"{HEADER}: {header} does not lie within the body of {len(body)} bytes")
         message = json.loads(body[:length])
         inputs = message["inputs"]
+        check_names(message, ("id", "inputs", "outputs", "parameters"), "the request")
+        check_names(message.get("parameters") or {}, ("binary_data_output",), "parameters of the request")
+        for item in message.get("outputs") or ():
+            check_names(item, ("name", "parameters"), "an output")
+            check_names(item.get("parameters") or {}, ("binary_data",), "parameters of an output")
         if len(inputs) != 1:
             raise BadRequest(f"inputs: {len(inputs)} tensors were sent, but a model takes one")
         outputs = {
@@ -86,6 +90,10 @@ def format_answer(model: str, version: str, request: InferRequest, rows: Sequenc
 
 
 def _tensor(item: Mapping[str, Any], binary: bytes) -> list[bytes] | np.ndarray:
+    check_names(item, ("name", "shape", "datatype", "data", "parameters"), "an input")
+    check_names(item.get("parameters") or {}, ("binary_data_size",), "parameters of an input")
+    if item["name"] != "images":
+        raise BadRequest(f"inputs: {item['name']!r} does not exist; the input of a model is images")
     shape, datatype = tuple(int(size) for size in item["shape"]), item["datatype"]
     if any(size < 0 for size in shape):
         raise BadRequest(f"shape: {list(shape)} has a negative size")
@@ -93,7 +101,7 @@ def _tensor(item: Mapping[str, Any], binary: bytes) -> list[bytes] | np.ndarray:
     if sent is not None and sent != len(binary):
         raise BadRequest(f"binary_data_size: {sent} was stated, but {len(binary)} bytes were sent")
     if datatype == "BYTES":
-        images = _elements(binary) if sent is not None else [_decoded(text) for text in item["data"]]
+        images = _elements(binary) if sent is not None else [parse_base64(text, "data") for text in item["data"]]
         if len(images) != math.prod(shape):
             raise BadRequest(f"shape: {list(shape)} does not fit {len(images)} elements")
         return images
@@ -106,10 +114,6 @@ def _tensor(item: Mapping[str, Any], binary: bytes) -> list[bytes] | np.ndarray:
     if values.size != math.prod(shape):
         raise BadRequest(f"shape: {list(shape)} has {math.prod(shape)} values, but {values.size} were sent")
     return values.reshape(shape).astype(DTYPES[datatype])
-
-
-def _decoded(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)
 
 
 def _elements(binary: bytes) -> list[bytes]:

@@ -6,19 +6,23 @@ import base64
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from vitrail.errors import nearest
 from vitrail.serving.answering.served import ServedModel
 from vitrail.serving.answering.service import Refused
-from vitrail.serving.http.requests import model_headers, service_of
+from vitrail.serving.http.requests import Operation, model_headers, service_of
 
 __all__ = ["routes_explain"]
 
 
-def routes_explain() -> list[Route]:
+def routes_explain() -> list[Operation]:
     """Return the path. The model is chosen by `?model=NAME`, and the class by `?label=CLASS`."""
-    return [Route("/explain", _explain, methods=["POST"])]
+    return [
+        Operation(
+            "/explain", "Draw the parts of an image that support a class", _explain, "POST", ("model", "label"),
+            ("image/*", "application/octet-stream"),
+        )
+    ]  # fmt: skip
 
 
 async def _explain(request: Request) -> Response:

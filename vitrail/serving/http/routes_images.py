@@ -7,16 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from vitrail.errors import UndecodableImage
 from vitrail.serving.answering.served import ServedModel, Task
 from vitrail.serving.answering.service import Refused
 from vitrail.serving.http.requests import (
+    Operation,
+    check_names,
     json_numbers,
     model_headers,
     parse_base64,
@@ -28,16 +30,29 @@ from vitrail.serving.http.requests import (
 
 __all__ = ["routes_images"]
 
+JSON = "application/json"
+
+IMAGES = ("image/*", "application/octet-stream")
+"""Media types of the bytes of an image."""
+
 TOP = 5
 """Default number of classes in an answer."""
 
 
-def routes_images() -> list[Route]:
+FUNCTIONS = ("softmax", "sigmoid", "none")
+"""Functions that turn logits into scores, by Hugging Face's names."""
+
+
+def routes_images() -> list[Operation]:
     """Return the paths of all shapes. The model is chosen by `?model=NAME`, or by the field `model` of embeddings."""
     return [
-        Route("/", _hugging_face, methods=["POST"]),
-        Route("/predict", _upload, methods=["POST"]),
-        Route("/v1/embeddings", _embeddings, methods=["POST"]),
+        Operation(
+            "/", "Classify an image, in Hugging Face's shape", _hugging_face, "POST", ("model",), (*IMAGES, JSON)
+        ),
+        Operation(
+            "/predict", "Classify the files of a form", _upload, "POST", ("model", "top"), ("multipart/form-data",)
+        ),
+        Operation("/v1/embeddings", "Compute embeddings, in OpenAI's shape", _embeddings, "POST", (), (JSON,)),
     ]
 
 
@@ -46,11 +61,15 @@ async def _hugging_face(request: Request) -> Response:
     without classes."""
     service, body = service_of(request), await request.body()
     model = service.model(request.query_params.get("model"))
-    image, top = body, TOP
+    image, top, function = body, TOP, None
     if request.headers.get("content-type", "").lower().startswith("application/json"):
-        image, top = await service.parse(_parse_hugging_face, body)
+        image, top, function = await service.parse(_parse_hugging_face, body, model)
     (row,) = await service.all_file_outputs(model, [model.tasks[0]], [image])
-    answer = [json_numbers(row["embedding"])] if model.tasks[0] == "embedding" else _ranking(model, row, top)
+    answer = (
+        [json_numbers(row["embedding"])]
+        if model.tasks[0] == "embedding"
+        else _ranking(model, _scored(row, function), top)
+    )
     return JSONResponse(answer, headers=model_headers(model))
 
 
@@ -78,8 +97,11 @@ async def _upload(request: Request) -> Response:
 async def _embeddings(request: Request) -> Response:
     """Answer in the shape of OpenAI's embeddings. Images are data URIs."""
     service = service_of(request)
-    name, images, encoding = await service.parse(_parse_embeddings, await request.body())
+    name, images, encoding, dimensions = await service.parse(_parse_embeddings, await request.body())
     model = service.model(name)
+    width = model.bundle.network.config.embed_width
+    if dimensions not in (None, width):
+        raise Refused(400, f"dimensions: {dimensions!r} cannot be computed; embeddings of {model.name!r} have {width}")
     data = []
     for number, row in enumerate(await service.all_file_outputs(model, ["embedding"], images)):
         values = row["embedding"]
@@ -89,18 +111,37 @@ async def _embeddings(request: Request) -> Response:
     return JSONResponse(answer, headers=model_headers(model))
 
 
-def _parse_hugging_face(body: bytes) -> tuple[bytes, int]:
-    """Return the image of a JSON body, and the number of classes to answer. Raise `Refused` for other bodies."""
+def _parse_hugging_face(body: bytes, model: ServedModel) -> tuple[bytes, int, str | None]:
+    """Return the image of a JSON body, the number of classes to answer, and the function of the scores or None. Raise
+    `Refused` for other bodies."""
     content = parse_json(body)
-    parameters = content.get("parameters") or {}
-    if not isinstance(parameters, dict):
-        raise Refused(400, "parameters: this must be a JSON object")
-    return parse_base64(content.get("inputs"), "inputs"), parse_top(parameters.get("top_k") or TOP)
+    check_names(content, ("inputs", "parameters", "options"), "the body")
+    parameters, options = ({} if content.get(name) is None else content[name] for name in ("parameters", "options"))
+    if not isinstance(parameters, dict) or not isinstance(options, dict):
+        raise Refused(400, "parameters and options: these must be JSON objects")
+    check_names(options, ("use_cache", "wait_for_model"), "options")  # all models are loaded, and no answer is cached
+    is_ranking = model.tasks[0] == "classes" and model.bundle.output != "numbers"
+    check_names(parameters, ("top_k", "function_to_apply") if is_ranking else (), f"a request to model {model.name!r}")
+    top, function = parameters.get("top_k"), parameters.get("function_to_apply")
+    if function is not None and function not in FUNCTIONS:
+        raise Refused(400, f"function_to_apply: {function!r} is not one of {', '.join(FUNCTIONS)}")
+    return parse_base64(content.get("inputs"), "inputs"), TOP if top is None else parse_top(top, "top_k"), function
 
 
-def _parse_embeddings(body: bytes) -> tuple[str | None, list[bytes], str]:
-    """Return the name of the model or None, the images, and the encoding of the answer. Raise `Refused`."""
+def _scored(row: Mapping[str, np.ndarray], function: str | None) -> Mapping[str, np.ndarray]:
+    """Return the outputs of an image with other scores for the ranking. By default they are the probabilities."""
+    if function is None:
+        return row
+    logits = torch.from_numpy(row["logits"])
+    scores = logits.softmax(0) if function == "softmax" else logits.sigmoid() if function == "sigmoid" else logits
+    return {**row, "probabilities": scores.numpy()}
+
+
+def _parse_embeddings(body: bytes) -> tuple[str | None, list[bytes], str, Any]:
+    """Return the name of the model or None, the images, the encoding of the answer, and the length of embeddings that
+    the client expects or None. Raise `Refused`."""
     content = parse_json(body)
+    check_names(content, ("input", "model", "encoding_format", "dimensions", "user"), "the body")
     name, given = content.get("model"), content.get("input")
     if name is not None and not isinstance(name, str):
         raise Refused(400, "model: this must be the name of a model")
@@ -110,7 +151,7 @@ def _parse_embeddings(body: bytes) -> tuple[str | None, list[bytes], str]:
     encoding = content.get("encoding_format") or "float"
     if encoding not in ("float", "base64"):
         raise Refused(400, f"encoding_format: {encoding!r} is not one of 'float', 'base64'")
-    return name, images, encoding
+    return name, images, encoding, content.get("dimensions")
 
 
 async def _form_files(request: Request, most: int) -> list[tuple[str, bytes]]:

@@ -7,28 +7,29 @@ from typing import Any
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from vitrail import __version__
 from vitrail.data.pixels.preprocess import Pixels
 from vitrail.serving.answering.served import ServedModel, Task
 from vitrail.serving.answering.service import Refused
 from vitrail.serving.http.protocol_v2 import HEADER, BadRequest, InferRequest, format_answer, parse_request
-from vitrail.serving.http.requests import model_headers, service_of
+from vitrail.serving.http.requests import Operation, model_headers, service_of
 
 __all__ = ["routes_v2"]
 
+BODIES = ("application/json", "application/octet-stream")
 
-def routes_v2() -> list[Route]:
+
+def routes_v2() -> list[Operation]:
     """Return the paths of the protocol. A model has one version, its hash, and may be named without it."""
-    routes = [Route("/v2", _server)]
+    operations = [Operation("/v2", "Describe the server", _server)]
     for model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
-        routes += [
-            Route(model, _metadata),
-            Route(f"{model}/ready", _ready),
-            Route(f"{model}/infer", _infer, methods=["POST"]),
+        operations += [
+            Operation(model, "Describe a model's tensors", _metadata),
+            Operation(f"{model}/ready", "Tell if a model is ready", _ready),
+            Operation(f"{model}/infer", "Compute outputs of tensors or images", _infer, "POST", (), BODIES),
         ]
-    return routes
+    return operations
 
 
 async def _server(request: Request) -> Response:

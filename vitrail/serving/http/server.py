@@ -52,7 +52,8 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 make_app(service, watcher), http=protocol, ws="none", lifespan="on", log_level="error",
-                access_log=False, server_header=False, timeout_keep_alive=5, h11_max_incomplete_event_size=32768,
+                access_log=False, server_header=False, timeout_keep_alive=settings.keep_alive_seconds,  # type: ignore[arg-type]  # any number
+                h11_max_incomplete_event_size=32768,
                 timeout_graceful_shutdown=int(settings.deadline_seconds + settings.receive_seconds) + 1,
             )
         )  # fmt: skip
