@@ -19,13 +19,12 @@ from torch import nn
 
 from tests.serving.conftest import CLASSES, make_bundle, make_samples
 from vitrail import load
-from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample
 from vitrail.errors import BundleError, ConfigError, DestinationError, ExportFailed, VitrailError
 from vitrail.models.linear.lora import add_adapters, merged
 from vitrail.models.resnet_config import ResNetConfig
-from vitrail.models.variants import build, variant_config
-from vitrail.serving.export.export import export
+from vitrail.models.variants import variant_config
+from vitrail.serving.export.export import Exporter, export
 from vitrail.serving.export.parity import compare, expected_outputs
 from vitrail.serving.export.program import describe
 from vitrail.serving.export.write import FORMATS
@@ -374,12 +373,17 @@ def test_networks_of_one_size_are_refused(fields: dict[str, Any], options: dict[
 
 
 @pytest.mark.parametrize("to", ["onnx", "openvino", "triton"])
-def test_a_network_beyond_the_limit_of_onnx_is_refused_before_the_work(to: str, tmp_path: Path) -> None:
-    config = variant_config("ViT-Nano/8", num_classes=2, image_size=(16, 16), width=512, heads=2, depth=1)
-    with torch.device("meta"):  # a network without values, with which nothing can be computed
-        network = build(replace(config, mlp_width=540_000)).eval()
-    bundle = Bundle(network, ("a", "b"), Preprocess(image_size=(16, 16)))
-    path = tmp_path / f"big{FORMATS[to].suffix}"
-    with pytest.raises(ConfigError, match=rf"to='{to}': a network of 2,\d+,\d+,\d+ bytes .* use to='pt2'"):
-        export(bundle, path, to, make_samples())
+def test_a_network_beyond_the_limit_of_onnx_is_refused_before_the_work(
+    to: str, bundle: Bundle, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = bundle.network
+    size = 4 * sum(tensor.numel() for tensor in (*network.parameters(), *network.buffers()))
+    monkeypatch.setattr("vitrail.serving.export.write.LARGEST_ONNX", size)  # 2 GB would need too much memory
+    FORMATS[to].check_size(to, size)
+    monkeypatch.setattr("vitrail.serving.export.write.LARGEST_ONNX", size - 1)
+    FORMATS["pt2"].check_size("pt2", size)
+    exporter = Exporter(bundle, samples)
+    with pytest.raises(ConfigError, match=rf"to='{to}': a network of {size:,} bytes .* use to='pt2'"):
+        exporter.write(tmp_path / f"big{FORMATS[to].suffix}", to)
+    assert "expected" not in vars(exporter), "the network was computed"
     assert not list(tmp_path.iterdir())

@@ -70,8 +70,8 @@ class Format:
         """Raise `ConfigError` if weights of so many bytes in float32 do not fit into the file."""
         if "onnx" in self.needs and weights > LARGEST_ONNX:
             raise ConfigError(
-                f"to={to!r}: a network of {weights:,} bytes exceeds the 2 GB of one ONNX file, from which this format is "
-                "made; use to='pt2'"
+                f"to={to!r}: a network of {weights:,} bytes exceeds the 2 GB of one ONNX file, from which this format "
+                "is made; use to='pt2'"
             )
 
     def check(self, precision: str = "float32") -> None:
