@@ -145,12 +145,11 @@ def _onnx_model(program: ExportedProgram, exported: Exported, options: Options) 
 def _sealed_onnx(model: Any, exported: Exported) -> bytes:
     """Return the content of an ONNX file with its description and its hash."""
     onnx: Any = optional_module("onnx", "export")
-    from google.protobuf.message import EncodeError  # a dependency of onnx
-
     onnx.helper.set_model_props(model, {KEY: text_of(exported), SEAL: BLANK})
+    message: Any = optional_module("google.protobuf.message", "export")  # a dependency of onnx
     try:
         return sealed(model.SerializeToString(deterministic=True))
-    except EncodeError:  # weights just below the limit, and the graph beside them
+    except message.EncodeError:  # weights just below the limit, and the graph beside them
         raise ConfigError("to='onnx': the network exceeds the 2 GB of one ONNX file; use to='pt2'") from None
 
 

@@ -38,7 +38,6 @@ IMAGES = ("image/*", "application/octet-stream")
 TOP = 5
 """Default number of classes in an answer."""
 
-
 FUNCTIONS = ("softmax", "sigmoid", "none")
 """Functions that turn logits into scores, by Hugging Face's names."""
 

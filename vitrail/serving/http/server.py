@@ -48,11 +48,12 @@ class Server(uvicorn.Server):
         """`on_start` is called when the server listens. `watcher` replaces models while the server runs. `supervisor`
         is the process of a worker's supervisor."""
         settings = service.settings
+        keep_alive: Any = settings.keep_alive_seconds  # the event loop takes fractions, unlike the type in uvicorn
         protocol: Any = partial(LimitedProtocol, service=service)
         super().__init__(
             uvicorn.Config(
                 make_app(service, watcher), http=protocol, ws="none", lifespan="on", log_level="error",
-                access_log=False, server_header=False, timeout_keep_alive=settings.keep_alive_seconds,  # type: ignore[arg-type]  # any number
+                access_log=False, server_header=False, timeout_keep_alive=keep_alive,
                 h11_max_incomplete_event_size=32768,
                 timeout_graceful_shutdown=int(settings.deadline_seconds + settings.receive_seconds) + 1,
             )
