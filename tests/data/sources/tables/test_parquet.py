@@ -468,6 +468,19 @@ def test_the_same_keys_on_every_machine(tmp_path: Path, pictures: list[bytes]) -
     assert fingerprint(here) == fingerprint(there)
 
 
+def test_a_replaced_file_of_the_same_size_and_time_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    plain: dict[str, Any] = {"compression": "none", "use_dictionary": False}
+    sizes = set()
+    for pieces in ([b"first", b"other"], [b"other", b"first"]):
+        other = write(tmp_path / "new", {"image": images(pieces), "label": [0, 1]}, None, **plain)
+        os.utime(other, (10**9, 10**9))
+        other.replace(path)
+        sizes.add(path.stat().st_size)
+        assert [sample.image for sample in map(open_parquet(path, None).train.__getitem__, range(2))] == pieces
+    assert len(sizes) == 1
+
+
 def test_damage_to_what_was_laid_out(tmp_path: Path, pictures: list[bytes], cache: Path) -> None:
     path = write(tmp_path / "a.parquet", {"image": images(pictures), "label": [0, 1, 2] * 10})
     source = open_parquet(path, None).train

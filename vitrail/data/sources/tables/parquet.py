@@ -107,7 +107,7 @@ class ParquetSource:
 
     def stamp(self, index: int) -> str:
         """Return a text with the row number and the name of the row's file of unpacked images. The name contains a hash
-        of the Parquet file's path, size and time."""
+        of the Parquet file's path, size and times."""
         file, row = self._place(index)
         return f"{self._blobs[file].path.name} {row}"
 
@@ -301,9 +301,12 @@ def _columns(opened: Mapping[Split, Sequence[ParquetColumns]], choice: Choice) -
 
 
 def identity_of(path: Path) -> str:
-    """Return a text of the path, size and time of a file. The text changes when the file changes."""
+    """Return a text of the path, size, modification time and inode change time of a file.
+
+    The text changes when the file changes: programs that copy or unpack files cannot set the inode change time.
+    """
     status = path.stat()
-    return f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}"
+    return f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ctime_ns}"
 
 
 def _unpack(
