@@ -340,6 +340,23 @@ def test_every_form_of_an_image_gives_the_same(bundle: Bundle, tmp_path: Path) -
     torch.testing.assert_close(embeddings, embeddings[:1].expand(6, -1), atol=1e-5, rtol=0)
 
 
+def test_an_array_of_four_axes_holds_images_and_any_other_is_one_image(bundle: Bundle) -> None:
+    arrays = images(5, 13, 21, 3)
+    first = arrays[:1]
+    for whole, listed in ((np.stack(arrays), arrays), (arrays[0], first), (Image.fromarray(arrays[0]), first)):
+        assert bundle.predict(whole) == bundle.predict(listed)
+        assert torch.equal(bundle.embed(whole), bundle.embed(listed))
+    grey = arrays[0][..., 0]
+    assert bundle.predict(grey) == bundle.predict(grey[..., None]) == bundle.predict([grey])
+
+
+@pytest.mark.parametrize("given", [torch.zeros(3, 13, 21), np.zeros((2, 13, 21), np.uint8), 5, np.zeros(7, np.uint8)])
+def test_what_is_neither_a_list_nor_an_image_is_refused(bundle: Bundle, given: Any, types_unchecked: None) -> None:
+    for method in (bundle.predict, bundle.embed):
+        with pytest.raises(ConfigError, match=r"\(n, h, w, 3\)"):
+            method(given)
+
+
 def test_grey_images_for_a_colour_network_and_the_reverse(make_bundle: Make) -> None:
     colour, grey = make_bundle(), make_bundle(channels=1)
     plane = images(1, 20, 30)[0]
@@ -741,7 +758,7 @@ def test_weights_are_rounded_to_bfloat16_in_the_file_alone(make_bundle: Make, tm
 
 
 def test_one_image_needs_a_list(bundle: Bundle) -> None:
-    with pytest.raises(ConfigError, match="put the one image into a list"):
+    with pytest.raises(ConfigError, match="pass a list of"):
         bundle.predict("rose.jpg")
     with pytest.raises(ConfigError, match="batch_size=0 is less than 1"):
         bundle.embed([b""], batch_size=0)

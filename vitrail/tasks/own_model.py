@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from vitrail.errors import ConfigError
 from vitrail.files import check_new_folder, partial_path, replacing_folder, saving
 from vitrail.models.linear.lora import merged
 from vitrail.models.variants import ARCHITECTURES, AnyConfig
-from vitrail.weights.bundle import Bundle, ImageLike, load_bundle, write_bundle
+from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
+from vitrail.weights.prediction import Images
 from vitrail.weights.saved import StoredFormat
 
 __all__ = [
@@ -52,7 +52,7 @@ class OwnModel(Bundle):
     def __post_init__(self) -> None:
         """Skip the checks of `Bundle`, because the network has no config. Training has checked the network."""
 
-    def embed(self, images: Sequence[ImageLike], *, batch_size: int | None = None) -> Float[Tensor, "b embed_width"]:
+    def embed(self, images: Images, *, batch_size: int | None = None) -> Float[Tensor, "b embed_width"]:
         """Raise `ConfigError`, because a network of the user's own class need not have embeddings."""
         raise ConfigError(
             "embed: Vitrail knows only the outputs of a network of your own class; call a method of the network"

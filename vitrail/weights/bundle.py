@@ -24,9 +24,11 @@ from vitrail.weights.exported.network import ExportedNetwork
 from vitrail.weights.prediction import (
     AnyPrediction,
     ImageLike,
+    Images,
     NumberPrediction,
     OutputKind,
     Prediction,
+    image_list,
     rank,
     read_image,
 )
@@ -105,7 +107,7 @@ class Bundle:
     @overload
     def predict(
         self,
-        images: Sequence[ImageLike],
+        images: Images,
         *,
         top: int | None = None,
         batch_size: int | None = None,
@@ -115,7 +117,7 @@ class Bundle:
     @overload
     def predict(
         self,
-        images: Sequence[ImageLike],
+        images: Images,
         *,
         top: int | None = None,
         batch_size: int | None = None,
@@ -124,14 +126,15 @@ class Bundle:
     ) -> list[AnyPrediction | UndecodableImage]: ...
     def predict(
         self,
-        images: Sequence[ImageLike],
+        images: Images,
         *,
         top: int | None = None,
         batch_size: int | None = None,
         precision: Precision | None = None,
         undecodable: Literal["raise", "return"] = "raise",
     ) -> list[AnyPrediction] | list[AnyPrediction | UndecodableImage]:
-        """Return one prediction per image, in the order of the images.
+        """Return one prediction per image, in the order of the images. `images` is a list, one image (a Pillow image,
+        or an array of (h, w), (h, w, 1) or (h, w, 3)), or an array of n images, (n, h, w, 1) or (n, h, w, 3).
 
         A prediction is a `Prediction` of classes, or a `NumberPrediction` if the model's output is "numbers". A
         `Prediction` ranks the `top` likeliest classes, or all classes if `top` is None. Matrix products are computed in
@@ -163,7 +166,7 @@ class Bundle:
                 adapt_threads()
         return results
 
-    def embed(self, images: Sequence[ImageLike], *, batch_size: int | None = None) -> Float[Tensor, "b embed_width"]:
+    def embed(self, images: Images, *, batch_size: int | None = None) -> Float[Tensor, "b embed_width"]:
         """Return the head's input for each image, in float32 on the CPU. Raises the same errors as `predict`."""
         predictor = Predictor(self.network, self.precision)
         parts = [torch.empty(0, self.network.config.embed_width)]
@@ -326,9 +329,8 @@ def weights_sha256(network: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _batches(images: Sequence[ImageLike], size: int) -> Iterator[Sequence[ImageLike]]:
-    if isinstance(images, str | bytes | Path):
-        raise ConfigError("predict and embed take a list of images; put the one image into a list")
+def _batches(images: Images, size: int) -> Iterator[Sequence[ImageLike]]:
+    images = image_list(images)
     if size < 1:
         raise ConfigError(f"batch_size={size} is less than 1")
     return (images[start : start + size] for start in range(0, len(images), size))

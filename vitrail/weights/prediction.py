@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,12 +12,25 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
-from vitrail.errors import DataError
+from vitrail.errors import ConfigError, DataError
 
-__all__ = ["AnyPrediction", "ImageLike", "NumberPrediction", "OutputKind", "Prediction", "rank", "read_image"]
+__all__ = [
+    "AnyPrediction",
+    "ImageLike",
+    "Images",
+    "NumberPrediction",
+    "OutputKind",
+    "Prediction",
+    "image_list",
+    "rank",
+    "read_image",
+]
 
 ImageLike = str | Path | bytes | np.ndarray | Image.Image
 """A path, an encoded file, a uint8 array of (h, w), (h, w, 1) or (h, w, 3), or a Pillow image."""
+
+Images = Sequence[ImageLike] | np.ndarray | Image.Image
+"""A list of images, one Pillow image, or an array of one image or of n images (`image_list`)."""
 
 OutputKind = Literal["softmax", "sigmoid", "numbers"]
 """Meaning of a network's outputs. "softmax": logits of classes that exclude each other. "sigmoid": one yes-or-no logit
@@ -58,6 +72,27 @@ def read_image(path: str | Path) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise DataError(f"cannot read image {str(path)!r}: {error.strerror}") from error
+
+
+def image_list(images: Images) -> Sequence[ImageLike]:
+    """Return the images of an argument that holds one image or several.
+
+    A Pillow image and an array of (h, w), (h, w, 1) or (h, w, 3) are one image. An array of (n, h, w, 1) or
+    (n, h, w, 3) holds n images. Raise `ConfigError` for anything else that is not a list or a tuple.
+    """
+    if isinstance(images, Image.Image):
+        return [images]
+    if isinstance(images, np.ndarray) and images.ndim in (2, 3, 4):
+        if images.ndim == 2 or images.shape[-1] in (1, 3):
+            return list(images) if images.ndim == 4 else [images]
+    elif isinstance(images, Sequence) and not isinstance(images, str | bytes | bytearray):
+        return images
+    shape = getattr(images, "shape", None)
+    raise ConfigError(
+        f"images is a {type(images).__name__}{'' if shape is None else f' of shape {tuple(shape)}'}; pass a list of "
+        "paths, encoded files, uint8 arrays or Pillow images, or one Pillow image, or a uint8 array of (h, w), "
+        "(h, w, 1), (h, w, 3) or, for n images, (n, h, w, 1) or (n, h, w, 3)"
+    )
 
 
 def rank(probabilities: Float[Tensor, "b classes"], classes: tuple[str, ...], count: int) -> list[Prediction]:
