@@ -265,6 +265,22 @@ def test_probabilities_take_preprocessed_pixels(bundle: Bundle) -> None:
 # --- the likeliest classes
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("output", ["softmax", "sigmoid", "numbers"])
+def test_outputs_that_are_not_finite_are_refused(make_bundle: Make, output: str, wrong: float) -> None:
+    bundle = make_bundle(output=output)
+    images = [np.full((7, 9, 3), level, np.uint8) for level in (0, 90)]
+    assert bundle.embed(images).isfinite().all()
+    with torch.no_grad():
+        bundle.network.head.bias[0] = wrong
+    with pytest.raises(BundleError, match="not finite for 2 of 2 images"):
+        bundle.predict(images)
+    with torch.no_grad():
+        bundle.network.norm.bias.fill_(wrong)
+    with pytest.raises(BundleError, match="not finite for 2 of 2 images"):
+        bundle.embed(images)
+
+
 def test_a_prediction_ranks_as_many_classes_as_asked_for(bundle: Bundle) -> None:
     arrays = images(5)
     all_classes = bundle.predict(arrays)

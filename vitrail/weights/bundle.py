@@ -144,8 +144,9 @@ class Bundle:
         except in float32.
 
         An image that cannot be decoded raises `UndecodableImage`. With `undecodable="return"`, the list contains the
-        exception instead of a prediction for that image. Raises `DataError` for a path that does not exist, and
-        `ConfigError` for a model without a head or a `top` that is out of range.
+        exception instead of a prediction for that image. Raises `DataError` for a path that does not exist,
+        `ConfigError` for a model without a head or a `top` that is out of range, and `BundleError` for outputs that are
+        not finite.
         """
         if not self.classes:
             raise ConfigError(
@@ -177,7 +178,7 @@ class Bundle:
                 if isinstance(item, UndecodableImage):
                     raise item
                 pixels.append(item)
-            parts.append(predictor.embed(self._normalised(pixels)).float().cpu())
+            parts.append(finite(predictor.embed(self._normalised(pixels)).float().cpu()))
         return torch.cat(parts)
 
     def probabilities(
@@ -235,7 +236,7 @@ class Bundle:
         return torch.softmax(logits, dim=1) if self.output == "softmax" else torch.sigmoid(logits)
 
     def _outputs(self, predictor: Predictor, pixels: Sequence[np.ndarray]) -> Float[Tensor, "b outputs"]:
-        return predictor.logits(self._normalised(pixels)).float().cpu()
+        return finite(predictor.logits(self._normalised(pixels)).float().cpu())
 
     def _normalised(self, pixels: Sequence[np.ndarray]) -> Float[Tensor, "b c h w"]:
         return self.preprocess.normalise(torch.from_numpy(np.stack(pixels)).to(self.device))
@@ -245,6 +246,16 @@ class Bundle:
             return self.preprocess.pixels(read_image(image) if isinstance(image, str | Path) else image)
         except UndecodableImage as error:
             return UndecodableImage(f"{image} {error}") if isinstance(image, str | Path) else error
+
+
+def finite(outputs: Float[Tensor, "b n"]) -> Float[Tensor, "b n"]:
+    """Return the outputs of a model. Raise `BundleError` if one of them is not finite."""
+    if wrong := int((~outputs.isfinite().all(dim=1)).sum()):
+        raise BundleError(
+            f"the model's outputs are not finite for {wrong:,} of {len(outputs):,} images; its weights are damaged, or "
+            "its training diverged"
+        )
+    return outputs
 
 
 def load_bundle(path: str | Path, *, device: str = "auto") -> Bundle:

@@ -29,6 +29,7 @@ from vitrail.machine import Precision, resolve_precision
 from vitrail.models.cost.batch import prediction_batch
 from vitrail.models.network import Network
 from vitrail.models.predictor import Predictor
+from vitrail.weights.bundle import finite
 
 __all__ = ["FeatureSet", "Layer", "default_cache", "existing_layer", "extract"]
 
@@ -205,7 +206,7 @@ class _Job:
                 for batch in batches:
                     images = self.preprocess.normalise(batch.to(predictor.device).images)
                     vectors = predictor.embed(images) if self.layer == "embedding" else predictor.head_inputs(images)
-                    values = vectors.float().cpu().numpy()
+                    values = finite(vectors.float().cpu()).numpy()
                     keep(rows[first : first + len(batch)], values, batch.valid.numpy(), batch.skipped)
                     first += len(batch)
                     self.on_progress(done + first)
