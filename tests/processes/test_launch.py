@@ -21,6 +21,17 @@ def test_a_process_alone_is_the_only_one() -> None:
     assert launch({}) == Launch(rank=0, world=1, local_rank=0, local_world=1)
 
 
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_an_empty_variable_counts_as_not_set(name: str) -> None:
+    assert launch(TORCHRUN | {name: ""}) == Launch()
+
+
+@pytest.mark.parametrize("rank", [-1, 8, 9])
+def test_a_rank_is_below_the_number_of_processes(rank: int) -> None:
+    with pytest.raises(ConfigError, match=f"RANK={rank} .*WORLD_SIZE is 8"):
+        launch(TORCHRUN | {"RANK": str(rank)})
+
+
 def test_torchrun_says_everything() -> None:
     assert launch(TORCHRUN) == Launch(5, 8, 1, 4, ("gpu02", 4711), 2)
     assert launch(SLURM | TORCHRUN) == launch(TORCHRUN)
@@ -48,5 +59,5 @@ def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
 def test_an_incomplete_environment_is_named() -> None:
     with pytest.raises(ConfigError, match=r"of torchrun or SLURM is incomplete \('SLURM_LOCALID'\); start the command"):
         launch({name: value for name, value in SLURM.items() if name != "SLURM_LOCALID"})
-    with pytest.raises(ConfigError, match=r"incomplete .*invalid literal.*'two'"):
+    with pytest.raises(ConfigError, match=r"^WORLD_SIZE='two' "):
         launch(TORCHRUN | {"WORLD_SIZE": "two"})

@@ -34,32 +34,52 @@ def launch(environment: Mapping[str, str] = os.environ) -> Launch:
     that are not numbers.
     """
     try:
-        if "RANK" in environment and "WORLD_SIZE" in environment:
-            world = int(environment["WORLD_SIZE"])
+        if environment.get("RANK") and environment.get("WORLD_SIZE"):
+            rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+            if not 0 <= rank < world:
+                raise ConfigError(
+                    f"RANK={rank} is not from 0 to {world - 1}, although WORLD_SIZE is {world}; give each process its "
+                    "own rank below the number of processes"
+                )
             return Launch(
-                int(environment["RANK"]),
+                rank,
                 world,
-                int(environment.get("LOCAL_RANK", environment["RANK"])),
-                int(environment.get("LOCAL_WORLD_SIZE", world)),
-                (environment.get("MASTER_ADDR", "localhost"), int(environment.get("MASTER_PORT", 29500))),
-                int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
+                _number(environment, "LOCAL_RANK", rank),
+                _number(environment, "LOCAL_WORLD_SIZE", world),
+                (environment.get("MASTER_ADDR", "localhost"), _number(environment, "MASTER_PORT", 29500)),
+                _number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
             )
-        if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        if _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
             per_node = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-            port = environment.get("MASTER_PORT", 20000 + int(environment["SLURM_JOB_ID"]) % 20000)
+            port = _number(environment, "MASTER_PORT", 20000 + _number(environment, "SLURM_JOB_ID") % 20000)
             return Launch(
-                int(environment["SLURM_PROCID"]),
-                int(environment["SLURM_STEP_NUM_TASKS"]),
-                int(environment["SLURM_LOCALID"]),
+                _number(environment, "SLURM_PROCID"),
+                _number(environment, "SLURM_STEP_NUM_TASKS"),
+                _number(environment, "SLURM_LOCALID"),
                 int(per_node[0]) if per_node else 1,
-                (environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]), int(port)),
-                int(environment.get("SLURM_RESTART_COUNT", 0)),
+                (environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]), port),
+                _number(environment, "SLURM_RESTART_COUNT", 0),
             )
-    except (KeyError, ValueError) as error:
+    except KeyError as error:
         raise ConfigError(
             f"the environment of torchrun or SLURM is incomplete ({error}); start the command with torchrun or srun"
         ) from None
     return Launch()
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return the number in a variable, or the default if the variable is empty or not set. Raise `KeyError` without a
+    default, and `ConfigError` for any other text."""
+    text = environment.get(name) or default
+    if text is None:
+        raise KeyError(name)
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(
+            f"{name}={text!r} in the environment is not a whole number; start the command with torchrun or srun, or "
+            f"leave {name} out"
+        ) from None
 
 
 def first_host(nodes: str) -> str:
