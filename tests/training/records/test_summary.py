@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from vitrail.settings import bare_names
 from vitrail.training.config import TrainConfig
 from vitrail.training.records.lock import locked
 from vitrail.training.records.summary import differing_settings, find_runs, settings_of, summarise
@@ -70,6 +71,15 @@ def test_runs_are_found_in_folders_but_not_in_runs(tmp_path: Path) -> None:
     assert [str(path.relative_to(tmp_path)) for path in find_runs(tmp_path)] == ["a", "deep/er/b"]
     assert list(find_runs(tmp_path / "a")) == [tmp_path / "a"]
     assert list(find_runs(tmp_path, depth=0)) == list(find_runs(tmp_path / "nowhere")) == []
+
+
+def test_every_section_of_a_config_can_differ(tiny: Tiny) -> None:
+    usual = tiny(steps=3)
+    settings = settings_of(usual)
+    for section in (usual.early, usual.faults):
+        assert bare_names(type(section)).keys() <= settings.keys()
+    changed = usual.override(on_non_finite="skip", max_faults=7)
+    assert differing_settings([usual, usual, changed])[2] == {"on_non_finite": "skip", "max_faults": 7}
 
 
 def test_only_settings_unlike_the_others_are_returned(tiny: Tiny) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,8 +114,8 @@ def summarise(folder: Path) -> RunSummary:
 def settings_of(config: TrainConfig) -> dict[str, Any]:
     """Return the settings of a config by their bare names, without those of the machine."""
     found: dict[str, Any] = {"task": config.task.name}
-    for section in ("data", "task", "model", "start", "images", "augment", "optimizer", "run"):
-        value = getattr(config, section)
+    for section in fields(config):
+        value = getattr(config, section.name)
         if isinstance(value, ModelConfig):
             found |= {"variant": value.variant, **value.overrides}
         else:
