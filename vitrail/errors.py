@@ -11,6 +11,7 @@
         ├── DataError            a data set
         │   └── UndecodableImage one image
         ├── RunError             a run folder or its checkpoints
+        │   └── RunComplete      exit code 0: nothing is left of the run that should be resumed
         ├── BundleError          a model on disk
         └── DestinationError     an output path that is already taken or cannot be made
     Interrupted                  exit code 75: a `KeyboardInterrupt` after which the same call continues
@@ -33,6 +34,7 @@ __all__ = [
     "Interrupted",
     "NonFiniteLoss",
     "ProcessError",
+    "RunComplete",
     "RunError",
     "SaveError",
     "Stopped",
@@ -113,6 +115,13 @@ class UndecodableImage(DataError):
 
 class RunError(UserError):
     """A run folder exists already, is missing, or cannot be resumed."""
+
+
+class RunComplete(RunError):
+    """A run that should be resumed has nothing left to do. The command succeeds, so that a queue that repeats it until
+    it succeeds comes to an end."""
+
+    exit_code = 0
 
 
 class BundleError(UserError):

@@ -357,7 +357,7 @@ def test_too_many_broken_images_fail_the_run(
 def test_a_complete_run_is_not_resumed(
     trained: RunResult, fewer_bundled: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("--resume", str(trained.folder)) == 2
+    assert run("--resume", str(trained.folder)) == 0
     assert "is complete" in capsys.readouterr().err
 
 

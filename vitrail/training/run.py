@@ -17,7 +17,7 @@ from vitrail.cores import compute_threads
 from vitrail.data.source import Source
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, RunError, SaveError
+from vitrail.errors import ConfigError, RunComplete, RunError, SaveError
 from vitrail.files import recover_folder, saving, write_json
 from vitrail.machine import deterministic_algorithms
 from vitrail.models.linear.float32 import float32_products
@@ -256,15 +256,15 @@ def _check_models(folder: Path, record: Record) -> None:
 
 
 def _check_unfinished(folder: Path, record: Record, steps: int, *, extends: bool) -> None:
-    """Raise `RunError` if a run is complete. A run that is extended to `steps` steps may be complete."""
+    """Raise `RunComplete` if a run is complete. A run that is extended to `steps` steps may be complete."""
     ended = next((event for event in read_journal(folder / "journal.jsonl") if event["event"] == "finished"), None)
     if extends:
         check_extension(folder, record, steps, None if ended is None else ended["step"])
     elif ended is not None:
         did = f"ended early, after {ended['step']:,}" if ended["step"] < steps else "has done all"
-        raise RunError(
-            f"run {folder} is complete: it {did} of its {steps:,} steps. To train it further, give a larger total with "
-            "--steps or --epochs"
+        raise RunComplete(
+            f"run {folder} is complete, and nothing is left to do: it {did} of its {steps:,} steps. To train it "
+            "further, give a larger total with --steps or --epochs"
         )
 
 

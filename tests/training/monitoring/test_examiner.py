@@ -142,8 +142,8 @@ def test_patience_ends_the_run(initial: Initial, from_model: FromModel, colour_f
     with pytest.raises(RunError) as caught:
         resume(run)
     assert str(caught.value) == (
-        f"run {run} is complete: it ended early, after 12 of its 24 steps. To train it further, give a larger total "
-        "with --steps or --epochs"
+        f"run {run} is complete, and nothing is left to do: it ended early, after 12 of its 24 steps. To train it "
+        "further, give a larger total with --steps or --epochs"
     )
     longer = resume(run, length=Length(steps=40))
     (early,) = events_of(run, "ended early")
