@@ -82,7 +82,7 @@ def test_the_record_and_the_journal_tell_of_the_extension(small: Small, tmp_path
     assert [event["step"] for event in events if event["event"] == "finished"] == [15]
     result = finished(run)
     assert result is not None and result.summary["steps"] == 15
-    with pytest.raises(RunError, match="is complete.* it has done all of its 15 steps"):
+    with pytest.raises(RunError, match=r"is complete.* it has done all of its 15 steps"):
         resume(run)
 
 
