@@ -157,6 +157,11 @@ def transformer_of(network: nn.Module) -> VisionTransformer:
     vit = transformer(network)
     if vit is not None:
         return vit
+    if (path := getattr(network, "path", None)) is not None and hasattr(network, "exported"):
+        raise ConfigError(
+            f"{path} is an exported model, whose blocks cannot be looked into; choose the model that it was exported "
+            "from"
+        )
     config = getattr(network, "config", None)
     name = getattr(config, "architecture", type(network).__name__)
     raise ConfigError(
