@@ -142,6 +142,33 @@ def test_another_activation_is_used(compute: Callable[[nn.Module], Tensor]) -> N
     assert not torch.allclose(before, after) and torch.equal(compute(made), after)
 
 
+@pytest.mark.parametrize("kind", ["waves", "attention pool", "bias"])
+def test_norms_without_weights_take_part(kind: str, compute: Callable[[nn.Module], Tensor]) -> None:
+    made = network(kind)
+    plain = copy.deepcopy(made)
+    for name, part in parts(made, nn.LayerNorm):
+        assert isinstance(part, nn.LayerNorm)
+        nn.init.ones_(plain.get_submodule(name).weight)
+        nn.init.zeros_(plain.get_submodule(name).bias)
+        made.set_submodule(name, nn.LayerNorm(part.normalized_shape, part.eps, elementwise_affine=False))
+    assert_same(compute(made), compute(plain), kind)
+
+
+@pytest.mark.parametrize("how", ["module", "method"])
+def test_the_last_block_gives_all_tokens_to_modules_that_may_mix_them(how: str) -> None:
+    class Mixing(nn.Module):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return tokens.cumsum(dim=1).flip(1)
+
+    made = network("full")
+    mlp = made.blocks[-1].mlp
+    if how == "module":
+        made.blocks[-1].mlp = Mixing()
+    else:
+        mlp.forward = MethodType(Mixing.forward, mlp)
+    torch.testing.assert_close(made.embed(images(OWN)), made.features(images(OWN)).cls)
+
+
 def test_attention_that_cannot_choose_tokens_is_refused() -> None:
     class Own(nn.Module):
         def forward(self, tokens: Tensor, positions: Any, read: int | None) -> Tensor:

@@ -16,6 +16,11 @@ from vitrail.models.vit_config import ViTConfig
 
 __all__ = ["Block", "ReversibleBlock", "make_block"]
 
+OF_ONE_TOKEN = {
+    nn.Dropout, nn.GELU, nn.Identity, nn.LayerNorm, nn.Linear, nn.ReLU, nn.RMSNorm, nn.Sequential, nn.SiLU, nn.Tanh,
+}  # fmt: skip
+"""Modules of PyTorch that compute each token without the others."""
+
 
 class Block(nn.Module):
     """One encoder layer: attention and an MLP, each after a layer norm and added to the residual stream."""
@@ -54,6 +59,17 @@ class Block(nn.Module):
         if inside is not None and inside.removal is not None:
             z = inside.removal.remaining(z)
         return z + self.skip(self.scale2(self.mlp(self.norm2(z))))  # equation 3
+
+    @property
+    def treats_tokens_alone(self) -> bool:
+        """True if everything after attention is known to compute each token without the others, so that tokens that
+        nobody reads may be left out. Modules and methods of a user may mix tokens."""
+        after = (self.dropout, self.scale1, self.skip, self.norm2, self.scale2, *self.mlp.modules())
+        return all(
+            "forward" not in part.__dict__
+            and (type(part) in OF_ONE_TOKEN or type(part).__module__.startswith("vitrail.models."))
+            for part in after
+        )
 
     def _forward_of_kept(
         self, z: Float[Tensor, "b n width"], inside: AttentionPositions | None, read: int | None

@@ -14,7 +14,7 @@ from vitrail.models.linear.dense import Linear
 from vitrail.models.linear.kernels import fuses
 from vitrail.models.shortcuts import is_plain, skippable
 
-__all__ = ["Activation", "LayerScale", "Mlp", "StochasticDepth", "SwiGlu", "lecun_normal_", "make_mlp"]
+__all__ = ["Activation", "LayerScale", "Mlp", "StochasticDepth", "SwiGlu", "in_format_of", "lecun_normal_", "make_mlp"]
 
 Activation = Literal["gelu", "gelu-tanh", "swiglu"]
 
@@ -150,6 +150,12 @@ class StochasticDepth(nn.Module):
         if count == images or not (self.training and self.skips):
             return None
         return torch.randperm(images, device=device)[:count].sort().values
+
+
+def in_format_of(norm: nn.Module, x: Tensor) -> Tensor:
+    """Return `x` in the number format of a norm's weight. A norm without a weight, such as `nn.Identity`, takes any."""
+    weight = getattr(norm, "weight", None)
+    return x.to(weight.dtype) if isinstance(weight, Tensor) else x
 
 
 def lecun_normal_(weight: Tensor) -> None:

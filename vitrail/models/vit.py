@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vitrail.models.attention import AttentionLayer, AttentionPositions
 from vitrail.models.block import Block, ReversibleBlock, make_block
-from vitrail.models.layers import LayerScale, Mlp, SwiGlu, lecun_normal_
+from vitrail.models.layers import LayerScale, Mlp, SwiGlu, in_format_of, lecun_normal_
 from vitrail.models.linear.dense import Linear
 from vitrail.models.network import Features, Layers, block_numbers, check_images, with_new_head, with_resized_parts
 from vitrail.models.resnet import HybridRoot
@@ -93,7 +93,7 @@ class VisionTransformer(nn.Module):
         if self.config.reduction is not None and not self.training:
             pooled = self._pooled_fewer(images, self.config.reduction)
         elif self.config.pool == "cls":
-            pooled = self._encode(images, read=1)[:, 0]
+            pooled = self._encode(images, self._read())[:, 0]
         else:
             pooled = pool(self.features(images), self.config.pool, self.attention_pool)
         return self.norm(pooled) if self.config.final_norm == "pooled" else pooled
@@ -200,6 +200,12 @@ class VisionTransformer(nn.Module):
                 visit(layer, before, inside, z)
         return self.norm(z) if self.config.final_norm == "tokens" else z  # equation 4
 
+    def _read(self) -> int | None:
+        """Return the number of tokens that a head with pool="cls" needs of the last block, or None if the block may mix
+        tokens after attention."""
+        last = self.blocks[-1]
+        return 1 if isinstance(last, Block) and last.treats_tokens_alone else None
+
     def _reversibly(
         self,
         z: Float[Tensor, "b n width"],
@@ -229,7 +235,7 @@ class VisionTransformer(nn.Module):
         # Under autocast, the branches of the blocks are in bfloat16, but the residual stream that they are added to has
         # the format of the weights. In bfloat16 it would lose small branches, and on a CPU the gradients of the norms'
         # biases would be summed in bfloat16, which is imprecise over many tokens (docs/performance.md).
-        z = z.to(self.norm.weight.dtype)
+        z = in_format_of(self.norm, z)
         z = z if replace is None else replace(z)
         return self.dropout(self._positioned(self.prefix(z), grid, 0, kept))
 
@@ -254,7 +260,7 @@ class VisionTransformer(nn.Module):
             is_last = config.pool == "cls" and layer == config.depth - 1
             inside = AttentionPositions(bias, removal=None if is_last else removal)
             # Compiled blocks would be compiled again for each number of tokens. `_call_impl` is the call without that.
-            z = block._call_impl(z, inside, 1 if is_last else None)  # type: ignore[no-untyped-call]
+            z = block._call_impl(z, inside, self._read() if is_last else None)  # type: ignore[no-untyped-call]
         z = self.norm(z) if config.final_norm == "tokens" else z
         return pool(self._split(z, grid), config.pool, self.attention_pool, removal.sizes)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vitrail.models.attention.kernels import attend, attend_fused, attend_plainly
 from vitrail.models.attention.kind import AttentionKind, AttentionLayer, AttentionOperands, AttentionPositions
 from vitrail.models.cost.footprint import FootprintPrecision, bytes_each
+from vitrail.models.layers import in_format_of
 from vitrail.models.linear.dense import Linear, can_split
 from vitrail.models.linear.kernels import fuses
 
@@ -186,9 +187,9 @@ class SelfAttention(AttentionLayer):
                 nn.init.zeros_(bias)
 
 
-def _normalise(x: Float[Tensor, "b heads n d"], norm: nn.LayerNorm) -> Float[Tensor, "b heads n d"]:
+def _normalise(x: Float[Tensor, "b heads n d"], norm: nn.Module) -> Float[Tensor, "b heads n d"]:
     """Apply the norm in the number format of its weights, because gradients summed in bfloat16 would lose precision."""
-    return norm(x.to(norm.weight.dtype)).to(x.dtype)
+    return norm(in_format_of(norm, x)).to(x.dtype)
 
 
 def rotate(

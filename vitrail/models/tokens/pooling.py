@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.models.attention.kernels import attend
-from vitrail.models.layers import Activation, make_mlp
+from vitrail.models.layers import Activation, in_format_of, make_mlp
 from vitrail.models.linear.dense import Linear
 from vitrail.models.network import Features
 from vitrail.models.tokens.reduction import size_bias
@@ -41,7 +41,7 @@ class AttentionPool(nn.Module):
         q = self.query(self.probe.to(tokens.dtype)).view(1, 1, *each_head).transpose(1, 2).expand(b, -1, -1, -1)
         k, v = self.key_value(tokens).view(b, n, 2, *each_head).permute(2, 0, 3, 1, 4).unbind(0)
         x = self.out(attend(q, k, v, size_bias(sizes)).transpose(1, 2).reshape(b, 1, width))
-        x = x.to(self.norm.weight.dtype)  # a residual stream like that of the blocks: see VisionTransformer._encode
+        x = in_format_of(self.norm, x)  # a residual stream like that of the blocks: see VisionTransformer._encode
         return (x + self.mlp(self.norm(x)))[:, 0]
 
     @torch.no_grad()
