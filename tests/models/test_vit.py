@@ -1080,8 +1080,8 @@ def unchecked() -> Iterator[None]:
         ({"positions_cover": "none"}, "positions_cover='none' is not one of 'all', 'class', 'patches'"),
         (
             {"position_resize": "nearest"},
-            "position_resize='nearest' is not one of 'linear-corners', 'bilinear', 'bicubic', 'bicubic-corners', "
-            "'bicubic-antialias'",
+            "position_resize='nearest' is not one of 'linear-corners', 'bilinear', 'bicubic', 'bicubic-offset', "
+            "'bicubic-corners', 'bicubic-antialias'",
         ),
         ({"pool": "cls", "class_token": False}, "pool='cls' needs a class token: class_token=False does not fit"),
         (
