@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import MethodType
 
 import numpy as np
 import pytest
@@ -102,13 +103,12 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Bundle], list[int]]:
 
     def watch(bundle: Bundle) -> list[int]:
         seen: list[int] = []
-        embed = bundle.network.embed
 
-        def counting(images: Tensor) -> Tensor:
+        def counting(network: Any, images: Tensor) -> Tensor:
             seen.append(len(images))
-            return embed(images)
+            return type(network).embed(network, images)
 
-        monkeypatch.setattr(bundle.network, "embed", counting)
+        monkeypatch.setattr(bundle.network, "embed", MethodType(counting, bundle.network))
         return seen
 
     return watch

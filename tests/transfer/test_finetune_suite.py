@@ -145,8 +145,9 @@ def test_200_images_choose_the_learning_rate_and_all_1000_are_then_learned_from(
     assert (trial["train"], trial["validation"]) == (800, 200)
     final = json.loads((tmp_path / "runs" / "dtd" / "run.json").read_text())["data"]
     assert (final["train"], final["validation"]) == (1000, 0)
-    best = max((0.003, 0.1), key=lambda rate: finished(trials / f"{rate:g}")["validation_accuracy"])
-    assert row.task.name == "dtd" and row.metrics["learning_rate"] == best
+    accuracies = {rate: finished(trials / f"{rate:g}")["validation_accuracy"] for rate in (0.003, 0.1)}
+    assert accuracies[row.metrics["learning_rate"]] == max(accuracies.values())  # the loss decides between equal ones
+    assert row.task.name == "dtd"
     assert row.metrics["accuracy"] == finished(tmp_path / "runs" / "dtd")["test_accuracy"]
 
 

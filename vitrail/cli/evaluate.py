@@ -56,8 +56,7 @@ class Evaluate:
     """Show the confusion matrix of the model's own head. With more than 20 classes, show only the most confused
     pairs."""
     bootstrap: int = 1000
-    """Number of bootstrap resamples for each 95 % confidence interval; fractions of images have Wilson's interval
-    instead. 0 computes no intervals."""
+    """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
     real: str = ""
     """Also measure with the ReaL labels of ImageNet's validation images: public, or a file real.json."""
     class_names: str = ""

@@ -271,14 +271,10 @@ def test_networks_can_be_exported(attention: str) -> None:
     torch.testing.assert_close(program.module()(images), network(images))
 
 
-def test_tables_of_two_grids_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    network, made = made_network(config_of("strided"), torch.float32), []
-    context: Any = network.context
-    real = context._tables
-    monkeypatch.setattr(context, "_tables", lambda grid: made.append(grid) or real(grid))
-    for size in ((10, 14), (8, 10), (8, 10), (10, 14), (8, 10), (6, 6)):
-        network(torch.zeros(1, 1, *size))
-    assert made == [(4, 5), (3, 3)]
+def test_tables_of_several_grids_are_kept() -> None:
+    context: Any = made_network(config_of("strided"), torch.float32).context
+    found = [context.for_blocks(grid, 1, torch.device("cpu"))[0] for grid in ((5, 7), (4, 5), (4, 5), (5, 7))]
+    assert found[0] is found[3] and found[1] is found[2] and found[0] is not found[1]
 
 
 def test_configs_are_strings_with_settings() -> None:

@@ -97,7 +97,10 @@ def altered(folder: Path) -> None:
         (other_width, "tokenizer.safetensors does not fit the encoder beside it"),
         (other_encoder, "tokenizer.safetensors belongs to other weights of the encoder: a SHA-256 is not"),
         (altered, "tokenizer.safetensors was altered: a SHA-256 is not the one that its header states; copy the model"),
-        (lambda folder: (folder / "model.json").unlink(), "model.safetensors has an unknown layout"),
+        (
+            lambda folder: (folder / "model.json").unlink(),
+            "model.safetensors holds the weights of a Vitrail network",
+        ),
     ],
 )
 def test_files_that_are_no_tokenizer_are_refused(break_: Callable[[Path], None], message: str, tmp_path: Path) -> None:
