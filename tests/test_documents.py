@@ -146,6 +146,9 @@ def test_the_python_of_a_page_runs(page: Path, prepared: Path, monkeypatch: pyte
     for block in blocks_of(page):
         if block.info == "python run":
             exec(compile(block.text, f"{page.name}:{block.line}", "exec"), names)
+    if page.stem == "inside":
+        assert Path("distance.svg").read_text().startswith("<svg ")
+        assert Path("filters.png").read_bytes().startswith(b"\x89PNG")
 
 
 SECTIONS = re.split(r"^## ", (ROOT / "docs" / "extending.md").read_text(encoding="utf-8"), flags=re.M)[1:]
