@@ -306,11 +306,14 @@ def test_a_label_that_training_lacks_is_named(idx_folder: Callable[..., Path]) -
         open_data(str(root), validation_share=0.0)
 
 
-def test_idx_folders_take_a_models_classes(idx_folder: Callable[..., Path]) -> None:
-    root = idx_folder(train=[0, 1, 1])
-    assert open_data(str(root), validation_share=0.0, classes=("x", "y", "z")).classes == ("x", "y", "z")
-    with pytest.raises(DataError, match=r"has the label 1, but the 1 classes"):
-        open_data(str(root), validation_share=0.0, classes=("x",))
+def test_numbers_of_idx_files_are_matched_with_classes_of_the_same_name(idx_folder: Callable[..., Path]) -> None:
+    root = idx_folder(train=[0, 2, 1])
+    splits = open_data(str(root), validation_share=0.0, classes=("1", "10", "2", "0"))
+    assert splits.classes == ("1", "10", "2", "0")
+    assert [splits.train.target(index) for index in range(3)] == [3, 2, 0]
+    for classes in (("x", "y", "z"), ("0", "1")):
+        with pytest.raises(DataError, match="the labels of IDX files are numbers without names"):
+            open_data(str(root), validation_share=0.0, classes=classes)
 
 
 def test_bundled_is_ten_classes_and_is_cut() -> None:

@@ -389,7 +389,7 @@ def _open_classes(
     if has_idx(path):
         if chosen:
             raise DataError(f"data {location!r} is a folder of IDX files, which --splits cannot divide; leave it out")
-        return _idx(path, classes)
+        return _idx(path, known=classes)
     return open_folders(path, classes, unlabelled, chosen)
 
 
@@ -505,10 +505,12 @@ def _reduced(splits: Splits, spec: str, amount: str, per_class: int | None, seed
     return replace(splits, train=train, notes=(*splits.notes, note))
 
 
-def _idx(root: Path, classes: tuple[str, ...] | None) -> Splits:
+def _idx(root: Path, names: tuple[str, ...] | None = None, *, known: tuple[str, ...] | None = None) -> Splits:
+    """Open IDX files. `names` are the names of the numbers in the files. `known` are classes to match them with."""
     sources: dict[Split, Source] = {}
     for split in SPLITS:
         if files := find_idx(root, split):
-            sources[split] = IdxSource(*files, classes)
-            classes = classes or sources[split].classes
+            source = IdxSource(*files, names)
+            names = names or source.classes
+            sources[split] = source if known is None else source.matched(known)
     return splits_from(sources, unlabelled_idx(root))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import hashlib
 import math
@@ -13,7 +14,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from vitrail.data.source import Sample, TargetKind
-from vitrail.errors import DataError
+from vitrail.errors import DataError, listed
 
 __all__ = ["IdxSource", "find_idx", "has_idx", "read_idx", "unlabelled_idx"]
 
@@ -39,6 +40,21 @@ class IdxSource:
             )
 
     target_kind: TargetKind = "class"
+
+    def matched(self, known: tuple[str, ...]) -> IdxSource:
+        """Return this source with the classes `known`, such as those of a model. Each label is the class that is called
+        by its number. Raises `DataError` if there is no such class."""
+        used = np.unique(self.labels).tolist()
+        if missing := [str(label) for label in used if str(label) not in known]:
+            raise DataError(
+                f"the labels of IDX files are numbers without names, and {listed(missing)} are not among the known "
+                f"classes, {listed(known, 20)}; use data that names its classes"
+            )
+        places = np.zeros(256, np.int64)
+        places[used] = [known.index(str(label)) for label in used]
+        made = copy.copy(self)
+        made.labels, made.classes = places[self.labels], known
+        return made
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -149,7 +149,7 @@ def test_several_labels(tmp_path: Path, picture: Callable[[int], bytes]) -> None
         ({"1.jpg": b"", "1.json": b'{"label": [true]}'}, r"cannot be read \(it is True\)"),
         ({"1.jpg": b"", "1.json": b'{"__key__": "\\ud800", "label": 1}'}, r"the label in '1\.json' cannot be read"),
         ({"1.jpg": b"", "1.cls": b" " * 2_000_000}, r"'1\.cls' has 2,000,000 bytes, but a label may have at most"),
-        (labelled("1:-1"), r"sample '1' has the label -1; the 0 classes are numbered from 0"),
+        (labelled("1:-1"), r"sample '1' has the label -1; it is not among the known classes"),
         (labelled("1:2000000"), r"the label 2000000 of '1' is not a class number"),
         (labelled("1:0", "2:rose"), r"the label 0 of '1' is a number, but other labels are names, such as 'rose'"),
         (labelled("1:a\tb"), r"unprintable class names: \['a\\tb'\]"),
@@ -171,15 +171,16 @@ def test_a_cls_goes_before_a_json_whichever_comes_first(tmp_path: Path) -> None:
     assert labels_of(source) == [1, 0] and source.classes == ("0", "1")
 
 
-def test_classes_of_a_model_index_names_and_numbers(tmp_path: Path) -> None:
+def test_classes_of_a_model_are_matched_by_name(tmp_path: Path) -> None:
     names = write(tmp_path / "names.tar", labelled("1:rose", "2:daisy"))
     assert labels_of(open_shards(names, ("daisy", "iris", "rose")).train) == [2, 0]
     numbers = write(tmp_path / "numbers.tar", labelled("1:2", "2:0"))
-    assert labels_of(open_shards(numbers, ("daisy", "iris", "rose")).train) == [2, 0]
+    assert labels_of(open_shards(numbers, ("0", "10", "2")).train) == [2, 0]
     with pytest.raises(DataError, match=r"sample '1' has the label 'rose'; it is not among .*\(nearest: roses\)"):
         open_shards(names, ("daisy", "roses"))
-    with pytest.raises(DataError, match=r"sample '1' has the label 2; the 2 classes are numbered from 0"):
-        open_shards(numbers, ("daisy", "roses"))
+    for classes in (("daisy", "iris", "rose"), ("0", "1")):
+        with pytest.raises(DataError, match=r"sample '1' has the label 2; it is not among the known classes"):
+            open_shards(numbers, classes)
 
 
 def test_names_beside_the_shards_are_what_numbers_mean(tmp_path: Path) -> None:

@@ -337,8 +337,10 @@ def test_a_models_classes(tmp_path: Path, pictures: list[bytes]) -> None:
     assert splits.classes == ("y", "z", "x") and labels_of(splits.train) == [2, 0, None]
     assert "unknown classes: y; the known classes are: x, z" in message(path, ("x", "z"))
     path = write(tmp_path / "b.parquet", {"image": images(pictures[:3]), "label": [0, 1, 2]})
-    assert open_parquet(path, ("y", "z", "x")).classes == ("y", "z", "x")
-    assert "has the label 2, but the labels of 2 classes go from 0 to 1" in message(path, ("x", "z"))
+    splits = open_parquet(path, ("0", "1", "10", "2"))
+    assert splits.classes == ("0", "1", "10", "2") and labels_of(splits.train) == [0, 1, 3]
+    assert "unknown classes: 0, 1, 2; the known classes are: y, z, x" in message(path, ("y", "z", "x"))
+    assert "unknown classes: 2; the known classes are: 0, 1" in message(path, ("0", "1"))
 
 
 def test_two_classes_of_one_name(tmp_path: Path, pictures: list[bytes]) -> None:

@@ -119,11 +119,11 @@ def _with_numbers(
 class ShardSource:
     """The samples of tar shards, in the order of the shards and of the files in each tar.
 
-    `classes` holds the class names. By default they are collected from the labels. `numbered` holds the names of the
-    numeric labels in the shards if they differ from `classes`. For regression, `columns` selects the numbers that are
-    the targets, and `classes` holds the names of these numbers. Raises `DataError` if two samples have the same key,
-    and if a label is not among the classes. If `tolerant` is true, such labels count as missing, and `unknown` is a
-    message about the first of them.
+    `classes` holds the class names. By default they are collected from the labels. `numbered` holds the names of
+    the numeric labels in the shards. Without it, a number is the class that is called by it. For regression,
+    `columns` selects the numbers that are the targets, and `classes` holds the names of these numbers. Raises
+    `DataError` if two samples have the same key, and if a label is not among the classes. If `tolerant` is true,
+    such labels count as missing, and `unknown` is a message about the first of them.
     """
 
     def __init__(
@@ -141,11 +141,11 @@ class ShardSource:
         self.classes = _found(distinct) if classes is None else classes
         self.unknown = ""
         if columns is None:
-            resolved, strange = _resolve(distinct, self.classes, numbered or self.classes)
+            resolved, strange = _resolve(distinct, self.classes, numbered)
             if strange:
                 label, one = next(iter(strange.items()))
                 shard, code = distinct[label]
-                reason = _unknown(one, self.classes, numbered or self.classes)
+                reason = _unknown(one, self.classes, numbered)
                 self.unknown = f"{shard.path}: sample {_example(shard, code)!r} {reason}"
             if self.unknown and not tolerant:
                 raise DataError(self.unknown)
@@ -312,7 +312,7 @@ def _found(distinct: dict[RawLabel, tuple[Shard, int]]) -> tuple[str, ...]:
 
 
 def _resolve(
-    distinct: dict[RawLabel, tuple[Shard, int]], classes: tuple[str, ...], numbered: tuple[str, ...]
+    distinct: dict[RawLabel, tuple[Shard, int]], classes: tuple[str, ...], numbered: tuple[str, ...] | None
 ) -> tuple[dict[RawLabel, Target], dict[RawLabel, int | str]]:
     """Return the class indices of each label, and the first unknown class of each label that has one. A list of labels
     is returned without unknown classes. A single label that is an unknown class becomes None."""
@@ -363,17 +363,22 @@ def _codes(
     return labels, codes
 
 
-def _meaning(label: int | str, numbered: tuple[str, ...]) -> int | str:
-    """Return the name of a label's class, or the number of a class without a name."""
-    return numbered[label] if isinstance(label, int) and 0 <= label < len(numbered) else label
+def _meaning(label: int | str, numbered: tuple[str, ...] | None) -> int | str:
+    """Return the name of a label's class. A number is the name of its class unless the shards name their classes. A
+    number without a name among those stays a number."""
+    if isinstance(label, str):
+        return label
+    if numbered is None:
+        return str(label)
+    return numbered[label] if 0 <= label < len(numbered) else label
 
 
-def _unknown(label: int | str, classes: tuple[str, ...], numbered: tuple[str, ...]) -> str:
+def _unknown(label: int | str, classes: tuple[str, ...], numbered: tuple[str, ...] | None) -> str:
     """Return the end of a message about a label that is not among the classes."""
     name = _meaning(label, numbered)
     if isinstance(name, int):
-        return f"has the label {label!r}; the {len(numbered):,} classes are numbered from 0"
-    meaning = f", which is {name!r}" if name != label else ""
+        return f"has the label {label!r}; the {len(numbered or ()):,} classes are numbered from 0"
+    meaning = f", which is {name!r}" if numbered and name != label else ""
     return f"has the label {label!r}{meaning}; it is not among the known classes ({nearest(name, classes)})"
 
 

@@ -56,6 +56,12 @@ class LabelColumn:
         """True if no row has a label."""
         return not (self.numbers >= 0).any()
 
+    def named(self) -> LabelColumn:
+        """Return labels that are numbers without names as labels whose names are these numbers."""
+        used = np.unique(self.numbers[self.numbers >= 0])
+        places = np.where(self.numbers < 0, -1, np.searchsorted(used, self.numbers)).astype(np.int32)
+        return replace(self, numbers=places, names=tuple(map(str, used.tolist())))
+
     def renamed(self, names: tuple[str, ...]) -> LabelColumn:
         """Return the same labels as indices into new `names`. All current names must be among the new ones."""
         if self.names is None or self.names == names:
@@ -89,14 +95,19 @@ def number(
     """Return the classes, the labels of every split as class indices, and the faults.
 
     If `known` is None, the training split determines the classes. A label that only held-out splits have is then a
-    fault, and its rows become unlabelled. If two classes have the same name, the class index is appended to the second
+    fault, and its rows become unlabelled. Otherwise a label that is a number without a name is the class that is called
+    by this number. If two classes have the same name, the class index is appended to the second
     name. For example, the second "crane" of ImageNet becomes "crane (517)". Raises `DataError` if the splits have
     different classes, or if a label is not in `known`.
     """
     first, train = next(iter(labels.items()))
     for split, other in labels.items():
         _must_fit(f"the {split} split of {title}", other, f"the {first} split", train)
-    classes, numbered, messages = (_by_number if train.names is None else _by_name)(title, labels, known)
+    if train.names is None and known is None:
+        classes, numbered, messages = _by_number(title, labels)
+    else:
+        named = labels if train.names is not None else {split: column.named() for split, column in labels.items()}
+        classes, numbered, messages = _by_name(title, named, known)
     faults = []
     for split, column in numbered.items():
         strange = column.numbers >= len(classes)
@@ -113,10 +124,10 @@ Numbered = tuple[tuple[str, ...], dict[Split, LabelColumn], dict[Split, str]]
 beyond those of the classes."""
 
 
-def _by_number(title: str, labels: Mapping[Split, LabelColumn], known: tuple[str, ...] | None) -> Numbered:
-    """Return labels that are numbers without names."""
+def _by_number(title: str, labels: Mapping[Split, LabelColumn]) -> Numbered:
+    """Return labels that are numbers without names. The classes are called by the numbers up to the highest one."""
     highest = {split: int(column.numbers.max(initial=-1)) for split, column in labels.items()}
-    most = next(iter(highest.values())) if known is None else len(known) - 1
+    most = next(iter(highest.values()))
     if most >= HIGHEST:
         raise DataError(
             f"{title}: the labels have no names and go up to {most:,}, so they are not class numbers; choose "
@@ -126,7 +137,7 @@ def _by_number(title: str, labels: Mapping[Split, LabelColumn], known: tuple[str
         split: f"{title} has the label {label}, but the labels of {most + 1} classes go from 0 to {most}"
         for split, label in highest.items()
     }
-    return known or tuple(str(label) for label in range(most + 1)), dict(labels), messages
+    return tuple(str(label) for label in range(most + 1)), dict(labels), messages
 
 
 def _by_name(title: str, labels: Mapping[Split, LabelColumn], known: tuple[str, ...] | None) -> Numbered:
