@@ -34,6 +34,8 @@ def test_the_list_shows_what_differs(runs: Path, capsys: pytest.CaptureFixture[s
     assert main(["runs"]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines()[:6])) <= 80
+    assert len(re.findall(r"\d\d-\d\d \d\d:\d\d\n", text)) == 2, "minutes are not cut off"
+    assert len(re.findall(r"\d% on \d+ ", text)) == 4, "every accuracy has its number of images"
     assert "trials" not in text and "test accuracy" in text and text.count("finished") == 2
     assert "damaged: runs/damaged/run.json has format 99" in text and "unreadable" in text
     assert "[b]: --learning-rate 0.5, --steps 1" in text or "long-name-of-a-run: --learning-rate" in text
@@ -50,11 +52,36 @@ def test_the_list_shows_what_differs(runs: Path, capsys: pytest.CaptureFixture[s
     assert shown.index("[b]") < shown.index("long-name")
 
 
+def test_long_names_and_numbers_leave_every_number_whole(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In 80 columns, with a split that was measured on other images than the rest."""
+    long = runs / "a-name-of-a-run-that-is-longer-than-half-of-the-line" / "and-continues-in-another-folder"
+    long.mkdir(parents=True)
+    (long / "run.json").write_bytes((runs / "[b]/run.json").read_bytes())
+    events = [
+        {"event": "started", "time": 1.7e9, "step": 0, "steps": 123_456_789},
+        {"event": "evaluation", "time": 1.7e9, "step": 98_765_432, "split": "validation", "accuracy": 0.8124,
+         "images": 54321.0, "best": True},
+    ]  # fmt: skip
+    (long / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert main(["runs"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if not re.match(r"\S+: ", line)]
+    assert max(map(len, lines)) <= 80
+    text = " ".join(lines)
+    for number in ("98,765,432", "123,456,789", "81.24%", "54,321"):
+        assert re.search(rf"(?<!\S){number}(?!\S)", text), number
+    assert len(re.findall(r" \d\d-\d\d \d\d:\d\d(?: |$)", text)) == 3, "minutes are shown for each journal"
+    assert "…" not in text
+
+
 def test_a_comparison_has_a_column_for_each_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = ["runs/long-name-of-a-run", "runs/[b]"]
     assert main(["runs", "compare", *folders]) == 0
     text = capsys.readouterr().out
     assert "--learning-rate" in text and "0.5" in text and "2 of 2" in text and "--width" not in text
+    recorded = json.loads((runs / "[b]/run.json").read_text())["data"]
+    for split in ("validation", "test"):
+        (counts,) = (line.split()[2:] for line in text.splitlines() if line.startswith(f"{split} images"))
+        assert counts == [str(recorded[split])] * 2
     assert main(["runs", "compare", *folders, "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)
     assert second["settings"] == {"learning_rate": 0.5, "steps": 1} and first["settings"]["steps"] == 2

@@ -95,6 +95,9 @@ def _table(runs: Sequence[RunSummary], settings: Sequence[dict[str, Any]]) -> Ta
         texts = itertools.zip_longest(*(run.texts(split) for run in runs), fillvalue="")
         for number, row in enumerate(texts):
             table.add_row("" if number else split, *map(escape, row))
+        images = [run.images(split) for run in runs]
+        if any(images):
+            table.add_row(f"{split} images", *("" if count is None else f"{count:,}" for count in images))
     return table
 
 

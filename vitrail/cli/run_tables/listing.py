@@ -151,21 +151,32 @@ def _name(run: RunSummary, folder: Path) -> str:
 
 
 def _table(runs: Sequence[RunSummary], folder: Path) -> Table:
-    texts = [(*(run.texts(split)[:1] for split in ("validation", "test")),) for run in runs]
-    names = {text.rpartition(" ")[0] for pair in texts for found in pair for text in found}
+    splits = [split for split in ("validation", "test") if any(run.texts(split) for run in runs)]
+    texts = [[text for split in splits for text in run.texts(split)[:1]] for run in runs]
+    names = {text.rpartition(" ")[0] for found in texts for text in found}
     shared = names.pop() if len(names) == 1 else ""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("run", overflow="fold", min_width=16)
-    table.add_column("state")
-    for heading in ("steps", *(f"{split} {shared}".strip() for split in ("validation", "test")), "changed"):
-        table.add_column(heading, justify="right")
-    for run, pair in zip(runs, texts, strict=True):
+    table.add_column("run", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    table.add_column("steps", justify="right", overflow="fold")
+    for split in splits:
+        table.add_column(f"{split} {shared}".strip() + ", images", justify="right", overflow="fold")
+    table.add_column("changed", justify="right", no_wrap=True)
+    for run in runs:
         style = STYLES.get(run.state, "yellow")
         table.add_row(
             escape(_name(run, folder)),
             f"[{style}]{run.state}[/]",
             f"{run.step:,}" if run.step == run.steps else f"{run.step:,} of {run.steps:,}",
-            *(escape(" ".join(found).removeprefix(shared).strip()) for found in pair),
+            *(escape(_measured(run, split, shared)) for split in splits),
             "" if run.changed is None else f"{datetime.fromtimestamp(run.changed):%m-%d %H:%M}",
         )
     return table
+
+
+def _measured(run: RunSummary, split: str, shared: str) -> str:
+    """Return the main metric of a split without its name if that is `shared`, and the number of images."""
+    if not (texts := run.texts(split)):
+        return ""
+    images = run.images(split)
+    return texts[0].removeprefix(shared).strip() + ("" if images is None else f" on {images:,}")

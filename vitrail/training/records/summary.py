@@ -58,7 +58,8 @@ class RunSummary:
     changed: float | None = None
     """Time of the last event, in seconds since 1970."""
     metrics: dict[str, float] | None = None
-    """Metrics of the saved model such as "validation_accuracy", or of the best evaluation so far. None without any."""
+    """Metrics of the saved model such as "validation_accuracy", or of the best evaluation so far, with the number of
+    images that were measured, such as "validation_images". None without any."""
 
     def texts(self, split: str) -> list[str]:
         """Return the metrics of a split as texts with their names."""
@@ -67,6 +68,11 @@ class RunSummary:
         start = f"{split}_"
         values = {name.removeprefix(start): value for name, value in self.metrics.items() if name.startswith(start)}
         return self.config.task.texts(values)
+
+    def images(self, split: str) -> int | None:
+        """Return the number of images of a split on which the metrics were measured, or None if it is unknown."""
+        found = (self.metrics or {}).get(f"{split}_images")
+        return None if found is None else int(found)
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
@@ -138,7 +144,7 @@ def _metrics(events: Sequence[dict[str, Any]]) -> dict[str, float] | None:
     """Return the metrics of the saved model, or those of the best evaluation on the validation split so far."""
     for event in reversed(events):
         if event["event"] == "finished":
-            return dict(event["metrics"])
+            return {f"{one['split']}_images": one["images"] for one in events if one.get("kept")} | event["metrics"]
         if event["event"] == "evaluation" and event.get("best"):
             return {f"validation_{name}": value for name, value in event.items() if isinstance(value, float)}
     return None
