@@ -58,11 +58,13 @@ class Display:
 
 
 class ConsoleDisplay(Display):
-    """Shows the step, loss, metrics, learning rate, images per second, fraction of the machine's limit, peak memory and
-    time left. Says if more than a tenth of the time is spent waiting for images.
+    """Shows the step, loss, metrics, time left, images per second, FLOPs per second as a fraction of those of matrix
+    products alone, learning rate and peak memory, in this order of importance. Says if more than a tenth of the time is
+    spent waiting for images.
 
-    On a terminal it shows a progress bar. Elsewhere it prints lines: first one about every ten seconds, and after 1,000
-    seconds one whenever a hundredth of the time so far has passed, so that a week has about 700 lines.
+    On a terminal it shows a progress bar beside as many of them as fit into the line. Elsewhere it prints lines: first
+    one about every ten seconds, and after 1,000 seconds one whenever a hundredth of the time so far has passed, so that
+    a week has about 700 lines.
     """
 
     LINE_SECONDS = 10.0
@@ -72,8 +74,8 @@ class ConsoleDisplay(Display):
     """Least time between two lines, as a fraction of the time so far."""
     WAITING_SHARE = 0.1
     """Fraction of the time spent waiting for images from which on it is shown."""
-    WIDE = 120
-    """Number of columns of a terminal from which on the learning rate and the memory are shown beside the bar."""
+    BAR = 10
+    """Columns that the bar, the percentage and the spaces beside them need at least."""
 
     def __init__(self, console: Console, spell: Callable[[str], str] = str) -> None:
         """`spell` returns a note with the values that it recommends in the syntax of the command line."""
@@ -81,7 +83,8 @@ class ConsoleDisplay(Display):
         self._spell = spell
         self.steps = 0
         self._progress: Progress | None = None
-        self._metrics = ""
+        self._texts: list[str] = []
+        self._more: list[str] = []
         self._last_line = 0.0
         self._extracted: float = math.inf
 
@@ -92,16 +95,16 @@ class ConsoleDisplay(Display):
         if not self.console.is_terminal:
             return
         self._progress = Progress(
-            TextColumn("step {task.completed:,}/{task.total:,}"),
             BarColumn(bar_width=None),
             TaskProgressColumn(),
-            TextColumn("{task.fields[metrics]}"),
-            TextColumn("{task.fields[left]}"),
+            TextColumn("{task.fields[shown]}", markup=False),
             console=self.console,
             refresh_per_second=4,
             expand=True,
         )
-        self._task = self._progress.add_task("", total=steps, completed=step, metrics="", left="")
+        self._task = self._progress.add_task(
+            "", total=steps, completed=step, shown=self._line(step, "", self.console.width)
+        )
         self._progress.start()
 
     def say(self, text: str) -> None:
@@ -120,18 +123,15 @@ class ConsoleDisplay(Display):
         self._extracted = done
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        texts = [f"loss {metrics['loss']:.3f}", *self.task.texts(metrics, digits=1)]
-        is_wide = self._progress is None or self.console.width >= self.WIDE
-        if is_wide:
-            texts.append(f"learning rate {metrics['learning_rate']:.2g}")
-        texts.append(f"{metrics['images_per_second']:,.0f} images/s")
-        if "limit_fraction" in metrics:
-            texts.append(f"{metrics['limit_fraction']:.0%} of limit")
-        if is_wide:
-            texts.append(f"{metrics['memory_bytes'] / 2**30:.1f} GiB")
+        self._texts = [f"loss {metrics['loss']:.3f}", *self.task.texts(metrics, digits=1)]
+        self._more = [f"{metrics['images_per_second']:,.0f} images/s"]
         if metrics["waiting_share"] > self.WAITING_SHARE:
-            texts.append(f"waiting for images {metrics['waiting_share']:.0%}")
-        self._metrics = "  ".join(texts)
+            self._more.insert(0, f"waiting for images {metrics['waiting_share']:.0%}")
+        if "limit_fraction" in metrics:
+            self._more.append(f"{metrics['limit_fraction']:.0%} of the speed of matrix products")
+        self._more += [
+            f"learning rate {metrics['learning_rate']:.2g}", f"{metrics['memory_bytes'] / 2**30:.1f} GiB of memory",
+        ]  # fmt: skip
         self._show(step, metrics.get("seconds_left"), is_last=step == self.steps)
 
     def tick(self, step: int, seconds_left: float) -> None:
@@ -141,13 +141,21 @@ class ConsoleDisplay(Display):
         """Update the progress bar, or print a line if the last one is about ten seconds ago."""
         if self._progress is not None:
             left = "" if seconds_left is None else f"{timedelta(seconds=round(seconds_left))} left"
-            self._progress.update(self._task, completed=step, metrics=self._metrics, left=left)
+            self._progress.update(self._task, completed=step, shown=self._line(step, left, self.console.width))
             return
         now = time.perf_counter()
         if now - self._last_line >= max(self.LINE_SECONDS, self.LINE_SHARE * (now - self._began)) or is_last:
             self._last_line = now
-            left = "" if seconds_left is None else f"{seconds_left:,.0f} s left"
-            self.say("  ".join(filter(None, (f"step {step:,}/{self.steps:,}", self._metrics, left))))
+            self.say(self._line(step, "" if seconds_left is None else f"{seconds_left:,.0f} s left"))
+
+    def _line(self, step: int, left: str, width: int | None = None) -> str:
+        """Return the step and all texts, or as many as fit into a line of `width` columns that begins with the bar."""
+        line = f"step {step:,}/{self.steps:,}"
+        for text in filter(None, (*self._texts, left, *self._more)):
+            if width is not None and len(line) + 2 + len(text) > width - self.BAR:
+                break
+            line += f"  {text}"
+        return line
 
     def evaluated(self, step: int, result: dict[str, float], best: bool) -> None:
         star = "  (best so far)" if best else ""
