@@ -25,7 +25,7 @@ def seconds_of_flops(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_faster_model_is_written_and_used(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "80")
     out = tmp_path / "fast"
     words = ["optimize", str(model), "--data", "bundled", "--keep", "0.7", "--images", "40", "--out", str(out)]
     assert main([*words, "--json"]) == 0
@@ -44,6 +44,10 @@ def test_a_faster_model_is_written_and_used(
     assert main([*words, "--overwrite"]) == 0
     shown = capsys.readouterr().out
     assert "the model" in shown and "times as fast at" in shown and f"Written: {out}" in shown
+    table = shown[shown.index(" height x") : shown.index("times as fast at")].splitlines()[:-1]
+    assert max(map(len, table)) <= 80 and "…" not in shown
+    for trial in result["trials"]:
+        assert any(f" {trial['accuracy']:.1%} " in line for line in table), "accuracies are not cut off"
     assert main(["evaluate", str(out), "--data", "bundled", "--json"]) == 0  # the same held-out images are known
     assert json.loads(capsys.readouterr().out)["test"]["images"] == 300
 

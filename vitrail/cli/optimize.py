@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rich.console import Console
 
@@ -30,7 +30,7 @@ USUAL_BUDGET = 600.0
 TRAIN_TIMES = 2
 """New linear heads are fitted to at most this many times the number of measured images."""
 
-REASONS = {"start": "", "taken": "kept", "accuracy": "too inaccurate", "not faster": "not faster"}
+REASONS = {"start": "", "taken": "kept", "accuracy": "accuracy too low", "not faster": "not faster"}
 """Results of trials, as the table shows them."""
 
 
@@ -215,10 +215,13 @@ def _table(trials: Sequence[Trial]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    columns = "tried", "precision", "image", "blocks", "tokens", "GFLOPs", "accuracy", "ms/image", "result"
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
+    texts = {"tried": 9, "precision": 9, "tokens": 7, "result": 8}  # smallest widths, for the longest words
+    columns = "tried", "precision", "height x width", "blocks", "tokens", "GFLOPs", "accuracy", "ms/image", "result"
     for column in columns:
-        table.add_column(column, justify="left" if column in ("tried", "precision", "result") else "right")
+        justify: Literal["left", "right"] = "left" if column in ("tried", "precision", "result") else "right"
+        no_wrap = column in ("blocks", "GFLOPs", "accuracy", "ms/image")
+        table.add_column(column, justify=justify, no_wrap=no_wrap, min_width=texts.get(column), overflow="fold")
     for trial in trials:
         settings = trial.settings
         table.add_row(

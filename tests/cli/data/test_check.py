@@ -34,7 +34,7 @@ def test_a_clean_set_is_said_to_be_one(colour_folder: Path, here: Path, capsys: 
     shown = capsys.readouterr().out
     assert "Nothing wrong found in 36 images." in shown
     assert "training images are held out for validation" in shown
-    assert "PNG RGB (36)" in shown and "30 x 9 to 20 x 19" in shown
+    assert "PNG RGB (36)" in shown and "30 x 9 to 20 x 19 (width x height)" in shown
     assert "pictures of it: data-check.html" in shown
     assert (here / "data-check.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 

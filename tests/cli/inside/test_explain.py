@@ -85,7 +85,7 @@ def test_files_have_the_size_of_the_picture(
 ) -> None:
     out = tmp_path / "out"
     assert main(["explain", str(model), str(image), "--out", str(out), "--device", "cpu"]) == 0
-    assert capsys.readouterr().out.splitlines() == [str(out / "a rose.html")]
+    assert capsys.readouterr().out.splitlines() == [f"{image}: {out / 'a rose.html'}"]
     maps = ["layer-01-head-00", "layer-01-head-01", "relevance", "rollout"]
     assert sorted(path.name for path in out.glob("*.png")) == [f"a rose-{name}.png" for name in maps]
     pictures = {}
@@ -248,7 +248,7 @@ def test_names_with_wildcards_and_raw_bytes(
     words[2], words[4] = str(tmp_path / raw), str(tmp_path / "raw")
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed := io.BytesIO(), encoding="utf-8"))
     assert main(words) == 0 and main(words) == 0
-    assert printed.getvalue() == 2 * os.fsencode(f"{tmp_path}/raw/{raw.replace('png', 'html')}\n")
+    assert printed.getvalue() == 2 * os.fsencode(f"{words[2]}: {tmp_path}/raw/{raw.replace('png', 'html')}\n")
 
 
 def test_what_is_refused(model: Path, image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,8 +161,8 @@ def _show(report: Report, console: Console) -> None:
         balance = report.balance
         _say(
             console,
-            f"classes  {balance.smallest:,} to {balance.largest:,} training images, as uneven as "
-            f"{balance.effective:.1f} classes of one size\n",
+            f"classes  {balance.smallest:,} to {balance.largest:,} training images per class; effective number of "
+            f"classes {balance.effective:.1f} of {len(report.classes):,} (exponential of the entropy of the labels)\n",
         )
     for finding in report.findings:
         _show_finding(finding, console)
@@ -205,7 +205,7 @@ def _sizes(sizes: Sizes) -> str:
         return f"{size[0]:,} x {size[1]:,}"
 
     if sizes.different == 1:
-        return f"all {named(sizes.median)}"
+        return f"all {named(sizes.median)} (width x height)"
     common = ", ".join(f"{named(one)} ({one[2]:,})" for one in sizes.common)
     return (
         f"{named(sizes.smallest)} to {named(sizes.largest)} (width x height), median {named(sizes.median)}; "

@@ -92,6 +92,7 @@ def main(call: Call) -> int:
     broken, names = [], _names(paths)
     with replacing_folder("explanations", options.out, (CONTENTS, *earlier)) as partial:
         files: list[str] = []
+        pages: list[tuple[Path, str]] = []
         for path, name in zip(paths, names, strict=True):
             try:
                 explanation = explainer.explain(read_image(path))
@@ -102,11 +103,12 @@ def main(call: Call) -> int:
                 explanation, partial, name, title=path.name, max_bytes=round(1e6 * options.page_size)
             )
             files += written.files
+            pages.append((path, written.files[0]))
             for note in written.notes:
                 print(f"vitrail: {written.files[0]}: {note}", file=sys.stderr)
         write_json(partial / CONTENTS, {"files": files})
-    for name in (file for file in files if file.endswith(".html")):
-        print(options.out / name)
+    for path, name in pages:
+        print(f"{path}: {options.out / name}")
     for message in broken:
         print(f"vitrail: {message}", file=sys.stderr)
     return UndecodableImage.exit_code if broken else 0

@@ -97,10 +97,11 @@ def _lines(result: ExportResult) -> list[str]:
 
 
 def _table(results: Sequence[ExportResult], seconds: Seconds) -> Table:
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("file")
-    for name in ("precision", "MB", *(f"ms of {size}" for size in TIMED_BATCHES), "accuracy"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("file", overflow="fold")
+    times = (f"ms for {plural(size, 'image')}" for size in TIMED_BATCHES)
+    for name in ("precision", "MB", *times, "accuracy"):
+        table.add_column(name, justify="right", min_width=max(map(len, name.split())))
     rows = [("network, PyTorch", "float32", "", "network", _accuracy(results[0].parity, network=True))]
     for result in results:
         size = f"{result.bytes / 1e6:.1f}"

@@ -88,12 +88,19 @@ class Oddity(IntFlag):
     """A single colour."""
 
 
+MODES = {
+    "1": "black and white", "L": "grey", "LA": "grey with transparency", "P": "with a palette",
+    "RGBA": "RGB with transparency", "I;16": "grey of 16 bits", "I;16B": "grey of 16 bits",
+}  # fmt: skip
+"""Words for Pillow's names of modes. RGB and CMYK, for example, have no other name."""
+
+
 @dataclass(frozen=True)
 class Seen:
     """The result of examining one decoded image."""
 
     kind: str
-    """Format and mode, such as "JPEG RGB", or "array L" for an array."""
+    """Format and mode, such as "JPEG RGB", or "grey array" for an array."""
     width: int
     height: int
     oddities: int
@@ -207,7 +214,9 @@ def look(image: bytes | np.ndarray) -> Seen:
     """Decode an image as training does, and measure it. Raises `UndecodableImage`."""
     one_channel = isinstance(image, np.ndarray) and image.shape[2:] in ((), (1,))
     picture = to_pil(image, 1 if one_channel else 3)
-    kind, oddities = _header(image) if isinstance(image, bytes) else (f"array {picture.mode}", Oddity(0))
+    kind, oddities = (
+        _header(image) if isinstance(image, bytes) else (f"{MODES.get(picture.mode, picture.mode)} array", Oddity(0))
+    )
     grey = picture.convert("L")
     counts = np.array(grey.histogram(), np.float64)
     mean = float(counts @ LEVELS) / counts.sum()
@@ -260,7 +269,7 @@ def _header(data: bytes) -> tuple[str, Oddity]:
             odd |= Oddity.TURNED
         if _says(lambda: picture.format != "JPEG" and getattr(picture, "is_animated", False)):
             odd |= Oddity.ANIMATED
-        return f"{picture.format} {picture.mode}", odd
+        return f"{picture.format} {MODES.get(picture.mode, picture.mode)}", odd
 
 
 def _is_deep(picture: ImageFile) -> bool:
