@@ -276,6 +276,18 @@ def test_a_figure_that_chose_the_weights_says_so(written: Callable[..., str]) ->
     assert "The best weights were chosen on the same images" in written(keep="best")
 
 
+@pytest.mark.parametrize(
+    ("kept", "linear_head", "shown"),
+    [(0, True, "is the linear model of the frozen features"), (0, False, "has the initial weights"), (9, True, None)],
+)
+def test_the_top_says_that_training_changed_nothing(
+    written: Callable[..., str], kept: int, shown: str | None, *, linear_head: bool
+) -> None:
+    text = written(kept=kept, init="somewhere", linear_head=linear_head)
+    top = text[: text.index("<table")]
+    assert ("training did not improve" in top) == (shown is not None) and (shown or "") in top
+
+
 def test_the_curves_are_the_journal(written: Callable[..., str]) -> None:
     events = [
         step(10, 2.0, 1e-4),

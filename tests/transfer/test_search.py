@@ -230,6 +230,10 @@ def test_the_report_shows_what_was_tried(tiny_bundle: Bundle, model: Path, colou
     assert found.page is not None
     page = found.page.read_text(encoding="utf-8")
     assert "<h2>Trials</h2>" in page and LINEAR in page and "the saved model" in page
+    trials = [tried for tried in read_tried(Path("runs/one")) if tried.steps]
+    assert len(trials) >= 2
+    for tried in trials:
+        assert tried.loss is not None and f"loss {tried.loss:.4g}" in page, "the loss decides between equal values"
 
 
 @pytest.mark.parametrize(

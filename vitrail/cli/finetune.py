@@ -43,7 +43,7 @@ from vitrail.transfer.choices import Plan
 from vitrail.transfer.finetune import FinetuneResult, Protocol, check_choices, evaluate_run, finetune, plan
 from vitrail.transfer.finetune_suite import Method, finetune_suite, is_suite_run
 from vitrail.transfer.protocol import TableRow, is_trial
-from vitrail.transfer.report import AnyReport, summary_rows
+from vitrail.transfer.report import AnyReport, summary_rows, untrained_note
 from vitrail.transfer.suite import read_suite
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
@@ -301,8 +301,8 @@ def _report(display: ConsoleDisplay, result: FinetuneResult) -> None:
             display.say(f"training {texts} (last training steps, with augmentation)")
         for line in _worst_classes(found):
             display.say(line)
-    if run.bundle.provenance["step"] == 0:
-        display.say("training did not improve the initial model, so the saved model has the initial weights")
+    if note := untrained_note(read_record(run.folder).config, run.bundle):
+        display.say(note)
     summary = run.summary
     display.say(f"{summary['images_per_second']:,.0f} images/s; {summary['seconds']:,.0f} s in all")
     if result.page is not None:

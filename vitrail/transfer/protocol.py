@@ -117,9 +117,10 @@ class Trial(NamedTuple):
     folder: Path
 
     def text(self) -> str:
-        """Return the learning rate and the metric as a text, such as "learning rate 0.01: accuracy 89.30% on the
-        held-out images"."""
-        return f"learning rate {self.rate:g}: {self.metric.text(self.value)} on the held-out images"
+        """Return the learning rate and the metric as a text, such as "learning rate 0.01: accuracy 89.30%, loss 0.31
+        on the held-out images"."""
+        measured = self.metric.text_with_loss(self.value, self.loss)
+        return f"learning rate {self.rate:g}: {measured} on the held-out images"
 
 
 def row_for(images: int) -> Row:

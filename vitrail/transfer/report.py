@@ -37,7 +37,7 @@ from vitrail.transfer.sections import (
 )
 from vitrail.weights.bundle import Bundle
 
-__all__ = ["AnyReport", "summary_rows", "write_report"]
+__all__ = ["AnyReport", "summary_rows", "untrained_note", "write_report"]
 
 AnyReport = ClassificationReport | RegressionReport
 
@@ -81,7 +81,7 @@ def write_report(
     summary = table(("metric", split, f"{LEVEL:.0%} interval"), summary_rows(report))
     figures = training_figures(config, events, metric, bundle.provenance.get("step"))
     parts = [
-        *_headline(config, split, report, source),
+        *_headline(config, split, report, source, bundle),
         inside_link(folder),
         *_overview(summary, next(iter(figures), "")),
         *_curves(figures[1:]),
@@ -106,6 +106,17 @@ def summary_rows(report: AnyReport) -> list[tuple[str, str, str]]:
     return number_rows(report) if isinstance(report, RegressionReport) else class_rows(report)
 
 
+def untrained_note(config: TrainConfig, bundle: Bundle) -> str:
+    """Return a note if the model of a run is the one at the start of training, and an empty text otherwise."""
+    if bundle.provenance.get("step") != 0:
+        return ""
+    if config.start.linear_head:
+        start = "is the linear model of the frozen features with which training began"
+    else:
+        start = "has the initial weights"
+    return f"training did not improve the initial model, so the saved model {start}"
+
+
 def _results(report: AnyReport, source: Source) -> Iterator[str]:
     """Yield the sections with detailed metrics and the largest errors."""
     if isinstance(report, RegressionReport):
@@ -119,7 +130,7 @@ def _results(report: AnyReport, source: Source) -> Iterator[str]:
         yield from mistakes_section(report, source)
 
 
-def _headline(config: TrainConfig, split: str, report: AnyReport, source: Source) -> Iterator[str]:
+def _headline(config: TrainConfig, split: str, report: AnyReport, source: Source, bundle: Bundle) -> Iterator[str]:
     """Yield the heading: the main metric, the model and the data."""
     if isinstance(report, RegressionReport):
         (main, interval), outputs = number_sections.headline(report), plural(len(report.names), "number")
@@ -130,6 +141,8 @@ def _headline(config: TrainConfig, split: str, report: AnyReport, source: Source
     yield f"<p><strong>{escape(main)}</strong>{level} {escape(images)}.</p>"
     method = "trained from scratch" if config.start.init is None else "fine-tuned"
     yield f'<p class="dim">{escape(f"{_model(config)}, {method} on {config.data.spec}.")}</p>'
+    if note := untrained_note(config, bundle):
+        yield f"<p>Note: {escape(note)}.</p>"
     if note := colour_note(images_of(source), config.images.channels):
         yield f"<p>Note: {escape(note)}. To learn from colours, train with --channels 3.</p>"
     if split == "validation" and config.run.keep == "best":
@@ -202,7 +215,7 @@ def _trials(
         tried = (Tried("the start, before the first step", 0, starts[0][metric.name]),)
     if not tried or final is None:
         return
-    rows = [(one.name, f"{one.steps:,}", "diverged" if one.value is None else metric.text(one.value)) for one in tried]
+    rows = [(one.name, f"{one.steps:,}", one.text(metric)) for one in tried]
     rows.append(("the saved model", f"{bundle.provenance.get('step', 0):,}", metric.text(final)))
     yield "<h2>Trials</h2>"
     yield table(("settings", "steps", "on the validation split"), rows)

@@ -25,6 +25,7 @@ from vitrail.evaluation.predictions.streaming import merit
 from vitrail.files import saving, write_json
 from vitrail.machine import Precision, pick_device, resolve_precision
 from vitrail.models.predictor import Predictor
+from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
 from vitrail.training.linear_head import linear_score
 from vitrail.training.records.lock import locked
@@ -75,6 +76,12 @@ class Tried(NamedTuple):
     steps: int
     value: float | None
     """Metric on the validation split. None if the training diverged."""
+    loss: float | None = None
+    """Loss on the validation split, which decides between equal values. None if it is unknown."""
+
+    def text(self, metric: TaskMetric) -> str:
+        """Return the metric and the loss, or "diverged"."""
+        return "diverged" if self.value is None else metric.text_with_loss(self.value, self.loss)
 
 
 def forward_seconds(bundle: Bundle, precision: Precision, batch: int = 16) -> float:
@@ -351,14 +358,15 @@ class _Trials:
             self.speeds[candidate.name] = config.run.batch_size / rate
         for unneeded in ("checkpoints", "model"):
             shutil.rmtree(place / unneeded, ignore_errors=True)
-        self._add(Tried(candidate.name, steps, value))
+        self._add(Tried(candidate.name, steps, value, loss))
         return merit(value, loss, higher_is_better=self.metric.higher_is_better)
 
     def _add(self, trial: Tried) -> None:
         """Record a trial, and report it to the user."""
         self.tried.append(trial)
-        shown = "diverged" if trial.value is None else f"validation {self.metric.text(trial.value)}"
-        self.on_trial(f"{trial.name}{f', {trial.steps:,} steps' if trial.steps else ''}: {shown}")
+        split = "" if trial.value is None else "validation "
+        steps = f", {trial.steps:,} steps" if trial.steps else ""
+        self.on_trial(f"{trial.name}{steps}: {split}{trial.text(self.metric)}")
         if trial.steps:
             with saving("the trials", self.place):
                 self.place.mkdir(parents=True, exist_ok=True)
