@@ -89,6 +89,6 @@ def main(call: Call) -> int:
         return 0
     console = Console(highlight=False, soft_wrap=True)
     for note in notes:
-        console.print(note, style="yellow", markup=False)
+        console.print(note, style="yellow", markup=False, soft_wrap=not console.is_terminal)
     console.print(f"Written as {options.to}: {options.destination}", markup=False)
     return 0

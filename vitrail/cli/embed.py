@@ -110,7 +110,7 @@ def _embed(options: Embed, processes: Processes) -> int:
     bundle = load(options.model, device=processes.device_name(options.device), image_size=options.image_size)
     colour = colour_note(images_of(next(iter(sources.values()))), bundle.preprocess.channels)
     for note in (*bundle.notes, *notes, *filter(None, [colour])):
-        console.print(COMMAND.note(note), style="yellow", markup=False)
+        console.print(COMMAND.note(note), style="yellow", markup=False, soft_wrap=not console.is_terminal)
     console.print(_memory(bundle, options), markup=False)
     summary: dict[str, dict[str, int | str]] = {}
     for split, source in sources.items():

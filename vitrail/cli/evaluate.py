@@ -159,9 +159,14 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> int:
         }
         notes = [(name, note) for name, plan in plans.items() for note in plan.notes]
         if common is not None and common.note:
-            console.print(common.note, style="yellow", markup=False)
+            console.print(common.note, style="yellow", markup=False, soft_wrap=not console.is_terminal)
         for name, note in dict.fromkeys(notes):
-            console.print(f"{name}: {note}" if len(bundles) > 1 else note, style="yellow", markup=False)
+            console.print(
+                f"{name}: {note}" if len(bundles) > 1 else note,
+                style="yellow",
+                markup=False,
+                soft_wrap=not console.is_terminal,
+            )
         rows: dict[str, dict[str, dict[str, Any]]] = {}
         for name, plan in plans.items():
             if len(bundles) > 1:
@@ -221,7 +226,7 @@ def _suite(options: Evaluate, console: Console) -> int:
     (name,) = options.models
     bundle = _load(options, name)
     for note in bundle.notes:
-        console.print(COMMAND.note(note), style="yellow", markup=False)
+        console.print(COMMAND.note(note), style="yellow", markup=False, soft_wrap=not console.is_terminal)
     with _Bar(console) as bar:
         outputs = _outputs(bundle, options, console, bar)
         result = run_suite(

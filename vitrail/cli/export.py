@@ -142,7 +142,7 @@ def main(call: Call) -> int:
     else:
         console = Console(highlight=False, soft_wrap=True)
         for note in notes:
-            console.print(note, style="yellow", markup=False)
+            console.print(note, style="yellow", markup=False, soft_wrap=not console.is_terminal)
         for part in export_parts(results, seconds):
             console.print(part)
         for failure in failures:

@@ -96,7 +96,7 @@ def main(call: Call) -> int:
         bundle = load(options.model, device=options.device)
         start, images, notes = _opened(bundle, options)
         for note in dict.fromkeys((*bundle.notes, *notes)):
-            console.print(COMMAND.note(note), style="yellow", markup=False)
+            console.print(COMMAND.note(note), style="yellow", markup=False, soft_wrap=not console.is_terminal)
         found = search(
             start,
             images,

@@ -51,6 +51,15 @@ def test_a_terminal_shows_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None
     assert tuple(dict.fromkeys(times)) == (80, 245, 233)
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_notes_wrap_at_words_on_a_terminal_and_are_one_line_elsewhere(*, terminal: bool) -> None:
+    file, note = io.StringIO(), "the folder of photographs has images that nobody can read; " * 5
+    ConsoleDisplay(Console(file=file, force_terminal=terminal, color_system=None, width=31)).note(note)
+    lines = file.getvalue().splitlines()
+    assert " ".join(line.strip() for line in lines) == note.strip(), "no word is divided"
+    assert max(map(len, lines)) <= 31 if terminal else len(lines) == 1
+
+
 def test_waiting_for_images_is_said() -> None:
     file = io.StringIO()
     display = ConsoleDisplay(Console(file=file, width=120))

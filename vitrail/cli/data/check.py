@@ -152,7 +152,7 @@ def _progress(console: Console) -> Iterator[Progress | None]:
 
 def _show(report: Report, console: Console) -> None:
     for note in report.notes:
-        console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=not console.is_terminal)
     console.print(_counts(report))
     if report.sizes is not None:
         _say(console, f"sizes    {_sizes(report.sizes)}")

@@ -70,7 +70,7 @@ def main(call: Call) -> int:
     console = Console()
     splits = open_data(options.data, validation_share=0.0, numbers=options.numbers, unlabelled=options.unlabelled)
     for note in splits.notes:
-        console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=not console.is_terminal)
     if has_soft_targets(splits.train):
         console.print(
             "The pseudo labels are soft, but shards store classes: only the most likely class of each image is packed. "

@@ -85,6 +85,6 @@ def main(call: Call) -> int:
     if linked is not None:
         link_inside(linked)
     for note in notes:
-        console.print(note, style="yellow", markup=False)
+        console.print(note, style="yellow", markup=False, soft_wrap=not console.is_terminal)
     options.show(console, headline(found), "report.html", overview_as_plain(found), found.skipped)
     return 0

@@ -98,9 +98,9 @@ class SummaryOptions:
             opened.append(OpenedModel(name, bundle, _joined(tuple(found.sources.values())), train))
             notes[name] = [command.note(note) for note in (*bundle.notes, *found.notes)]
         if common is not None and common.note:
-            console.print(common.note, style="yellow", markup=False)
+            console.print(common.note, style="yellow", markup=False, soft_wrap=not console.is_terminal)
         for note in _named(notes):
-            console.print(note, style="yellow", markup=False)
+            console.print(note, style="yellow", markup=False, soft_wrap=not console.is_terminal)
         return opened
 
     def outputs(self, opened: OpenedModel, bar: Progress) -> Outputs:

@@ -111,7 +111,8 @@ class ConsoleDisplay(Display):
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        self.console.print(self._spell(text), style="yellow", highlight=False, markup=False, soft_wrap=True)
+        wraps = self.console.is_terminal  # at words; files and pipes get one line
+        self.console.print(self._spell(text), style="yellow", highlight=False, markup=False, soft_wrap=not wraps)
 
     def extracting(self, done: int, total: int) -> None:
         now = time.perf_counter()
