@@ -318,7 +318,7 @@ def test_the_best_adapters_are_kept_merged(initial: Initial, from_model: FromMod
     result = train(from_model(initial(), colour_folder, lora_rank=2, learning_rate=0.1, steps=24, evaluations=8))
     events = [event for event in read_journal(result.folder / "journal.jsonl") if event["event"] == "evaluation"]
     during = [event for event in events if "best" in event]
-    best = max(during, key=lambda event: (event["accuracy"], -event["step"]))
+    best = max(during, key=lambda event: (event["accuracy"], -event["cross_entropy"]))
     kept = next(event for event in events if event.get("kept") and event["split"] == "validation")
     assert (kept["step"], kept["accuracy"]) == (best["step"], best["accuracy"])
     assert kept["cross_entropy"] == pytest.approx(best["cross_entropy"], rel=1e-4)
