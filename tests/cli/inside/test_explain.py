@@ -268,6 +268,11 @@ def test_what_is_refused(model: Path, image: Path, tmp_path: Path, capsys: pytes
         broken.network.get_parameter("blocks.1.norm1.weight")[0] = float("nan")
     broken.save(tmp_path / "broken")
     assert "layer 1 of the model has attention that is not finite" in message(str(tmp_path / "broken"), str(image))
+    broken = load(model, device="cpu")
+    with torch.no_grad():
+        broken.network.get_parameter("head.bias")[0] = float("inf")
+    broken.save(tmp_path / "no numbers")
+    assert "outputs are not finite" in message(str(tmp_path / "no numbers"), str(image))
     network = ResNet(ResNetConfig(depths=(1,), width=32, num_classes=2, image_size=(33, 40)))
     Bundle(network, ("a", "b"), Preprocess(image_size=(33, 40))).save(tmp_path / "resnet")
     assert "architecture 'BiT' has no attention to look into" in message(str(tmp_path / "resnet"), str(image))

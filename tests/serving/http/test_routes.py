@@ -23,7 +23,10 @@ from PIL import Image
 from tests.serving.conftest import make_bundle
 from tests.serving.running import Running, data_uri, encoded, serving
 from vitrail import load
+from vitrail.errors import BundleError
 from vitrail.models.variants import variant_config
+from vitrail.serving.answering.service import Service
+from vitrail.serving.answering.settings import ServeSettings
 from vitrail.serving.http.protocol_v2 import HEADER
 from vitrail.weights.bundle import Bundle, weights_sha256
 
@@ -111,21 +114,31 @@ def test_inference_protocol_with_files_in_binary(server: Running, bundle: Bundle
     assert [bundle.classes[row.argmax()] for row in found] == [one.label for one in bundle.predict(images)]
 
 
-def test_numbers_that_json_lacks_are_null(images: list[bytes]) -> None:
-    numbers, features = make_bundle(output="numbers"), make_bundle()
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("output", ["softmax", "sigmoid", "numbers"])
+def test_a_model_whose_outputs_are_not_finite_is_not_served(output: str, wrong: float) -> None:
+    classes, features = make_bundle(output=output), make_bundle()
     with torch.no_grad():
-        numbers.network.head.bias[1] = float("inf")
-        features.network.norm.weight.fill_(float("nan"))
+        classes.network.head.bias[1] = wrong
+        features.network.norm.weight.fill_(wrong)
     features = replace(features, network=features.network.with_head(0), classes=())
-    with serving({"numbers": numbers, "features": features}) as server:
-        scores = [item["score"] for item in server.ask("POST", "/", images[0]).json]
-        assert scores[1] is None and isinstance(scores[0], float)
-        width = features.network.config.width
-        assert server.ask("POST", "/?model=features", images[0]).json == [[None] * width]
-        (result,) = server.ask_form("/predict?model=features", ("a.png", images[0])).json["results"]
-        assert result["embedding"] == [None] * width
-        asked = {"model": "features", "input": data_uri(images[0])}
-        assert server.ask_json("/v1/embeddings", asked).json["data"][0]["embedding"] == [None] * width
+    for bundle in (classes, features):
+        with pytest.raises(BundleError, match="not finite"):
+            Service({"damaged": bundle}, ServeSettings(max_batch=4))
+
+
+def test_outputs_that_are_not_finite_are_an_error_of_their_request() -> None:
+    bundle = make_bundle(resampler="tensorflow", interpolation="bilinear", antialias=False, std=(1e-3,))
+
+    def tensor(*levels: float) -> dict[str, Any]:
+        pixels = np.concatenate([np.full((1, 12, 10, 3), level, np.float32) for level in levels])
+        return {"name": "images", "shape": list(pixels.shape), "datatype": "FP32", "data": pixels.ravel().tolist()}
+
+    with serving({"flowers": bundle}) as server:
+        assert infer(server, {"inputs": [tensor(0, 200)]}).status == 200
+        answer = infer(server, {"inputs": [tensor(0, 3e38)]})
+        assert answer.status == 500 and "not finite" in answer.json["error"]
+        assert infer(server, {"inputs": [tensor(0, float("nan"))]}).status == 400
 
 
 def test_bodies_are_parsed_one_after_the_other(server: Running) -> None:

@@ -18,7 +18,7 @@ from vitrail.serving.answering.batching import Batcher, Compute, Run, choose_bat
 from vitrail.serving.answering.metrics import Metrics
 from vitrail.serving.answering.settings import ServeSettings
 from vitrail.serving.answering.threads import ThreadChoice, measured_choice
-from vitrail.weights.bundle import Bundle, weights_sha256
+from vitrail.weights.bundle import Bundle, finite, weights_sha256
 from vitrail.weights.exported.description import output_names
 from vitrail.weights.exported.network import ExportedNetwork
 
@@ -56,9 +56,9 @@ class ServedModel:
     ) -> None:
         """Prepare a model, and measure the largest batch and its number of threads unless the settings have them.
 
-        Raise `ConfigError` for an exported file of tokens, and for a precision that the model cannot compute in.
-        `compute` computes batches. `before` is the model that this one replaces: what was measured for it is taken over
-        if the network has the same settings.
+        Raise `ConfigError` for an exported file of tokens, and for a precision that the model cannot compute in. Raise
+        `BundleError` if the outputs for a black image are not finite. `compute` computes batches. `before` is the model
+        that this one replaces: what was measured for it is taken over if the network has the same settings.
         """
         self.name = name
         self.bundle = bundle
@@ -68,7 +68,8 @@ class ServedModel:
         self.tasks = self._find_tasks()
         blank = np.zeros((bundle.preprocess.channels, *bundle.preprocess.image_size), self.dtype)
         for task in self.tasks:  # the first call of a network is slow, and shows whether the network can be used
-            self.computed.run(task)(blank[None])
+            for values in self.computed.run(task)(blank[None]).values():
+                finite(torch.from_numpy(values))
         run, known = self.computed.run(self.tasks[0]), before if self._is_like(before) else None
         self.choice: ThreadChoice = known.choice if known else self._choice(settings, run, blank, compute)
         """The number of compute threads of a batch that is alone."""

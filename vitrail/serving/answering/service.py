@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from vitrail.cores import compute_threads
@@ -53,7 +54,7 @@ class Service:
         overlays: OverlayMaker | None = None,
     ) -> None:
         """Prepare models, given by their names. The first model answers requests that name none. `overlays` draws which
-        parts of a picture a model depends on. Raise `ConfigError` for a model that cannot be served."""
+        parts of a picture a model depends on. Raise `VitrailError` for a model that cannot be served."""
         self.settings = settings
         self.metrics = Metrics()
         self.is_ready = False
@@ -100,7 +101,7 @@ class Service:
 
     async def replace(self, name: str, bundle: Bundle) -> ServedModel:
         """Answer new requests for a model with another bundle. Requests that have begun keep the old model until their
-        answer, and the old model is freed after the last of them. Raise `ConfigError` for a model that cannot be
+        answer, and the old model is freed after the last of them. Raise `VitrailError` for a model that cannot be
         served."""
         made = await asyncio.to_thread(self._served, name, bundle, self.models[name])
         self.models[name] = made
@@ -110,7 +111,7 @@ class Service:
         self, model: ServedModel, tasks: Sequence[Task], images: Sequence[bytes]
     ) -> list[Row | UndecodableImage]:
         """Return the outputs of each encoded image, or the reason why it cannot be decoded. Raise `Refused` if the
-        server has too much to do."""
+        server has too much to do, or if outputs are not finite."""
         with self._accept(model, tasks, len(images)):
             loop = asyncio.get_running_loop()
             decoded = await asyncio.gather(
@@ -130,7 +131,7 @@ class Service:
         return rows
 
     async def pixel_outputs(self, model: ServedModel, tasks: Sequence[Task], pixels: Sequence[Pixels]) -> list[Row]:
-        """Return the outputs of each image of decoded pixels. Raise `Refused` if the server has too much to do."""
+        """Return the outputs of each image of decoded pixels. Raise the same errors as `file_outputs`."""
         with self._accept(model, tasks, len(pixels)):
             return await self._outputs(model, tasks, pixels)
 
@@ -190,7 +191,12 @@ class Service:
             found = await asyncio.gather(*(model.batchers[task].compute(pixels) for task in tasks))
         except TooLate:
             raise self._too_late("an image") from None
-        return [{name: row[name] for row in rows for name in row} for rows in zip(*found, strict=True)]
+        outputs = [{name: row[name] for row in rows for name in row} for rows in zip(*found, strict=True)]
+        if not all(np.isfinite(values).all() for row in outputs for values in row.values()):
+            raise Refused(
+                500, f"the outputs of model {model.name!r} are not finite for an image; its weights are damaged"
+            )
+        return outputs
 
     def _pixels(self, model: ServedModel, image: bytes) -> Pixels | UndecodableImage:
         begun = time.perf_counter()

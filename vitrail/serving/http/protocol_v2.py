@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vitrail.serving.answering.batching import Row
-from vitrail.serving.http.requests import check_names, json_numbers, parse_base64
+from vitrail.serving.http.requests import check_names, parse_base64
 
 __all__ = ["HEADER", "BadRequest", "InferRequest", "format_answer", "parse_request"]
 
@@ -80,7 +80,7 @@ def format_answer(model: str, version: str, request: InferRequest, rows: Sequenc
             binary.append(values.tobytes())
             item["parameters"] = {"binary_data_size": values.nbytes}
         else:
-            item["data"] = json_numbers(values)
+            item["data"] = values.ravel().tolist()
         described.append(item)
     message: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": described}
     if request.id:
@@ -111,6 +111,8 @@ def _tensor(item: Mapping[str, Any], binary: bytes) -> list[bytes] | np.ndarray:
     values = np.frombuffer(binary, kind) if sent is not None else np.asarray(item["data"], np.float64).ravel()
     if sent is None and datatype == "UINT8" and not ((values >= 0) & (values <= 255) & (values % 1 == 0)).all():
         raise BadRequest("data: UINT8 values must be whole numbers from 0 to 255")
+    if not np.isfinite(values).all():
+        raise BadRequest("data: FP32 values must be finite")
     if values.size != math.prod(shape):
         raise BadRequest(f"shape: {list(shape)} has {math.prod(shape)} values, but {values.size} were sent")
     return values.reshape(shape).astype(DTYPES[datatype])

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -20,7 +18,7 @@ from vitrail.serving.answering.served import ServedModel
 from vitrail.serving.answering.service import Refused, Service
 
 __all__ = [
-    "Operation", "check_names", "json_numbers", "model_headers", "parse_base64", "parse_data_uri", "parse_json",
+    "Operation", "check_names", "model_headers", "parse_base64", "parse_data_uri", "parse_json",
     "parse_top", "service_of",
 ]  # fmt: skip
 
@@ -81,11 +79,6 @@ def service_of(request: Request) -> Service:
 def model_headers(model: ServedModel) -> dict[str, str]:
     """Return headers that name the model and its hash in an answer."""
     return {"X-Model": model.name.encode("ascii", "replace").decode(), "X-Model-SHA256": model.sha256}
-
-
-def json_numbers(values: np.ndarray) -> list[float | None]:
-    """Return all numbers of an array for JSON, which has no NaN and no infinity: those are None."""
-    return [value if math.isfinite(value) else None for value in values.ravel().tolist()]
 
 
 def parse_json(body: bytes) -> dict[str, Any]:

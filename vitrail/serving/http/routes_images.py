@@ -19,7 +19,6 @@ from vitrail.serving.answering.service import Refused
 from vitrail.serving.http.requests import (
     Operation,
     check_names,
-    json_numbers,
     model_headers,
     parse_base64,
     parse_data_uri,
@@ -65,9 +64,7 @@ async def _hugging_face(request: Request) -> Response:
         image, top, function = await service.parse(_parse_hugging_face, body, model)
     (row,) = await service.all_file_outputs(model, [model.tasks[0]], [image])
     answer = (
-        [json_numbers(row["embedding"])]
-        if model.tasks[0] == "embedding"
-        else _ranking(model, _scored(row, function), top)
+        [row["embedding"].tolist()] if model.tasks[0] == "embedding" else _ranking(model, _scored(row, function), top)
     )
     return JSONResponse(answer, headers=model_headers(model))
 
@@ -85,7 +82,7 @@ async def _upload(request: Request) -> Response:
         if isinstance(row, UndecodableImage):
             answers.append({"file": name, "error": f"the file {row}"})
         elif task == "embedding":
-            answers.append({"file": name, "embedding": json_numbers(row["embedding"])})
+            answers.append({"file": name, "embedding": row["embedding"].tolist()})
         else:
             answers.append({"file": name, "predictions": _ranking(model, row, top)})
     status = 422 if all("error" in item for item in answers) else 200
@@ -105,7 +102,7 @@ async def _embeddings(request: Request) -> Response:
     for number, row in enumerate(await service.all_file_outputs(model, ["embedding"], images)):
         values = row["embedding"]
         text = base64.b64encode(values.astype("<f4").tobytes()).decode() if encoding == "base64" else None
-        data.append({"object": "embedding", "index": number, "embedding": text or json_numbers(values)})
+        data.append({"object": "embedding", "index": number, "embedding": text or values.tolist()})
     answer = {"object": "list", "data": data, "model": model.name, "usage": {"prompt_tokens": 0, "total_tokens": 0}}
     return JSONResponse(answer, headers=model_headers(model))
 
@@ -181,8 +178,8 @@ def _ranking(model: ServedModel, row: Mapping[str, np.ndarray], top: int) -> lis
     """Return the likeliest classes, or all numbers of a regression, as Hugging Face's labels and scores."""
     names = model.bundle.classes
     if model.bundle.output == "numbers":
-        numbers = json_numbers(row["numbers"])
+        numbers = row["numbers"].tolist()
         return [{"label": name, "score": number} for name, number in zip(names, numbers, strict=True)]
     order = np.argsort(-row["probabilities"], kind="stable")[:top]
-    scores = json_numbers(row["probabilities"][order])
+    scores = row["probabilities"][order].tolist()
     return [{"label": names[place], "score": score} for place, score in zip(order, scores, strict=True)]
