@@ -186,9 +186,16 @@ def test_saving_lets_other_exceptions_pass() -> None:
 
 
 def test_saving_names_an_error_without_a_reason() -> None:
-    message = "could not save it to x: just so; an earlier version there is intact"
-    with pytest.raises(SaveError, match=message), saving("it", Path("x")):
+    with pytest.raises(SaveError, match=r"could not save it to x: just so$"), saving("it", Path("x")):
         raise OSError("just so")
+
+
+def test_only_an_earlier_version_is_called_intact(tmp_path: Path) -> None:
+    for has_earlier in (False, True):
+        with pytest.raises(SaveError) as caught, replacing_folder("it", tmp_path / "a", ("*",)) as partial:
+            (partial / "missing" / "b").write_text("")
+        assert ("intact" in str(caught.value)) == has_earlier
+        write(tmp_path / "a", b="1")
 
 
 values = st.recursive(

@@ -39,14 +39,17 @@ def cache_folder(name: str) -> Path:
 
 
 @contextmanager
-def saving(what: str, path: Path) -> Iterator[None]:
-    """Turn an `OSError` in the `with` block into a `SaveError` that names the file and the problem."""
+def saving(what: str, path: Path, *, is_replaced: bool = False) -> Iterator[None]:
+    """Turn an `OSError` in the `with` block into a `SaveError` that names the file and the problem.
+
+    `is_replaced` is True if the block writes elsewhere first and replaces what is at `path` in one step. If something
+    is there before the block, the message says that it is intact.
+    """
+    intact = "; an earlier version there is intact" if is_replaced and path.exists() else ""
     try:
         yield
     except OSError as error:
-        raise SaveError(
-            f"could not save {what} to {path}: {error.strerror or error}; an earlier version there is intact"
-        ) from error
+        raise SaveError(f"could not save {what} to {path}: {error.strerror or error}{intact}") from error
 
 
 def check_new_folder(
@@ -107,7 +110,7 @@ def replacing_folder(what: str, path: Path, names: Collection[str]) -> Iterator[
     path = path.resolve()
     partial = partial_path(path)
     try:
-        with saving(what, path):
+        with saving(what, path, is_replaced=True):
             if path.exists() and not path.is_dir():
                 raise NotADirectoryError(None, "it is a file, but a folder must be written there")
             shutil.rmtree(partial, ignore_errors=True)

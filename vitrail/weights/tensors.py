@@ -131,7 +131,7 @@ def save_tensors(
         raise BundleError(f"cannot write {str(path)!r}: the file name must end in {' or '.join(suffixes)}")
     path = path.resolve()
     partial = partial_path(path)
-    with saving("the weights", path):
+    with saving("the weights", path, is_replaced=True):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             if path.suffix == ".safetensors":

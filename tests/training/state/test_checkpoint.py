@@ -308,7 +308,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_save(
         state.step = 4
         checkpoints.save(state)
         state.step = 5
-        with pytest.raises(SaveError, match=r"step-4: No space left on device; an earlier version there is intact$"):
+        with pytest.raises(SaveError, match=r"step-4: No space left on device$"):
             checkpoints.save(state)
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step-3"]
     checkpoints.save(state)

@@ -67,7 +67,7 @@ def test_a_full_disk_stops_the_run_and_spares_what_is_saved(
     with pytest.raises(SaveError) as caught:
         train(small(run))
     assert str(caught.value).startswith(f"could not save a checkpoint to {run}/checkpoints/step-16: No space left")
-    assert str(caught.value).endswith("; an earlier version there is intact")
+    assert "earlier version" not in str(caught.value)  # step-16 has none
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-8"]
     assert Checkpoints(run / "checkpoints").steps() == [8]
     small_disk("4m")
@@ -87,8 +87,7 @@ def test_a_full_disk_is_named_wherever_it_ends_a_checkpoint(
             checkpoints.save(state)
             checkpoints.retain = 8
     assert str(caught.value) == (
-        f"could not save a checkpoint to {disk}/checkpoints/step-{state.step}: No space left on device; an earlier "
-        "version there is intact"
+        f"could not save a checkpoint to {disk}/checkpoints/step-{state.step}: No space left on device"
     )
     assert checkpoints.steps() == list(range(1, state.step))[::-1]
 
@@ -127,7 +126,7 @@ def test_a_file_that_grows_too_large_stops_the_run_and_spares_what_is_saved(
                 file_limit(120_000)
 
     run = tmp_path / "run"
-    with pytest.raises(SaveError, match=r"^could not save a checkpoint to .*step-16: .*version there is intact$"):
+    with pytest.raises(SaveError, match=r"^could not save a checkpoint to .*step-16: File too large$"):
         train(small(run, background_checkpoints=in_background), display=Limit())
     assert read_journal(run / "journal.jsonl")[-1]["step"] == (24 if in_background else 16)
     file_limit(resource.RLIM_INFINITY)
