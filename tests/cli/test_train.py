@@ -484,3 +484,13 @@ def test_mistakes_in_repeating_a_run_are_named(
     (tmp_path / "run.json").write_text(json.dumps(record))
     assert main(["train", *(word.replace("{own}", str(tmp_path)) for word in words)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_wrong_time_out_is_refused_before_processes_join(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("vitrail.cli.train.join_processes", lambda seconds: pytest.fail("processes must not join"))
+    assert run("demo", "--process-timeout", "soon") == 2
+    assert "--process-timeout: 'soon' is not a time" in capsys.readouterr().err

@@ -32,7 +32,6 @@ from vitrail.processes.group import join_processes
 from vitrail.processes.launch import Launch, launch
 from vitrail.recipes import PAPER_RECIPES, RECIPES
 from vitrail.recipes.from_data import DEFAULT_SECONDS, plan_for_data
-from vitrail.settings import seconds_in
 from vitrail.tasks import Distillation
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.finish import RunResult
@@ -223,9 +222,9 @@ def main(call: Call) -> int:
         elif "allow" in call.options:
             raise ConfigError("--allow: only a run that --resume continues can change settings; leave --allow out")
         else:
-            # The processes join here with the usual time-out, so that an error in the settings is printed once.
-            timeout = seconds_in(call.options.get("process_timeout", RunConfig.process_timeout))
-            with join_processes(timeout or RunConfig().process_seconds).reporting():
+            # The processes join here, so that an error in the other settings is printed once.
+            timeout = call.options.get("process_timeout", RunConfig.process_timeout)
+            with join_processes(RunConfig(process_timeout=timeout).process_seconds).reporting():
                 config, data, initial = _requested(call, display)
             if numbers := call.options.get("plan"):
                 _print_plan(console, config, data, initial, numbers)

@@ -46,7 +46,7 @@ TINY = ("--data", "fractals:3:24", "--evaluations", "3", "--targets", "0.05", "0
         ("demo:epochs=soon", "recipe 'demo:epochs=soon': --epochs: 'soon' is not a number"),
         ("demo:epochs=-1", "recipe 'demo:epochs=-1': epochs=-1.0 is not above 0"),
         ("demo:flip=yes", "recipe 'demo:flip=yes': flip='yes' is neither on nor off"),
-        ("demo:image-size=32", "recipe 'demo:image-size=32': --image-size: needs H W"),
+        ("demo:image-size=x", "recipe 'demo:image-size=x': --image-size: 'x' is not a whole number"),
         ("demo --targets 0.8 1.2", "--targets: 1.2 is not between 0 and 1; give a fraction, such as 0.85 for 85 %"),
         ("demo --targets 0", "--targets: 0.0 is not between 0 and 1"),
         ("demo --targets 80", "--targets: 80.0 is not between 0 and 1"),

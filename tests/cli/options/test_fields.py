@@ -93,8 +93,9 @@ def test_words_that_do_not_fit(name: str, typed: list[str], message: str) -> Non
         ("--lerning_rate", "nearest: --learning-rate"),
         ("--rate", "nearest: --learning-rate"),
         ("--q", "see vitrail train --help-all"),
+        ("--out", "nearest: --run"),
     ],
 )
 def test_an_unknown_option_names_the_nearest(typed: str, advice: str) -> None:
-    message = unknown_option(typed, "train", ["learning_rate", "batch_size"])
+    message = unknown_option(typed, "train", ["learning_rate", "batch_size", "run"])
     assert message == f"{typed}: vitrail train has no such option; {advice}"

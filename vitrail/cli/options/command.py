@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cached_property
@@ -104,7 +104,7 @@ class Command:
         end = typed.index("--") if "--" in typed else len(typed)
         parser, by_name = self._parser(), self.known
         try:
-            found, rest = parser.parse_known_args([_plain(word) for word in typed[:end]])
+            found, rest = parser.parse_known_args(list(_with_widths([_plain(word) for word in typed[:end]])))
         except argparse.ArgumentError as error:
             option = by_name[str(error.argument_name).split("/")[0].lstrip("-").replace("-", "_")]
             needs = f"needs {option.metavar}" if option.metavar else "takes no value"
@@ -231,6 +231,18 @@ def _plain(word: str) -> str:
         name, equals, value = word.partition("=")
         return name.replace("_", "-") + equals + value
     return f"{Decimal(word):f}" if SMALL_NEGATIVE.fullmatch(word) else word
+
+
+def _with_widths(words: Sequence[str]) -> Iterator[str]:
+    """Yield the words, with a single number after --image-size twice, because argparse expects a height and a width."""
+    for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
+        name, equals, value = word.partition("=")
+        if name == "--image-size" and equals:
+            yield from (name, value, value)
+            continue
+        yield word
+        if before == "--image-size" and _is_number(word) and not _is_number(after):
+            yield word
 
 
 def _is_number(word: str) -> bool:

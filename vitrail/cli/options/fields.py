@@ -36,7 +36,7 @@ NAMED_METAVARS = {
     "body_memory": "SIZE",
     "data": "SPEC",
     "device": "DEVICE",
-    "image_size": "H W",
+    "image_size": "H [W]",
     "init": "MODEL",
     "layout": "LAYOUT",
     "max_body": "SIZE",
@@ -55,8 +55,8 @@ WITH_COMMAS = ("numbers",)
 WITHOUT_VALUES = ("clients", "rates")
 """Options with a variable number of values that can be given without any, although some values are the default."""
 
-HABITS = {"lr": "learning-rate", "bs": "batch-size", "wd": "weight-decay", "workers": "processes"}
-"""Option names of other programs, each with the name of the option in Vitrail that means the same."""
+HABITS = {"lr": "learning-rate", "bs": "batch-size", "wd": "weight-decay", "workers": "processes", "out": "run"}
+"""Option names of other programs or commands, each with the name of the option that means the same."""
 
 
 @dataclass(frozen=True)
@@ -182,8 +182,10 @@ def convert(option: Option, values: Sequence[str]) -> Any:
     """Return the value of an option from its words. Raise `ConfigError` if the words do not fit the option's type.
 
     Without words, the value is an empty tuple if that is the default, so that a setting can be made empty again, or if
-    the option is one of `WITHOUT_VALUES`.
+    the option is one of `WITHOUT_VALUES`. One number is the height and the width of an image size.
     """
+    if option.name == "image_size" and option.arity == 2 and len(values) == 1:
+        values = [*values, *values]
     if option.accepts_none and list(values) in (["None"], ["none"]):
         return None
     none_needed = option.default == () or option.name in WITHOUT_VALUES
