@@ -8,6 +8,7 @@ import json
 import pickle
 import re
 import resource
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -188,7 +189,7 @@ def test_a_pytorch_file_without_named_weights(content: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_the_code_in_a_pickle_does_not_run(zipped: bool, tmp_path: Path) -> None:
+def test_the_code_in_a_pickle_does_not_run(zipped: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     marker = tmp_path / "was run"
 
     class Evil:
@@ -201,7 +202,9 @@ def test_the_code_in_a_pickle_does_not_run(zipped: bool, tmp_path: Path) -> None
         open_tensors(tmp_path / "x.pth")
     (tmp_path / "bare.bin").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(BundleError, match=r"bare\.bin is damaged") as bare:
+        warnings.simplefilter("always")
         open_tensors(tmp_path / "bare.bin")
+    assert not recwarn.list
     for error in (caught, bare):
         assert not re.search("weights_only=|safe_globals|trust", str(error.value))  # it advises nothing unsafe
     assert not marker.exists()

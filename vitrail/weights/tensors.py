@@ -13,6 +13,7 @@ import math
 import os
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -212,10 +213,11 @@ def _open_torch(path: Path) -> TensorFile:
             "Save the state dict alone, best as .safetensors"
         )
     try:
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # the format of PyTorch before 1.6 cannot be mapped
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # about the pickle, which is loaded or refused with a message
+            try:
+                content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError:  # the format of PyTorch before 1.6 cannot be mapped
+                content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         # PyTorch's own message advises unsafe loading, so only the name of the object is taken from it.
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
