@@ -75,8 +75,8 @@ vitrail COMMAND --help      show the most important options
 vitrail COMMAND --help-all  show every option
 vitrail COMMAND --debug     show the traceback of an error
 
-Exit codes: 0 success, 1 internal error, 2 wrong usage or input, 75 stopped on
-request (the command can be continued).
+Exit codes: 0 success, 1 failed (such as a full disk or an internal error), 2
+wrong usage or input, 75 stopped on request (the command can be continued).
 Start with `vitrail train`: it trains on bundled images in a few minutes.
 """
 
