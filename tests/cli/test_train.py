@@ -494,3 +494,15 @@ def test_a_wrong_time_out_is_refused_before_processes_join(
     monkeypatch.setattr("vitrail.cli.train.join_processes", lambda seconds: pytest.fail("processes must not join"))
     assert run("demo", "--process-timeout", "soon") == 2
     assert "--process-timeout: 'soon' is not a time" in capsys.readouterr().err
+
+
+def test_resuming_with_a_renamed_data_folder_says_how(
+    colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, place = shutil.copytree(colour_folder, tmp_path / "data"), str(tmp_path / "run")
+    assert run("--data", str(data), "--run", place, *TINY, "--image-size", "16") == 0
+    moved = data.rename(tmp_path / "moved")
+    capsys.readouterr()
+    assert run("--resume", place, "--steps", "4") == 2
+    assert "add --data NEW --allow data" in capsys.readouterr().err
+    assert run("--resume", place, "--steps", "4", "--data", str(moved), "--allow", "data") == 0

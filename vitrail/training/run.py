@@ -17,7 +17,7 @@ from vitrail.cores import compute_threads
 from vitrail.data.source import Source
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, RunComplete, RunError, SaveError
+from vitrail.errors import ConfigError, DataError, RunComplete, RunError, SaveError
 from vitrail.files import recover_folder, saving, write_json
 from vitrail.machine import deterministic_algorithms
 from vitrail.models.linear.float32 import float32_products
@@ -157,9 +157,17 @@ def resume(
         changed, differences = changed_config(folder, record.config, changes, allow)
         config = changed if length is None else length.apply(changed)
         max_seconds = None if max_time is None else config.override(max_time=max_time).run.max_seconds
-        setup = prepare(
-            config, model=model, origin=record.origin, objects=objects, measure_test=measure_test, processes=processes
-        )
+        try:
+            setup = prepare(
+                config, model=model, origin=record.origin, objects=objects, measure_test=measure_test,
+                processes=processes,
+            )  # fmt: skip
+        except DataError as error:
+            if data is not None or "does not exist" not in str(error):
+                raise
+            raise DataError(
+                f"{error}. If the data of run {folder} was moved or renamed, add --data NEW --allow data"
+            ) from None
         _check_data(folder, record, setup)
         _check_models(folder, record)
         processes.on_first(lambda: _check_unfinished(folder, record, setup.steps, extends=length is not None))
