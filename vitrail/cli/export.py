@@ -60,8 +60,8 @@ class Export:
     calibration_images: int = CALIBRATION_IMAGES
     """Number of training images on which the ranges of int8 are found."""
     max_drop: float = MAX_DROP
-    """Percentage points of accuracy that an int8 file may lose on the held-out images. A file that loses more is
-    deleted."""
+    """Percentage points of accuracy that an int8 file may lose on the held-out images. A file is deleted if the whole
+    95 % interval of its loss is above this."""
     tolerance: float | None = None
     """Largest tolerated difference from the network, as a fraction of the change of an output from image to image. The
     default is 0.001, and 0.01 with --resize."""
@@ -135,7 +135,8 @@ def main(call: Call) -> int:
             if len(targets) == 1:
                 raise
             failures.append(COMMAND.note(str(error)))
-    notes = [COMMAND.note(note) for note in (*bundle.notes, *images.notes)]
+    undecided = [f"{result.path}: {result.note}" for result in results if result.note]
+    notes = [COMMAND.note(note) for note in (*bundle.notes, *images.notes, *undecided)]
     seconds = exporter.seconds(results)
     if options.json:
         print(json.dumps(plain_exports(results, seconds, failures, notes)))

@@ -137,7 +137,7 @@ def compare(
     ]
     return Comparison(
         models=(models[0], models[1]),
-        paired=paired_difference(first.right, second.right, resamples=bootstrap),
+        paired=paired_difference(first.right, second.right, has_interval=bootstrap > 0),
         similarity=layer_similarity(
             first.bundle.network, in_batches(seen[0]), second.bundle.network, other_batches=in_batches(seen[1])
         ),

@@ -14,7 +14,7 @@ from rich.table import Table
 from vitrail.errors import plural
 from vitrail.evaluation.predictions.bootstrap import Metric, mean_interval
 from vitrail.serving.export.export import ExportResult
-from vitrail.serving.export.parity import BATCHES, Parity
+from vitrail.serving.export.parity import BATCHES, Parity, describe_drop
 from vitrail.serving.export.timing import TIMED_BATCHES
 
 __all__ = ["export_parts", "plain_exports"]
@@ -48,14 +48,6 @@ def _accuracy(parity: Parity, *, network: bool = False) -> Metric | None:
     return mean_interval(np.arange(parity.labelled) < correct)
 
 
-def _drop(parity: Parity) -> Metric:
-    """Return how many percentage points of accuracy a file loses on the same images, with an interval."""
-    changes = np.zeros(parity.labelled)
-    changes[: parity.lost] = 100.0
-    changes[parity.lost : parity.lost + parity.gained] = -100.0
-    return mean_interval(changes)
-
-
 def _plain(result: ExportResult, seconds: Seconds) -> dict[str, Any]:
     accuracy = _accuracy(result.parity)
     return {
@@ -68,7 +60,7 @@ def _plain(result: ExportResult, seconds: Seconds) -> dict[str, Any]:
             **asdict(result.parity),
             "relative": result.parity.relative,
             "accuracy": None if accuracy is None else asdict(accuracy),
-            "drop": None if accuracy is None else asdict(_drop(result.parity)),
+            "drop": None if accuracy is None else asdict(Metric(result.parity.drop, *result.parity.drop_interval)),
         },
     }
 
@@ -89,10 +81,7 @@ def _lines(result: ExportResult) -> list[str]:
     if accuracy := _accuracy(parity):
         lines.append(f"  accuracy of the file {_percent(accuracy)} on {plural(parity.labelled, 'labelled image')}")
     if result.precision == "int8":
-        drop = _drop(parity)
-        lines.append(
-            f"  the file loses {drop.value:.2f} percentage points of accuracy ({drop.low:.2f} to {drop.high:.2f})"
-        )
+        lines.append(f"  the file loses {describe_drop(parity)}")
     return lines
 
 

@@ -26,6 +26,7 @@ from vitrail.serving.export.parity import (
     expected_outputs,
     levels_of,
     network_run,
+    undecided_drop,
 )
 from vitrail.serving.export.program import describe, trace
 from vitrail.serving.export.timing import batch_seconds
@@ -51,6 +52,8 @@ class ExportResult:
     parity: Parity
     network: ExportedNetwork
     """The file, loaded again."""
+    note: str | None = None
+    """What the images of the comparison do not show, if there is anything."""
 
 
 def check_export(
@@ -138,6 +141,7 @@ class Exporter:
             if not calibration:
                 raise DataError("data: no training image can be decoded, so ranges of 8-bit integers cannot be found")
         program = trace(self._bundle, exported)
+        note: str | None = None
         with _replacing(path, FORMATS[to]) as partial:
             with saving("the exported model", path):
                 FORMATS[to].write(program, exported, partial, Options(self._opset, calibration))
@@ -145,12 +149,13 @@ class Exporter:
             written.path = str(path)  # for messages
             if self._int8 is not None and precision == "int8":
                 parity = compare_int8(expected, written, self._int8.max_drop, self._tolerance)
+                note = undecided_drop(parity, self._int8.max_drop)
             else:
                 parity = compare(expected, written, self._tolerance)
                 if exported.any_size:
                     compare_other_size(self._bundle, exported, expected, written, self._tolerance)
         files = [file for file in (*_files(path, FORMATS[to]), *path.rglob("*")) if file.is_file()]
-        return ExportResult(path, to, precision, sum(file.stat().st_size for file in files), parity, written)
+        return ExportResult(path, to, precision, sum(file.stat().st_size for file in files), parity, written, note)
 
     def seconds(self, results: Sequence[ExportResult]) -> dict[str, tuple[float, ...]]:
         """Return the seconds of batches of `TIMED_BATCHES` by the paths of files, and by "network" for the network in

@@ -16,6 +16,7 @@ from vitrail.data.pixels.decode import decode
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Source
 from vitrail.errors import DataError, ExportFailed, UndecodableImage
+from vitrail.evaluation.predictions.paired import difference_interval
 from vitrail.models.predictor import Predictor
 from vitrail.serving.export.program import EndToEnd
 from vitrail.weights.bundle import Bundle
@@ -32,10 +33,12 @@ __all__ = [
     "compare",
     "compare_int8",
     "compare_other_size",
+    "describe_drop",
     "expected_outputs",
     "levels_of",
     "network_run",
     "spread_samples",
+    "undecided_drop",
 ]
 
 BATCHES = (1, 2, 5)
@@ -80,6 +83,13 @@ class Parity:
     def drop(self) -> float:
         """Accuracy of the network minus accuracy of the exported file, in percentage points."""
         return 100 * (self.lost - self.gained) / max(self.labelled, 1)
+
+    @property
+    def drop_interval(self) -> tuple[float, float]:
+        """Ends of the 95 % interval of `drop`, from the images whose result changed. At least one image must have a
+        label."""
+        low, high = difference_interval(self.lost, self.gained, self.labelled)
+        return 100 * low, 100 * high
 
 
 def spread_samples(source: Source, count: int) -> list[Sample]:
@@ -185,8 +195,9 @@ def compare_other_size(
 def compare_int8(expected: Expected, written: ExportedNetwork, max_drop: float, tolerance: float = TOLERANCE) -> Parity:
     """Return how far a written file in 8-bit integers is from the network.
 
-    Raise `ExportFailed` if its accuracy is lower by more than `max_drop` percentage points, or if the answer for an
-    image depends on the other images of its batch.
+    Raise `ExportFailed` if it loses more than `max_drop` percentage points of accuracy and this is no chance, because
+    the whole 95 % interval of the loss is above `max_drop`, or if the answer for an image depends on the other images
+    of its batch.
     """
     parity = _measure(expected, _outputs(expected, written))
     if not parity.labelled:
@@ -198,13 +209,32 @@ def compare_int8(expected: Expected, written: ExportedNetwork, max_drop: float, 
             f"{dependence / expected.spread:.2%} of the change of its outputs from image to image; at most "
             f"{tolerance:.2%} is tolerated, so the file was deleted"
         )
-    if parity.drop > max_drop:
+    if parity.drop_interval[0] > max_drop:
         raise ExportFailed(
-            f"{written.path} classifies {parity.correct:,} of {parity.labelled:,} held-out images correctly, "
-            f"{parity.drop:.2f} percentage points fewer than the network; max_drop={max_drop} is tolerated, so the "
+            f"{written.path} loses {describe_drop(parity)}; the whole interval is above max_drop={max_drop:g}, so the "
             "file was deleted"
         )
     return parity
+
+
+def undecided_drop(parity: Parity, max_drop: float) -> str | None:
+    """Return a note if the images are too few to show whether a file loses more than `max_drop` percentage points."""
+    if parity.drop_interval[1] <= max_drop:
+        return None
+    return (
+        f"it is not decided whether the loss of 8-bit integers is above max_drop={max_drop:g}, which lies in the "
+        f"interval of the measured loss, {describe_drop(parity)}; more held-out images make the interval narrower"
+    )
+
+
+def describe_drop(parity: Parity) -> str:
+    """Return the loss of accuracy of an exported file in words, with its interval and the images that it is from."""
+    low, high = parity.drop_interval
+    return (
+        f"{parity.drop:.2f} percentage points of accuracy (95% interval {low:.2f} to {high:.2f}): of "
+        f"{parity.labelled:,} held-out images, {parity.lost:,} are right with the network only and {parity.gained:,} "
+        "with the file only"
+    )
 
 
 def batch_dependence(expected: Expected, written: ExportedNetwork) -> float:
