@@ -259,10 +259,14 @@ def test_errors_of_numbers_are_scikit_learns() -> None:
     streamed = NumberErrors()(Outputs(bundle, batch_size=7), source, source)
     found = ByRegression(bootstrap=100)(Outputs(bundle, batch_size=7), source, source)
     for name, each in expected.items():
-        assert streamed[name] == pytest.approx(each.mean(), rel=1e-4)
-        assert found[name] == pytest.approx(each.mean(), rel=1e-4)
-        assert found[f"{name}_low"] < found[name] < found[f"{name}_high"]
+        low, high = (found[f"left:{name}_{end}"] for end in ("low", "high"))
+        assert low < found[f"left:{name}"] < high
         assert [found[f"{output}:{name}"] for output in source.classes] == pytest.approx(each.tolist(), rel=1e-4)
+    assert streamed["r2"] == pytest.approx(found["r2"]) == pytest.approx(expected["r2"].mean(), rel=1e-4)
+    assert streamed["standardised_error"] == pytest.approx(found["standardised_error"])
+    errors = [streamed[f"{output}:mean_absolute_error"] for output in source.classes]
+    assert errors == pytest.approx(expected["mean_absolute_error"].tolist(), rel=1e-4)
+    assert "mean_absolute_error" not in found and "mean_absolute_error" not in streamed, "units can differ"
     assert (streamed["images"], streamed["skipped"]) == (found["images"], found["skipped"]) == (32, 2)
     assert found["unlabelled"] == 6
     assert "r2_low" not in ByRegression(bootstrap=0)(Outputs(bundle), source, source)
@@ -308,7 +312,7 @@ def test_features_of_numbers_are_for_linear_and_knn() -> None:
     )
     assert found["linear_r2"] == linear.metrics["r2"] and found["linear_penalty"] == linear.penalty
     assert found["images"] == found["training_images"] == known.sum() == 34
-    assert {"knn_3_r2", "knn_3_mean_absolute_error", "linear_root_mean_squared_error"} <= set(found)
+    assert {"knn_3_r2", "left:knn_3_mean_absolute_error", "linear_standardised_error"} <= set(found)
     with pytest.raises(
         DataError, match="fewshot needs images with one label each, but these have numbers and no class"
     ):

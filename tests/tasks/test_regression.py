@@ -100,8 +100,9 @@ def test_the_loss_is_the_formula_of_standardised_numbers(delta: float | None) ->
     first = loss(0.5 - (10 - 12) / 4)
     second = (loss(2.0 - (16 - 12) / 4) + loss(0.25 - (2.5 - 2) / 0.5)) / 2
     assert found.loss.item() == pytest.approx((first + second) / 2)
-    errors = [1.0 * 4, (1.0 * 4 + 0.75 * 0.5) / 2]
-    assert found.metrics["mean_absolute_error"].item() == pytest.approx(sum(errors) / 2)
+    errors = [1.0, (1.0 + 0.75) / 2]  # in standard deviations, because the numbers can have different units
+    assert set(found.metrics) == {"standardised_error"}
+    assert found.metrics["standardised_error"].item() == pytest.approx(sum(errors) / 2)
     found.loss.backward()
     gradient = objective.network.outputs.grad
     assert gradient.isfinite().all() and gradient[0, 1] == 0 and not gradient[2].any()
@@ -166,7 +167,7 @@ def test_a_network_without_a_head_is_rescaled_from_outside() -> None:
         ({"loss": "cube"}, r"^loss='cube' is not one of 'squared', 'huber'$"),
         ({"loss": "huber", "delta": 0.0}, r"^delta=0.0 is not above 0$"),
         ({"delta": 2.0}, r"^delta=2.0 needs loss='huber'$"),
-        ({"select": "accuracy"}, r"^select='accuracy' is not a metric of the task regression; choices: r2, mean_abs"),
+        ({"select": "accuracy"}, r"^select='accuracy' is not a metric of the task regression; choices: r2, standard"),
         ({"select": "R2"}, r"^select='R2' is not a metric of the task regression; nearest: r2$"),
     ],
 )
@@ -178,6 +179,26 @@ def test_settings_that_do_not_fit_are_named(settings: dict[str, Any], message: s
 def test_a_number_that_no_image_has_is_named() -> None:
     with pytest.raises(DataError, match="no training image has a known number in height; leave the column out"):
         Regression().check_data(Splits(Numbers((1.0, NAN), None, (2.0, NAN)), None, None))
+
+
+def test_a_unit_is_needed_to_select_by_an_error() -> None:
+    one, two = (Splits(Numbers((1.0, 2.0)[:count], classes=("age", "height")[:count]), None, None) for count in (1, 2))
+    task = Regression(select="mean_absolute_error")
+    assert task.selection(one).name == "mean_absolute_error"
+    with pytest.raises(
+        ConfigError, match=r"select='mean_absolute_error' has the unit .* choose r2 or standardised_error"
+    ):
+        task.selection(two)
+    assert Regression(select="standardised_error").selection(two).name == "standardised_error"
+
+
+def test_the_metrics_of_a_model_have_one_unit_each() -> None:
+    task, counts = Regression(), {"images": 4.0, "skipped": 0.0}
+    one = {"r2": 0.5, "standardised_error": 0.4, "mean_absolute_error": 3.0, "root_mean_squared_error": 4.0}
+    several = {"r2": 0.5, "standardised_error": 0.4, "age:mean_absolute_error": 3.0, "a:b:mean_absolute_error": 7.0}
+    assert "standardised_error" not in task.summary(one | counts)
+    assert task.summary(several | counts) == several and task.summary(several | {"images": 0.0}) == {}
+    assert task.texts(several)[2:] == ["age: mean absolute error 3", "a:b: mean absolute error 7"]
 
 
 def test_settings_of_another_task_are_named() -> None:

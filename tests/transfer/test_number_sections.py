@@ -37,6 +37,7 @@ def two() -> RegressionReport:
 def test_each_number_has_its_errors_in_its_own_units(two: RegressionReport) -> None:
     assert number_rows(two) == [
         ("mean R²", "0.671", "-"),
+        ("mean error, in standard deviations", "0.262", "-"),
         ("age: R²", "0.357", "-"),
         ("age: mean absolute error", "0.75", "-"),
         ("age: root mean squared error", "1.5", "-"),

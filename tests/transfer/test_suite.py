@@ -226,7 +226,7 @@ def test_tasks_of_numbers_are_measured_by_r2(bundle: Bundle, brightness: Path, t
     path.write_text(f'name = "numbers"\n[evaluators.linear]\n[evaluators.knn]\nk = [1]\n[[tasks]]\n{task}\n')
     result = run_suite(Outputs(bundle), read_suite(path))
     assert result.rows[0].metrics["linear_r2"] > 0.8 and "linear_mean_absolute_error" in result.rows[0].metrics
-    assert result.columns() == ("linear_r2", "knn_1_r2"), "errors are in the units of each task"
+    assert result.columns() == ("linear_r2", "linear_standardised_error", "knn_1_r2", "knn_1_standardised_error")
 
 
 # --- files that are wrong

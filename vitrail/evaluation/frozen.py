@@ -272,6 +272,10 @@ def _single_labels(source: Source) -> SingleLabels:
 
 
 def _named(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics under the name of an evaluator. The accuracy is called NAME. Every other metric is called
-    NAME_METRIC."""
-    return {name if metric == "accuracy" else f"{name}_{metric}": value for metric, value in metrics.items()}
+    """Return metrics under the name of an evaluator. The accuracy is called NAME, and every other metric NAME_METRIC.
+    The metric of one of several numbers keeps the number in front, as in age:NAME_METRIC."""
+    named = {}
+    for metric, value in metrics.items():
+        number, colon, own = metric.rpartition(":")
+        named[f"{number}{colon}{name}" + ("" if own == "accuracy" else f"_{own}")] = value
+    return named

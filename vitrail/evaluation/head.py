@@ -22,7 +22,7 @@ from vitrail.evaluation.predictions.imagenet import (
     real_accuracy,
     real_labels,
 )
-from vitrail.evaluation.predictions.number_metrics import NumberMetrics, StreamingErrors
+from vitrail.evaluation.predictions.number_metrics import MeanMetrics, NumberMetrics, StreamingErrors
 from vitrail.evaluation.predictions.regression import regression_report
 from vitrail.evaluation.predictions.report import report
 from vitrail.evaluation.predictions.streaming import StreamingAccuracy
@@ -145,10 +145,8 @@ class NumberErrors:
     this evaluator."""
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        """Return the metrics averaged over the outputs, and the counts `images` and `skipped`.
-
-        The metrics are `r2`, `mean_absolute_error` and `root_mean_squared_error`. If no number is known, only the
-        counts are returned.
+        """Return the metrics of `StreamingErrors`, and the counts `images` and `skipped`. If no number is known, only
+        the counts are returned.
         """
         found: list[tuple[Tensor, Tensor, Tensor]] = []  # samples, valid, predicted; on the device
 
@@ -192,17 +190,17 @@ class ByRegression:
             )
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        """Return `r2`, `mean_absolute_error` and `root_mean_squared_error`, averaged over the outputs.
+        """Return `r2` and `standardised_error`, averaged over the outputs, and for each output `r2`,
+        `mean_absolute_error` and `root_mean_squared_error`.
 
-        If there are several outputs, each output also has metrics, with names such as NAME:r2. Raise the errors of
-        `check`.
+        If there are several outputs, the names of their metrics are NAME:r2 and so on. Raise the errors of `check`.
         """
         self.check(outputs, train, held_out)
         found = regression_report(outputs.predictions(held_out), bootstrap=self.bootstrap)
         metrics = _number_metrics("", found.metrics)
-        for row in found.per_output if len(found.per_output) > 1 else ():
+        for row in found.per_output:
             if row.metrics is not None:
-                metrics |= _number_metrics(f"{row.name}:", row.metrics)
+                metrics |= _number_metrics(f"{row.name}:" if len(found.per_output) > 1 else "", row.metrics)
         if found.unlabelled:
             metrics["unlabelled"] = float(found.unlabelled)
         return metrics | {"images": float(found.images), "skipped": float(len(found.skipped))}
@@ -219,7 +217,7 @@ def _check_bootstrap(resamples: int) -> None:
         raise ConfigError(f"bootstrap={resamples} is less than 0, the value for no intervals")
 
 
-def _number_metrics(prefix: str, metrics: NumberMetrics) -> dict[str, float]:
+def _number_metrics(prefix: str, metrics: MeanMetrics | NumberMetrics) -> dict[str, float]:
     named = (with_interval(f"{prefix}{item.name}", getattr(metrics, item.name)) for item in fields(metrics))
     return {name: value for some in named for name, value in some.items()}
 

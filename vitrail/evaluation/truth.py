@@ -171,6 +171,8 @@ class Numbers(Truth):
     kind = "numbers"
     values: Float64[np.ndarray, "n outputs"]
     """The numbers. NaN marks an unknown number."""
+    names: tuple[str, ...] = ()
+    """Names of the outputs, or () if they have none."""
 
     @property
     def columns(self) -> int:
@@ -180,8 +182,14 @@ class Numbers(Truth):
     def known(self) -> Bool[np.ndarray, " n"]:
         return ~np.isnan(self.values).all(axis=1)
 
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Names of the outputs. Outputs without names are numbered from 1."""
+        return self.names or tuple(str(output + 1) for output in range(self.columns))
+
     def restricted(self, columns: Sequence[int]) -> Numbers:
-        return replace(self, values=self.values[:, list(columns)])
+        names = tuple(self.names[column] for column in columns) if self.names else ()
+        return replace(self, values=self.values[:, list(columns)], names=names)
 
     def hits(self, likeliest: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
         raise DataError("accuracy needs classes, but these samples have numbers; measure the errors instead")
@@ -201,7 +209,8 @@ class Numbers(Truth):
 def truth_of(source: Source, rows: Iterable[int] | None = None) -> Truth:
     """Return the targets of all samples of a source, or of the samples `rows` in this order. No image is read."""
     chosen = range(len(source)) if rows is None else rows
-    return truth_of_targets(map(source.target, chosen), target_kind(source), len(source.classes))
+    truth = truth_of_targets(map(source.target, chosen), target_kind(source), len(source.classes))
+    return replace(truth, names=tuple(source.classes)) if isinstance(truth, Numbers) else truth
 
 
 def truth_of_targets(targets: Iterable[Target], kind: TargetKind, columns: int) -> Truth:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vitrail.data.batch import Batch
 from vitrail.data.source import Source
 from vitrail.data.splits import Splits, check_numbers
-from vitrail.errors import DataError
+from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.head import NumberErrors
 from vitrail.settings import above_zero, one_of
@@ -26,6 +26,9 @@ from vitrail.weights.bundle import OutputKind
 __all__ = ["NumberLoss", "Regression", "RegressionObjective", "Rescaled", "moments"]
 
 NumberLoss = Literal["squared", "huber"]
+
+UNITS = ("mean_absolute_error", "root_mean_squared_error")
+"""Metrics in the unit of a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +46,13 @@ class Regression(Task):
     output_noun = "number"
     metrics = (
         TaskMetric("r2", label="R²"),
+        TaskMetric("standardised_error", higher_is_better=False),
         TaskMetric("mean_absolute_error", higher_is_better=False),
         TaskMetric("root_mean_squared_error", higher_is_better=False),
     )
-    loss_metric = "mean_absolute_error"
+    """The errors in the units of the data exist for a single number. R² and the standardised error are means over all
+    numbers."""
+    loss_metric = "standardised_error"
 
     loss: NumberLoss = "squared"
     """Loss function: squared error, or huber, which grows linearly beyond --delta so that outliers count less."""
@@ -78,6 +84,29 @@ class Regression(Task):
     def main_metric(self, splits: Splits) -> str:
         return "r2"
 
+    def selection(self, splits: Splits) -> TaskMetric:
+        """Return the metric that chooses the best weights. Raise `ConfigError` if it has a unit and the data has
+        several numbers, because a mean over different units has no meaning."""
+        found = super().selection(splits)
+        if found.name in UNITS and len(splits.classes) > 1:
+            raise ConfigError(
+                f"select={found.name!r} has the unit of a number, but this data has {len(splits.classes)} numbers; "
+                "choose r2 or standardised_error, the error in standard deviations"
+            )
+        return found
+
+    def texts(self, values: dict[str, float], digits: int = 2) -> list[str]:
+        """Return texts of the metrics. Several numbers have one mean absolute error each; a single number needs no
+        standardised error."""
+        each = [(*name.rsplit(":", 1), value) for name, value in values.items() if ":" in name]
+        errors = [f"{name}: {metric.replace('_', ' ')} {value:.4g}" for name, metric, value in each]
+        return super().texts(_described(values), digits) + errors
+
+    def summary(self, result: dict[str, float]) -> dict[str, float]:
+        """Return the metrics that describe the model, by name. Several numbers have one mean absolute error each."""
+        found = super().summary(_described(result))
+        return found and found | {name: value for name, value in result.items() if ":" in name}
+
     def evaluator(self, objective: Objective) -> Evaluator:
         """Return the evaluator that measures R² and absolute and squared errors."""
         return NumberErrors()
@@ -97,8 +126,8 @@ class Regression(Task):
 class RegressionObjective(Objective):
     """Squared or Huber loss between the network's outputs and standardised numbers.
 
-    The loss of an image is the mean over its known numbers. The metric is the absolute error in the units of the data,
-    averaged like the loss.
+    The loss of an image is the mean over its known numbers. The metric is the absolute error in standard deviations of
+    the training split, averaged like the loss. A single number also has the error in its own unit.
     """
 
     mean: Float[Tensor, " k"]
@@ -129,10 +158,13 @@ class RegressionObjective(Objective):
         else:
             losses = F.huber_loss(outputs, targets, reduction="none", delta=self.delta)
         counted = self.counted(batch)
-        errors = (outputs.detach() - targets).abs() * self.deviation
+        errors = (outputs.detach() - targets).abs()
         numbers = known.sum(dim=1).clamp(min=1)
         loss, error = (mean_of_counted(each.sum(dim=1) / numbers, counted) for each in (losses, errors))
-        return LossOutput(loss, {"mean_absolute_error": error})
+        metrics = {"standardised_error": error}
+        if len(self.deviation) == 1:
+            metrics["mean_absolute_error"] = error * self.deviation[0]
+        return LossOutput(loss, metrics)
 
     def counted(self, batch: Batch) -> Bool[Tensor, " b"]:
         """Return a mask of the samples that were decoded and have a known number."""
@@ -189,6 +221,15 @@ def moments(source: Source) -> tuple[Float[Tensor, " k"], Float[Tensor, " k"]]:
     variance = (frequency * (values - mean).nan_to_num() ** 2).sum(dim=0) / total
     constant = variance.sqrt() <= 1e-9 * mean.abs()  # rounding alone gives equal numbers a variance above 0
     return mean.float(), torch.where(constant | (variance == 0), 1.0, variance.sqrt()).float()
+
+
+def _described(values: dict[str, float]) -> dict[str, float]:
+    """Return metrics without the standardised error if there is an error in the unit of a single number."""
+    return {
+        name: value
+        for name, value in values.items()
+        if name != "standardised_error" or "mean_absolute_error" not in values
+    }
 
 
 def _head(network: nn.Module) -> nn.Linear:

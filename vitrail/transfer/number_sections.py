@@ -28,12 +28,13 @@ def headline(report: RegressionReport) -> tuple[str, str]:
 def number_rows(report: RegressionReport) -> list[tuple[str, str, str]]:
     """Return table rows with the name, value and interval of each metric of each number.
 
-    If there are several numbers, the first row is their mean R². Errors are not averaged over numbers, because numbers
-    can have different units.
+    If there are several numbers, the first rows are their mean R² and their mean standardised error. Errors with a unit
+    are not averaged over numbers.
     """
     rows = []
     if len(report.names) > 1:
         rows.append(_row("mean R²", report.metrics.r2, ".3f"))
+        rows.append(_row("mean error, in standard deviations", report.metrics.standardised_error, ".3f"))
     for output in report.per_output:
         if output.metrics is None:
             rows.append((f"{output.name}: no image has a known number", UNDEFINED, UNDEFINED))

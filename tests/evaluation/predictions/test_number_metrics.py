@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sklearn import metrics as reference
 
 from vitrail.errors import DataError
-from vitrail.evaluation.predictions.number_metrics import NumberMetrics, StreamingErrors, number_metrics
+from vitrail.evaluation.predictions.number_metrics import MeanMetrics, NumberMetrics, StreamingErrors, number_metrics
 from vitrail.evaluation.truth import Numbers
 
 
@@ -40,13 +40,25 @@ def values(metrics: NumberMetrics) -> list[float]:
     return [metrics.r2.value, metrics.mean_absolute_error.value, metrics.root_mean_squared_error.value]
 
 
+def means(metrics: MeanMetrics) -> list[float]:
+    return [metrics.r2.value, metrics.standardised_error.value]
+
+
+def mean_references(predicted: np.ndarray, truth: np.ndarray) -> list[float]:
+    """Return the mean R², and the mean error of numbers that are divided by their standard deviation."""
+    found, deviations = references(predicted, truth), [column[~np.isnan(column)].std() for column in truth.T]
+    known = [one for one in deviations if not math.isnan(one)]
+    errors = [error / one if one else float(error > 0) for error, one in zip(found[:, 1], known, strict=True)]
+    return [float(found[:, 0].mean()), float(np.mean(errors))]
+
+
 @pytest.mark.parametrize(("n", "outputs", "unknown"), [(50, 1, 0.0), (37, 3, 0.0), (61, 2, 0.4), (5, 7, 0.5)])
 def test_they_are_scikit_learns(n: int, outputs: int, unknown: float) -> None:
     predicted, truth = drawn(n, outputs, unknown=unknown)
     overall, each = number_metrics(predicted, truth, resamples=0)
     expected = references(predicted, truth)
     np.testing.assert_allclose([values(one) for one in each if one is not None], expected, rtol=1e-7)
-    np.testing.assert_allclose(values(overall), expected.mean(axis=0), rtol=1e-7)
+    np.testing.assert_allclose(means(overall), mean_references(predicted, truth), rtol=1e-7)
     assert overall.r2.low is None
 
 
@@ -58,16 +70,21 @@ def test_parts_add_up_to_the_metrics_of_all(n: int, outputs: int, seed: int, unk
     predicted, truth = drawn(n, outputs, seed=seed, unknown=unknown)
     errors = StreamingErrors()
     for first, last in itertools.pairwise([0, *sorted(min(cut, n) for cut in cuts), n]):
-        errors.add(predicted[first:last], Numbers(truth[first:last]))
+        errors.add(predicted[first:last], Numbers(truth[first:last], tuple("abc"[:outputs])))
     found = errors.result()
     if np.isnan(truth).all():
         assert found == {}
         with pytest.raises(DataError, match="no true number is known, so there is nothing to measure"):
             number_metrics(predicted, truth)
         return
-    expected = values(number_metrics(predicted, truth, resamples=0)[0])
-    assert list(found) == ["r2", "mean_absolute_error", "root_mean_squared_error"]
-    np.testing.assert_allclose(list(found.values()), expected, rtol=1e-6)
+    overall, each = number_metrics(predicted, truth, resamples=0)
+    known = [(name, values(one)) for name, one in zip("abc", each, strict=False) if one is not None]
+    expected = dict(zip(("r2", "standardised_error"), means(overall), strict=True))
+    if outputs == 1:
+        expected |= zip(("mean_absolute_error", "root_mean_squared_error"), known[0][1][1:], strict=True)
+    else:
+        expected |= {f"{name}:mean_absolute_error": one[1] for name, one in known}
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.25])
@@ -106,7 +123,23 @@ def test_an_output_without_known_numbers_does_not_count() -> None:
     predicted, truth = drawn(20, 2)
     truth[:, 1] = math.nan
     overall, each = number_metrics(predicted, truth, resamples=30)
-    assert each[1] is None and each[0] == overall
+    assert each[1] is None and each[0] is not None and each[0].r2 == overall.r2
+
+
+def test_means_do_not_depend_on_the_units_of_the_numbers() -> None:
+    predicted, truth = drawn(31, 3, unknown=0.2)
+    units = np.array([1e-3, 1.0, 1e5])
+    one, other = (means(number_metrics(predicted * by, truth * by, resamples=0)[0]) for by in (1.0, units))
+    assert one == pytest.approx(other, rel=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_an_error_that_is_not_finite_stays_so(wrong: float) -> None:
+    for truth in ([[1.0], [2.0]], [[1.0], [1.0]]):
+        errors = StreamingErrors()
+        errors.add(np.full((2, 1), wrong), Numbers(np.array(truth)))
+        with np.errstate(invalid="ignore"):
+            assert not math.isfinite(errors.result()["standardised_error"])
 
 
 @pytest.mark.parametrize("seed", [4, 5, 6, 8])

@@ -21,8 +21,8 @@ FORMATS = {"cross_entropy": ".4f", "linear_penalty": ".3g"} | dict.fromkeys(
 )
 """Number formats by metric. All other metrics are fractions and shown as percentages."""
 
-NUMBER_METRICS = ("r2", "mean_absolute_error", "root_mean_squared_error")
-"""Suffixes of metrics that have the unit of the targets."""
+NUMBER_METRICS = ("r2", "standardised_error", "mean_absolute_error", "root_mean_squared_error")
+"""Suffixes of metrics of numbers, which are not fractions."""
 
 EXTRAS = ("_low", "_high", "_deviation")
 """Suffixes of metrics that describe another metric."""
@@ -138,12 +138,13 @@ def _mean(name: str, means: Mapping[str, tuple[float, int]], tasks: int) -> str:
 
 
 def _named(name: str) -> str:
-    if match := COUNTED.fullmatch(name):
+    output, _, metric = name.rpartition(":")  # "age:r2" is the metric r2 of the number "age"
+    if match := COUNTED.fullmatch(metric):
         kind, number, rest = match.groups()
         text = f"knn, k = {number}" if kind == "knn" else f"fewshot, {number} shot{'s' if number != '1' else ''}"
-        return text + (f", {NAMES.get(rest[1:]) or rest[1:].replace('_', ' ')}" if rest else "")
-    output, _, metric = name.rpartition(":")  # "age:r2" is the metric r2 of the number "age"
-    text = NAMES.get(metric) or metric.replace("_", " ").replace(" r2", ", R²")
+        text += f", {NAMES.get(rest[1:]) or rest[1:].replace('_', ' ')}" if rest else ""
+    else:
+        text = NAMES.get(metric) or metric.replace("_", " ").replace(" r2", ", R²")
     return f"{output}: {text}" if output else text
 
 

@@ -1,31 +1,49 @@
 """Metrics of predicted numbers: R², mean absolute error and root mean squared error. Unknown numbers are skipped.
 
+Errors have the units of their numbers, so they are stated for each output. Over several outputs, only metrics without a
+unit are averaged: R² and the standardised error, which is the mean absolute error divided by the standard deviation of
+the true numbers.
+
 R² is 1 - (sum of squared errors) / (sum of squared deviations of the true numbers from their mean). If all true numbers
-of an output are equal, R² is 1 without errors and 0 with errors, as in scikit-learn.
+of an output are equal, R² is 1 without errors and 0 with errors, as in scikit-learn, and the standardised error is 0 or
+1.
 """
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Float, Float64
 
 from vitrail.errors import DataError
 from vitrail.evaluation.predictions.bootstrap import LEVEL, Metric, interval, resampled_means
-from vitrail.evaluation.truth import Truth
+from vitrail.evaluation.truth import Numbers, Truth
 
-__all__ = ["NumberMetrics", "StreamingErrors", "number_metrics"]
+__all__ = ["MeanMetrics", "NumberMetrics", "StreamingErrors", "number_metrics"]
+
+T = TypeVar("T", "MeanMetrics", "NumberMetrics")
 
 
 @dataclass(frozen=True)
 class NumberMetrics:
-    """Metrics of one output, or the means of the metrics over all outputs with known numbers."""
+    """Metrics of one output."""
 
     r2: Metric
     mean_absolute_error: Metric
+    """In the unit of the numbers, as the next one."""
     root_mean_squared_error: Metric
+
+
+@dataclass(frozen=True)
+class MeanMetrics:
+    """Means of the metrics without a unit over all outputs with known numbers."""
+
+    r2: Metric
+    standardised_error: Metric
+    """Mean absolute error in standard deviations of the true numbers."""
 
 
 def number_metrics(
@@ -35,7 +53,7 @@ def number_metrics(
     level: float = LEVEL,
     resamples: int = 1000,
     seed: int = 0,
-) -> tuple[NumberMetrics, tuple[NumberMetrics | None, ...]]:
+) -> tuple[MeanMetrics, tuple[NumberMetrics | None, ...]]:
     """Return the metrics over all outputs and the metrics of each output, with bootstrap intervals.
 
     NaN in `truth` marks an unknown number, which is skipped. The metrics of an output without known numbers are None,
@@ -51,29 +69,34 @@ def number_metrics(
     errors = np.where(known, predicted - truth, 0)
     columns = np.concatenate([known, np.abs(errors), errors**2, deviations, deviations**2], axis=1, dtype=np.float64)
     resampled = resampled_means(columns, resamples=resamples, seed=seed)
-    values = _metrics(columns.mean(axis=0)[None], mean)  # axes: metric, 1, output
-    spread = _metrics(resampled, mean)  # axes: metric, resample, output
+    values = _metrics(columns.mean(axis=0)[None], mean)
+    spread = _metrics(resampled, mean)
 
-    def metrics_of(outputs: Bool[np.ndarray, " outputs"]) -> NumberMetrics:
-        means = (np.nanmean(some[:, :, outputs], axis=2) for some in (values, spread))
-        return NumberMetrics(
-            *(interval(float(one[0]), many[~np.isnan(many)], level) for one, many in zip(*means, strict=True))
-        )
+    def metrics_of(made: type[T], outputs: Bool[np.ndarray, " outputs"]) -> T:
+        def metric(name: str) -> Metric:
+            value, many = (np.nanmean(some[name][:, outputs], axis=1) for some in (values, spread))
+            return interval(float(value[0]), many[~np.isnan(many)], level)
+
+        return made(**{item.name: metric(item.name) for item in fields(made)})
 
     each = np.eye(len(there), dtype=np.bool_)
     with warnings.catch_warnings():  # a resample may have no known number of an output
         warnings.simplefilter("ignore", RuntimeWarning)
-        return metrics_of(there), tuple(metrics_of(one) if (one & there).any() else None for one in each)
+        rows = tuple(metrics_of(NumberMetrics, one) if (one & there).any() else None for one in each)
+        return metrics_of(MeanMetrics, there), rows
 
 
 class StreamingErrors:
-    """The metrics over all outputs, added up batch by batch."""
+    """The metrics of numbers, added up batch by batch."""
 
     def __init__(self) -> None:
+        self._names: tuple[str, ...] = ()
         self._sums: Float64[np.ndarray, "5 outputs"] | None = None
 
     def add(self, outputs: Float[np.ndarray, "b outputs"], truth: Truth) -> None:
         """Add a batch of samples: their predicted numbers and their true numbers."""
+        assert isinstance(truth, Numbers), "the accumulator is for numbers"
+        self._names = truth.output_names
         known = ~np.isnan(truth.values)
         errors = np.where(known, outputs - truth.values, 0)
         mean = _mean(truth.values, known)
@@ -83,21 +106,32 @@ class StreamingErrors:
         self._sums = part if self._sums is None else _joined(self._sums, part)
 
     def result(self) -> dict[str, float]:
-        """Return the metrics of all samples so far, or an empty dictionary if no number is known."""
+        """Return the metrics of all samples so far, or an empty dictionary if no number is known.
+
+        These are the means of `r2` and `standardised_error` over the outputs. A single output also has
+        `mean_absolute_error` and `root_mean_squared_error`; if there are several, each one with known numbers has
+        `NAME:mean_absolute_error`.
+        """
         if self._sums is None or not self._sums[0].any():
             return {}
-        count, absolute, squared, squares, mean = self._sums[:, self._sums[0] > 0]
-        return {
-            "r2": float(_r2(squared / count, squares / count, mean).mean()),
-            "mean_absolute_error": float((absolute / count).mean()),
-            "root_mean_squared_error": float(np.sqrt(squared / count).mean()),
+        there = self._sums[0] > 0
+        count, absolute, squared, squares, mean = self._sums[:, there]
+        error, variance = absolute / count, squares / count
+        result = {
+            "r2": float(_r2(squared / count, variance, mean).mean()),
+            "standardised_error": float(_standardised(error, variance, mean).mean()),
         }
+        if len(there) > 1:
+            names = (name for name, known in zip(self._names, there, strict=True) if known)
+            return result | {f"{name}:mean_absolute_error": float(one) for name, one in zip(names, error, strict=True)}
+        rooted = float(np.sqrt(squared / count).item())
+        return result | {"mean_absolute_error": float(error.item()), "root_mean_squared_error": rooted}
 
 
 def _metrics(
     means: Float64[np.ndarray, "resamples columns"], mean: Float64[np.ndarray, " outputs"]
-) -> Float64[np.ndarray, "3 resamples outputs"]:
-    """Return R², mean absolute error and root mean squared error. They are NaN for an output without known numbers.
+) -> dict[str, Float64[np.ndarray, "resamples outputs"]]:
+    """Return the fields of `NumberMetrics` and `MeanMetrics` by name. They are NaN for an output without known numbers.
     `means` has, for all outputs, the means of five values: known (0 or 1), |error|, error², deviation and deviation².
     """
     known, absolute, squared, deviation, squares = np.split(means, 5, axis=1)
@@ -106,7 +140,13 @@ def _metrics(
         raw = squares / known
         variance = raw - (deviation / known) ** 2
         variance = np.where(variance > 1e-12 * raw, variance, 0)  # a resample of equal numbers leaves rounding errors
-        return np.stack([np.where(known > 0, _r2(errors, variance, mean), np.nan), absolute / known, np.sqrt(errors)])
+        error = absolute / known
+        return {
+            "r2": np.where(known > 0, _r2(errors, variance, mean), np.nan),
+            "standardised_error": _standardised(error, variance, mean),
+            "mean_absolute_error": error,
+            "root_mean_squared_error": np.sqrt(errors),
+        }
 
 
 def _r2(
@@ -114,13 +154,28 @@ def _r2(
     variance: Float64[np.ndarray, "*shape"],
     mean: Float64[np.ndarray, " outputs"],
 ) -> Float64[np.ndarray, "*shape"]:
-    """Return R² from mean squared errors and variances.
-
-    The variance of equal numbers can be slightly above 0 because of rounding errors. Such a variance counts as 0.
-    """
-    varies = variance > (1e-13 * mean) ** 2
+    """Return R² from mean squared errors and variances."""
+    varies = _varies(variance, mean)
     ratio = 1 - errors / np.where(varies, variance, 1)
     return np.where(varies, ratio, np.where(errors > 0, 0.0, 1.0))
+
+
+def _standardised(
+    error: Float64[np.ndarray, "*shape"],
+    variance: Float64[np.ndarray, "*shape"],
+    mean: Float64[np.ndarray, " outputs"],
+) -> Float64[np.ndarray, "*shape"]:
+    """Return the standardised error from mean absolute errors and variances. An error that is not finite stays so."""
+    scale = np.where(_varies(variance, mean), np.sqrt(variance), np.where(error == 0, 1.0, error))
+    return error / scale
+
+
+def _varies(
+    variance: Float64[np.ndarray, "*shape"], mean: Float64[np.ndarray, " outputs"]
+) -> Bool[np.ndarray, "*shape"]:
+    """Return True for numbers that differ. The variance of equal numbers can be slightly above 0 because of rounding
+    errors; such a variance counts as 0."""
+    return variance > (1e-13 * mean) ** 2
 
 
 def _mean(

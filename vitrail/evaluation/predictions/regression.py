@@ -11,7 +11,7 @@ from jaxtyping import Float64
 
 from vitrail.data.batch import Skipped
 from vitrail.errors import DataError
-from vitrail.evaluation.predictions.number_metrics import NumberMetrics, number_metrics
+from vitrail.evaluation.predictions.number_metrics import MeanMetrics, NumberMetrics, number_metrics
 from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.evaluation.truth import Numbers
 
@@ -72,8 +72,8 @@ class RegressionReport:
     """Images that could not be decoded."""
     names: tuple[str, ...]
     """Names of the numbers."""
-    metrics: NumberMetrics
-    """Means of the metrics over the numbers."""
+    metrics: MeanMetrics
+    """Means over the numbers of the metrics without a unit."""
     per_output: tuple[OutputRow, ...]
     """A row for each number, in the order of the outputs."""
     worst: tuple[LargeError, ...]

@@ -58,7 +58,7 @@ class Int8:
     calibration: Sequence[Sample]
     """Training images on which the ranges of activations are found."""
     max_drop: float = MAX_DROP
-    """Largest tolerated loss of accuracy, in percentage points. A file is refused if the interval of its loss is above."""
+    """Largest tolerated loss of accuracy, in percentage points. A file whose whole interval is above is refused."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_drop <= 100:
