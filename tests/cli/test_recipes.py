@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 
 from vitrail.cli import main
+from vitrail.cli.train import COMMAND
 from vitrail.recipes import RECIPES
 from vitrail.recipes.transfers import TRANSFERS
+from vitrail.training.config import TrainConfig
+from vitrail.training.records.summary import differing_settings
 
 
 def test_recipes_are_listed_with_published_results(capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,6 +28,21 @@ def test_transfers_are_listed_with_their_commands(capsys: pytest.CaptureFixture[
     assert all(f"            {row.command}" in lines for row in TRANSFERS)
 
 
+def test_a_recipe_is_shown_with_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    """The printed words are options: they make the recipe out of the defaults."""
+    for name in ("plain-vit-s16-90", "demo", "vit-b16-i1k-mae"):
+        assert main(["recipes", name]) == 0
+        lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+        typed = COMMAND.parse([word for line in lines for word in line])
+        recipe = RECIPES[name]()
+        made = TrainConfig().override(**{"task": recipe.task.name, "name": recipe.run.name, **typed})
+        assert differing_settings([made, recipe]) == [{}, {}], name
+    assert main(["recipes", "plain-vit-s16-90", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["warmup"] == "10000 steps"
+    assert main(["recipes", "plain-vit"]) == 2 and "plain-vit-s16-90" in capsys.readouterr().err
+    assert main(["recipes", "demo", "--transfers"]) == 2
+
+
 @pytest.mark.parametrize("option", [[], ["--transfers"]])
 def test_json_has_the_same(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "--json", *option]) == 0
@@ -37,3 +56,7 @@ def test_a_papers_result_is_said_before_its_data_is_opened(capsys: pytest.Captur
     said = capsys.readouterr()
     assert "published result: 76.5 % on ImageNet's validation split (2205.01580, Table 1)" in said.out
     assert "data 'nowhere' does not exist" in said.err
+    assert "changed in this run: --data nowhere\n" in said.out
+    assert main(["train", "plain-vit-s16-90", "--data", "nowhere", "--mixup", "0", "--warmup", "0.1"]) == 2
+    changed = capsys.readouterr().out.splitlines()[1]
+    assert "--mixup 0" in changed and "--warmup 0.1" in changed and "--preset" not in changed

@@ -103,6 +103,21 @@ def test_a_network_is_pre_trained_without_labels_and_used(
     assert after.provenance["init_sha256"] == weights_sha256(before.network)
 
 
+def test_help_shows_the_values_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    def default(name: str, *words: str) -> str:
+        assert run(*words, "--help-all") == 0
+        entry = capsys.readouterr().out.split(f"\n  --{name} ")[1].split("\n  --")[0].split("\n\n")[0]
+        return " ".join(entry.split()).rpartition(" Default: ")[2]
+
+    assert default("variant") == "Conv+ViT-Pico/8."
+    plain = {"variant": "ViT-S/16", "width": "384", "mixup": "0.2", "randaugment-rule": "big-vision"}
+    for name, value in plain.items():
+        assert default(name, "plain-vit-s16-90") == f"{value}."
+    assert default("width", "plain-vit-s16-90", "--variant", "ViT-B/32") == "768."
+    assert default("mixup", "--preset", "strong1") == "0.5."
+    assert not default("width", "--data", "nowhere")[0].isdigit(), "the network is chosen from the data"
+
+
 def test_help_shows_the_settings_of_the_typed_task_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     usual = capsys.readouterr().out

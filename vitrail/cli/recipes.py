@@ -5,14 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from vitrail.cli.options.command import Call, Command, Example
+from vitrail.cli.options.fields import Positional
+from vitrail.cli.run_tables.listing import setting_text
+from vitrail.errors import ConfigError, nearest
 from vitrail.recipes import PAPER_RECIPES, RECIPES
 from vitrail.recipes.transfers import TRANSFERS
+from vitrail.training.config import TrainConfig
+from vitrail.training.records.summary import settings_beside
 
 __all__ = ["main"]
 
@@ -21,6 +26,8 @@ __all__ = ["main"]
 class Recipes:
     """Options of `vitrail recipes`."""
 
+    recipe: Annotated[str, Positional("[RECIPE]")] = ""
+    """Recipe whose settings are shown. By default all recipes are listed."""
     transfers: bool = False
     """List the papers' fine-tuning runs instead, with commands of vitrail finetune."""
     json: bool = False
@@ -35,6 +42,7 @@ COMMAND = Command(
     line replace those of the recipe. None of the papers' runs was repeated here.""",
     examples=(
         Example("vitrail recipes", "List all recipes for training from scratch."),
+        Example("vitrail recipes plain-vit-s16-90", "Show the settings of one recipe."),
         Example("vitrail recipes --transfers", "List the papers' fine-tuning runs with their commands."),
         Example("vitrail train plain-vit-s16-90 --data imagenet --accumulation 8", "Train one of them."),
     ),
@@ -45,6 +53,9 @@ COMMAND = Command(
 
 def main(call: Call) -> int:
     options = Recipes(**call.options)
+    if options.recipe:
+        _show(options)
+        return 0
     rows = _transfer_rows() if options.transfers else _recipe_rows()
     if options.json:
         print(json.dumps(rows))
@@ -59,6 +70,29 @@ def main(call: Call) -> int:
         else:
             console.print(_table(list(group)))
     return 0
+
+
+def _show(options: Recipes) -> None:
+    """Print a recipe with all settings that are not the defaults. Raise `ConfigError` if the recipe does not exist."""
+    if options.transfers:
+        raise ConfigError("--transfers: the list of fine-tuning runs has no recipes of vitrail train; leave RECIPE out")
+    if options.recipe not in RECIPES:
+        raise ConfigError(f"recipe {options.recipe!r} does not exist; {nearest(options.recipe, RECIPES)}")
+    row = next(row for row in _recipe_rows() if row["name"] == options.recipe)
+    usual, own = settings_beside([TrainConfig(), RECIPES[options.recipe]()])
+    settings = {name: value for name, value in own.items() if value is not None and repr(value) != repr(usual[name])}
+    if options.json:
+        print(json.dumps({**row, "settings": settings}))
+        return
+    console = Console(highlight=False, markup=False)
+    published = f"{row['result']} {row['measured']}".strip()
+    console.print(": ".join(filter(None, (row["source"], published))), style="bold", soft_wrap=True)
+    for name, value in settings.items():
+        console.print(f"  {setting_text(name, value)}", soft_wrap=True)
+    console.print(
+        f"All other settings have their defaults, which vitrail train {row['name']} --help-all shows. Options replace "
+        f"settings: {row['command']} --seed 1"
+    )
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

@@ -24,20 +24,23 @@ from vitrail.cli.options.run_options import (
     task_of,
     task_options,
 )
+from vitrail.cli.run_tables.listing import setting_text
 from vitrail.data.source import fingerprint
 from vitrail.data.sources import OpenedData
 from vitrail.errors import ConfigError, Stopped, nearest
-from vitrail.models.config import ModelConfig
+from vitrail.models.config import ModelConfig, override_fields
 from vitrail.processes.group import join_processes
 from vitrail.processes.launch import Launch, launch
 from vitrail.recipes import PAPER_RECIPES, RECIPES
 from vitrail.recipes.from_data import DEFAULT_SECONDS, plan_for_data
+from vitrail.recipes.paper import PaperRecipe
 from vitrail.tasks import Distillation
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.finish import RunResult
 from vitrail.training.parallel.scale import scale_plans, scale_table
 from vitrail.training.records.folder import check_request
 from vitrail.training.records.record import read_record
+from vitrail.training.records.summary import settings_beside
 from vitrail.training.reporting.display import ConsoleDisplay
 from vitrail.training.run import resume, train
 from vitrail.training.setup import OwnObjects, check_columns, prepare
@@ -79,6 +82,10 @@ CHOSEN = (
     "shift", "erase", "optimizer", "learning_rate", "evaluations", "threads",
 )  # fmt: skip
 """Settings that are chosen from the data."""
+
+
+DECISIVE = ("variant", "preset", "optimizer", "steps")
+"""Settings on which the values of other settings depend."""
 
 
 def is_chosen(given: Mapping[str, Any]) -> bool:
@@ -147,11 +154,14 @@ def _instead_of(name: str, has_data: bool) -> str:
 
 def _defaults(given: Mapping[str, Any]) -> dict[str, str]:
     recipe = recipe_for(given)
-    texts = default_texts(recipe.override(task=task_of(given, recipe.task.name)))
+    decisive = {name: given[name] for name in DECISIVE if name in given}
+    texts = default_texts(recipe.override(task=task_of(given, recipe.task.name), **decisive))
+    of_network = dict.fromkeys(override_fields(), "")
     if is_chosen(given):
-        texts |= dict.fromkeys(CHOSEN, "chosen from the data")
+        texts |= of_network | dict.fromkeys(CHOSEN, "chosen from the data")
     if "init" in given:
-        texts |= dict.fromkeys(("image_size", "channels", "mean", "std"), "the model's") | {"variant": "the model's"}
+        images = dict.fromkeys(("image_size", "channels", "mean", "std"), "the model's")
+        texts |= of_network | images | {"variant": "the model's"}
     return texts
 
 
@@ -230,7 +240,7 @@ def main(call: Call) -> int:
                 _print_plan(console, config, data, initial, numbers)
                 return 0
             if (paper := PAPER_RECIPES.get(call.options.get("recipe", ""))) is not None:
-                display.say(f"published result: {paper.result} {paper.measured} ({paper.source})")
+                _say_published(display, paper, config)
             result = train(config, data=data, initial=initial, display=display, started=call.started)
     except Stopped as stop:
         further = Stopped(f"{stop}\nContinue with: vitrail train --resume {shlex.quote(str(stop.run))}", stop.run)
@@ -238,6 +248,14 @@ def main(call: Call) -> int:
         raise further from None
     _report(display, result)
     return 0
+
+
+def _say_published(display: ConsoleDisplay, paper: PaperRecipe, config: TrainConfig) -> None:
+    """Print the published result of a recipe, and the settings in which the run differs from the recipe."""
+    display.say(f"published result: {paper.result} {paper.measured} ({paper.source})")
+    recipe, run = settings_beside([paper(), config])
+    if changed := [setting_text(name, value) for name, value in run.items() if repr(value) != repr(recipe[name])]:
+        display.say(f"changed in this run: {', '.join(changed)}")
 
 
 def _requested(call: Call, display: ConsoleDisplay) -> tuple[TrainConfig, OpenedData | None, Bundle | None]:

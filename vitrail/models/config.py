@@ -70,6 +70,20 @@ class ModelConfig:
         overrides = {name: value for name, value in {**kept, **fields}.items() if value is not None}
         return dataclasses.replace(self, variant=variant, overrides=overrides)
 
+    def value_of(self, name: str, *, image_size: tuple[int, int], channels: int) -> Any:
+        """Return the value of an override, or else of the field of the variant's config.
+
+        Return None if the variant is not named, since a model to start from can decide it, and for a field that the
+        variant's config does not have.
+        """
+        if self.variant is None or name in self.overrides:
+            return self.overrides.get(name)
+        try:
+            config = self.resolve(num_classes=1, image_size=image_size, channels=channels)
+        except ConfigError:
+            return None
+        return getattr(config, name, None)
+
     def resolve(self, *, num_classes: int, image_size: tuple[int, int], channels: int) -> AnyConfig:
         """Return the network's config for this number of classes, image size and number of channels. Raises
         `ConfigError`."""

@@ -76,7 +76,7 @@ class RunConfig:
     device: str = "auto"
     """Device to run on: auto, cpu, cuda or cuda:N."""
     threads: int | Literal["auto"] | None = None
-    """Threads that read and decode images, by default one per core. 0 reads in the main thread. auto: one per core or
+    """Threads that read and decode images. By default one per core. 0 reads in the main thread. auto: one per core or
     0, whichever makes the first steps faster."""
     processes: int = 0
     """Worker processes for reading and decoding, with --threads threads each. Useful if decoding holds the GIL."""
@@ -91,7 +91,7 @@ class RunConfig:
     """Evaluators of the model's features to run on the validation split during training, separated by commas: linear,
     fewshot, knn. The metrics go to the journal."""
     probe_every: int | None = None
-    """Steps between two runs of --probe, by default as many as between two evaluations."""
+    """Steps between two runs of --probe. By default as many as between two evaluations."""
     track: str = ""
     """Programs that show the metrics of the run during training, separated by commas: tensorboard, wandb."""
     checkpoints: int = 10
@@ -228,6 +228,27 @@ class TrainConfig:
             names = ("variant", *override_fields()) if isinstance(value, ModelConfig) else bare_names(type(value))
             found |= dict.fromkeys(names, section.name)
         return found
+
+    def in_effect(self, name: str) -> Any:
+        """Return the value that the run uses for the setting with this bare name. None means that the setting has no
+        value, is unknown, or is decided by something else, such as the model to start from.
+
+        A preset of augmentation, a variant of a network and an optimizer have values for settings that are None. With
+        `steps`, `epochs` has no effect.
+        """
+        if name == "task":
+            return self.task.name
+        section = getattr(self, self.settings().get(name, ""), None)
+        if section is None or (name == "epochs" and self.run.steps is not None):
+            return None
+        if isinstance(section, ModelConfig):
+            images = self.images
+            of_variant = section.value_of(name, image_size=images.image_size, channels=images.channels)
+            return section.variant if name == "variant" else of_variant
+        if name == "momentum" and self.optimizer.kind != "adamw":
+            return self.optimizer.momentum_rate
+        value = getattr(section, bare_names(type(section))[name])
+        return getattr(self.augment.settings, name, None) if value is None and section is self.augment else value
 
     def to_plain(self) -> dict[str, Any]:
         """Return the config as plain JSON values. The task's values include its name."""

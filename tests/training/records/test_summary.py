@@ -11,7 +11,14 @@ import pytest
 from vitrail.settings import bare_names
 from vitrail.training.config import TrainConfig
 from vitrail.training.records.lock import locked
-from vitrail.training.records.summary import differing_settings, find_runs, settings_of, summarise
+from vitrail.training.records.summary import (
+    differing_settings,
+    find_runs,
+    notes_on_data,
+    settings_beside,
+    settings_of,
+    summarise,
+)
 from vitrail.training.run import train
 
 Tiny = Callable[..., TrainConfig]
@@ -80,6 +87,30 @@ def test_every_section_of_a_config_can_differ(tiny: Tiny) -> None:
         assert bare_names(type(section)).keys() <= settings.keys()
     changed = usual.override(on_non_finite="skip", max_faults=7)
     assert differing_settings([usual, usual, changed])[2] == {"on_non_finite": "skip", "max_faults": 7}
+
+
+def test_values_of_presets_and_variants_are_compared(tiny: Tiny) -> None:
+    """A setting that repeats the value of the preset or of the variant is no difference."""
+    usual = tiny(steps=3, variant="ViT-Pico/8", preset="light2")
+    same = usual.override(mixup=usual.augment.settings.mixup, depth=usual.in_effect("depth"), optimizer="adamw")
+    assert differing_settings([usual, usual, same])[2] == {}
+    other = usual.override(mixup=0.0, depth=1, optimizer="muon")
+    assert differing_settings([usual, usual, other])[2] == {
+        "mixup": 0.0, "depth": 1, "optimizer": "muon", "momentum": 0.95
+    }  # fmt: skip
+    assert settings_beside([usual, other])[0]["mixup"] == 0.2 and settings_beside([usual, other])[0]["depth"] == 2
+    longer = usual.override(steps=None, epochs=2.0)
+    assert differing_settings([usual, longer])[1] == {"epochs": 2.0, "steps": None}
+
+
+def test_runs_on_data_that_changed_are_named(tiny: Tiny, finished: Path, tmp_path: Path) -> None:
+    other = rewritten(finished, [BEGUN, BETTER], tmp_path / "other")
+    assert list(notes_on_data([summarise(finished), summarise(other)])) == []
+    record = json.loads((other / "run.json").read_text())
+    record["data"]["fingerprint"] = "0" * 64
+    (other / "run.json").write_text(json.dumps(record))
+    (note,) = notes_on_data([summarise(finished), summarise(other)])
+    assert "other" in note and finished.name in note and "not comparable" in note
 
 
 def test_only_settings_unlike_the_others_are_returned(tiny: Tiny) -> None:

@@ -11,7 +11,7 @@ from decimal import Decimal
 from functools import cached_property
 from typing import Any
 
-from vitrail.cli.options.fields import DataChoice, Option, convert, flag, options_of, unknown_option
+from vitrail.cli.options.fields import SQUARES, DataChoice, Option, convert, flag, options_of, unknown_option
 from vitrail.errors import ConfigError, UserError
 
 __all__ = ["Call", "Command", "Example"]
@@ -234,14 +234,15 @@ def _plain(word: str) -> str:
 
 
 def _with_widths(words: Sequence[str]) -> Iterator[str]:
-    """Yield the words, with a single number after --image-size twice, because argparse expects a height and a width."""
+    """Yield the words, with a single number after an option of `SQUARES` twice, as argparse expects two numbers."""
+    squares = {flag(name) for name in SQUARES}
     for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
         name, equals, value = word.partition("=")
-        if name == "--image-size" and equals:
+        if name in squares and equals:
             yield from (name, value, value)
             continue
         yield word
-        if before == "--image-size" and _is_number(word) and not _is_number(after):
+        if before in squares and _is_number(word) and not _is_number(after):
             yield word
 
 

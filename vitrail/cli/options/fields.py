@@ -32,11 +32,13 @@ __all__ = [
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH", Duration: "LENGTH"}
 """Placeholders for values, by type."""
 
+SQUARES = ("image_size", "patch_size", "crop_from", "local_size")
+"""Options with a height and a width. One number is both."""
+
 NAMED_METAVARS = {
     "body_memory": "SIZE",
     "data": "SPEC",
     "device": "DEVICE",
-    "image_size": "H [W]",
     "init": "MODEL",
     "layout": "LAYOUT",
     "max_body": "SIZE",
@@ -46,10 +48,11 @@ NAMED_METAVARS = {
     "shard_size": "SIZE",
     "splits": "SPLIT=NAME,...",
     "to": "LAYOUT",
+    **dict.fromkeys(SQUARES, "H [W]"),
 }
 """Placeholders for the values of some options, by option name."""
 
-WITH_COMMAS = ("numbers",)
+WITH_COMMAS = ("numbers", "seeds")
 """Options with a variable number of values that may also be separated by commas."""
 
 WITHOUT_VALUES = ("clients", "rates")
@@ -182,9 +185,9 @@ def convert(option: Option, values: Sequence[str]) -> Any:
     """Return the value of an option from its words. Raise `ConfigError` if the words do not fit the option's type.
 
     Without words, the value is an empty tuple if that is the default, so that a setting can be made empty again, or if
-    the option is one of `WITHOUT_VALUES`. One number is the height and the width of an image size.
+    the option is one of `WITHOUT_VALUES`. One number is both values of the options `SQUARES`.
     """
-    if option.name == "image_size" and option.arity == 2 and len(values) == 1:
+    if option.name in SQUARES and option.arity == 2 and len(values) == 1:
         values = [*values, *values]
     if option.accepts_none and list(values) in (["None"], ["none"]):
         return None

@@ -16,6 +16,9 @@ __all__ = ["help_page"]
 TEXT_AT = 26
 """Column at which the texts of options start."""
 
+OF_DEFAULT = ("By default", "The default is")
+"""Beginnings of the sentence about the default in the text of an option."""
+
 WIDEST = 120
 """Largest line length, even on wider terminals."""
 
@@ -79,6 +82,8 @@ def _entry(option: Option, text: str, defaults: Mapping[str, str], width: int, *
     """Yield the lines of an option: the name, the placeholder of the value, the text and the default."""
     text = text if everything else _short(text)
     default = defaults[option.name] if option.name in defaults else shown(option.default)
+    if default and default != ("off" if option.default is False else shown(option.default)):
+        text = _without_default(text)
     if default and "efault" not in text:
         text += f" Default: {default}."
     indent = " " * TEXT_AT
@@ -107,8 +112,18 @@ def _head(option: Option, default: str) -> str:
 
 def _short(text: str) -> str:
     """Return the first sentence of a text and the sentence about the default."""
-    first, *rest = re.split(r"(?<=[.])\s+(?=[A-Za-z0-9\"-])", text)
-    return " ".join([first, *(sentence for sentence in rest if sentence.startswith(("By default", "The default is")))])
+    first, *rest = _sentences(text)
+    return " ".join([first, *(sentence for sentence in rest if sentence.startswith(OF_DEFAULT))])
+
+
+def _without_default(text: str) -> str:
+    """Return a text without what it says about the usual default."""
+    kept = (sentence for sentence in _sentences(text) if not sentence.startswith(OF_DEFAULT))
+    return " ".join(kept).replace(" (the default)", "")
+
+
+def _sentences(text: str) -> list[str]:
+    return re.split(r"(?<=[.])\s+(?=[A-Za-z0-9\"-])", text)
 
 
 def _wrapped(text: str, width: int, indent: str = "", first: str = "") -> list[str]:

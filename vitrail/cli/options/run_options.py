@@ -12,7 +12,6 @@ from vitrail.errors import ConfigError
 from vitrail.models.config import ModelConfig, override_fields
 from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.vit import ViTConfig
-from vitrail.settings import bare_names
 from vitrail.tasks import TASKS, Regression, Task
 from vitrail.training.config import TrainConfig
 from vitrail.training.records.changes import ALLOWED, FREE
@@ -127,16 +126,10 @@ def _owner_of(name: str) -> Any:
 def default_texts(config: TrainConfig) -> dict[str, str]:
     """Return the values of a run's settings as texts, by option name."""
     texts = {"task": config.task.name}
-    for name, section in config.settings().items():
-        value = _value(getattr(config, section), name)
+    for name in config.settings():
+        value = config.in_effect(name)
         texts[name] = "off" if value is False else shown(value)
     return texts
-
-
-def _value(section: Any, name: str) -> Any:
-    if isinstance(section, ModelConfig):
-        return section.variant if name == "variant" else section.overrides.get(name)
-    return getattr(section, bare_names(type(section))[name])
 
 
 def length_of_resume(given: Mapping[str, Any], labels: Mapping[str, Option]) -> Length | None:

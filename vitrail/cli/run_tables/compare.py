@@ -20,7 +20,8 @@ from vitrail.cli.run_tables.listing import rows_of
 from vitrail.cli.run_tables.overlay import write_overlay
 from vitrail.errors import ConfigError, RunError
 from vitrail.files import check_new_file
-from vitrail.training.records.summary import RunSummary, settings_of, summarise
+from vitrail.training.config import TrainConfig
+from vitrail.training.records.summary import RunSummary, notes_on_data, settings_beside, summarise
 
 __all__ = ["main"]
 
@@ -65,19 +66,22 @@ def main(call: Call) -> int:
         check_new_file(options.page, overwrite=options.overwrite)
         metrics = (metric.name for run in found if run.config is not None for metric in run.config.task.metrics)
         write_overlay(options.page, options.runs, metrics=list(dict.fromkeys(metrics)))
-    settings = _different([settings_of(run.config) for run in found if run.config is not None])
+    settings = _different([run.config for run in found if run.config is not None])
     if options.json:
         print(json.dumps(rows_of(found, settings)))
         return 0
-    Console(highlight=False).print(_table(found, settings))
+    console = Console(highlight=False)
+    console.print(_table(found, settings))
+    for note in notes_on_data(found):
+        console.print(note, style="yellow", markup=False)
     return 0
 
 
-def _different(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _different(configs: Sequence[TrainConfig]) -> list[dict[str, Any]]:
     """Return the settings of each run whose values are not the same in all runs. A missing setting is None."""
-    names = list(dict.fromkeys(name for one in settings for name in one))
-    names = [name for name in names if len({repr(one.get(name)) for one in settings}) > 1]
-    return [{name: one.get(name) for name in names} for one in settings]
+    settings = settings_beside(configs)
+    names = [name for name in settings[0] if len({repr(one[name]) for one in settings}) > 1]
+    return [{name: one[name] for name in names} for one in settings]
 
 
 def _table(runs: Sequence[RunSummary], settings: Sequence[dict[str, Any]]) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,13 @@ from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional, flag
 from vitrail.errors import ConfigError
 from vitrail.evaluation.predictions.streaming import merit
-from vitrail.training.records.summary import RunSummary, differing_settings, find_runs, summarise
+from vitrail.training.records.summary import (
+    RunSummary,
+    differing_settings,
+    find_runs,
+    notes_on_data,
+    summarise,
+)
 from vitrail.transfer.protocol import is_trial
 
 __all__ = ["main", "rows_of", "setting_text", "summaries_in"]
@@ -82,6 +89,8 @@ def main(call: Call) -> int:
         if texts := [setting_text(name, value) for name, value in differing.items() if value is not None]:
             rest = f" and {len(texts) - MOST_SETTINGS} more" if len(texts) > MOST_SETTINGS else ""
             console.print(f"{name}: {', '.join(texts[:MOST_SETTINGS])}{rest}", markup=False, soft_wrap=True)
+    for note in notes_on_data(found):
+        console.print(note, style="yellow", markup=False)
     return 0
 
 
@@ -107,6 +116,7 @@ def rows_of(runs: Sequence[RunSummary], settings: Sequence[Mapping[str, Any]]) -
             "started": run.started,
             "changed": run.changed,
             "metrics": run.metrics or {},
+            "data_fingerprint": run.fingerprint,
             "settings": dict(differing),
         }
         for run, differing in zip(runs, settings, strict=True)
@@ -117,8 +127,8 @@ def setting_text(name: str, value: Any) -> str:
     """Return a setting as the words of the command line."""
     if isinstance(value, bool):
         return flag(name) if value else flag(name).replace("--", "--no-", 1)
-    shown = " ".join(map(str, value)) if isinstance(value, tuple | list) else f"{value}"
-    return f"{flag(name)} {shown}"
+    words = value if isinstance(value, tuple | list) else (value,)
+    return f"{flag(name)} {shlex.join(map(str, words))}"
 
 
 def _settings(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:

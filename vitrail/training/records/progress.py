@@ -83,7 +83,9 @@ class ProgressPage:
         yield from self._examples()
         yield "<h2>Settings</h2>"
         defaults = settings_of(TrainConfig()) | {one.name: one.default for one in fields(self.config.task)}
-        changed = {name: value for name, value in settings_of(self.config).items() if value != defaults.get(name)}
+        changed = {
+            name: value for name, value in settings_of(self.config).items() if value not in (None, defaults.get(name))
+        }
         yield table(("setting", "value"), [(name.replace("_", " "), str(value)) for name, value in changed.items()])
         note = "The table lists only settings that are not the default. The file run.json lists all settings."
         yield f'<p class="dim">{note}</p>'

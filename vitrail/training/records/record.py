@@ -46,7 +46,9 @@ def read_record(folder: Path) -> Record:
     """
     path = folder / "run.json"
     if not path.is_file():
-        raise RunError(f"{str(folder)!r} is not the folder of a run: it has no run.json")
+        near = Path("runs") / folder
+        hint = f"; did you mean {str(near)!r}?" if (near / "run.json").is_file() else ""
+        raise RunError(f"{str(folder)!r} is not the folder of a run: it has no run.json{hint}")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

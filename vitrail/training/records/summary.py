@@ -16,7 +16,16 @@ from vitrail.training.records.lock import is_locked
 from vitrail.training.records.record import read_record
 from vitrail.training.reporting.journal import read_journal
 
-__all__ = ["RunState", "RunSummary", "differing_settings", "find_runs", "settings_of", "summarise"]
+__all__ = [
+    "RunState",
+    "RunSummary",
+    "differing_settings",
+    "find_runs",
+    "notes_on_data",
+    "settings_beside",
+    "settings_of",
+    "summarise",
+]
 
 RunState = Literal["training", "finished", "stopped", "failed", "interrupted", "unreadable"]
 """State of a run. A run that was stopped saved its state on request. A run that was interrupted ended without recording
@@ -60,6 +69,8 @@ class RunSummary:
     metrics: dict[str, float] | None = None
     """Metrics of the saved model such as "validation_accuracy", or of the best evaluation so far, with the number of
     images that were measured, such as "validation_images". None without any."""
+    fingerprint: str = ""
+    """Hash of the names and targets of all images, or "" if it is unknown."""
 
     def texts(self, split: str) -> list[str]:
         """Return the metrics of a split as texts with their names."""
@@ -114,19 +125,25 @@ def summarise(folder: Path) -> RunSummary:
         started=events[0]["time"] if events else None,
         changed=last.get("time"),
         metrics=_metrics(events),
+        fingerprint=record.fingerprint,
     )
 
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:
-    """Return the settings of a config by their bare names, without those of the machine."""
-    found: dict[str, Any] = {"task": config.task.name}
+    """Return the settings of a config by their bare names, with the values that are in effect. Settings of the machine,
+    and fields of the network that the config leaves to the variant, are not included."""
+    found = ["task"]
     for section in fields(config):
         value = getattr(config, section.name)
-        if isinstance(value, ModelConfig):
-            found |= {"variant": value.variant, **value.overrides}
-        else:
-            found |= {bare: getattr(value, name) for bare, name in bare_names(type(value)).items()}
-    return {name: value for name, value in found.items() if name not in OF_THE_MACHINE}
+        found += ["variant", *value.overrides] if isinstance(value, ModelConfig) else bare_names(type(value))
+    return {name: config.in_effect(name) for name in found if name not in OF_THE_MACHINE}
+
+
+def settings_beside(configs: Sequence[TrainConfig]) -> list[dict[str, Any]]:
+    """Return the settings of each config that one of them has (`settings_of`), by their bare names. A setting that a
+    config does not have is None."""
+    names = dict.fromkeys(name for config in configs for name in settings_of(config))
+    return [{name: config.in_effect(name) for name in names} for config in configs]
 
 
 def differing_settings(configs: Sequence[TrainConfig]) -> list[dict[str, Any]]:
@@ -134,10 +151,27 @@ def differing_settings(configs: Sequence[TrainConfig]) -> list[dict[str, Any]]:
 
     Of equally frequent values, the first one counts as the usual value. A setting that a config does not have is None.
     """
-    settings = [settings_of(config) for config in configs]
-    names = list(dict.fromkeys(name for one in settings for name in one))
-    usual = {name: Counter(repr(one.get(name)) for one in settings).most_common(1)[0][0] for name in names}
-    return [{name: one.get(name) for name in names if repr(one.get(name)) != usual[name]} for one in settings]
+    settings = settings_beside(configs)
+    names = settings[0] if settings else ()
+    usual = {name: Counter(repr(one[name]) for one in settings).most_common(1)[0][0] for name in names}
+    return [{name: value for name, value in one.items() if repr(value) != usual[name]} for one in settings]
+
+
+def notes_on_data(runs: Sequence[RunSummary]) -> Iterator[str]:
+    """Yield a note for each data set that had other images, labels or splits in some of the runs, although its name
+    and the settings of its splits are the same."""
+    groups: dict[str, dict[str, list[str]]] = {}
+    for run in runs:
+        if run.config is not None and run.fingerprint:
+            groups.setdefault(repr(run.config.data), {}).setdefault(run.fingerprint, []).append(run.folder.name)
+    specs = {repr(run.config.data): run.config.data.spec for run in runs if run.config is not None}
+    for data, found in groups.items():
+        if len(found) > 1:
+            runs_of_each = "; ".join(", ".join(names) for names in found.values())
+            yield (
+                f"the images, labels or splits of data {specs[data]!r} changed between these runs, so their metrics "
+                f"are not comparable: {runs_of_each}"
+            )
 
 
 def _metrics(events: Sequence[dict[str, Any]]) -> dict[str, float] | None:
