@@ -21,7 +21,7 @@ class Options:
     batch_size: int = 1
     head_bias: float = 0.0
     image_size: tuple[int, int] | None = None
-    patch_size: tuple[int, int] = (7, 7)
+    crop_from: tuple[int, int] = (7, 7)
     shots: tuple[int, ...] = ()
     layers: tuple[int, ...] | None = None
     flip: bool = True
@@ -51,7 +51,7 @@ COMMAND = Command(
         ("--image_size=3 m", {"model": "m", "image_size": (3, 3)}),
         ("m --image-size 3 --batch-size 2", {"model": "m", "image_size": (3, 3), "batch_size": 2}),
         ("m --image-size 3", {"model": "m", "image_size": (3, 3)}),
-        ("--patch-size 3 m", {"model": "m", "patch_size": (3, 3)}),
+        ("--crop-from 3 m", {"model": "m", "crop_from": (3, 3)}),
         ("m --shots --batch-size -2", {"model": "m", "shots": (), "batch_size": -2}),
         ("--head-bias -1e-3 m", {"model": "m", "head_bias": -0.001}),
         ("--out a -- --m", {"model": "--m", "out": "a"}),

@@ -42,7 +42,7 @@ def settings_of(text: str, settings: type[Any]) -> Any:
         except (KeyError, ValueError):
             raise ConfigError(
                 f"attention={text!r}: {key}={value!r} is not {_described(hints[key])}; the default is "
-                f"{_written(getattr(settings, key))}"
+                f"{_written(getattr(settings, key))}{'; a colon separates settings' if ',' in value else ''}"
             ) from None
     return settings(**found)
 
