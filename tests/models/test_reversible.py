@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.models.attention.oracle import config_of, made_network
@@ -169,6 +170,17 @@ class Noisy(nn.Module):
         return self.inner(self.dropout(x))
 
 
+class Wrapped(nn.Module):
+    """A module of a user's own that calls a block."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return self.block(*given, **named)
+
+
 def scaled_output(network: VisionTransformer) -> None:
     network.blocks[0].register_forward_hook(lambda module, given, both: (both[0] * 0.7, both[1]))
 
@@ -215,6 +227,23 @@ def test_gradients_are_right_whatever_a_user_changes(change: Callable[[VisionTra
                 weight += factor * step[name]
             losses.append(loss())
     assert float(ours) == pytest.approx(float(losses[0] - losses[1]) / 2e-6, rel=1e-4)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize("wrapped", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, Wrapped])
+def test_blocks_in_wrappers_are_computed(wrap: Callable[[nn.Module], nn.Module], wrapped: tuple[int, ...]) -> None:
+    plain, changed = reversible_network().train(), reversible_network().train()
+    for number in wrapped:
+        changed.blocks[number] = wrap(changed.blocks[number])
+    images = torch.randn(2, 1, 10, 14, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for network in (plain, changed):
+        network(images).sin().sum().backward()
+    for expected, found in zip(plain.parameters(), changed.parameters(), strict=True):
+        assert expected.grad is not None and found.grad is not None
+        torch.testing.assert_close(found.grad, expected.grad)
+    with torch.no_grad():
+        torch.testing.assert_close(changed.eval()(images), plain.eval()(images))
 
 
 def test_activations_that_a_hook_reads_can_be_trained() -> None:

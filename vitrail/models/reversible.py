@@ -3,20 +3,20 @@
 The memory for activations does not grow with the number of blocks. The backward pass computes each block once more, as
 if blocks were checkpointed, and draws the same random numbers. Rounding changes the computed inputs a little.
 
-Blocks with hooks, and blocks whose own methods were replaced, are called as in an ordinary network, which keeps their
-activations. Their outputs may not determine their inputs, and hooks may read activations for a loss of their own. So
-do blocks inside function transforms (`torch.func`), which cannot transform this backward pass.
+Blocks with hooks, blocks in wrappers, and blocks whose own methods were replaced, are called as in an ordinary network,
+which keeps their activations. Their outputs may not determine their inputs, and hooks may read activations for a loss
+of their own. So are blocks inside function transforms (`torch.func`), which cannot transform this backward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
@@ -28,29 +28,31 @@ __all__ = ["reversible"]
 
 
 def reversible(
-    blocks: Sequence[ReversibleBlock],
+    blocks: Sequence[nn.Module],
     insides: Sequence[AttentionPositions | None],
     first: Float[Tensor, "b n width"],
     second: Float[Tensor, "b n width"],
 ) -> tuple[Float[Tensor, "b n width"], Float[Tensor, "b n width"]]:
     """Return both streams after all blocks. Only they are kept for the backward pass, which ends at the first block
     that is trained if the streams have no gradients."""
-    if torch._C._are_functorch_transforms_active() or not all(map(_is_invertible, blocks)):
+    own = [block for block in blocks if _is_invertible(block)]
+    if torch._C._are_functorch_transforms_active() or len(own) < len(blocks):
         for block, inside in zip(blocks, insides, strict=True):
             first, second = block(second, inside, first=first)
         return first, second
     with torch.no_grad():
-        while blocks and not first.requires_grad and not any(True for _ in _all(blocks[0], insides[0])):
-            first, second = blocks[0](second, insides[0], first=first)
-            blocks, insides = blocks[1:], insides[1:]
-    if not blocks:
+        while own and not first.requires_grad and not any(True for _ in _all(own[0], insides[0])):
+            first, second = own[0](second, insides[0], first=first)
+            own, insides = own[1:], insides[1:]
+    if not own:
         return first, second
-    sources = dict.fromkeys(part for block, inside in zip(blocks, insides, strict=True) for part in _all(block, inside))
-    return _Reversible.apply(blocks, insides, first, second, *sources)  # type: ignore[no-untyped-call]
+    sources = dict.fromkeys(part for block, inside in zip(own, insides, strict=True) for part in _all(block, inside))
+    return _Reversible.apply(own, insides, first, second, *sources)  # type: ignore[no-untyped-call]
 
 
-def _is_invertible(block: ReversibleBlock) -> bool:
-    """Return True if a block's inputs can be computed from its outputs, and nothing else uses its activations."""
+def _is_invertible(block: nn.Module) -> TypeGuard[ReversibleBlock]:
+    """Return True if a block's inputs can be computed from its outputs, and nothing else uses its activations. A module
+    that wraps a block is not a block."""
     return (
         type(block) is ReversibleBlock
         and not {"forward", "mixed", "transformed"} & vars(block).keys()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vitrail.models.attention import AttentionLayer, AttentionPositions
-from vitrail.models.block import Block, ReversibleBlock, make_block
+from vitrail.models.block import Block, make_block
 from vitrail.models.layers import LayerScale, Mlp, SwiGlu, in_format_of, lecun_normal_
 from vitrail.models.linear.dense import Linear
 from vitrail.models.network import Features, Layers, block_numbers, check_images, with_new_head, with_resized_parts
@@ -215,12 +215,11 @@ class VisionTransformer(nn.Module):
     ) -> Float[Tensor, "b m width"]:
         """Return the first `read` tokens of the mean of both streams after the last block. Both streams begin as the
         same tokens."""
-        blocks = [block for block in self.blocks if isinstance(block, ReversibleBlock)]
         first = second = z
         if self.training and torch.is_grad_enabled() and visit is None:
-            first, second = reversible(blocks, insides, first, second)
+            first, second = reversible(list(self.blocks), insides, first, second)
             return (first[:, :read] + second[:, :read]) / 2
-        for layer, (block, inside) in enumerate(zip(blocks, insides, strict=True)):
+        for layer, (block, inside) in enumerate(zip(self.blocks, insides, strict=True)):
             before = second
             first, second = block(second, inside, first=first)
             if visit is not None:
