@@ -271,7 +271,7 @@ def test_senseless_exif_is_no_reason_to_refuse(encode: Encode, exif: bytes) -> N
 
 @pytest.mark.parametrize("data", [b"x", b"\0" * 100, b"\xff\xd8", b"plain text of <html> and <svg>"])
 def test_what_is_no_image_is_refused_with_the_formats(data: bytes) -> None:
-    expected = r"^is not an image in a format of JPEG, PNG, WEBP, BMP, GIF, TIFF, AVIF, HEIC$"
+    expected = r"^is not an image in a format of JPEG, PNG, WEBP, BMP, GIF, TIFF, PPM, AVIF, HEIC$"
     with pytest.raises(UndecodableImage, match=expected):
         decode(data, 3)
 
@@ -281,7 +281,7 @@ def test_zero_bytes_are_refused() -> None:
         decode(b"", 3)
 
 
-@pytest.mark.parametrize("file_format", ["PPM", "EPS", "ICO", "PCX", "TGA", "SGI", "PDF"])
+@pytest.mark.parametrize("file_format", ["EPS", "ICO", "PCX", "TGA", "SGI", "PDF"])
 def test_formats_beyond_the_list_are_refused(encode: Encode, file_format: str) -> None:
     data = encode(picture(16, 16), file_format)
     if file_format != "PDF":
@@ -289,10 +289,39 @@ def test_formats_beyond_the_list_are_refused(encode: Encode, file_format: str) -
             assert opened.format == file_format
     with pytest.raises(UndecodableImage, match=r"is not an image in a format of JPEG"):
         decode(data, 3)
-    assert set(FORMATS) == {"JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "HEIC"}
+    assert set(FORMATS) == {"JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "HEIC"}
 
 
-@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
+@pytest.mark.parametrize("kind", [b"P6", b"P3"])
+@pytest.mark.parametrize("most", [15, 255, 4095, 65535])
+def test_colours_of_ppm_are_scaled_to_8_bits(kind: bytes, most: int) -> None:
+    values = np.random.default_rng(4).integers(0, most + 1, (7, 5, 3))
+    raw = values.astype(">u2" if most > 255 else np.uint8).tobytes()
+    data = raw if kind == b"P6" else b" ".join(b"%d" % value for value in values.reshape(-1))
+    decoded = decode(kind + b"\n# comment\n5 7\n%d\n" % most + data, 3)
+    assert np.abs(decoded - values / most * 255).max() <= 1
+
+
+@pytest.mark.parametrize("kind", [b"P5", b"P2"])
+@pytest.mark.parametrize("most", [255, 4095, 65535])
+def test_grey_of_pgm_is_scaled_to_8_bits(kind: bytes, most: int) -> None:
+    values = np.random.default_rng(4).integers(0, most + 1, (7, 5))
+    raw = values.astype(">u2" if most > 255 else np.uint8).tobytes()
+    data = raw if kind == b"P5" else b" ".join(b"%d" % value for value in values.reshape(-1))
+    decoded = decode(kind + b" 5 7 %d\n" % most + data, 1)
+    assert np.abs(decoded[..., 0] - values / most * 255).max() <= 1
+
+
+def test_bits_of_pbm_are_black_and_white() -> None:
+    assert decode(b"P4\n5 2\n\xa8\x50", 1)[..., 0].tolist() == [[0, 255, 0, 255, 0], [255, 0, 255, 0, 255]]
+
+
+def test_floats_of_pfm_are_refused() -> None:
+    with pytest.raises(UndecodableImage, match="32-bit"):
+        decode(b"Pf\n3 2\n-1.0\n" + bytes(24), 3)
+
+
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
 def test_half_a_file_is_refused(encode: Encode, file_format: str) -> None:
     data = encode(picture(40, 40), file_format)
     with pytest.raises(UndecodableImage):

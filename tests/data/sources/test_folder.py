@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import tempfile
@@ -9,9 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from vitrail.data.pixels.formats import SUFFIXES
 from vitrail.data.source import Source
+from vitrail.data.sources import open_data
 from vitrail.data.sources.folder import FolderSource
 from vitrail.errors import DataError
 from vitrail.testing import check_source
@@ -68,9 +71,36 @@ def test_every_suffix_counts_in_any_case(tree: Trees, suffix: str) -> None:
     assert len(source) == 3 and source.ignored == 0
 
 
-def test_the_suffixes_are_those_of_the_formats_that_decode() -> None:
-    older = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
-    assert older | {".avif", ".heic", ".heif"} == SUFFIXES
+@pytest.mark.parametrize("suffix", [".JFIF", ".jpe", ".ppm", ".pgm", ".pnm", ".hif", ".mpo", ".apng", ".dib"])
+def test_rarer_suffixes_of_the_formats_that_decode_count_too(suffix: str) -> None:
+    assert suffix.lower() in SUFFIXES
+
+
+def content(file_format: str) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (7, 5), "red").save(file, file_format)
+    return file.getvalue()
+
+
+def test_a_class_whose_images_have_other_suffixes_is_an_error(tree: Trees) -> None:
+    root = tree("cat/1.png", "dog/2.png", "dog/notes.txt", "fox/1.happy", "fox/2.sad", "owl/3", "bare/")
+    for name, file_format in (("fox/1.happy", "GIF"), ("fox/2.sad", "PNG"), ("owl/3", "JPEG2000")):
+        (root / name).write_bytes(content(file_format))
+    source = FolderSource(root)
+    (fault,) = (fault for fault in source.faults if fault.kind == "unread-images")
+    assert (fault.severity, fault.count) == ("error", 3) and "fox, owl" in fault.text and ".happy: 1" in fault.text
+    with pytest.raises(DataError, match="fox, owl"):
+        open_data(str(root), validation_share=0.0)
+
+
+def test_images_with_other_suffixes_beside_usual_ones_are_named(tree: Trees) -> None:
+    root = tree("cat/1.png", "cat/1.png_original", "dog/2.png", "dog/notes.txt", "dog/.3")
+    (root / "cat/1.png_original").write_bytes(content("PNG"))
+    (fault,) = FolderSource(root).faults
+    assert (fault.kind, fault.severity, fault.count) == ("unread-images", "warning", 1)
+    assert any(".png_original" in note for note in open_data(str(root), validation_share=0.0).notes)
+    (fault,) = FolderSource(root, unlabelled=True).faults
+    assert fault.kind == "unread-images"
 
 
 def test_nested_folders_belong_to_their_class_folder(tree: Trees) -> None:
@@ -128,7 +158,7 @@ def test_class_folders_without_images_are_skipped_and_named(tree: Trees) -> None
 
 
 def test_class_folders_that_are_all_empty_are_refused(tree: Trees) -> None:
-    expected = r"pictures has no images \(\.avif, \.bmp, .*\.webp\) in its class folders: a, b; add images$"
+    expected = r"pictures has no images \(\.apng, \.avif, .*\.webp\) in its class folders: a, b; add images$"
     with pytest.raises(DataError, match=expected):
         FolderSource(tree("a/notes.txt", "b/"))
 

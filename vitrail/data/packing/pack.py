@@ -43,7 +43,10 @@ END = bytes(2 * BLOCK)
 """The bytes at the end of a tar file."""
 
 GREY = ("1", "L", "LA", "I;16", "I;16B", "I;16L")
-ENDINGS = {"PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp", "TIFF": "tif", "AVIF": "avif", "HEIC": "heic"}
+ENDINGS = {
+    "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp", "TIFF": "tif", "PPM": "ppm", "AVIF": "avif",
+    "HEIC": "heic",
+}  # fmt: skip
 """Suffixes of image formats. A file of any other format is assumed to be a JPEG."""
 
 

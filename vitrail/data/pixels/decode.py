@@ -20,6 +20,7 @@ from PIL import Image, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
 
 from vitrail.data.pixels.formats import FORMATS, missing_decoder, pillow_formats
+from vitrail.data.pixels.repair import png_of_pixels, with_end_marker
 from vitrail.data.pixels.signature import format_of
 from vitrail.errors import UndecodableImage
 
@@ -76,9 +77,14 @@ class Opened:
     """Height and width of the upright image at full size."""
     orientation: int = 1
     """EXIF orientation, 1 to 8."""
-    shrinks: bool = False
-    """True for a JPEG that this module opened, so the settings of its decoder may be changed. False for other formats
-    and for a Pillow image from the caller."""
+    file: bytes = b""
+    """The encoded file, or nothing for a picture that the caller opened."""
+
+    @property
+    def shrinks(self) -> bool:
+        """True for a JPEG that this module opened, so the settings of its decoder may be changed. False for other
+        formats and for a Pillow image from the caller."""
+        return bool(self.file) and self.picture.format in ("JPEG", "MPO")
 
     def shrink_for(self, most: float) -> int:
         """Return the largest of the factors 8, 4 and 2 that is at most `most`, or 1 if there is none or the image is
@@ -101,16 +107,10 @@ class Opened:
         Raise `UndecodableImage`.
         """
         with _refusing():
-            if shrink > 1:
-                width, height = self.picture.size
-                self.picture.draft(None, (width // shrink, height // shrink))
-            stated = self.picture.size
-            self.picture.load()
-            if self.picture.format == "HEIF" and self.picture.size != stated:  # no other decoder continues then
-                raise UndecodableImage("has another size than its header states")
-            picture = _black_is_zero(self.picture)
+            loaded = _loaded(self.picture, self.file, shrink)
+            picture = _as_grey_of_16_bits(loaded)
             # The orientation is read after loading, because Pillow turns a TIFF upright when it loads the pixels.
-            turn = UPRIGHT.get(_orientation(self.picture))
+            turn = UPRIGHT.get(_orientation(loaded))
             return _plain(picture if turn is None else picture.transpose(turn), channels)
 
 
@@ -146,9 +146,12 @@ def open_image(image: bytes | np.ndarray | Image.Image) -> Opened:
         return Opened(picture, (picture.height, picture.width))
     with _refusing():
         if isinstance(image, bytes):
-            picture = open_file(image)
-            has_none = picture.format == "PNG" and not any(mark in image for mark in PNG_ORIENTATION)
-            orientation = 1 if has_none else _orientation(picture)
+            picture, orientation = open_file(image), 1
+            if picture.format != "PNG":
+                orientation = _orientation(picture)
+            elif any(mark in image for mark in PNG_ORIENTATION):
+                picture = _loaded(picture, image)
+                orientation = _orientation(picture)
         else:
             picture, orientation = image, _orientation(image)
         width, height = picture.size
@@ -157,8 +160,7 @@ def open_image(image: bytes | np.ndarray | Image.Image) -> Opened:
         stored = _tags(picture).get(WIDTH, width), _tags(picture).get(HEIGHT, height)
         if orientation in TURNED and picture.size == stored:  # newer versions of Pillow give the upright size of a TIFF
             width, height = height, width
-        shrinks = isinstance(image, bytes) and picture.format in ("JPEG", "MPO")
-        return Opened(picture, (height, width), orientation, shrinks)
+        return Opened(picture, (height, width), orientation, image if isinstance(image, bytes) else b"")
 
 
 @contextlib.contextmanager
@@ -179,15 +181,18 @@ def _refusing() -> Iterator[None]:
 
 
 def open_file(data: bytes) -> ImageFile:
-    """Open an encoded image with Pillow and read its header only. Raise `UndecodableImage` for a file of another kind,
-    and any exception of Pillow for a damaged header."""
+    """Open an encoded image with Pillow and read its header only. A PNG file that Pillow refuses for a chunk without
+    influence on the pixels is opened without this chunk.
+
+    Raise `UndecodableImage` for a file of another kind, and any exception of Pillow for a damaged header.
+    """
     if not data:
         raise UndecodableImage("is empty (0 bytes)")
     found = format_of(data)
     if (missing := missing_decoder(found)) is not None:
         raise UndecodableImage(missing)
     try:
-        picture = Image.open(io.BytesIO(data), formats=pillow_formats(found))
+        picture = _opened(data, found)
     except UnidentifiedImageError:
         if found in FORMATS:
             raise UndecodableImage(f"begins as {found}, but its header is damaged or cut short") from None
@@ -198,6 +203,60 @@ def open_file(data: bytes) -> ImageFile:
         tags = _tags(picture)  # Memory is allocated for whole tiles, even if the picture is small.
         _check_size(tags.get(TILE_WIDTH, 1), tags.get(TILE_HEIGHT, 1), "tiles of ")
     return picture
+
+
+def _opened(data: bytes, found: str) -> ImageFile:
+    """Open a file that begins like the format `found`. Raise any exception of Pillow."""
+    try:
+        return Image.open(io.BytesIO(data), formats=pillow_formats(found))
+    except Image.DecompressionBombError:
+        raise
+    except Exception:
+        if (repaired := _repaired_png(data)) is None:
+            raise
+        return repaired
+
+
+def _loaded(picture: Image.Image, file: bytes, shrink: int = 1) -> Image.Image:
+    """Return the picture with its pixels, which are loaded from `file` after a repair if Pillow cannot load them
+    otherwise. Raise `UndecodableImage` or any exception of Pillow."""
+    width, height = picture.size
+    if shrink > 1:
+        picture.draft(None, (width // shrink, height // shrink))
+    stated = picture.size
+    try:
+        picture.load()
+    except Exception:
+        if picture.format == "PNG":
+            repaired: Image.Image | None = _repaired_png(file)
+        else:
+            whole = with_end_marker(file, _rgb) if picture.format in ("JPEG", "MPO") else None
+            repaired = None if whole is None else _loaded(open_file(whole), b"", shrink)
+        if repaired is None:
+            raise
+        return repaired
+    if picture.format == "HEIF" and picture.size != stated:  # no other decoder continues then
+        raise UndecodableImage("has another size than its header states")
+    return picture
+
+
+def _repaired_png(file: bytes) -> ImageFile | None:
+    """Return a PNG picture with its pixels from the chunks of a file that determine them. Return None if the file is
+    not a PNG file, or if its pixels are damaged or too many."""
+    for keep_texts in (True, False):
+        data = png_of_pixels(file, keep_texts=keep_texts)
+        if data is None:
+            return None
+        with contextlib.suppress(Exception):
+            picture = Image.open(io.BytesIO(data), formats=("PNG",))
+            _check_size(*picture.size)
+            picture.load()
+            return picture
+    return None
+
+
+def _rgb(jpeg: bytes) -> np.ndarray:
+    return np.asarray(open_file(jpeg))
 
 
 def _check_size(width: int, height: int, of: str = "") -> None:
@@ -225,11 +284,18 @@ def _tags(picture: Image.Image) -> Any:
     return getattr(picture, "tag_v2", {})
 
 
-def _black_is_zero(picture: Image.Image) -> Image.Image:
-    """Invert grey of 16 bits in a TIFF in which 0 is white. Pillow inverts other depths itself."""
-    if not picture.mode.startswith("I;16") or _tags(picture).get(PHOTOMETRIC) != WHITE_IS_ZERO:
+def _as_grey_of_16_bits(picture: Image.Image) -> Image.Image:
+    """Return grey of 16 bits with 0 as black. Other pictures are returned as they are.
+
+    In some TIFF files 0 is white, and Pillow inverts only other depths itself. Pillow stores grey of 16 bits of a PPM
+    file in 32 bits.
+    """
+    is_ppm = picture.format == "PPM" and picture.mode == "I"
+    is_inverted = picture.mode.startswith("I;16") and _tags(picture).get(PHOTOMETRIC) == WHITE_IS_ZERO
+    if not is_ppm and not is_inverted:
         return picture
-    return Image.fromarray(0xFFFF - np.asarray(picture).astype(np.uint16))
+    grey = np.asarray(picture).astype(np.uint16)
+    return Image.fromarray(0xFFFF - grey if is_inverted else grey)
 
 
 def _from_array(array: np.ndarray) -> Image.Image:

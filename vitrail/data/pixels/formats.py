@@ -10,13 +10,16 @@ from PIL import Image, features
 
 __all__ = ["FORMATS", "SUFFIXES", "missing_decoder", "pillow_formats"]
 
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "HEIC")
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "HEIC")
 """Formats that may be opened. Pillow also supports formats that start programs (EPS) or read other files."""
 
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif", ".heic", ".heif"})
+SUFFIXES = frozenset({
+    ".jpg", ".jpeg", ".jfif", ".jpe", ".jif", ".jfi", ".mpo", ".png", ".apng", ".webp", ".bmp", ".dib", ".gif", ".tif",
+    ".tiff", ".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".heic", ".heif", ".hif",
+})  # fmt: skip
 """Suffixes, in lower case, of files that count as images, also on a machine without a decoder for their format."""
 
-ALWAYS = FORMATS[:6]
+ALWAYS = FORMATS[:7]
 """Formats that every Pillow decodes."""
 
 REGISTERING = threading.Lock()

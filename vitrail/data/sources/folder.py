@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vitrail.data.faults import OWN_RECORDS, Fault, is_own_output, is_system_folder
 from vitrail.data.pixels.formats import SUFFIXES
+from vitrail.data.pixels.signature import HEAD, is_image
 from vitrail.data.sources.files import FileSource, inode_of
 from vitrail.errors import DataError, listed, plural
 
-__all__ = ["FolderSource", "class_folders", "has_images", "holds_images", "other_folders"]
+__all__ = ["FolderSource", "class_folders", "has_images", "holds_images", "other_folders", "unread_images"]
 
 ENDINGS = tuple(SUFFIXES)
 """The suffixes as the tuple that `str.endswith` expects."""
 
 ALL = ", ".join(sorted(SUFFIXES))
 """The suffixes in messages."""
+
+LOOKS = 3
+"""Number of files of one suffix in one folder that are opened to see if they are images."""
 
 
 class FolderSource(FileSource):
@@ -28,14 +33,15 @@ class FolderSource(FileSource):
     model is given, a folder with any other name is an error; with `tolerant`, the folder is left out, and is a fault.
     If `unlabelled` is true, all images in `root` and its subfolders are samples without a target. Hidden files, hidden
     folders, the folders of operating systems and the output of Vitrail are skipped. Files without an image suffix are
-    skipped and counted in `ignored`. `faults` describes these folders, folders without images and images outside of
-    class folders. Links are followed, but each folder is read only once. Raises `DataError`.
+    skipped and counted in `ignored`. `faults` describes these folders, folders without images, images outside of class
+    folders, and skipped files whose content is an image. Links are followed, but each folder is read only once. Raises
+    `DataError`.
     """
 
     def __init__(
         self, root: Path, classes: tuple[str, ...] | None = None, *, unlabelled: bool = False, tolerant: bool = False
     ) -> None:
-        self.ignored = 0
+        self._others: list[str] = []
         self.faults: tuple[Fault, ...] = ()
         self._system: list[str] = []
         self._own: list[str] = []
@@ -43,7 +49,8 @@ class FolderSource(FileSource):
             images = sorted(self._images(root, "", set()))
             if not images:
                 raise DataError(f"{root} has no images ({ALL}), neither in it nor in its folders")
-            self.faults = tuple(_other_folders(root, self._system, self._own))
+            others = _other_folders(root, self._system, self._own)
+            self.faults = (*others, *unread_images(root, self._others))
             super().__init__(root, [key for key, _ in images], None, [inode for _, inode in images], ())
             return
         self._system, self._own = _never_data(root)
@@ -74,8 +81,14 @@ class FolderSource(FileSource):
             *(_empty(root, empty) for _ in empty[:1]),
             *_other_folders(root, self._system, self._own),
             *_loose(root),
+            *unread_images(root, self._others, empty),
         )
         super().__init__(root, [key for images in kept.values() for key, _ in images], labels, inodes, classes)
+
+    @property
+    def ignored(self) -> int:
+        """Number of files without a suffix of an image format."""
+        return len(self._others)
 
     def _images(self, root: Path, folder: str, entered: set[tuple[int, int]]) -> list[tuple[str, int]]:
         """Return the relative paths and inodes of the images in a folder and its subfolders."""
@@ -85,7 +98,7 @@ class FolderSource(FileSource):
             return found
         entered.add((status.st_dev, status.st_ino))
         folders = []
-        ignored, system, names = 0, [], set()
+        system, names = [], set()
         start = f"{folder}/" if folder else ""
         try:
             scanned = os.scandir(root / folder)
@@ -103,12 +116,11 @@ class FolderSource(FileSource):
                 elif entry.name.lower().endswith(ENDINGS):
                     found.append((f"{start}{entry.name}", inode_of(entry)))
                 else:
-                    ignored += 1
                     names.add(entry.name)
         if folder and not names.isdisjoint(OWN_RECORDS) and is_own_output(root / folder):
             self._own.append(folder)
             return []
-        self.ignored += ignored
+        self._others += [f"{start}{name}" for name in sorted(names)]
         self._system += system
         for inner in sorted(folders):  # sorted, so that every machine follows the same one of two equal links
             found += self._images(root, inner, entered)
@@ -138,6 +150,41 @@ def _empty(root: Path, names: list[str]) -> Fault:
         "These folders are skipped, so they are not classes.",
         f"Add images ({ALL}), or remove the folders.",
     )  # fmt: skip
+
+
+def unread_images(root: Path, others: Sequence[str], empty: Sequence[str] = ()) -> Iterator[Fault]:
+    """Yield a fault if some of the skipped files `others`, which are paths relative to `root`, are images by their
+    content. It is an error if they are the only images of a class, whose folder is then among those in `empty`."""
+    groups: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for other in others:
+        folder, _, name = other.rpartition("/")
+        groups[folder, os.path.splitext(name)[1].lower()].append(other)  # noqa: PTH122 (thousands of names)
+    unread = {place: names for place, names in groups.items() if any(_looks(root / name) for name in names[:LOOKS])}
+    if not unread:
+        return
+    files = [name for names in unread.values() for name in names]
+    counts: Counter[str] = Counter()
+    for (_, suffix), names in unread.items():
+        counts[suffix or "no suffix"] += len(names)
+    lost = sorted({name.partition("/")[0] for name in files} & set(empty))
+    only = f", and the class folders {listed(lost)} have no other images" if lost else ""
+    yield Fault(
+        "unread-images", "error" if lost else "warning", len(files),
+        f"{root}: skipped {plural(len(files), 'file')} with images whose suffixes are not those of image formats that "
+        f"are read ({listed([f'{suffix}: {count:,}' for suffix, count in counts.most_common()])}), such as "
+        f"{files[0]}{only}",
+        "Training refuses the data, because classes would be missing." if lost else "These images are skipped.",
+        f"Rename or convert the images to files with the suffixes {ALL}, or remove them.",
+    )  # fmt: skip
+
+
+def _looks(path: Path) -> bool:
+    """Return True if a file is an image by its content."""
+    try:
+        with path.open("rb") as file:
+            return is_image(file.read(HEAD))
+    except OSError:
+        return False
 
 
 def other_folders(root: Path) -> Iterator[Fault]:

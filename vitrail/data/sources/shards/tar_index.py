@@ -35,7 +35,7 @@ RawLabel = int | str | tuple[int | str, ...] | tuple[float | None, ...]
 """A label as stored in a shard: the number or name of a class, a tuple of class numbers or names, or a tuple of numbers
 to learn. An unknown number is None."""
 
-FORMAT = 2
+FORMAT = 3
 WINDOW = 16 * 1024
 """Number of bytes that are requested from a server to read a header. If samples are small, one request contains several
 headers."""

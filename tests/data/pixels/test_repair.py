@@ -1,0 +1,155 @@
+"""Tests of files whose pixels are intact and which Pillow refuses: PNG with damaged chunks, JPEG without end marker."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vitrail.data.pixels.decode import decode, image_size_of, open_image
+from vitrail.data.sources import open_data
+from vitrail.errors import UndecodableImage
+
+PIXELS = np.random.default_rng(3).integers(0, 256, (21, 34, 3), dtype=np.uint8)
+
+LARGE = zlib.compress(b"z" * 2_000_000)
+
+
+def chunk(name: bytes, data: bytes, *, is_damaged: bool = False) -> bytes:
+    checksum = zlib.crc32(name + data) ^ is_damaged
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", checksum)
+
+
+def png(*more: bytes, at: bytes = b"IDAT", **options: Any) -> bytes:
+    """Return a PNG file of the pixels with more chunks in front of the first chunk of type `at`."""
+    file = io.BytesIO()
+    Image.fromarray(PIXELS).save(file, "PNG", **options)
+    data = file.getvalue()
+    place = data.index(at) - 4
+    return data[:place] + b"".join(more) + data[place:]
+
+
+HARMLESS = {
+    "a large zTXt": chunk(b"zTXt", b"a\0\0" + LARGE),
+    "a large iTXt": chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + LARGE),
+    "a large iCCP": chunk(b"iCCP", b"icc\0\0" + zlib.compress(os.urandom(1000) * 1500)),
+    "a wrong checksum": chunk(b"tEXt", b"a\0b", is_damaged=True),
+    "a zTXt of no known method": chunk(b"zTXt", b"a\0\1abc"),
+    "a zTXt that is not compressed": chunk(b"zTXt", b"a\0\0abc"),
+    **{
+        f"a short {name.decode()}": chunk(name, b"\0")
+        for name in (b"gAMA", b"pHYs", b"cHRM", b"sRGB", b"iCCP", b"tIME")
+    },
+}
+
+
+@pytest.mark.parametrize("more", HARMLESS.values(), ids=HARMLESS)
+@pytest.mark.parametrize("at", [b"IDAT", b"IEND"])
+@pytest.mark.parametrize("number", [1, 6, 8])
+def test_chunks_without_influence_on_the_pixels_are_no_reason_to_refuse(more: bytes, at: bytes, number: int) -> None:
+    exif = Image.Exif()
+    exif[274] = number
+    turned = decode(png(exif=exif), 3)
+    assert turned.shape == ((21, 34, 3) if number == 1 else (34, 21, 3))
+    data = png(more, at=at, exif=exif)
+    np.testing.assert_array_equal(decode(data, 3), turned)
+    assert image_size_of(data) == turned.shape[:2]
+
+
+def test_transparency_stays_if_another_chunk_is_dropped() -> None:
+    palette = Image.fromarray(PIXELS).quantize(7)
+    file = io.BytesIO()
+    palette.save(file, "PNG", transparency=2)
+    data = file.getvalue()
+    place = data.index(b"IDAT") - 4
+    damaged = data[:place] + HARMLESS["a short gAMA"] + data[place:]
+    np.testing.assert_array_equal(decode(damaged, 3), decode(data, 3))
+
+
+@pytest.mark.parametrize("name", [b"IDAT", b"IHDR", b"PLTE", b"tRNS"])
+def test_damaged_chunks_with_influence_on_the_pixels_are_refused(name: bytes) -> None:
+    file = io.BytesIO()
+    Image.fromarray(PIXELS).quantize(7).save(file, "PNG", transparency=2)
+    data = bytearray(file.getvalue())
+    data[data.index(name) + 5] ^= 1
+    with pytest.raises(UndecodableImage):
+        decode(bytes(data[:33]) + HARMLESS["a short gAMA"] + bytes(data[33:]), 3)
+
+
+def test_pixels_that_are_cut_short_are_refused_beside_a_damaged_chunk() -> None:
+    data = png(HARMLESS["a short gAMA"])
+    for end in range(len(data) - 60, 60, -211):
+        with pytest.raises(UndecodableImage):
+            decode(data[:end], 3)
+
+
+def test_a_size_beyond_the_limit_is_refused_beside_a_damaged_chunk() -> None:
+    data = png(HARMLESS["a short gAMA"])
+    header = chunk(b"IHDR", struct.pack(">II", 65_000, 65_000) + data[24:29])
+    with pytest.raises(UndecodableImage):
+        decode(data[:8] + header + data[33:], 3)
+
+
+JPEGS: list[tuple[str, dict[str, Any]]] = [
+    ("RGB", {}), ("L", {}), ("CMYK", {}), ("RGB", {"progressive": True}), ("RGB", {"restart_marker_rows": 1}),
+    ("L", {"restart_marker_blocks": 1}), ("RGB", {"quality": 100, "subsampling": 0}),
+]  # fmt: skip
+
+
+def jpeg(mode: str, **options: Any) -> bytes:
+    """Return a JPEG file whose lower half is nearly grey, as libjpeg fills missing data."""
+    pixels = PIXELS.copy()
+    pixels[11:] = 128
+    file = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(file, "JPEG", **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(("mode", "options"), JPEGS)
+@pytest.mark.parametrize("missing", [1, 2])
+def test_a_jpeg_that_lacks_only_its_end_marker_decodes(mode: str, options: dict[str, Any], missing: int) -> None:
+    data = jpeg(mode, **options)
+    np.testing.assert_array_equal(decode(data[:-missing], 3), decode(data, 3))
+
+
+@pytest.mark.parametrize(("mode", "options"), JPEGS)
+def test_a_jpeg_cut_anywhere_gives_all_its_pixels_or_is_refused(mode: str, options: dict[str, Any]) -> None:
+    data = jpeg(mode, **options)
+    whole, refused = decode(data, 3), 0
+    for missing in range(3, len(data), 2):
+        try:
+            decoded = decode(data[:-missing], 3)
+        except UndecodableImage:
+            refused += 1
+        else:
+            np.testing.assert_array_equal(decoded, whole)
+    assert refused > (len(data) - 40) // 2
+
+
+def test_a_progressive_jpeg_without_its_last_scan_is_refused() -> None:
+    data = jpeg("RGB", progressive=True)
+    with pytest.raises(UndecodableImage):
+        decode(data[: data.rindex(b"\xff\xda")], 3)
+
+
+def test_a_jpeg_without_end_marker_shrinks_like_others() -> None:
+    file = io.BytesIO()
+    Image.fromarray(PIXELS.repeat(4, 0).repeat(4, 1)).save(file, "JPEG")
+    data = file.getvalue()
+    np.testing.assert_array_equal(np.asarray(open_image(data[:-2]).load(3, 2)), np.asarray(open_image(data).load(3, 2)))
+
+
+def test_data_with_such_files_trains_on_all_of_them(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.jpg").write_bytes(jpeg("RGB")[:-2])
+        (tmp_path / name / "2.png").write_bytes(png(HARMLESS["a short pHYs"]))
+    train = open_data(str(tmp_path), validation_share=0.0).train
+    assert [decode(train[index].image, 3).shape for index in range(len(train))] == [(21, 34, 3)] * 4
