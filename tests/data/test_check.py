@@ -309,6 +309,18 @@ def test_many_rare_classes_are_an_imbalance(arrays: Callable[..., Source]) -> No
     assert check_data(Splits(arrays([0] * 19 + [1] * 2), None, None)).findings == ()
 
 
+def test_measured_numbers_as_classes_name_the_option(memory_source: Sources) -> None:
+    def kinds(names: tuple[str, ...], each: int) -> dict[str, str]:
+        images = [np.asarray(picture(seed, 8, 6)) for seed in range(len(names) * each)]
+        source = memory_source(images, labels=[*range(len(names))] * each, classes=names)
+        return {finding.kind: finding.advice for finding in check_data(Splits(source, None, None)).findings}
+
+    assert "--numbers COLUMN" in kinds(("1.5", "2", "7.25"), 3)["numbers-as-classes"]
+    assert "numbers-as-classes" in kinds(tuple(map(str, range(25))), 1)
+    assert "numbers-as-classes" not in kinds(tuple(map(str, range(25))), 2)
+    assert "numbers-as-classes" not in kinds(("0", "1.0", "2"), 1)
+
+
 @pytest.mark.parametrize("values", [{"sample": 0}, {"threads": 0}, {"max_skipped": 1.5}, {"max_skipped": -0.1}])
 def test_values_out_of_range_are_refused(clean: Path, values: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="|".join(f"{name}={value}" for name, value in values.items())):

@@ -47,7 +47,7 @@ class Check:
     data: Annotated[str, Positional("SPEC")]
     """Data set, in any form that `vitrail train --data` accepts."""
     numbers: tuple[str, ...] = ()
-    """Numeric columns of a table that are the targets instead of classes."""
+    """Numeric columns of a table that are the targets instead of classes, such as --numbers age height."""
     unlabelled: bool = False
     """Accept data without classes, such as a folder of photographs."""
     sample: int | None = None
@@ -157,6 +157,8 @@ def _show(report: Report, console: Console) -> None:
     if report.sizes is not None:
         _say(console, f"sizes    {_sizes(report.sizes)}")
     _say(console, f"formats  {', '.join(f'{kind} ({count:,})' for kind, count in report.kinds.items()) or 'none'}")
+    if report.classes and not report.splits[0].per_class:
+        _say(console, f"numbers  {', '.join(report.classes)}")
     if report.balance is not None:
         balance = report.balance
         _say(
@@ -183,7 +185,7 @@ def _show_finding(finding: Finding, console: Console) -> None:
 
 
 def _counts(report: Report) -> Table:
-    table = Table("class", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table("class" if report.splits[0].per_class else "", box=SIMPLE_HEAD, pad_edge=False)
     for split in report.splits:
         table.add_column(split.name, justify="right")
     largest = sorted(range(len(report.splits[0].per_class)), key=lambda one: -report.splits[0].per_class[one])

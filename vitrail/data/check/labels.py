@@ -9,10 +9,14 @@ import numpy as np
 
 from vitrail.data.check.report import Balance, Finding, SplitCounts
 from vitrail.data.source import Source, class_indices, target_kind
+from vitrail.data.sources.tables.number_column import holds_numbers
 from vitrail.data.splits import Splits
 from vitrail.errors import listed, plural
 
 __all__ = ["balance_of", "count", "label_findings", "named_sources"]
+
+MANY = 20
+"""Smallest number of classes called by whole numbers that can be measured numbers."""
 
 UNEVEN = 10
 """Smallest ratio of the largest class to the smallest class for which the imbalance is a warning."""
@@ -56,6 +60,7 @@ def label_findings(classes: Sequence[str], splits: Mapping[str, SplitCounts]) ->
     if not train.per_class:  # numbers
         return
     yield from _missing(classes, splits)
+    yield from _numbers(classes, train)
     single = [name for name, number in zip(classes, train.per_class, strict=True) if number == 1]
     if single:
         yield Finding(
@@ -75,6 +80,20 @@ def label_findings(classes: Sequence[str], splits: Mapping[str, SplitCounts]) ->
             "Every image has the same weight, so frequent classes are learned first, and the overall accuracy says "
             "little about rare classes.",
             "Add images of rare classes, and look at the accuracy per class.",
+        )  # fmt: skip
+
+
+def _numbers(classes: Sequence[str], train: SplitCounts) -> Iterator[Finding]:
+    """Yield a finding if the classes look like measured numbers: some have decimals, or many occur once."""
+    if not holds_numbers(classes):
+        return
+    occur_once = len(classes) >= MANY and 2 * train.per_class.count(1) > len(classes)
+    if occur_once or any(not float(name).is_integer() for name in classes):
+        yield Finding(
+            "numbers-as-classes", "warning", len(classes),
+            f"the {len(classes):,} classes are numbers: {listed(classes)}",
+            "Each number is a class of its own, and classes have no order, so 3.1 and 3.2 are as different as 3 and 900.",
+            "To predict numbers, name their columns: --numbers COLUMN. Keep the classes if the numbers are only names.",
         )  # fmt: skip
 
 

@@ -163,6 +163,7 @@ def test_a_million_rows_would_list_each_folder_once(
     [
         (("name,label", "a/1.jpg,x"), r"has no column of paths: its columns are name, label; the column of paths must"),
         (("path,size,weight", "4.jpg,9,1"), r"has no column of labels: its columns are path, size, weight; the column"),
+        (("path,size,weight", "4.jpg,9,"), r"to predict numbers, name their columns: --numbers size$"),
         (("path", "4.jpg"), r"has no column of labels: its columns are path; the column of labels must"),
         (("path,label,Path", "4.jpg,x,4.jpg"), r"names a column twice: path, label, Path"),
         (("path,label", "4.jpg,x,y"), r"labels\.csv, line 2: the line has 3 cells, but the first line names 2 columns"),
@@ -193,6 +194,7 @@ def test_mistakes_are_named(table: Callable[..., Path], lines: tuple[str, ...], 
         (('{"file_name": "4.jpg", "label": ' + "[" * 100_000,), r"line 1: the line is not valid JSON \("),
         (("[1]",), r"line 1: the line is a JSON list; it must be an object"),
         (('{"file_name": "4.jpg"}',), r"line 1: there is no label among the fields file_name"),
+        (('{"file_name": "4.jpg", "eye size": 3.5}',), r"name their columns: --numbers 'eye size'"),
         (
             ('{"file_name": "4.jpg", "label": [1]}', '{"file_name": "a/1.jpg", "label": 2}'),
             r"some lines have one label",

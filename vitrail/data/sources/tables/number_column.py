@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from jaxtyping import Float64
 
 from vitrail.errors import DataError, nearest
 
-__all__ = ["MissingColumn", "NumberColumns", "number_of", "places_of"]
+__all__ = ["MissingColumn", "NumberColumns", "holds_numbers", "number_of", "places_of"]
 
 
 class MissingColumn(DataError):
@@ -52,6 +52,15 @@ def number_of(where: str, column: str, value: Any) -> float:
             "numbers, so leave the cell empty if the number is unknown"
         )
     return number
+
+
+def holds_numbers(values: Iterable[Any]) -> bool:
+    """Return True if some values are numbers, and all others are empty."""
+    try:
+        found = [number_of("", "", value) for value in values]
+    except DataError:
+        return False
+    return not all(map(math.isnan, found))
 
 
 def places_of(title: str, wanted: Sequence[str], columns: Sequence[str]) -> list[int]:

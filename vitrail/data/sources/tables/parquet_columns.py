@@ -120,7 +120,7 @@ class ParquetColumns:
                 return labels
         raise DataError(
             f"{self.path}: column {column!r} has the type {self.types[column]}, which holds no labels; labels are "
-            "whole numbers, text, or lists of them"
+            f"whole numbers, text, or lists of them; a column of numbers to predict is named by --numbers {column}"
         )
 
     def numbers(self, columns: Sequence[str]) -> Float64[np.ndarray, "n k"]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from vitrail.data.faults import Fault, has_predictions
 from vitrail.data.source import Target
 from vitrail.data.sources.files import FileSource, inodes_in
 from vitrail.data.sources.folder import class_folders
-from vitrail.data.sources.tables.number_column import MissingColumn, NumberColumns, number_of, places_of
+from vitrail.data.sources.tables.number_column import MissingColumn, NumberColumns, holds_numbers, number_of, places_of
 from vitrail.data.splits import (
     CHOICE,
     SPLITS,
@@ -262,6 +263,7 @@ def _read_csv(table: Path, file: Iterable[str], numbers: Sequence[str], unlabell
         raise DataError(
             f"{table} has no column of labels: its columns are {', '.join(header)}; the column of labels "
             f"must be called {' or '.join(LABELS[:3])}, unless there is one column of 0 and 1 per class"
+            f"{_regression_hint([(header[c], [line[c] for _, line in cells]) for c in others])}"
         )
     return _Table(table, [_Row(line[path], line[label] or None, _cell(line, split), n) for n, line in cells], None)
 
@@ -298,6 +300,7 @@ def _read_json(table: Path, file: Iterable[str], numbers: Sequence[str], unlabel
             raise DataError(
                 f"{table}, line {number}: there is no label among the fields {', '.join(names)}; the field of the "
                 f"label must be called {' or '.join(LABELS[:3])}"
+                f"{_regression_hint([(name, [value]) for name, value in fields.items()])}"
             )
         rows.append(_Row(str(values[path]), _json_label(values[label]), _cell(values, split), number))
     places_of(str(table), numbers if rows else (), list(seen))
@@ -342,6 +345,12 @@ def _columns(table: Path, header: list[str]) -> tuple[int, int | None, int | Non
             f"must be called {' or '.join(PATHS[:3])}"
         )
     return path, find(LABELS), find((SPLIT_COLUMN,))
+
+
+def _regression_hint(columns: Iterable[tuple[str, Sequence[Any]]]) -> str:
+    """Return the end of a message that names the option for the columns that hold numbers only, or ""."""
+    found = [name for name, values in columns if holds_numbers(values)]
+    return f"; to predict numbers, name their columns: --numbers {' '.join(map(shlex.quote, found))}" if found else ""
 
 
 def _cell(line: list[Any], column: int | None) -> str:
