@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -54,7 +54,22 @@ def test_figures_of_a_row_follow_from_its_times(tiny_work: Callable[..., Workloa
     assert speed.median == pytest.approx(work.batch / sorted(ours.seconds)[1])
     assert ours.gflops == pytest.approx(work.flops / sorted(ours.seconds)[1] / 1e9)
     assert result.breakdown is None and result.skipped == {} and ours.memory is None
-    assert result.product_flops > 0.5 * work.flops and result.large_gflops > 0.1
+    assert result.product_flops > 0.5 * work.flops and (result.large_gflops is None or result.large_gflops > 0.1)
+
+
+@pytest.mark.parametrize(("busy", "share"), [(1, 0.5), (2, None)])
+def test_a_step_faster_than_its_products_is_measured_again(
+    busy: int, share: float | None, tiny_work: Callable[..., Workload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = [2.0] * busy + [0.5] * 2  # of the products, in each measurement; a step of ours takes one second
+
+    def measured(timers: Iterable[Entry], **_: int) -> dict[Entry, list[float]]:
+        products = seconds.pop(0)
+        return {entry: [products if entry == ALONE else 1.0] * 3 for entry in timers}
+
+    monkeypatch.setattr("vitrail.bench.compare.interleave", measured)
+    ours, products = compare(tiny_work(), profile=False).rows
+    assert (ours.share, products.share) == (share, 1) and len(seconds) == busy
 
 
 def test_compiled_is_set_beside_compiled(tiny_work: Callable[..., Workload]) -> None:

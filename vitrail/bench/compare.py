@@ -34,8 +34,9 @@ class Row:
     images_per_second: Spread
     gflops: float
     """Billions of closed-form FLOPs per second in the median step."""
-    share: float
-    """Time of the matrix products alone divided by the time of this row, as the median over rounds."""
+    share: float | None
+    """Time of the matrix products alone divided by the time of this row, as the median over rounds. None if it is above
+    1 in two measurements, because other programs used the machine while the products were timed."""
     ratio: float
     """Speed of our network divided by the speed of this row, as the median over rounds. A compiled library is compared
     with our compiled network."""
@@ -51,8 +52,9 @@ class Comparison:
     product_flops: int
     """FLOPs of the replayed matrix products. A product that a fused attention kernel computes twice is counted
     twice."""
-    large_gflops: float
-    """Billions of FLOPs per second of one large square matrix product in the workload's number format."""
+    large_gflops: float | None
+    """Billions of FLOPs per second of one large square matrix product in the workload's number format. None if our
+    network is faster in two measurements, because other programs used the machine while the product was timed."""
     breakdown: dict[str, float] | None
     """Fraction of our step time for each category of operation, if it was measured."""
     skipped: dict[str, str]
@@ -81,9 +83,11 @@ def compare(
         workers, skipped = _ready([wanted[0], ALONE, *wanted[1:]], workload, stack)
         timers = {entry: partial(worker.call, "seconds") for entry, worker in workers.items()}
         times = interleave(timers, repetitions=repetitions, warmup=warmup)
+        if any(_share(times, entry) > 1 for entry in times):
+            times = interleave(timers, repetitions=repetitions, warmup=warmup)
         fractions = workers[wanted[0]].call("breakdown") if profile else None
         product_flops = workers[ALONE].call("flops")
-        large_gflops = workers[ALONE].call("large_flops") / 1e9
+        large_gflops = _large_gflops(workers[ALONE], workload.flops / statistics.median(times[wanted[0]]) / 1e9)
     needed: dict[Entry, int] = {}
     if memory:
         # Compiling needs far more memory than a step, so the peak memory of a compiled step cannot be measured.
@@ -94,6 +98,23 @@ def compare(
 
 
 ALONE = Entry(PRODUCTS)
+
+
+def _large_gflops(worker: Worker, ours: float) -> float | None:
+    """Return the billions of FLOPs per second of a large product, or None if two measurements are below `ours`."""
+    for _ in range(2):
+        if (found := worker.call("large_flops") / 1e9) >= ours:
+            return found
+    return None
+
+
+def _share(times: dict[Entry, list[float]], entry: Entry) -> float:
+    return _beside(times[ALONE], times[entry])
+
+
+def _beside(others: Sequence[float], seconds: Sequence[float]) -> float:
+    """Return the ratio of times, as the median over rounds. The machine's load is similar within a round."""
+    return statistics.median(a / b for a, b in zip(others, seconds, strict=True))
 
 
 def _ready(wanted: Sequence[Entry], workload: Workload, stack: ExitStack) -> tuple[dict[Entry, Worker], dict[str, str]]:
@@ -128,17 +149,14 @@ def _row(entry: Entry, workload: Workload, times: dict[Entry, list[float]], memo
     seconds, alike = times[entry], Entry(OURS, entry.settings)
     flops = workload.flops if entry.library in (OURS, PRODUCTS) else workload.whole_flops
 
-    def beside(other: Entry) -> float:
-        """Return the ratio of times, as the median over rounds. The machine's load is similar within a round."""
-        return statistics.median(a / b for a, b in zip(times[other], seconds, strict=True))
-
+    share, against = _share(times, entry), alike if entry.library != OURS and alike in times else Entry(OURS)
     return Row(
         entry=entry,
         settings=entry.describe(workload),
         seconds=tuple(seconds),
         images_per_second=Spread.of([workload.batch / each for each in seconds]),
         gflops=flops / statistics.median(seconds) / 1e9,
-        share=beside(ALONE),
-        ratio=1 / beside(alike if entry.library != OURS and alike in times else Entry(OURS)),
+        share=share if share <= 1 else None,
+        ratio=1 / _beside(times[against], seconds),
         memory=memory,
     )

@@ -98,8 +98,8 @@ class Regression(Task):
     def texts(self, values: dict[str, float], digits: int = 2) -> list[str]:
         """Return texts of the metrics. Several numbers have one mean absolute error each; a single number needs no
         standardised error."""
-        each = [(*name.rsplit(":", 1), value) for name, value in values.items() if ":" in name]
-        errors = [f"{name}: {metric.replace('_', ' ')} {value:.4g}" for name, metric, value in each]
+        each = [(name.rpartition(":"), value) for name, value in values.items() if ":" in name]
+        errors = [f"{name}: {metric.replace('_', ' ')} {value:.4g}" for (name, _, metric), value in each]
         return super().texts(_described(values), digits) + errors
 
     def summary(self, result: dict[str, float]) -> dict[str, float]:

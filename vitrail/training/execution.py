@@ -35,7 +35,7 @@ from vitrail.training.reporting.journal import Journal
 from vitrail.training.reporting.sinks import Sinks
 from vitrail.training.reporting.trackers import tracking
 from vitrail.training.setup import Setup
-from vitrail.training.speed.limit import product_limit
+from vitrail.training.speed.limit import MachineLimit, product_limit
 from vitrail.training.state.best import BestModel
 from vitrail.training.state.checkpoint import Checkpoints
 from vitrail.training.state.state import TrainState
@@ -151,15 +151,27 @@ class Execution:
                 state.batches.close()
         return monitor
 
-    def _limit(self, state: TrainState, plan: Plan) -> float | None:
+    def _limit(self, state: TrainState, plan: Plan) -> MachineLimit | None:
         """Measure the machine's limit for the speed of the steps, and write it into the journal. Return None if the
         FLOPs of some steps are unknown."""
         if not all(phase.flops for phase in plan.phases):
             return None
-        limit = product_limit(plan.precision, plan.device, self.processes)
-        threads = torch.get_num_threads() if plan.device.type == "cpu" else None
-        self.journal.write("limit", step=state.step, flops_per_second=limit, precision=plan.precision, threads=threads)
-        return limit
+
+        def measure(again: bool) -> float:
+            found = product_limit(plan.precision, plan.device, self.processes, again=again)
+            threads = torch.get_num_threads() if plan.device.type == "cpu" else None
+            settings = {"precision": plan.precision, "threads": threads}
+            self.journal.write("limit", step=state.step, flops_per_second=found, **settings)
+            return found
+
+        def give_up() -> None:
+            self.journal.write("limit too low", step=state.step)
+            self.display.note(
+                "the steps are faster than the matrix products that were measured alone, so other programs used the "
+                "machine meanwhile; the fraction of this speed is not shown any more"
+            )
+
+        return MachineLimit(measure, give_up, self.processes)
 
     @property
     def _may_keep_start(self) -> bool:

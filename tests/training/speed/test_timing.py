@@ -13,6 +13,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.training.optimization.duration import RunLength
 from vitrail.training.optimization.optimizer import OptimizerConfig
 from vitrail.training.speed import timing
+from vitrail.training.speed.limit import MachineLimit
 from vitrail.training.speed.rates import TimeLeft
 from vitrail.training.speed.timing import Timing
 from vitrail.training.steps.phases import Phase
@@ -57,12 +58,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def made(plan: Plan = PLAN, limit: float | None = None, step: int = 0) -> Timing:
+def made(plan: Plan = PLAN, limit: MachineLimit | None = None, step: int = 0) -> Timing:
     return Timing(plan, TimeLeft(plan.steps, {}, work=plan.work), step=step, started=98.0, limit=limit)
 
 
 def test_a_report_counts_steps_without_pauses(clock: Clock) -> None:
-    times = made(limit=1000.0)
+    times = made(limit=MachineLimit(lambda again: 1000.0, lambda: None))
     clock.passes(1)
     with times.waiting():
         clock.passes(1)

@@ -70,18 +70,31 @@ def comparison(result: Comparison, workload: Workload) -> list[Any]:
             _number(speed.median),
             f"{_number(speed.low)}..{_number(speed.high)}",
             _number(row.gflops),
-            f"{row.share:.0%}",
+            "-" if row.share is None else f"{row.share:.0%}",
             f"{row.ratio:.2f}x",
         )
-    ours = [
-        f"{row.gflops / result.large_gflops:.0%} ({row.settings})" for row in result.rows if row.entry.library == OURS
-    ]
-    large = (
-        f"One large product achieves {_number(result.large_gflops)} GFLOP/s. vitrail achieves of that: "
-        f"{', '.join(ours)}"
-    )
-    notes = "\n".join(escape(f"skipped: {name}: {reason}") for name, reason in result.skipped.items())
-    return [table, large, *([notes] if notes else []), *_memory(result, workload), *_breakdown(result)]
+    skipped = (escape(f"skipped: {name}: {reason}") for name, reason in result.skipped.items())
+    notes = "\n".join([*([BUSY] if _is_busy(result) else []), *skipped])
+    return [table, *_large(result), *([notes] if notes else []), *_memory(result, workload), *_breakdown(result)]
+
+
+BUSY = (
+    "A step is faster than its matrix products alone, in two measurements, so the fraction (-) is unknown. Other "
+    "programs used the machine meanwhile, or a compiled step starts faster than the products. Repeat the command on a "
+    "free machine."
+)
+
+
+def _is_busy(result: Comparison) -> bool:
+    return result.large_gflops is None or any(row.share is None for row in result.rows)
+
+
+def _large(result: Comparison) -> list[str]:
+    """Return a line with the fractions of the speed of a large product that our network achieves, if it is known."""
+    if (large := result.large_gflops) is None:
+        return []
+    ours = [f"{row.gflops / large:.0%} ({row.settings})" for row in result.rows if row.entry.library == OURS]
+    return [f"One large product achieves {_number(large)} GFLOP/s. vitrail achieves of that: {', '.join(ours)}"]
 
 
 def _memory(result: Comparison, workload: Workload) -> list[Table]:

@@ -92,7 +92,7 @@ def _numbers(classes: Sequence[str], train: SplitCounts) -> Iterator[Finding]:
         yield Finding(
             "numbers-as-classes", "warning", len(classes),
             f"the {len(classes):,} classes are numbers: {listed(classes)}",
-            "Each number is a class of its own, and classes have no order, so 3.1 and 3.2 are as different as 3 and 900.",
+            "Each number is a class of its own. Classes have no order, so 3.1 and 3.2 are as different as 3 and 900.",
             "To predict numbers, name their columns: --numbers COLUMN. Keep the classes if the numbers are only names.",
         )  # fmt: skip
 

@@ -21,6 +21,7 @@ from vitrail.training.monitoring.stop import StopRequest
 from vitrail.training.reporting.display import TRAINING
 from vitrail.training.reporting.sinks import Sinks
 from vitrail.training.speed.adaptation import Adaptation
+from vitrail.training.speed.limit import MachineLimit
 from vitrail.training.speed.rates import TimeLeft
 from vitrail.training.speed.timing import Timing
 from vitrail.training.state.state import TrainState
@@ -55,11 +56,11 @@ class Monitor:
         stop: StopRequest,
         started: float,
         on_readers: Callable[[int], None] = lambda threads: None,
-        limit: float | None = None,
+        limit: MachineLimit | None = None,
     ) -> None:
         """`started` is the time (`time.perf_counter()`) at which the user started the command. `on_readers` receives
-        the number of reading threads if the run chooses it. `limit` is the number of FLOPs per second with which the
-        speed of the steps is compared, or None if their FLOPs are unknown."""
+        the number of reading threads if the run chooses it. `limit` is that with which the speed of the steps is
+        compared, or None if their FLOPs are unknown."""
         self.state = state
         self.plan = plan
         self.sinks = sinks

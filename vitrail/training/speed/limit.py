@@ -13,7 +13,7 @@ from vitrail.machine import TrainingPrecision
 from vitrail.models.linear.float32 import has_onednn
 from vitrail.processes.group import Processes
 
-__all__ = ["product_limit"]
+__all__ = ["MachineLimit", "product_limit"]
 
 SECONDS = 0.04
 """Time for which products are measured, apart from their first call, which loads the libraries."""
@@ -27,15 +27,53 @@ AHEAD = 8
 Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
-def product_limit(precision: TrainingPrecision, device: torch.device, processes: Processes = Processes()) -> float:
+class MachineLimit:
+    """The limit with which the speed of a run's steps is compared.
+
+    No step is faster than matrix products alone. If one is, other programs used the machine while the products were
+    measured. They are measured again, once. If steps are still faster, there is no limit any more.
+    """
+
+    def __init__(
+        self, measure: Callable[[bool], float], on_too_low: Callable[[], None], processes: Processes = Processes()
+    ) -> None:
+        """`measure` returns the FLOPs per second of the products. Its argument is True if it must measure again.
+        `on_too_low` is called when the limit is given up."""
+        self._measure = measure
+        self._on_too_low = on_too_low
+        self._processes = processes
+        self._is_repeated = False
+        self.flops_per_second: float | None = measure(False)
+        """None if there is no limit any more."""
+
+    def check(self, rate: float) -> None:
+        """Measure the limit again, or give it up, if the steps are faster: they compute `rate` FLOPs per second.
+
+        All processes call this method together, each with the rate that it measured.
+        """
+        while (limit := self.flops_per_second) is not None and any(self._processes.gather(rate > limit)):
+            if self._is_repeated:
+                self.flops_per_second = None
+                self._on_too_low()
+            else:
+                self._is_repeated = True
+                self.flops_per_second = max(limit, self._measure(True))
+
+
+def product_limit(
+    precision: TrainingPrecision, device: torch.device, processes: Processes = Processes(), *, again: bool = False
+) -> float:
     """Return the FLOPs per second of the fastest matrix products of all processes together.
 
     Square matrices are multiplied in the number format of training for about 40 ms, and the fastest product counts. All
     processes measure at the same time, because they may share cores. While other programs use the machine, the products
-    are slower, as the steps are. A process measures once for each number of threads. No random number is drawn.
+    are slower, as the steps are. A process measures once for each number of threads, unless `again` is True. No random
+    number is drawn.
     """
     if processes.are_several:
         processes.gather(None)  # so that they begin together
+    if again:
+        _measured.cache_clear()
     own = _measured(precision, device, torch.get_num_threads())
     return sum(processes.gather(own))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from vitrail.training.speed.limit import MachineLimit
 from vitrail.training.speed.rates import SmoothedRate, TimeLeft
 from vitrail.training.steps.plan import Plan
 
@@ -39,10 +40,12 @@ class _Interval:
 class Timing:
     """Times the steps of a run, its pauses for evaluations and checkpoints, and its waiting for data."""
 
-    def __init__(self, plan: Plan, left: TimeLeft, *, step: int, started: float, limit: float | None = None) -> None:
+    def __init__(
+        self, plan: Plan, left: TimeLeft, *, step: int, started: float, limit: MachineLimit | None = None
+    ) -> None:
         """`step` is the number of steps before. `started` is the time (`time.perf_counter()`) at which the user started
-        the command. `limit` is the number of FLOPs per second with which the speed of the steps is compared, or None if
-        their FLOPs are unknown."""
+        the command. `limit` is that with which the speed of the steps is compared, or None if their FLOPs are
+        unknown."""
         self._plan = plan
         self._left = left
         self._started = started
@@ -108,13 +111,21 @@ class Timing:
             self._left.add(self._plan.work(step) - self._plan.work(since.step), seconds)
         exact = {"images_per_second": since.images / seconds, "waiting_share": since.waited / seconds}
         smoothed = {"images_per_second": self._image_rate.add(since.images, seconds)}
-        if self._limit is not None:
-            exact["limit_fraction"] = since.flops / seconds / self._limit
-            smoothed["limit_fraction"] = self._flop_rate.add(since.flops, seconds) / self._limit
+        self._interval = _Interval(step, begin=now)
+        if (limit := self._limit_for(since.flops / seconds)) is not None:
+            exact["limit_fraction"] = since.flops / seconds / limit
+            smoothed["limit_fraction"] = self._flop_rate.add(since.flops, seconds) / limit
         if (left := self.seconds_left(step)) is not None:
             smoothed["seconds_left"] = left
-        self._interval = _Interval(step, begin=now)
         return Speeds(step - since.step, exact, smoothed)
+
+    def _limit_for(self, rate: float) -> float | None:
+        """Return the machine's limit in FLOPs per second, which is checked against the speed of the last steps."""
+        if self._limit is None or self._limit.flops_per_second is None:
+            return None
+        with self.pause("limit"):
+            self._limit.check(rate)
+        return self._limit.flops_per_second
 
     def go_back(self, step: int) -> None:
         """Count the following steps from this one, to which the run went back. The time of the others stays counted."""
