@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from vitrail.data.pixels.decode import allow_pixels
 from vitrail.data.selection import CutMethod
 from vitrail.data.source import Source
 from vitrail.data.sources import OpenedData, open_mixed, open_whole
@@ -44,9 +45,12 @@ class DataConfig:
     max_skipped: float = 0.01
     """Fraction of the training images that may fail to decode before the run stops. Unless this is 0, at least three
     failures are tolerated, or a tenth of the images if there are fewer than 30."""
+    max_pixels: int | None = None
+    """Largest number of pixels of an image that is decoded; larger images count as undecodable. The default is
+    89478485, or the environment variable VITRAIL_MAX_PIXELS."""
 
     def __post_init__(self) -> None:
-        problems = [*at_least(self, per_class=1, subset_seed=0), *below_one(self, "validation_share")]
+        problems = [*at_least(self, per_class=1, subset_seed=0, max_pixels=1), *below_one(self, "validation_share")]
         problems += [*check_validation(self.validation), *one_of(self, cut_method=CutMethod)]
         if not 0 <= self.max_skipped <= 1:
             problems.append(f"max_skipped={self.max_skipped} is not in [0, 1]")
@@ -61,7 +65,11 @@ class DataConfig:
         return self.cut(self.open_whole(unlabelled=unlabelled, tolerant=tolerant))
 
     def open_whole(self, *, unlabelled: bool = False, tolerant: bool = False) -> OpenedData:
-        """Open the data and the data of `mix`, for `cut` to split. Raises `DataError`."""
+        """Open the data and the data of `mix`, for `cut` to split. Raises `DataError`.
+
+        From then on, `max_pixels` applies to this process and those that it starts.
+        """
+        self._allow_pixels()
         opened = open_whole(self.spec, numbers=self.numbers, unlabelled=unlabelled, tolerant=tolerant)
         return replace(opened, mixed=open_mixed(opened.whole, self.mix))
 
@@ -70,6 +78,7 @@ class DataConfig:
 
         Configs that differ only in the validation fraction and the amount of training images can share open data.
         """
+        self._allow_pixels()
         if not isinstance(data, OpenedData):
             whole = data if isinstance(data, Splits) else Splits(data, None, None)
             data = OpenedData("", whole, open_mixed(whole, self.mix))
@@ -80,3 +89,7 @@ class DataConfig:
             subset_seed=self.subset_seed,
             cut_method=self.cut_method,
         )
+
+    def _allow_pixels(self) -> None:
+        if self.max_pixels is not None:
+            allow_pixels(self.max_pixels)

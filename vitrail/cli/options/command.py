@@ -11,7 +11,16 @@ from decimal import Decimal
 from functools import cached_property
 from typing import Any
 
-from vitrail.cli.options.fields import SQUARES, DataChoice, Option, convert, flag, options_of, unknown_option
+from vitrail.cli.options.fields import (
+    SQUARES,
+    DataChoice,
+    ImageChoice,
+    Option,
+    convert,
+    flag,
+    options_of,
+    unknown_option,
+)
 from vitrail.errors import ConfigError, UserError
 
 __all__ = ["Call", "Command", "Example"]
@@ -81,7 +90,10 @@ class Command:
         """Every option, by field name."""
         own = (option for cls in self.options for option in options_of(cls))
         found = {option.name: option for option in (*own, *self.settings())}
-        choices = options_of(DataChoice, section=found["data"].section) if "data" in found else ()
+        choices = list(options_of(DataChoice, section=found["data"].section)) if "data" in found else []
+        decodes = not found.keys().isdisjoint(("data", "images", "models"))
+        if decodes and "max_pixels" not in found:  # in commands that train, it is a setting of the run
+            choices += options_of(ImageChoice, section=found["data"].section if "data" in found else "")
         return found | {option.name: option for option in choices}
 
     def options_for(self, given: Options) -> dict[str, Option]:
@@ -99,7 +111,8 @@ class Command:
         return " ".join(["vitrail", self.name, *parts, "[options]"])
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """Return the values of the typed options. Raise `ConfigError` for an unknown option or a wrong value."""
+        """Return the values of the typed options. The choice of splits becomes a part of the data's name, and the limit
+        on pixels applies to the process. Raise `ConfigError` for an unknown option or a wrong value."""
         typed = list(arguments)
         end = typed.index("--") if "--" in typed else len(typed)
         parser, by_name = self._parser(), self.known
@@ -118,6 +131,10 @@ class Command:
         by_name = self.options_for(given | typed_as)
         for name, values in words.items():
             given[name] = values if isinstance(values, bool) else convert(by_name[name], values)
+        if "max_pixels" in given and by_name["max_pixels"].owner is ImageChoice:
+            from vitrail.data.pixels.decode import allow_pixels  # without Pillow, --help is faster
+
+            allow_pixels(given.pop("max_pixels"))
         return _with_splits(given)
 
     def check_required(self, given: Options) -> None:

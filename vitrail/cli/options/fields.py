@@ -19,6 +19,7 @@ from vitrail.training.optimization.duration import Duration
 
 __all__ = [
     "DataChoice",
+    "ImageChoice",
     "Option",
     "Positional",
     "convert",
@@ -76,6 +77,15 @@ class DataChoice:
     splits: str = ""
     """Folders, files or values of a split column that form the splits, such as train=Training,test=Testing. By default
     the usual names are recognised; none reads no name as that of a split, so that all folders are classes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageChoice:
+    """Options of every command that decodes images. They apply to the whole process."""
+
+    max_pixels: int | None = None
+    """Largest number of pixels of an image that is decoded. The default is 89478485, or the environment variable
+    VITRAIL_MAX_PIXELS."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import functools
 import importlib
 import io
 import logging
+import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -22,13 +23,26 @@ from PIL.ImageFile import ImageFile
 from vitrail.data.pixels.formats import FORMATS, missing_decoder, pillow_formats
 from vitrail.data.pixels.repair import png_of_pixels, with_end_marker
 from vitrail.data.pixels.signature import format_of
-from vitrail.errors import UndecodableImage
+from vitrail.errors import ConfigError, UndecodableImage
 
-__all__ = ["MAX_PIXELS", "Opened", "decode", "image_size_of", "open_file", "open_image", "to_pil"]
+__all__ = [
+    "MAX_PIXELS",
+    "Opened",
+    "allow_pixels",
+    "decode",
+    "image_size_of",
+    "open_file",
+    "open_image",
+    "pixel_limit",
+    "to_pil",
+]
 
 MAX_PIXELS = 89_478_485
-"""Largest number of pixels of an image: 256 MiB in RGB. Pillow warns about larger images. Here they are refused before
-memory is allocated."""
+"""Default of the largest number of pixels of an image: 256 MiB in RGB. Pillow warns about larger images. Here they are
+refused before memory is allocated."""
+
+LIMIT_VARIABLE = "VITRAIL_MAX_PIXELS"
+"""The environment variable that sets another limit. Worker processes inherit it."""
 
 BACKGROUND = (255, 255, 255)
 """Background colour of transparent pixels."""
@@ -114,6 +128,25 @@ class Opened:
             return _plain(picture if turn is None else picture.transpose(turn), channels)
 
 
+def pixel_limit() -> int:
+    """Return the largest number of pixels of an image that is decoded. Raise `ConfigError` if the environment variable
+    is not a positive whole number."""
+    text = os.environ.get(LIMIT_VARIABLE)
+    if not text:
+        return MAX_PIXELS
+    if not text.isdecimal() or not int(text):
+        raise ConfigError(f"{LIMIT_VARIABLE}={text!r} in the environment is not a whole number above 0; correct it")
+    return int(text)
+
+
+def allow_pixels(limit: int) -> None:
+    """Set the largest number of pixels of an image that is decoded, for this process and those that it starts. Raise
+    `ConfigError` unless the number is above 0."""
+    if limit < 1:
+        raise ConfigError(f"max_pixels={limit} is less than 1; the default is {MAX_PIXELS:,} pixels")
+    os.environ[LIMIT_VARIABLE] = str(limit)
+
+
 def decode(image: bytes | np.ndarray | Image.Image, channels: int) -> UInt8[np.ndarray, "h w c"]:
     """Return the pixels of an image with 1 (grey) or 3 (RGB) channels. The EXIF orientation is applied, and transparent
     pixels are blended with white.
@@ -172,10 +205,10 @@ def _refusing() -> Iterator[None]:
         warnings.filterwarnings("ignore", module=r"PIL\.")
     try:
         yield
-    except UndecodableImage:
+    except (UndecodableImage, ConfigError):
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise UndecodableImage(f"claims more than {MAX_PIXELS:,} pixels") from None
+        raise UndecodableImage(f"claims more than {_limit_in_words()}") from None
     except Exception as error:  # a hostile or broken file can make a decoder raise anything at all
         raise UndecodableImage(f"cannot be decoded: {error}") from error
 
@@ -207,6 +240,7 @@ def open_file(data: bytes) -> ImageFile:
 
 def _opened(data: bytes, found: str) -> ImageFile:
     """Open a file that begins like the format `found`. Raise any exception of Pillow."""
+    _raise_limit_of_pillow()
     try:
         return Image.open(io.BytesIO(data), formats=pillow_formats(found))
     except Image.DecompressionBombError:
@@ -260,8 +294,18 @@ def _rgb(jpeg: bytes) -> np.ndarray:
 
 
 def _check_size(width: int, height: int, of: str = "") -> None:
-    if width * height > MAX_PIXELS:
-        raise UndecodableImage(f"claims {of}{width} x {height} pixels; at most {MAX_PIXELS:,} are allowed")
+    if width * height > pixel_limit():
+        raise UndecodableImage(f"claims {of}{width} x {height} pixels, more than {_limit_in_words()}")
+
+
+def _limit_in_words() -> str:
+    return f"the limit of {pixel_limit():,} pixels; a higher --max-pixels (or {LIMIT_VARIABLE}) allows it"
+
+
+def _raise_limit_of_pillow() -> None:
+    """Let Pillow open what the limit allows. By default, Pillow refuses images of twice its own limit."""
+    if Image.MAX_IMAGE_PIXELS is not None and pixel_limit() > Image.MAX_IMAGE_PIXELS:
+        Image.MAX_IMAGE_PIXELS = pixel_limit()
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from jaxtyping import Float, Float32, Int64, UInt8
 from PIL import Image
 from torch import Tensor
 
-from vitrail.data.pixels.decode import MAX_PIXELS, Opened, decode, open_image
+from vitrail.data.pixels.decode import Opened, decode, open_image, pixel_limit
 from vitrail.data.pixels.geometry import Box, Placement, Resize, place, place_like_big_vision
 from vitrail.data.pixels.tensorflow_resize import resize as tensorflow_resize
 from vitrail.errors import ConfigError, UndecodableImage
@@ -192,10 +192,10 @@ class Preprocess:
         """Return the scaled and cropped image, or a box of it, with shape h w or h w c."""
         placement = self.placement(opened.size, box)
         height, width = placement.scaled
-        if height * width > MAX_PIXELS:
+        if height * width > pixel_limit():
             raise UndecodableImage(
                 f"has {opened.size[1]} x {opened.size[0]} pixels and would be scaled to {width} x {height}, more than "
-                f"the limit of {MAX_PIXELS:,} pixels; crop it to a less elongated shape"
+                f"the limit of {pixel_limit():,} pixels; crop it to a less elongated shape"
             )
         top, left, *taken = placement.box
         shrink = 1

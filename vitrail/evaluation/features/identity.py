@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import nn
 
+from vitrail.data.pixels.decode import pixel_limit
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, fingerprint, stamp_of
 from vitrail.weights.bundle import weights_sha256
 
 __all__ = ["Identity", "data_fingerprint", "weights_fingerprint"]
 
-FORMAT = 1
+FORMAT = 2
 """Version of the entries and of the computation in `embed`. Entries of other versions are ignored."""
 
 SAMPLED = 16
@@ -32,6 +33,8 @@ class Identity:
     preprocess: Preprocess
     precision: str
     layer: str = "embedding"
+    max_pixels: int = field(default_factory=pixel_limit)
+    """Larger images are skipped."""
     format: int = FORMAT
 
 

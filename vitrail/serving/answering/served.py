@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 import numpy as np
 import torch
 
-from vitrail.data.pixels.decode import image_size_of
+from vitrail.data.pixels.decode import allow_pixels, image_size_of, pixel_limit
 from vitrail.data.pixels.preprocess import Pixels
 from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.machine import Precision
@@ -64,6 +64,8 @@ class ServedModel:
         self.bundle = bundle
         self.sha256 = weights_sha256(bundle.network)
         self._max_pixels = settings.max_pixels
+        if settings.max_pixels > pixel_limit():
+            allow_pixels(settings.max_pixels)
         self.computed = ModelOutputs(bundle, precision or bundle.precision, compute.divide)
         self.tasks = self._find_tasks()
         blank = np.zeros((bundle.preprocess.channels, *bundle.preprocess.image_size), self.dtype)
@@ -117,7 +119,9 @@ class ServedModel:
         """Raise `UndecodableImage` for an image that cannot be decoded, or is larger than the server accepts."""
         height, width = image_size_of(image)
         if height * width > self._max_pixels:
-            raise UndecodableImage(f"claims {width} x {height} pixels; this server accepts {self._max_pixels:,}")
+            raise UndecodableImage(
+                f"claims {width} x {height} pixels; this server accepts {self._max_pixels:,} (its option --max-pixels)"
+            )
 
     def _find_tasks(self) -> tuple[Task, ...]:
         network: Any = self.bundle.network
