@@ -18,7 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.weights.hub_server import Hub, Repository, cut_off, restart_client, serving
+from vitrail.data.choice import Choice
 from vitrail.data.source import Source
+from vitrail.data.sources import open_whole
 from vitrail.data.sources.hub_data import open_hub_data
 from vitrail.errors import DataError, SaveError
 from vitrail.testing import check_source
@@ -107,9 +109,10 @@ def test_a_data_set_by_its_name(hub: Hub, parquet: Callable[..., bytes]) -> None
 
 def test_columns_are_chosen_behind_the_name(hub: Hub, parquet: Callable[..., bytes]) -> None:
     hub.add(NAME, {"train.parquet": parquet([0, 1, 1], coarse_label=[2, 0, 1])})
-    splits = open_hub_data(f"{SPEC}?label=coarse_label", ("z", "y", "x"))
+    splits = open_whole(f"{SPEC}?label=coarse_label", classes=("z", "y", "x")).whole
     assert [splits.train.target(index) for index in range(3)] == [0, 2, 1]
-    assert "chooses no column" in message(f"{SPEC}?labels=coarse_label")
+    with pytest.raises(DataError, match="chooses nothing"):
+        open_whole(f"{SPEC}?labels=coarse_label")
 
 
 def test_a_revision(hub: Hub, parquet: Callable[..., bytes]) -> None:
@@ -161,7 +164,7 @@ def test_configurations_of_a_readme(hub: Hub, parquet: Callable[..., bytes]) -> 
     )
     assert [len(open_hub_data(f"{SPEC}:big-{name}", None).train) for name in "xy"] == [1, 2]
     assert message(f"{SPEC}:small") == f"data {SPEC + ':small'!r} has no configuration 'small'; choices: big-x, big-y"
-    assert "nearest: big-y" in message(f"{SPEC}@main:bigy?label=label")
+    assert "nearest: big-y" in message(f"{SPEC}@main:bigy")
     hub.add(NAME, {**files, "README.md": card(texts[0], f"{texts[1]}\n  default: true")})
     assert len(open_hub_data(SPEC, None).train) == 2
     hub.add(NAME, {**files, "README.md": card(texts[0], texts[1].replace("big-y", "default"))})
@@ -201,7 +204,7 @@ def test_splits_that_are_not_ours(hub: Hub, parquet: Callable[..., bytes]) -> No
     hub.add(NAME, extra | {"test.parquet": parquet([0, 1])})
     splits = open_hub_data(SPEC, None)  # for measuring
     assert len(splits.train) == 0 and len(splits.test) == 2
-    splits = open_hub_data(SPEC, None, chosen={"train": ("extra",)})
+    splits = open_hub_data(SPEC, None, choice=Choice(splits={"train": ("extra",)}))
     assert len(splits.train) == 2 and splits.test is None
     hub.add(NAME, {name: content for name, content in files.items() if "extra" in name})
     assert len(open_hub_data(SPEC, None).train) == 2
@@ -360,6 +363,8 @@ def test_processes_that_open_it_at_once(hub: Hub, parquet: Callable[..., bytes])
     hub.add(NAME, {f"data/train-0000{number}-of-00003.parquet": parquet([0, 1] * 30) for number in range(3)})
     script = f"""
 from vitrail.data.source import fingerprint
+from vitrail.data.choice import Choice
+from vitrail.data.sources import open_whole
 from vitrail.data.sources.hub_data import open_hub_data
 print(fingerprint(open_hub_data({SPEC!r}, None).train))
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vitrail.data.source import Source
-from vitrail.data.sources import open_data, open_whole, with_splits
+from vitrail.data.sources import open_data, open_whole, with_choice
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError
 
@@ -17,7 +17,7 @@ Trees = Callable[..., Path]
 
 
 def opened(root: Path | str, *words: str) -> Splits:
-    return open_data(with_splits(str(root), words) if words else str(root), validation_share=0.0)
+    return open_data(with_choice(str(root), words) if words else str(root), validation_share=0.0)
 
 
 def keys_of(source: Source | None) -> list[str] | None:
@@ -85,11 +85,11 @@ def test_a_split_can_have_several_folders(tree: Trees) -> None:
 
 def test_the_name_of_data_carries_its_splits(tree: Trees) -> None:
     root = tree(*in_classes("for 100% & more", "rest"))
-    name = with_splits(f"{root}[:50%]", ["train=for 100% & more", "test=rest"])
+    name = with_choice(f"{root}[:50%]", ["train=for 100% & more", "test=rest"])
     assert name.endswith("[:50%]") and name.startswith(f"{root}?train=")
     assert len(open_data(name, validation_share=0.0).train) == 1
-    with pytest.raises(ConfigError, match="has a choice of splits already"):
-        with_splits(name, ["none"])
+    with pytest.raises(ConfigError, match="has this choice already"):
+        with_choice(name, ["none"])
     with pytest.raises(DataError, match="nothing named absent"):
         opened(root, "train=absent")
     for spec in ("bundled", "fractals:2:4"):
@@ -325,9 +325,10 @@ def test_held_out_tables_without_labels_or_rows_are_skipped(tree: Trees) -> None
         (root / "test.csv").write_text(text)
         splits = opened(root)
         assert splits.classes == ("a", "b") and splits.test is None
-        assert len(splits.notes) == 1 and reason in splits.notes[0]
+        (note,) = (note for note in splits.notes if "test.csv" in note)
+        assert reason in note
     splits = open_data(str(root), validation_share=0.0, numbers=("age",))
-    assert splits.test is None and "no column of numbers" in splits.notes[0]
+    assert splits.test is None and "no column of numbers" in splits.notes[-1]
 
 
 def test_several_tables_are_asked_about(tree: Trees) -> None:
@@ -364,3 +365,21 @@ def test_idx_files_without_labels_or_training_images(idx_folder: Callable[..., P
     assert len(open_whole(str(only), needs_training=False).whole.test) == 2
     with pytest.raises(DataError, match="has a test split but no training images"):
         opened(only)
+
+
+def test_folders_of_one_name_are_one_class(tree: Trees) -> None:
+    root = tree("cafe\u0301/1.png", "caf\u00e9/2.png", "Dog/3.png", "dog/4.png", "None/5.png")
+    splits = opened(root)
+    assert splits.classes == ("Dog", "None", "caf\u00e9", "dog")
+    targets = {splits.train.key(index).split("/")[1]: splits.train.target(index) for index in range(5)}
+    assert targets == {"1.png": 2, "2.png": 2, "3.png": 0, "4.png": 3, "5.png": 1}
+    assert [fault.kind for fault in open_whole(str(root), tolerant=True).whole.faults] == [
+        "joined-folders",
+        "similar-names",
+    ]
+    assert any("'Dog' and 'dog'" in note for note in splits.notes)
+
+
+def test_a_choice_without_effect_is_refused(tree: Trees) -> None:
+    with pytest.raises(DataError, match="--label-separator has no effect on data"):
+        open_data(with_choice(str(tree(*in_classes("a", "b"))), separator="|"), validation_share=0.0)

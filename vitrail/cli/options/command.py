@@ -135,7 +135,7 @@ class Command:
             from vitrail.data.pixels.decode import allow_pixels  # without Pillow, --help is faster
 
             allow_pixels(given.pop("max_pixels"))
-        return _with_splits(given)
+        return _with_choice(given)
 
     def check_required(self, given: Options) -> None:
         """Raise `ConfigError` if a required option is missing."""
@@ -225,18 +225,21 @@ class Command:
         return given
 
 
-def _with_splits(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with the choice of splits as a part of the data's name. Raise `ConfigError` if it is wrong."""
-    splits = given.pop("splits", None)
-    if splits is None:
+def _with_choice(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with the choice about the data as a part of its name. Raise `ConfigError` if it is wrong."""
+    found = {field.name: given.pop(field.name) for field in dataclasses.fields(DataChoice) if field.name in given}
+    if not any(found.values()):
         return given
+    options = " and ".join(flag(name) for name in found)
     if given.get("suite"):
-        raise ConfigError(f"--splits {splits}: it has no effect on the data sets of --suite; leave --splits out")
+        raise ConfigError(f"{options}: no effect on the data sets of --suite; leave it out")
     if "data" not in given:
-        raise ConfigError(f"--splits {splits}: the choice is a part of the data's name; give --data, too")
-    from vitrail.data.sources import with_splits  # without PyTorch, --help is faster
+        raise ConfigError(f"{options}: the choice is a part of the data's name; give --data, too")
+    from vitrail.data.sources import with_choice  # without PyTorch, --help is faster
 
-    return given | {"data": with_splits(str(given["data"]), splits.split(","))}
+    splits = words.split(",") if (words := found.get("splits", "")) else ()
+    separator, keep = found.get("label_separator", ""), found.get("keep_missing_words", False)
+    return given | {"data": with_choice(str(given["data"]), splits, separator, keep_missing=keep)}
 
 
 def _plain(word: str) -> str:

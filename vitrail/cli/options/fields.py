@@ -41,6 +41,7 @@ NAMED_METAVARS = {
     "data": "SPEC",
     "device": "DEVICE",
     "init": "MODEL",
+    "label_separator": "TEXT",
     "layout": "LAYOUT",
     "max_body": "SIZE",
     "memory_limit": "SIZE",
@@ -77,6 +78,10 @@ class DataChoice:
     splits: str = ""
     """Folders, files or values of a split column that form the splits, such as train=Training,test=Testing. By default
     the usual names are recognised; none reads no name as that of a split, so that all folders are classes."""
+    label_separator: str = ""
+    """Text between several labels in a cell of a table, such as '|' for cat|fox. none: each text is one class."""
+    keep_missing_words: bool = False
+    """Take words for a missing value in a table, such as None, NA and nan, as names of classes."""
 
 
 @dataclass(frozen=True, kw_only=True)

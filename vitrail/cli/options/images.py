@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from vitrail.data.faults import is_own_output, is_system_folder
+from vitrail.data.faults import is_own_output, is_system_folder, refuse
 from vitrail.data.pixels.formats import SUFFIXES
 from vitrail.data.sources.folder import unread_images
 from vitrail.errors import DataError
@@ -57,6 +57,7 @@ def _images_of_table(path: Path) -> Iterator[Path]:
     from vitrail.data.sources.tables.table import open_table  # most calls name no table
 
     splits = open_table([path], None, unlabelled=True)
+    refuse(splits.faults)
     for source in (splits.train, splits.validation, splits.test):
         for index in range(len(source) if source is not None else 0):
             assert source is not None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
+from vitrail.data.choice import Choice, choice_in, chosen
 from vitrail.data.faults import has_predictions, is_own_output, refuse
+from vitrail.data.labels import similar_names
 from vitrail.data.overlap import shared_images
 from vitrail.data.selection import CutMethod, take, take_per_class
 from vitrail.data.source import Mixture, Source, Subset, Target, TargetKind, Widened, target_kind
@@ -26,16 +27,14 @@ from vitrail.data.sources.shards.shard_paths import looks_like_shards
 from vitrail.data.sources.shards.shards import open_shards
 from vitrail.data.sources.split_folders import has_classes, open_folders, wrapped
 from vitrail.data.sources.tables.parquet import looks_like_parquet, open_parquet
-from vitrail.data.sources.tables.table import SUFFIXES as TABLES
+from vitrail.data.sources.tables.rows import SUFFIXES as TABLES
 from vitrail.data.sources.tables.table import open_table, tables_in
 from vitrail.data.splits import (
     SPLITS,
     Split,
-    SplitNames,
     Splits,
     check_classes,
     one_class,
-    split_names,
     split_of,
     splits_from,
     with_validation,
@@ -55,7 +54,7 @@ __all__ = [
     "open_mixed",
     "open_pool",
     "open_whole",
-    "with_splits",
+    "with_choice",
 ]
 
 KINDS: dict[TargetKind, str] = {
@@ -164,8 +163,8 @@ def open_whole(
     if len(set(numbers)) < len(numbers):
         raise ConfigError(f"numbers={numbers} names a column twice")
     try:
-        location, chosen = _chosen_in(_amount_of(spec)[0])
-        splits = replace(_open(location, classes, numbers, unlabelled, chosen), title=f"data {spec!r}")
+        location, choice = choice_in(_amount_of(spec)[0])
+        splits = replace(_open(location, classes, numbers, unlabelled, choice), title=f"data {spec!r}")
     except OSError as error:  # a folder that may not be entered, or a name that is too long for a path
         raise DataError(f"data {spec!r} cannot be read: {error.strerror or error}; correct the path") from error
     if not unlabelled:
@@ -188,6 +187,8 @@ def open_whole(
             faults.append(one_class(splits))
         else:
             check_classes(splits)
+        if classes is None:
+            faults += similar_names(splits.title, splits.classes)
     for split, source in (("validation", splits.validation), ("test", splits.test)):
         if isinstance(splits.train, FileSource) and isinstance(source, FileSource):
             faults += shared_files(splits.train, source, split)
@@ -287,58 +288,59 @@ def _open(
     classes: tuple[str, ...] | None,
     numbers: tuple[str, ...],
     unlabelled: bool,
-    chosen: SplitNames | None,
+    choice: Choice,
 ) -> Splits:
+    title, splits_chosen = f"data {location!r}", choice.splits
     if location.startswith("hf:"):
-        return open_hub_data(location, classes, numbers, chosen)
+        return open_hub_data(location, classes, numbers, choice)
     if location.startswith("file://"):
         location = unquote(location.removeprefix("file://"))
     path, url = Path(location).expanduser(), "://" in location
     is_name = location in ("bundled", "fashion-mnist") or location.startswith("fractals:")
-    in_folders = not url and path.is_dir() and not numbers and has_classes(path, chosen)
+    in_folders = not url and path.is_dir() and not numbers and has_classes(path, splits_chosen)
     if in_folders:
-        splits = open_folders(path, classes, unlabelled, chosen)
+        choice.refuse_others(title, "splits")
+        splits = open_folders(path, classes, unlabelled, splits_chosen)
         return replace(splits, notes=(*splits.notes, *_beside(path)))
     if is_name:
-        splits = _open_classes(location, path, classes, unlabelled, chosen)
-    elif looks_like_shards(location if url else str(path), chosen):
-        return open_shards(location if url else str(path), classes, numbers, chosen)
+        splits = _open_classes(location, path, classes, unlabelled, choice)
+    elif looks_like_shards(location if url else str(path), splits_chosen):
+        choice.refuse_others(title, "splits")
+        return open_shards(location if url else str(path), classes, numbers, splits_chosen)
     elif url:
         raise DataError(
-            f"data {location!r} is a URL, from which only tar shards are read; download the data and name its path, or "
-            "name a data set on the Hugging Face hub as hf:ORG/NAME"
+            f"{title} is a URL, from which only tar shards are read; download the data and name its path, or name a "
+            "data set on the Hugging Face hub as hf:ORG/NAME"
         )
     elif looks_like_pseudo_labels(path):
+        choice.refuse_others(title)
         splits = open_pseudo_labels(path, classes, open_pool)
     elif path.is_dir() and is_own_output(path):
         raise DataError(
-            f"data {location!r} is a folder that Vitrail wrote, such as a run or a report, and not data; name a folder "
-            "of images"
+            f"{title} is a folder that Vitrail wrote, such as a run or a report, and not data; name a folder of images"
         )
     elif looks_like_parquet(path):
-        return open_parquet(path, classes, numbers, chosen)
+        return open_parquet(path, classes, numbers, choice)
     elif path.is_file() and path.suffix.lower() in TABLES:
         if has_predictions(path):
             raise DataError(
-                f"data {location!r} holds predictions of a model, which are not labels; name the images themselves, or "
-                "let vitrail data label write the labels that a model gives them"
+                f"{title} holds predictions of a model, which are not labels; name the images themselves, or let "
+                "vitrail data label write the labels that a model gives them"
             )
-        return open_table([path], classes, numbers=numbers, unlabelled=unlabelled, chosen=chosen)
-    elif path.is_dir() and not has_idx(path) and (tables := tables_in(path, chosen)):
-        splits = open_table(tables, classes, numbers=numbers, unlabelled=unlabelled, chosen=chosen, is_folder=True)
+        return open_table([path], classes, numbers=numbers, unlabelled=unlabelled, choice=choice)
+    elif path.is_dir() and not has_idx(path) and (tables := tables_in(path, splits_chosen)):
+        splits = open_table(tables, classes, numbers=numbers, unlabelled=unlabelled, choice=choice, is_folder=True)
         return replace(splits, notes=(*splits.notes, *_beside(path, tables)))
     elif path.is_dir() and not has_idx(path) and (inner := wrapped(path)):
-        splits = _open(str(inner), classes, numbers, unlabelled, chosen)
+        splits = _open(str(inner), classes, numbers, unlabelled, choice)
         return replace(splits, notes=(f"{path}: reading {inner.name}/, the only folder in it", *splits.notes))
     else:
-        splits = _open_classes(location, path, classes, unlabelled, chosen)
+        splits = _open_classes(location, path, classes, unlabelled, choice)
     if numbers:
         raise DataError(
-            f"data {location!r} has no columns of numbers, but numbers={','.join(numbers)} asks for some; tables "
+            f"{title} has no columns of numbers, but numbers={','.join(numbers)} asks for some; tables "
             f"({', '.join(TABLES)}), Parquet files, data sets of the hub and shards packed from them can have columns"
         )
-    if chosen and not path.is_dir():
-        raise DataError(f"data {location!r} has splits of its own, so --splits has no effect; leave --splits out")
     return splits
 
 
@@ -369,8 +371,9 @@ def _beside(folder: Path, tables: Sequence[Path] = ()) -> Iterator[str]:
 
 
 def _open_classes(
-    location: str, path: Path, classes: tuple[str, ...] | None, unlabelled: bool, chosen: SplitNames | None
+    location: str, path: Path, classes: tuple[str, ...] | None, unlabelled: bool, choice: Choice
 ) -> Splits:
+    choice.refuse_others(f"data {location!r}", *(["splits"] if path.is_dir() and not has_idx(path) else []))
     if location == "bundled":
         return _idx(fashion_mnist.BUNDLED, fashion_mnist.CLASSES)
     if location == "fashion-mnist":
@@ -387,10 +390,8 @@ def _open_classes(
             f"and the names {', '.join(NAMES)}"
         )
     if has_idx(path):
-        if chosen:
-            raise DataError(f"data {location!r} is a folder of IDX files, which --splits cannot divide; leave it out")
         return _idx(path, known=classes)
-    return open_folders(path, classes, unlabelled, chosen)
+    return open_folders(path, classes, unlabelled, choice.splits)
 
 
 def _without_unlabelled(splits: Splits) -> Splits:
@@ -415,36 +416,18 @@ def _is_known(target: Target) -> bool:
 
 def absolute_spec(spec: str) -> str:
     """Return the same data with the absolute path if it is on the disk, for a file that is read from any folder."""
-    location, _ = _chosen_in(_amount_of(spec)[0])
+    location, _ = choice_in(_amount_of(spec)[0])
     path = Path(location).expanduser()
     if location in ("bundled", "fashion-mnist") or not path.exists():
         return spec
     return f"{path.absolute()}{spec[len(location) :]}"
 
 
-def with_splits(spec: str, words: Sequence[str]) -> str:
-    """Return the name of the same data with a choice of splits, such as "photos?train=Training&test=Testing" for the
-    words "train=Training" and "test=Testing". Raise `ConfigError` for a wrong word or a second choice."""
-    chosen = split_names(words)
+def with_choice(spec: str, splits: Sequence[str] = (), separator: str = "", *, keep_missing: bool = False) -> str:
+    """Return the name of the same data with a choice of splits and labels (see `chosen`), before the amount."""
     location, amount = _amount_of(spec)
-    if _chosen_in(location)[1] is not None:
-        raise ConfigError(f"splits={','.join(words)}: data {spec!r} has a choice of splits already; leave one out")
-    pairs = [f"{split}={quote(name, safe='/*')}" for split, names in chosen.items() for name in names]
-    asked = "?" in location and not os.path.lexists(location)
-    choice = ("&" if asked else "?") + ("&".join(pairs) or "splits=none")
-    return f"{location}{choice}[{amount}]" if amount else f"{location}{choice}"
-
-
-def _chosen_in(location: str) -> tuple[str, SplitNames | None]:
-    """Return a location without the choice of splits, and this choice. A "?" in the path of a file is none."""
-    base, mark, query = location.rpartition("?")
-    if not mark or os.path.lexists(location):
-        return location, None
-    pairs = query.split("&")
-    ours = [pair for pair in pairs if pair.partition("=")[0] in (*SPLITS, "splits")]
-    rest = "&".join(pair for pair in pairs if pair not in ours)
-    words = [unquote(pair.removeprefix("splits=")) for pair in ours]
-    return (f"{base}?{rest}" if rest else base, split_names(words)) if ours else (location, None)
+    location = chosen(location, splits, separator, keep_missing=keep_missing)
+    return f"{location}[{amount}]" if amount else location
 
 
 def has_amount(spec: str) -> bool:

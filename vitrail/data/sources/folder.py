@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from vitrail.data.faults import OWN_RECORDS, Fault, is_own_output, is_system_folder
+from vitrail.data.labels import check_names, class_name
 from vitrail.data.pixels.formats import SUFFIXES
 from vitrail.data.pixels.signature import HEAD, is_image
 from vitrail.data.sources.files import FileSource, inode_of
@@ -29,13 +30,13 @@ LOOKS = 3
 class FolderSource(FileSource):
     """The images in class folders and their subfolders, in the order of their paths.
 
-    By default the classes are the sorted names of the folders that hold images. If `classes` of another split or a
-    model is given, a folder with any other name is an error; with `tolerant`, the folder is left out, and is a fault.
-    If `unlabelled` is true, all images in `root` and its subfolders are samples without a target. Hidden files, hidden
-    folders, the folders of operating systems and the output of Vitrail are skipped. Files without an image suffix are
-    skipped and counted in `ignored`. `faults` describes these folders, folders without images, images outside of class
-    folders, and skipped files whose content is an image. Links are followed, but each folder is read only once. Raises
-    `DataError`.
+    By default the classes are the sorted names of the folders that hold images, as `class_name` writes them. If
+    `classes` of another split or a model is given, a folder with any other name is an error; with `tolerant`, the
+    folder is left out, and is a fault. If `unlabelled` is true, all images in `root` and its subfolders are samples
+    without a target. Hidden files, hidden folders, the folders of operating systems and the output of Vitrail are
+    skipped. Files without an image suffix are skipped and counted in `ignored`. `faults` describes these folders,
+    folders without images, images outside of class folders, and skipped files whose content is an image. Links are
+    followed, but each folder is read only once. Raises `DataError`.
     """
 
     def __init__(
@@ -58,27 +59,29 @@ class FolderSource(FileSource):
         folders = [name for name in _subfolders(root) if name not in never and not name.startswith(".")]
         if not folders:
             raise DataError(f"{root} has no class folders; it needs one folder of images for each class")
-        if unprintable := [name for name in folders if not name.isprintable()]:
-            raise DataError(f"{root} has class folders with unprintable names: {unprintable}; rename them")
+        named = {name: class_name(name) for name in folders}
+        check_names(str(root), named.values())
         entered: set[tuple[int, int]] = set()
         found = {name: sorted(self._images(root, name, entered)) for name in folders}
         empty = [name for name, images in found.items() if not images]
         if len(empty) == len(folders) and not tolerant:
             raise DataError(f"{root} has no images ({ALL}) in its class folders: {listed(empty)}; add images")
-        classes = tuple(name for name in folders if found[name]) if classes is None else classes
+        present = dict.fromkeys(sorted(named[name] for name in folders if found[name]))
+        classes = tuple(present) if classes is None else classes
         numbers = {name: number for number, name in enumerate(classes)}
-        unknown = [name for name in folders if found[name] and name not in numbers]
+        unknown = [name for name in folders if found[name] and named[name] not in numbers]
         strange = f"{root} has unknown classes: {listed(unknown, 20)}; the known classes are: {listed(classes, 20)}"
         if unknown and not tolerant:
             raise DataError(strange)
-        kept = {name: images for name, images in found.items() if images and name in numbers}
+        kept = {name: images for name, images in found.items() if images and named[name] in numbers}
         labels, inodes = array("q"), array("Q")
         for name, images in kept.items():
             inodes.extend(inode for _, inode in images)
-            labels.extend([numbers[name]] * len(images))
+            labels.extend([numbers[named[name]]] * len(images))
         self.faults = (
             *(_unknown(strange, sum(len(found[name]) for name in unknown), root) for _ in unknown[:1]),
             *(_empty(root, empty) for _ in empty[:1]),
+            *_joined(root, {name: named[name] for name in kept}),
             *_other_folders(root, self._system, self._own),
             *_loose(root),
             *unread_images(root, self._others, empty),
@@ -141,6 +144,19 @@ def _unknown(text: str, images: int, root: Path) -> Fault:
         f"out {plural(images, 'image')} of {root.name}/.",
         "Add training images of these classes, or remove their folders.",
     )  # fmt: skip
+
+
+def _joined(root: Path, names: Mapping[str, str]) -> Iterator[Fault]:
+    """Yield a fault if the names of several folders are written differently and mean the same class."""
+    classes = Counter(names.values())
+    if alike := [name for name, one in names.items() if classes[one] > 1]:
+        yield Fault(
+            "joined-folders", "note", len(alike),
+            f"{root}: the names {listed(list(map(repr, alike)))} differ only in spaces at their ends or in the form of "
+            "Unicode, so folders of the same name are one class",
+            "Folders of the same name are one class.",
+            "Give all folders of a class the same name.",
+        )  # fmt: skip
 
 
 def _empty(root: Path, names: list[str]) -> Fault:

@@ -13,10 +13,12 @@ import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vitrail.data.sources.tables.parquet import SUFFIX, ParquetFile, identity_of, open_files, split_choice
+from vitrail.data.choice import Choice
+from vitrail.data.sources.tables.parquet import SUFFIX, ParquetFile, identity_of, open_files
 from vitrail.data.splits import CHOICE, SPLITS, Split, SplitNames, Splits, check_chosen, split_of
 from vitrail.errors import DataError, SaveError, listed, nearest
 from vitrail.files import cache_folder
@@ -49,16 +51,16 @@ class _Listing(NamedTuple):
 
 
 def open_hub_data(
-    spec: str, classes: tuple[str, ...] | None, numbers: tuple[str, ...] = (), chosen: SplitNames | None = None
+    spec: str, classes: tuple[str, ...] | None, numbers: tuple[str, ...] = (), choice: Choice | None = None
 ) -> Splits:
-    """Open `hf:ORG/NAME[@REVISION][:CONFIG][?image=COLUMN&label=COLUMN]`, downloading files that are not in the cache.
+    """Open `hf:ORG/NAME[@REVISION][:CONFIG]`, downloading files that are not in the cache.
 
     Without a network, or in offline mode, only the cache is used. Raises `DataError` if the repository, revision or
     configuration does not exist, access is refused, there are no Parquet files, or the hub cannot be reached and the
     cache is incomplete. Raises `SaveError` if the disk is full or not writable.
     """
-    text, choice = split_choice(spec)
-    name, colon, config = text.removeprefix(PREFIX).partition(":")
+    choice = choice or Choice()
+    name, colon, config = spec.removeprefix(PREFIX).partition(":")
     repository = parse("dataset", spec, name)
     if repository is None or (colon and not config):
         raise DataError(
@@ -75,7 +77,7 @@ def open_hub_data(
         configurations, preferred = _by_folder(found.names), None
         if not configurations:
             raise DataError(f"data {spec!r} has no {SUFFIX} files, and neither has the hub's own conversion")
-    splits, notes = _splits(spec, configurations[_chosen(spec, configurations, config, preferred)], chosen)
+    splits, notes = _splits(spec, configurations[_chosen(spec, configurations, config, preferred)], choice.splits)
     paths = _files(found, [name for names in splits.values() for name in names])
     _keep(found)
     if not found.why:
@@ -84,6 +86,7 @@ def open_hub_data(
         split: [ParquetFile(name, paths[name], _identity(paths[name])) for name in names]
         for split, names in splits.items()
     }
+    choice = replace(choice, splits={}) if choice.splits else choice  # the choice is that of files, not of rows
     return open_files(f"data {spec!r}", files, choice, classes, notes, numbers=numbers)
 
 

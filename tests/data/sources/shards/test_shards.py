@@ -152,7 +152,7 @@ def test_several_labels(tmp_path: Path, picture: Callable[[int], bytes]) -> None
         (labelled("1:-1"), r"sample '1' has the label -1; it is not among the known classes"),
         (labelled("1:2000000"), r"the label 2000000 of '1' is not a class number"),
         (labelled("1:0", "2:rose"), r"the label 0 of '1' is a number, but other labels are names, such as 'rose'"),
-        (labelled("1:a\tb"), r"unprintable class names: \['a\\tb'\]"),
+        (labelled("1:a\tb"), r"unprintable names: \['a\\tb'\]"),
         ({**labelled("1:0"), "2.jpg": b"", "2.json": b'{"label": [1]}'}, r"some images have a list of labels"),
         ({"1.jpg": b"", "2.jpg": b"", "2.json": b'{"label": [1]}'}, r"some images have a list of labels"),
         ({"1.cls": b"3", "README": b""}, r"x\.tar: there are no images, but 2 other files; a sample is"),

@@ -23,10 +23,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vitrail.data.choice import choice_in
 from vitrail.data.source import Source, fingerprint, target_kind
 from vitrail.data.sources import open_data
 from vitrail.data.sources.tables import parquet_columns
 from vitrail.data.sources.tables.parquet import looks_like_parquet, open_parquet
+from vitrail.data.splits import Splits
 from vitrail.errors import DataError, SaveError
 from vitrail.testing import check_source
 
@@ -79,9 +81,15 @@ def labels_of(source: Source | None) -> list[Any]:
     return [source.target(index) for index in range(len(source))]
 
 
-def message(path: Path, classes: tuple[str, ...] | None = None, kind: type[Exception] = DataError) -> str:
+def opened(path: Path | str, classes: tuple[str, ...] | None = None) -> Splits:
+    """Open a file, of which "?" and a choice of columns can follow the path."""
+    location, choice = choice_in(str(path))
+    return open_parquet(Path(location), classes, choice=choice)
+
+
+def message(path: Path | str, classes: tuple[str, ...] | None = None, kind: type[Exception] = DataError) -> str:
     with pytest.raises(kind) as caught:
-        open_parquet(path, classes)
+        opened(path, classes)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -114,7 +122,7 @@ def test_the_contract_of_a_source(tmp_path: Path, pictures: list[bytes], kind: p
         {"label": class_label("rose", "daisy", "tulip")},
         compression=compression,
     )
-    splits = open_parquet(path, None)
+    splits = opened(path, None)
     assert splits.validation is None and splits.test is None and splits.classes == ("rose", "daisy", "tulip")
     assert samples_of(splits.train) == [(f"a.parquet:{n}", pictures[n], labels[n]) for n in range(30)]
     check_source(splits.train)
@@ -133,7 +141,7 @@ def test_any_rows(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject)
         use_dictionary=data.draw(st.booleans()),
         data_page_size=data.draw(st.sampled_from([1, 64, 2**20])),
     )
-    source = open_parquet(path, None).train
+    source = opened(path, None).train
     assert [sample[1:] for sample in samples_of(source)] == [
         (piece or b"", None if label in (None, -1) else label) for piece, label in rows
     ]
@@ -182,7 +190,7 @@ def test_splits_by_names(tmp_path: Path, pictures: list[bytes], names: dict[str,
 
 def test_a_file_is_to_train_on_whatever_its_name(tmp_path: Path, pictures: list[bytes]) -> None:
     path = write(tmp_path / "test-00000-of-00001.parquet", {"image": images(pictures), "label": [0] * 30})
-    splits = open_parquet(path, None)
+    splits = opened(path, None)
     assert len(splits.train) == 30 and splits.test is None
 
 
@@ -304,17 +312,17 @@ def test_an_empty_word_is_no_label(tmp_path: Path, pictures: list[bytes], kind: 
 
 def test_lists_of_words(tmp_path: Path, pictures: list[bytes]) -> None:
     path = write(tmp_path / "a.parquet", {"image": images(pictures[:3]), "label": [["b", "a"], [], ["a", "c"]]})
-    source = open_parquet(path, None).train
+    source = opened(path, None).train
     assert source.classes == ("a", "b", "c") and labels_of(source) == [(0, 1), (), (0, 2)]
 
 
 def test_without_labels(tmp_path: Path, pictures: list[bytes]) -> None:
     path = write(tmp_path / "a.parquet", {"image": images(pictures[:3]), "category": ["x", "y", "x"]})
-    splits = open_parquet(path, None)
+    splits = opened(path, None)
     assert splits.classes == () and labels_of(splits.train) == [None] * 3
     assert "has no column of labels" in splits.notes[0] and "category (string)" in splits.notes[0]
     check_source(splits.train)
-    assert open_parquet(Path(f"{path}?label=category"), None).classes == ("x", "y")
+    assert opened(f"{path}?label=category", None).classes == ("x", "y")
 
 
 @pytest.mark.parametrize(
@@ -333,11 +341,11 @@ def test_a_models_classes(tmp_path: Path, pictures: list[bytes]) -> None:
     path = write(
         tmp_path / "a.parquet", {"image": images(pictures[:3]), "label": [0, 1, -1]}, {"label": class_label("x", "y")}
     )
-    splits = open_parquet(path, ("y", "z", "x"))
+    splits = opened(path, ("y", "z", "x"))
     assert splits.classes == ("y", "z", "x") and labels_of(splits.train) == [2, 0, None]
     assert "unknown classes: y; the known classes are: x, z" in message(path, ("x", "z"))
     path = write(tmp_path / "b.parquet", {"image": images(pictures[:3]), "label": [0, 1, 2]})
-    splits = open_parquet(path, ("0", "1", "10", "2"))
+    splits = opened(path, ("0", "1", "10", "2"))
     assert splits.classes == ("0", "1", "10", "2") and labels_of(splits.train) == [0, 1, 3]
     assert "unknown classes: 0, 1, 2; the known classes are: y, z, x" in message(path, ("y", "z", "x"))
     assert "unknown classes: 2; the known classes are: 0, 1" in message(path, ("0", "1"))
@@ -346,9 +354,9 @@ def test_a_models_classes(tmp_path: Path, pictures: list[bytes]) -> None:
 def test_two_classes_of_one_name(tmp_path: Path, pictures: list[bytes]) -> None:
     names = {"label": class_label("crane", "maillot", "crane")}
     path = write(tmp_path / "a.parquet", {"image": images(pictures[:3]), "label": [2, 1, 0]}, names)
-    splits = open_parquet(path, None)
+    splits = opened(path, None)
     assert splits.classes == ("crane", "maillot", "crane (2)") and labels_of(splits.train) == [2, 1, 0]
-    assert labels_of(open_parquet(path, splits.classes).train) == [2, 1, 0]
+    assert labels_of(opened(path, splits.classes).train) == [2, 1, 0]
 
 
 # --- which columns
@@ -360,7 +368,7 @@ def test_columns_by_what_the_schema_says(tmp_path: Path, pictures: list[bytes]) 
         {"id": [7, 8], "scan": images(pictures[:2], pa.binary()), "thumbnail": pa.array([b"", b""]), "species": [1, 0]},
         {"scan": {"_type": "Image"}, "species": class_label("a", "b")},
     )
-    assert samples_of(open_parquet(path, None).train) == [
+    assert samples_of(opened(path, None).train) == [
         ("a.parquet:0", pictures[0], 1),
         ("a.parquet:1", pictures[1], 0),
     ]
@@ -381,24 +389,24 @@ def test_columns_are_chosen_where_there_are_several(tmp_path: Path, pictures: li
         "several columns of labels: fine_label, coarse_label; choose one by adding, for example, ?label=fine_label"
     )
     assert expected in message(left)
-    splits = open_parquet(Path(f"{path}?image=right&label=coarse_label"), None)
+    splits = opened(f"{path}?image=right&label=coarse_label", None)
     assert splits.classes == ("c", "d")
     assert samples_of(splits.train) == [("a.parquet:0", pictures[2], 1), ("a.parquet:1", pictures[3], 1)]
     laid_out = list(cache.iterdir())
     assert len(laid_out) == 1
-    assert open_parquet(Path(f"{path}?label=fine_label&image=right"), None).notes == ()  # other labels, same images
+    assert not any("unpacked" in note for note in opened(f"{path}?label=fine_label&image=right").notes)
     assert list(cache.iterdir()) == laid_out
     assert "has no column 'coarse'; nearest: coarse_label" in message(Path(f"{path}?image=left&label=coarse"))
     assert "has no column 'up'; " in message(Path(f"{path}?image=up"))
     assert "column 'id' has the type int64, which holds no images" in message(Path(f"{path}?image=id"))
     for query in ("", "label", "label=", "labels=id", "label=id&x=1"):
-        assert f"ends in ?{query}, which chooses no column; write ?image=COLUMN" in message(Path(f"{path}?{query}"))
+        assert f"ends in ?{query}, which chooses nothing; write ?image=COLUMN" in message(Path(f"{path}?{query}"))
 
 
 def test_a_question_mark_in_a_name(tmp_path: Path, pictures: list[bytes]) -> None:
     path = write(tmp_path / "why?label=x.parquet", {"image": images(pictures[:2]), "label": [0, 1], "x": [1, 0]})
-    assert labels_of(open_parquet(path, None).train) == [0, 1]
-    assert labels_of(open_parquet(Path(f"{path}?label=x"), None).train) == [1, 0]
+    assert labels_of(opened(path, None).train) == [0, 1]
+    assert labels_of(opened(f"{path}?label=x", None).train) == [1, 0]
 
 
 def test_what_looks_like_parquet(tmp_path: Path) -> None:
@@ -415,8 +423,7 @@ def test_what_looks_like_parquet(tmp_path: Path) -> None:
     (tmp_path / "a/banner.png").touch()
     found = {name for name in "abcfjlz" if looks_like_parquet(tmp_path / name)}
     assert found == {"a", "b", "c"}
-    assert looks_like_parquet(Path("nowhere/x.parquet")) and looks_like_parquet(Path("x.parquet?label=y"))
-    assert looks_like_parquet(tmp_path / "b?label=y") and not looks_like_parquet(tmp_path / "j?x")
+    assert looks_like_parquet(Path("nowhere/x.parquet"))
 
 
 # --- images that lie beside the file
@@ -446,7 +453,7 @@ def test_images_are_laid_out_once_and_anew_when_the_file_changes(
     tmp_path: Path, pictures: list[bytes], cache: Path
 ) -> None:
     path = write(tmp_path / "a.parquet", {"image": images(pictures[:2]), "label": [0, 1]})
-    notes = open_parquet(path, None).notes
+    notes = opened(path, None).notes
     size = sum(map(len, pictures[:2]))
     assert notes == (
         f"{path}: the images were unpacked once into {cache} ({size / 1e6:.2f} MB), for random access; files deleted "
@@ -454,12 +461,12 @@ def test_images_are_laid_out_once_and_anew_when_the_file_changes(
     )
     (laid_out,) = cache.iterdir()
     before = laid_out.stat()
-    first = open_parquet(path, None)
+    first = opened(path, None)
     assert first.notes == () and laid_out.stat().st_mtime_ns == before.st_mtime_ns
     assert before.st_size == size + 3 * 8 + 24  # the images, where each begins, and the end
     write(path, {"image": images(pictures[2:4]), "label": [0, 1]})
     os.utime(path, ns=(1, 1))
-    again = open_parquet(path, None)
+    again = opened(path, None)
     assert len(again.notes) == 1 and again.train[0].image == pictures[2] and first.train[0].image == pictures[0]
 
 
@@ -479,19 +486,19 @@ def test_a_replaced_file_of_the_same_size_and_time_is_read_again(tmp_path: Path)
         os.utime(other, (10**9, 10**9))
         other.replace(path)
         sizes.add(path.stat().st_size)
-        assert [sample.image for sample in map(open_parquet(path, None).train.__getitem__, range(2))] == pieces
+        assert [sample.image for sample in map(opened(path, None).train.__getitem__, range(2))] == pieces
     assert len(sizes) == 1
 
 
 def test_damage_to_what_was_laid_out(tmp_path: Path, pictures: list[bytes], cache: Path) -> None:
     path = write(tmp_path / "a.parquet", {"image": images(pictures), "label": [0, 1, 2] * 10})
-    source = open_parquet(path, None).train
+    source = opened(path, None).train
     (laid_out,) = cache.iterdir()
     whole = laid_out.read_bytes()
     laid_out.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match="the file is truncated"):
         source[29]
-    assert open_parquet(path, None).train[29].image == pictures[29] and laid_out.read_bytes() == whole
+    assert opened(path, None).train[29].image == pictures[29] and laid_out.read_bytes() == whole
     laid_out.unlink()
     with pytest.raises(DataError, match="No such file"):
         source[29]
@@ -499,12 +506,12 @@ def test_damage_to_what_was_laid_out(tmp_path: Path, pictures: list[bytes], cach
 
 def test_what_a_killed_process_left_is_overwritten(tmp_path: Path, pictures: list[bytes], cache: Path) -> None:
     path = write(tmp_path / "a.parquet", {"image": images(pictures), "label": [0] * 30})
-    open_parquet(path, None)
+    opened(path, None)
     (laid_out,) = cache.iterdir()
     whole = laid_out.read_bytes()
     laid_out.unlink()
     laid_out.with_name(f"{laid_out.name}.partial").write_bytes(b"x" * 100_000)
-    open_parquet(path, None)
+    opened(path, None)
     assert laid_out.read_bytes() == whole and list(cache.iterdir()) == [laid_out]
 
 
@@ -554,7 +561,7 @@ def test_a_disk_that_is_too_small(
 
 def test_workers_need_no_pyarrow(tmp_path: Path, pictures: list[bytes]) -> None:
     path = write(tmp_path / "a.parquet", {"image": images(pictures), "label": [0, 1, 2] * 10})
-    (tmp_path / "pickled").write_bytes(pickle.dumps(open_parquet(path, None).train))
+    (tmp_path / "pickled").write_bytes(pickle.dumps(opened(path, None).train))
     script = f"""
 import pickle, sys
 from pathlib import Path
@@ -627,10 +634,10 @@ def test_no_rows(tmp_path: Path) -> None:
         ([0, 2**40], "ab", "row 1: the label 1099511627776 in column"),
         ([0, 2**31], "", "row 1: the label 2147483648 in column"),
         ([0, 123_456], "", "the labels have no names and go up to 123,456, so they are not class numbers"),
-        ([0.0, 1.5], "", "column 'label' has the type double, which holds no labels"),
+        ([0.0, 1.5], "", "column 'label' holds 1.5, which is not a whole number"),
         ([{"a": 1}] * 2, "", "column 'label' has the type struct<a: int64>, which holds no labels"),
         ([[["a"]]] * 2, "", "which holds no labels"),
-        ([0, 1], ["a\n", "b"], "classes with unprintable names: ['a\\n']"),
+        ([0, 1], ["a\nx", "b"], "classes with unprintable names: ['a\\nx']"),
     ],
 )
 def test_bad_labels(tmp_path: Path, pictures: list[bytes], labels: Any, names: Any, expected: str) -> None:
@@ -720,3 +727,51 @@ def test_columns_without_numbers_are_named(tmp_path: Path, pictures: list[bytes]
     assert "x.parquet: column 'age' is of type string, which holds no numbers, like 'old'; regression" in fails("age")
     assert "x.parquet has no column 'sizes' of numbers; nearest: size" in fails("sizes")
     assert "x.parquet, row 2: column 'size' holds inf, which is not a finite number" in fails("size")
+
+
+# --- what pandas writes
+
+
+def test_floats_of_pandas_are_class_numbers(tmp_path: Path, pictures: list[bytes]) -> None:
+    labels = pa.array([1.0, None, 0.0, float("nan"), 2.0], pa.float64())
+    splits = opened(write(tmp_path / "a.parquet", {"image": images(pictures[:5]), "label": labels}))
+    assert splits.classes == ("0", "1", "2") and labels_of(splits.train) == [1, None, 0, None, 2]
+
+
+def test_words_for_a_missing_label(tmp_path: Path, pictures: list[bytes]) -> None:
+    words = ["None", "cat ", "cafe\u0301", "nan", "café"]
+    path = write(tmp_path / "a.parquet", {"image": images(pictures[:5]), "label": words, "age": [1] * 5})
+    splits = opened(path)
+    assert splits.classes == ("café", "cat") and labels_of(splits.train) == [None, 1, 0, None, 0]
+    assert any("2 labels (None, nan)" in note for note in splits.notes)
+    assert any("1 column not used: age" in note for note in splits.notes)
+    assert opened(f"{path}?missing=keep").classes == ("None", "café", "cat", "nan")
+
+
+def test_several_labels_in_a_cell(tmp_path: Path, pictures: list[bytes]) -> None:
+    words = ["cat", "fox", "cat|fox", None, "cat|fox"]
+    path = write(tmp_path / "a.parquet", {"image": images(pictures[:5]), "label": words})
+    assert "join the names of other classes" in message(path)
+    splits = opened(f"{path}?separator=%7C")
+    assert splits.classes == ("cat", "fox") and labels_of(splits.train) == [(0,), (1,), (0, 1), (), (0, 1)]
+
+
+def test_a_column_of_splits_divides_the_rows(tmp_path: Path, pictures: list[bytes], cache: Path) -> None:
+    columns = {
+        "image": images(pictures[:6]), "label": ["b", "a", "a", "b", "c", "a"], "age": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+        "set": ["test", "train", "val", "train", "test", "train"],
+    }  # fmt: skip
+    path = write(tmp_path / "a.parquet", columns)
+    splits = opened(path)
+    assert samples_of(splits.train) == [
+        (f"a.parquet:{row}", pictures[row], label) for row, label in ((1, 0), (3, 1), (5, 0))
+    ]
+    assert samples_of(splits.validation) == [("a.parquet:2", pictures[2], 0)]
+    assert labels_of(splits.test) == [1, None] and splits.faults[0].kind == "unknown-class"
+    assert any("column 'set' divides" in note for note in splits.notes)
+    check_source(splits.train)
+    assert len(opened(f"{path}?splits=none").train) == 6 and len(list(cache.iterdir())) == 1
+    splits = opened(f"{path}?train=val&test=test")
+    assert len(splits.train) == 1 and splits.test is not None and len(splits.test) == 2
+    numbers = open_parquet(path, None, ("age",))
+    assert numbers.train.target(1) == (4.0,) and numbers.test is not None and numbers.test.target(1) == (5.0,)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from vitrail.data.source import Source, target_kind
-from vitrail.data.sources import open_data
+from vitrail.data.sources import open_data, open_whole, with_choice
 from vitrail.data.sources.tables.table import open_table
 from vitrail.errors import ConfigError, DataError, UserError
 from vitrail.testing import check_source
@@ -34,7 +34,7 @@ def table(tree: Trees) -> Callable[..., Path]:
     return write
 
 
-def opened(path: Path, **options: object) -> Source:
+def opened(path: Path | str, **options: object) -> Source:
     return open_data(str(path), **{"validation_share": 0.0, **options}).train
 
 
@@ -169,12 +169,12 @@ def test_a_million_rows_would_list_each_folder_once(
         (("path,label", "4.jpg,x,y"), r"labels\.csv, line 2: the line has 3 cells, but the first line names 2 columns"),
         (("path,label",), r"labels\.csv has no rows; each image needs a row"),
         ((), r"has no column of paths: its columns are none"),
-        (("path,label", "4.jpg,x", "a/9.jpg,y"), r"line 3: the file .*a/9\.jpg does not exist"),
-        (("path,label", "../x.jpg,x"), r"line 2: the path '\.\./x\.jpg' is not inside the table's folder"),
-        (("path,label", "/etc/passwd,x"), r"line 2: the path '/etc/passwd' is not inside the table's folder"),
-        (("path,label", "a/../4.jpg,x"), r"line 2: the path 'a/\.\./4\.jpg' is not inside"),
-        (("path,label", ",x"), r"line 2: the path '' is not inside"),
-        (("path,label", "4.jpg,x", "a/1.jpg,y", "./4.jpg,y"), r"line 4: 4\.jpg is also in line 2"),
+        (("path,label", "4.jpg,x", "a/9.jpg,y"), r"1 of 2 rows name a file that does not exist \(line 3: a/9\.jpg\)"),
+        (("path,label", "../x.jpg,x"), r"is not inside the table's folder \(line 2: '\.\./x\.jpg'\)"),
+        (("path,label", "/etc/passwd,x"), r"is not inside the table's folder \(line 2: '/etc/passwd'\)"),
+        (("path,label", "a/../4.jpg,x"), r"is not inside the table's folder \(line 2: 'a/\.\./4\.jpg'\)"),
+        (("path,label", ",x"), r"is not inside the table's folder \(line 2: ''\)"),
+        (("path,label", "4.jpg,x", "a/1.jpg,y", "./4.jpg,y"), r"\(line 4: \./4\.jpg, which is also in line 2\)"),
         (("path,label", "4.jpg,", "a/1.jpg,"), r"has no labels: the cells of the label column are all empty"),
         (("path,label,split", "4.jpg,x,mine"), r"line 2: the split 'mine' is not one of train, val, test"),
         (("path,label,split", "4.jpg,x,test"), r"has a test split but no training images"),
@@ -193,11 +193,11 @@ def test_mistakes_are_named(table: Callable[..., Path], lines: tuple[str, ...], 
         (('{"file_name": "4.jpg", "label": "x"',), r"line 1: the line is not valid JSON \("),
         (('{"file_name": "4.jpg", "label": ' + "[" * 100_000,), r"line 1: the line is not valid JSON \("),
         (("[1]",), r"line 1: the line is a JSON list; it must be an object"),
-        (('{"file_name": "4.jpg"}',), r"line 1: there is no label among the fields file_name"),
+        (('{"file_name": "4.jpg"}',), r"has no column of labels: its columns are file_name"),
         (('{"file_name": "4.jpg", "eye size": 3.5}',), r"name their columns: --numbers 'eye size'"),
         (
             ('{"file_name": "4.jpg", "label": [1]}', '{"file_name": "a/1.jpg", "label": 2}'),
-            r"some lines have one label",
+            r"some rows have one label",
         ),
     ],
 )
@@ -290,3 +290,113 @@ def test_two_names_of_one_file_in_two_splits_are_refused(table: Callable[..., Pa
         DataError, match=r"the training split and the test split share 1 file, such as .*4\.jpg and .*link"
     ):
         opened(path)
+
+
+# --- what other programs write
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("path,label", "b/3.PNG,rose ", "a/1.jpg, daisy", "4.jpg,rose\u00a0"),
+        (",path,label", "0,b/3.PNG,rose", "1,a/1.jpg,daisy", "2,4.jpg,rose"),
+        ("Unnamed: 0,path,flower", "7,b/3.PNG,rose", "8,a/1.jpg,daisy", "9,4.jpg,rose"),
+        ("path,label,,", "b/3.PNG,rose,,", ",,,", "a/1.jpg,daisy,,", "4.jpg,rose,,", ",,,"),
+        ("path;label", "b/3.PNG;rose", "a/1.jpg;daisy", "4.jpg;rose"),
+        ("path,label", r"b\3.PNG,rose", r"a\1.jpg,daisy", "4.jpg,rose"),
+    ],
+    ids=["spaces", "index", "pandas", "blank", "semicolons", "windows"],
+)
+def test_tables_of_spreadsheets_and_pandas_are_read(table: Callable[..., Path], lines: tuple[str, ...]) -> None:
+    source = opened(table(*lines))
+    assert source.classes == ("daisy", "rose")
+    assert rows_of(source) == [("b/3.PNG", 1), ("a/1.jpg", 0), ("4.jpg", 1)]
+
+
+@pytest.mark.parametrize(("yes", "no"), [("1", "0"), ("1.0", "0.0"), ("True", "False"), ("true", "false")])
+def test_columns_of_yes_and_no_are_classes(table: Callable[..., Path], yes: str, no: str) -> None:
+    path = table(",path,cat,dog", f"0,a/1.jpg,{yes},{no}", f"1,a/2.jpg,{yes},{yes}", f"2,4.jpg,{no},{no}")
+    assert rows_of(opened(path)) == [("a/1.jpg", (0,)), ("a/2.jpg", (0, 1)), ("4.jpg", ())]
+
+
+def test_whole_floats_are_class_numbers_in_all_splits(table: Callable[..., Path]) -> None:
+    path = table("path,label,split", "a/1.jpg,0.0,train", "a/2.jpg,10.0,train", "4.jpg,nan,train", "b/3.PNG,10,test")
+    splits = open_data(str(path), validation_share=0.0)
+    assert splits.classes == ("0", "10") and rows_of(splits.train) == [("a/1.jpg", 0), ("a/2.jpg", 1), ("4.jpg", None)]
+    assert splits.test is not None and rows_of(splits.test) == [("b/3.PNG", 1)]
+    assert any("1 label (nan)" in note for note in splits.notes)
+
+
+def test_several_labels_in_a_cell(table: Callable[..., Path]) -> None:
+    path = table("path,labels", "a/1.jpg,cat", "a/2.jpg,fox", "b/3.PNG,cat|fox", "4.jpg,cat|fox")
+    with pytest.raises(DataError, match=r"2 labels such as 'cat\|fox' join the names of other classes"):
+        opened(path)
+    assert opened(f"{path}?separator=none").classes == ("cat", "cat|fox", "fox")
+    source = opened(with_choice(str(path), separator="|"))
+    assert source.classes == ("cat", "fox") and [target for _, target in rows_of(source)] == [
+        (0,),
+        (1,),
+        (0, 1),
+        (0, 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [("split", ["train", "train", "test"]), ("Set", ["Training", "training", "TEST"]), ("phase", ["train", "train",
+    "test"]),
+     ("is_test", ["False", "0", "True"]), ("dataset", ["train", "train", "test"])],
+)  # fmt: skip
+def test_a_column_of_splits_divides(table: Callable[..., Path], column: str, values: list[str]) -> None:
+    images = ["a/1.jpg,x", "a/2.jpg,y", "4.jpg,x"]
+    path = table(f"path,label,{column}", *(f"{image},{value}" for image, value in zip(images, values, strict=True)))
+    splits = open_data(str(path), validation_share=0.0)
+    assert len(splits.train) == 2 and splits.test is not None and rows_of(splits.test) == [("4.jpg", 0)]
+    assert len(opened(f"{path}?splits=none")) == 3
+
+
+def test_folds_divide_only_if_they_are_chosen(table: Callable[..., Path]) -> None:
+    path = table("path,label,fold", "a/1.jpg,x,0", "a/2.jpg,y,1", "4.jpg,x,2")
+    splits = open_data(str(path), validation_share=0.0)
+    assert len(splits.train) == 3 and any("'fold' (0, 1, 2) does not divide" in note for note in splits.notes)
+    splits = open_data(f"{path}?train=0&train=1&test=2", validation_share=0.0)
+    assert len(splits.train) == 2 and splits.test is not None and rows_of(splits.test) == [("4.jpg", 0)]
+
+
+def test_folders_of_splits_in_paths_divide(tree: Trees) -> None:
+    root = tree("img/train/1.jpg", "img/train/2.jpg", "img/test/3.jpg", "img/x/4.jpg")
+    rows = "path,label\nimg/train/1.jpg,a\nimg/train/2.jpg,b\nimg/test/3.jpg,a\n"
+    (root / "labels.csv").write_text(rows)
+    splits = open_data(str(root / "labels.csv"), validation_share=0.0)
+    assert len(splits.train) == 2 and splits.test is not None and rows_of(splits.test) == [("img/test/3.jpg", 0)]
+    assert any("test, train of its paths divide" in note for note in splits.notes)
+    (root / "labels.csv").write_text(f"{rows}img/x/4.jpg,b\n")
+    splits = open_data(str(root / "labels.csv"), validation_share=0.0)
+    assert len(splits.train) == 4 and any("3 rows begin with test, train" in note for note in splits.notes)
+
+
+def test_columns_are_chosen_and_the_others_named(table: Callable[..., Path]) -> None:
+    path = table("path,label,kind,Weight", "a/1.jpg,x,u,3", "a/2.jpg,y,v,4")
+    splits = open_data(f"{path}?label=KIND", validation_share=0.0)
+    assert splits.classes == ("u", "v") and any("2 columns not used: label, Weight" in note for note in splits.notes)
+    with pytest.raises(DataError, match=r"has no column 'kinds'; nearest: kind"):
+        opened(f"{path}?label=kinds")
+
+
+def test_absolute_paths_in_the_folder_are_accepted(table: Callable[..., Path]) -> None:
+    root = table("path,label").parent
+    path = table("path,label", f"{root}/a/1.jpg,x", f"{root}/b/3.PNG,y")
+    assert [key for key, _ in rows_of(opened(path))] == ["a/1.jpg", "b/3.PNG"]
+
+
+def test_a_check_names_all_faults_of_a_table(table: Callable[..., Path]) -> None:
+    rows = ("a/1.jpg,x", "a/2.jpg,y", "gone,x", "../away,y", "./a/1.jpg,x", "b/gone,x")
+    faults = open_whole(str(table("path,label", *rows)), tolerant=True).whole.faults
+    assert [(fault.kind, fault.count) for fault in faults] == [
+        ("path-outside", 1),
+        ("missing-file", 2),
+        ("repeated-row", 1),
+    ]
+    with pytest.raises(DataError) as caught:
+        opened(table("path,label", *rows))
+    assert all(word in str(caught.value) for word in ("gone", "away", "./a/1.jpg", "b/gone"))

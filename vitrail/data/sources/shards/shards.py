@@ -19,6 +19,7 @@ import numpy as np
 
 from vitrail.data import remote
 from vitrail.data.faults import Fault, unknown_class
+from vitrail.data.labels import check_names, class_name
 from vitrail.data.source import Sample, Target, TargetKind
 from vitrail.data.sources.shards.shard_paths import Located, locate, looks_like_shards
 from vitrail.data.sources.shards.tar_index import RawLabel, Shard, Version, is_numbers, open_shard, version_of
@@ -297,7 +298,7 @@ def _found(distinct: dict[RawLabel, tuple[Shard, int]]) -> tuple[str, ...]:
     for label, (shard, code) in distinct.items():
         for one in _several(label):
             if isinstance(one, str):
-                names.add(one)
+                names.add(class_name(one))
             elif one > highest:
                 highest, numbered = one, f"{shard.path}: the label {one} of {_example(shard, code)!r}"
     if names and numbered:
@@ -306,8 +307,7 @@ def _found(distinct: dict[RawLabel, tuple[Shard, int]]) -> tuple[str, ...]:
         )
     if highest >= MOST_CLASSES:
         raise DataError(f"{numbered} is not a class number; class numbers are below {MOST_CLASSES:,}")
-    if unprintable := sorted(name for name in names if not name.isprintable()):
-        raise DataError(f"labels have unprintable class names: {unprintable}; rename them")
+    check_names("the labels of the shards", names)
     return tuple(sorted(names)) if names else tuple(str(number) for number in range(highest + 1))
 
 
@@ -367,7 +367,7 @@ def _meaning(label: int | str, numbered: tuple[str, ...] | None) -> int | str:
     """Return the name of a label's class. A number is the name of its class unless the shards name their classes. A
     number without a name among those stays a number."""
     if isinstance(label, str):
-        return label
+        return class_name(label)
     if numbered is None:
         return str(label)
     return numbered[label] if 0 <= label < len(numbered) else label

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
 from vitrail.data.faults import Fault, unknown_class
+from vitrail.data.labels import LabelReader, check_names, class_name
 from vitrail.data.source import Target
 from vitrail.data.splits import Split
 from vitrail.errors import DataError, listed
@@ -56,6 +57,28 @@ class LabelColumn:
         """True if no row has a label."""
         return not (self.numbers >= 0).any()
 
+    def taken(self, rows: Int64[np.ndarray, " m"]) -> LabelColumn:
+        """Return the labels of some rows. Names that were collected from the labels are those of these rows."""
+        starts, numbers = None, self.numbers
+        if self.starts is None:
+            numbers = numbers[rows]
+        else:
+            parts = [numbers[self.starts[row] : self.starts[row + 1]] for row in rows.tolist()]
+            starts = np.concatenate([[0], np.cumsum([len(part) for part in parts], dtype=np.int64)])
+            numbers = np.concatenate([np.zeros(0, np.int32), *parts])
+        if self.names is None or self.stated:
+            return replace(self, numbers=numbers, starts=starts)
+        used = np.unique(numbers[numbers >= 0])
+        places = np.where(numbers < 0, -1, np.searchsorted(used, numbers)).astype(np.int32)
+        return LabelColumn(places, starts, tuple(self.names[name] for name in used.tolist()))
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of rows of each named class, if every row has at most one."""
+        if self.names is None or self.stated or self.starts is not None:
+            return {}
+        found = np.bincount(self.numbers[self.numbers >= 0], minlength=len(self.names)).tolist()
+        return dict(zip(self.names, found, strict=True))
+
     def named(self) -> LabelColumn:
         """Return labels that are numbers without names as labels whose names are these numbers."""
         used = np.unique(self.numbers[self.numbers >= 0])
@@ -69,6 +92,30 @@ class LabelColumn:
         places = {name: place for place, name in enumerate(names)}
         new = np.asarray([*(places[name] for name in self.names), -1], np.int32)  # the last entry maps -1 to itself
         return replace(self, numbers=new[self.numbers], names=names)
+
+
+def text_column(
+    numbers: Int64[np.ndarray, " n"],
+    words: Sequence[str],
+    starts: Int64[np.ndarray, " starts"] | None,
+    reader: LabelReader,
+) -> LabelColumn:
+    """Return labels that are text, given as indices into the distinct `words`, or -1 for null. `reader` turns a word
+    into the name of a class, into several names, or into no label."""
+    counts = np.bincount(numbers[numbers >= 0], minlength=len(words)).tolist()
+    read = [reader(word, times=times) for word, times in zip(words, counts, strict=True)]
+    several = [one if isinstance(one, tuple) else () if one is None else (one,) for one in read]
+    names = tuple(dict.fromkeys(name for some in several for name in some))
+    places = {name: place for place, name in enumerate(names)}
+    if starts is None and any(isinstance(one, tuple) for one in read):
+        found = [np.array([places[name] for name in some], np.int32) for some in several]
+        parts = [found[number] if number >= 0 else np.zeros(0, np.int32) for number in numbers.tolist()]
+        starts = np.concatenate([[0], np.cumsum([len(part) for part in parts], dtype=np.int64)])
+        return LabelColumn(np.concatenate([np.zeros(0, np.int32), *parts]), starts, names, stated=False)
+    single = np.array(
+        [*(places[some[0]] if some else -1 for some in several), -1], np.int32
+    )  # the last one is for null
+    return LabelColumn(single[numbers], starts, names, stated=False)
 
 
 def join(files: Sequence[str], parts: Sequence[LabelColumn]) -> LabelColumn:
@@ -186,9 +233,8 @@ def _kind(column: LabelColumn) -> str:
 def _distinct(title: str, names: tuple[str, ...]) -> tuple[str, ...]:
     seen: set[str] = set()
     result = []
-    for place, name in enumerate(names):
+    for place, name in enumerate(map(class_name, names)):
         result.append(f"{name} ({place})" if name in seen else name)
         seen.add(name)
-    if unprintable := [name for name in result if not name.isprintable() or not name]:
-        raise DataError(f"{title} has classes with unprintable names: {unprintable}; rename them")
+    check_names(title, result)
     return tuple(result)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 
+from vitrail.data.labels import is_missing
 from vitrail.errors import DataError, nearest
 
 __all__ = ["MissingColumn", "NumberColumns", "holds_numbers", "number_of", "places_of"]
@@ -36,11 +37,12 @@ class NumberColumns:
 
 
 def number_of(where: str, column: str, value: Any) -> float:
-    """Return the number in a cell, or NaN if the cell is empty. `where` names the file and the row in messages.
+    """Return the number in a cell, or NaN if the cell is empty or has a word for a missing value. `where` names the
+    file and the row in messages.
 
     Raise `DataError` if the cell holds text or an infinite number.
     """
-    if value is None or (isinstance(value, str) and not value.strip()):
+    if value is None or (isinstance(value, str) and is_missing(value)):
         return math.nan
     try:
         number = math.inf if isinstance(value, bool | list | dict) or "_" in str(value) else float(value)

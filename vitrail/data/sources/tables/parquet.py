@@ -11,44 +11,40 @@ import bisect
 import hashlib
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import parse_qsl
 
 import numpy as np
+from jaxtyping import Int64
 
+from vitrail.data.choice import Choice
 from vitrail.data.faults import Fault, is_own_output
+from vitrail.data.labels import LabelReader, refuse_joined
 from vitrail.data.pixels.formats import SUFFIXES
 from vitrail.data.source import Sample, Target, TargetKind
 from vitrail.data.sources.blob import Blob, open_blob, write_blob
 from vitrail.data.sources.tables.label_column import LabelColumn, join, number
 from vitrail.data.sources.tables.number_column import MissingColumn, NumberColumns
 from vitrail.data.sources.tables.parquet_columns import ParquetColumns
-from vitrail.data.splits import CHOICE, Split, SplitNames, Splits, by_split, split_of, splits_from
-from vitrail.errors import DataError, SaveError, listed
+from vitrail.data.sources.tables.split_column import divide, find_split
+from vitrail.data.splits import CHOICE, Split, Splits, by_split, check_chosen, split_of, splits_from
+from vitrail.errors import DataError, SaveError, listed, plural
 from vitrail.files import cache_folder, saving
 
 __all__ = [
-    "Choice",
     "ParquetFile",
     "ParquetSource",
     "identity_of",
     "looks_like_parquet",
     "open_files",
     "open_parquet",
-    "split_choice",
 ]
 
 SUFFIX = ".parquet"
-
-
-class Choice(NamedTuple):
-    """The columns that the user chose by `?image=COLUMN&label=COLUMN` after a name."""
-
-    image: str | None = None
-    label: str | None = None
 
 
 class ParquetFile(NamedTuple):
@@ -65,7 +61,8 @@ class ParquetSource:
     """The rows of some Parquet files, in order. The key of a sample is the file's name and the row:
     `train/0000.parquet:17`.
 
-    A row without an image has 0 bytes and counts as undecodable.
+    If `rows` is given, the samples are these rows of all files together, and `targets` holds one target for each of
+    them. A row without an image has 0 bytes and counts as undecodable.
     """
 
     def __init__(
@@ -74,15 +71,17 @@ class ParquetSource:
         blobs: Sequence[Blob],
         targets: LabelColumn | NumberColumns | None,
         classes: tuple[str, ...],
+        rows: Int64[np.ndarray, " n"] | None = None,
     ) -> None:
         self.classes = classes
+        self._rows = rows
         self._names = tuple(names)
         self._blobs = tuple(blobs)
         self._targets = targets
         self._firsts = [0, *accumulate(len(blob) for blob in blobs)]
 
     def __len__(self) -> int:
-        return self._firsts[-1]
+        return self._firsts[-1] if self._rows is None else len(self._rows)
 
     def __getitem__(self, index: int) -> Sample:
         file, row = self._place(index)
@@ -115,29 +114,30 @@ class ParquetSource:
         """Return the index of the file and the row in it."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        file = bisect.bisect_right(self._firsts, index) - 1
-        return file, index - self._firsts[file]
+        place = index if self._rows is None else int(self._rows[index])
+        file = bisect.bisect_right(self._firsts, place) - 1
+        return file, place - self._firsts[file]
 
 
 def looks_like_parquet(path: Path) -> bool:
     """Return True for the path of a Parquet file, and for a folder with a Parquet file at most two levels below it."""
-    place = Path(_location(str(path)))
-    return place.suffix.lower() == SUFFIX or (place.is_dir() and _has_parquet(place, 2, is_root=True))
+    return path.suffix.lower() == SUFFIX or (path.is_dir() and _has_parquet(path, 2, is_root=True))
 
 
 def open_parquet(
     location: Path,
     classes: tuple[str, ...] | None,
     numbers: tuple[str, ...] = (),
-    chosen: SplitNames | None = None,
+    choice: Choice | None = None,
 ) -> Splits:
-    """Open a Parquet file, or a folder of them. The names of files or folders determine the splits.
+    """Open a Parquet file, or a folder of them. The names of files or folders determine the splits, or else a column of
+    splits.
 
-    `?image=COLUMN&label=COLUMN` after the path chooses columns. Images that are not in the cache are unpacked, and a
-    note reports this. Raises `DataError`. Raises `SaveError` if the disk has too little space for the unpacked images.
+    Images that are not in the cache are unpacked, and a note reports this. Raises `DataError`. Raises `SaveError` if
+    the disk has too little space for the unpacked images.
     """
-    text, choice = split_choice(str(location))
-    root = Path(text)
+    choice = choice or Choice()
+    chosen, root = choice.splits, location
     if root.is_dir():
         names = sorted(path.relative_to(root).as_posix() for path in root.rglob(f"*{SUFFIX}") if path.is_file())
         names = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
@@ -157,12 +157,13 @@ def open_parquet(
         raise DataError(f"there is no file or folder {root}")
     if not names:
         raise DataError(f"{root} has no {SUFFIX} files in it")
-    single = len(names) == 1 and Path(text).is_file()  # a single file is the training split, whatever its name is
-    if single and not chosen:
+    single = len(names) == 1 and location.is_file()  # a single file is the training split, whatever its name is
+    if single:
         splits: dict[Split, list[str]] = {"train": names}
         notes: tuple[str, ...] = ()
     else:
         splits, notes = by_split(str(root), names, chosen)
+        choice = replace(choice, splits={}) if chosen else choice  # the choice is that of files, not of rows
         tops = {name.split("/")[0] for name in splits.get("train", ()) if "/" in name}
         if len(tops) > 1 and len(splits) == 1 and not chosen:
             notes += (f"{root}: the files in {listed(sorted(tops))} are all training data; to choose splits, {CHOICE}",)
@@ -170,31 +171,7 @@ def open_parquet(
         split: [ParquetFile(name, root / name, identity_of(root / name)) for name in some]
         for split, some in splits.items()
     }
-    return open_files(text, files, choice, classes, notes, numbers=numbers)
-
-
-def split_choice(text: str) -> tuple[str, Choice]:
-    """Split a name into the path and the choice of columns. If the whole name is a path that exists, a "?" belongs to
-    the path.
-
-    Raises `DataError` if the text after the "?" is not a choice of columns.
-    """
-    location = _location(text)
-    if location == text:
-        return text, Choice()
-    query = text[len(location) + 1 :]
-    chosen: dict[str, str] = dict(parse_qsl(query, keep_blank_values=True))
-    unknown = next((name for name in chosen if name not in Choice._fields), None)
-    if unknown is not None or not chosen or not all(chosen.values()):
-        raise DataError(
-            f"{text!r} ends in ?{query}, which chooses no column; write ?image=COLUMN, ?label=COLUMN, or both joined "
-            "by &"
-        )
-    return location, Choice(**chosen)
-
-
-def _location(text: str) -> str:
-    return text if "?" not in text or os.path.lexists(text) else text.rpartition("?")[0]
+    return open_files(str(location), files, choice, classes, notes, numbers=numbers)
 
 
 def open_files(
@@ -214,71 +191,118 @@ def open_files(
     if "train" in opened and not sum(file.rows for file in opened["train"]):
         raise DataError(f"{title} has an empty training split; training needs at least one row")
     image, label = _columns(opened, choice)
-    if numbers:
-        return _open_numbers(title, files, opened, image, numbers, tuple(notes))
     notes = list(notes)
-    kept = dict(opened)
-    labels: dict[Split, LabelColumn] = {}
+    rows: dict[Split, Int64[np.ndarray, " n"]] = {}
+    column = None
+    if set(opened) == {"train"}:
+        column, rows, more = _divided(title, opened["train"], choice, {image, label, *numbers})
+        notes += more
+        if rows:
+            files, opened = dict.fromkeys(rows, files["train"]), dict.fromkeys(rows, opened["train"])
+    targets: Mapping[Split, LabelColumn | NumberColumns]
+    faults: tuple[Fault, ...] = ()
+    if numbers:
+        targets, names = _numbers(title, opened, rows, numbers, notes), numbers
+        kept = list(targets)
+    else:
+        targets, kept, names, faults = _labels(title, opened, rows, label, choice, classes, notes)
+    if label is not None or numbers:
+        used = {image, column, *(numbers or (label,))}
+        types = next(iter(opened.values()))[0].types
+        lower = {name.lower() for name in used if name is not None}
+        if rest := [name for name in types if name.lower() not in lower]:
+            notes.append(f"{title}: {plural(len(rest), 'column')} not used: {listed(rest)}")
+    pairs = [pair for split in kept for pair in zip(files[split], opened[split], strict=True)]
+    blobs, unpacking_notes = _unpack(title, list(dict.fromkeys(pairs)), image)
+    sources = {
+        split: ParquetSource(
+            [file.name for file in files[split]], [blobs[file] for file in files[split]], targets.get(split), names,
+            rows.get(split),
+        )
+        for split in kept
+    }  # fmt: skip
+    return splits_from(sources, (*notes, *unpacking_notes), faults)
+
+
+def _divided(
+    title: str, files: Sequence[ParquetColumns], choice: Choice, taken: set[str | None]
+) -> tuple[str | None, dict[Split, Int64[np.ndarray, " n"]], list[str]]:
+    """Return the column of splits, the rows of each split, and notes. Without such a column, there are no rows."""
+    free = [name for name in files[0].types if name not in taken and all(name in file.types for file in files)]
+    column, values, notes = find_split(
+        title, free, lambda name: [text for file in files for text in file.texts(name)], choice.splits
+    )
+    if column is None:
+        if choice.splits:
+            check_chosen(title, choice.splits, {}, [file.path.name for file in files])
+        return None, {}, list(notes)
+    where = f"{title}, column {column!r}"
+    parts, skipped = divide(where, values, choice.splits, lambda row: f"row {row}")
+    return column, {split: np.array(rows, np.int64) for split, rows in parts.items()}, [*notes, *skipped]
+
+
+def _labels(
+    title: str,
+    opened: Mapping[Split, Sequence[ParquetColumns]],
+    rows: Mapping[Split, Int64[np.ndarray, " n"]],
+    label: str | None,
+    choice: Choice,
+    classes: tuple[str, ...] | None,
+    notes: list[str],
+) -> tuple[dict[Split, LabelColumn], list[Split], tuple[str, ...], tuple[Fault, ...]]:
+    """Return the labels of each split, the splits that are not skipped, the classes, and faults. Notes are added to
+    `notes`."""
+    kept, labels = list(opened), {}
+    reader = LabelReader(choice)
+    whole: LabelColumn | None = None
     for split, some in opened.items():
         if label is not None and label in some[0].types:
-            labels[split] = join([str(file.path) for file in some], [file.labels(label) for file in some])
-        rows = sum(file.rows for file in some)
-        if split != "train" and (rows == 0 or (label is not None and (split not in labels or labels[split].is_empty))):
-            reason = "none of its images has a label" if rows else "it is empty"
+            if whole is None or not rows:
+                whole = join([str(file.path) for file in some], [file.labels(label, reader) for file in some])
+            labels[split] = whole.taken(rows[split]) if rows else whole
+        count = len(rows[split]) if rows else sum(file.rows for file in some)
+        if split != "train" and (count == 0 or (label is not None and (split not in labels or labels[split].is_empty))):
+            reason = "none of its images has a label" if count else "it is empty"
             notes.append(f"{title}: the {split} split is skipped, because {reason}")
-            del kept[split]
+            kept.remove(split)
             labels.pop(split, None)
     if not kept:
         raise DataError("\n".join((*notes, f"{title} has no split with labels")))
-    faults: tuple[Fault, ...] = ()
+    notes += reader.notes(title)
     if label is None:
         notes.append(
             f"{title} has no column of labels, so its images are unlabelled; to use one of the columns "
             f"{next(iter(opened.values()))[0].described}, add ?label= and its name to the data's name"
         )
-        names = classes or ()
-    else:
-        names, labels, faults = number(title, labels, classes)
-    blobs, unpacking_notes = _unpack(
-        title, [pair for split, some in kept.items() for pair in zip(files[split], some, strict=True)], image
-    )
-    sources = {
-        split: ParquetSource(
-            [file.name for file in files[split]], [blobs[file] for file in files[split]], labels.get(split), names
-        )
-        for split in kept
-    }
-    return splits_from(sources, (*notes, *unpacking_notes), faults)
+        return labels, kept, classes or (), ()
+    counts = Counter[str]()
+    for column in labels.values():
+        counts.update(column.counts())
+    refuse_joined(title, counts, choice)
+    names, labels, faults = number(title, labels, classes)
+    return labels, kept, names, faults
 
 
-def _open_numbers(
+def _numbers(
     title: str,
-    files: Mapping[Split, Sequence[ParquetFile]],
     opened: Mapping[Split, Sequence[ParquetColumns]],
-    image: str,
+    rows: Mapping[Split, Int64[np.ndarray, " n"]],
     numbers: tuple[str, ...],
-    notes: tuple[str, ...],
-) -> Splits:
-    """Make the splits with numbers as targets. A split in which no number is known is skipped, with a note."""
+    notes: list[str],
+) -> dict[Split, NumberColumns]:
+    """Return the numbers of each split. A split in which no number is known is skipped, with one more of `notes`."""
     values: dict[Split, NumberColumns] = {}
     for split, some in opened.items():
         try:
-            values[split] = NumberColumns(np.concatenate([file.numbers(numbers) for file in some]))
+            found = np.concatenate([file.numbers(numbers) for file in some])
+            values[split] = NumberColumns(found[rows[split]] if rows else found)
         except MissingColumn:
             if split == "train":
                 raise
         if split != "train" and (split not in values or np.isnan(values[split].values).all()):
-            notes += (f"{title}: the {split} split is skipped, because none of its images has a number",)
+            notes.append(f"{title}: the {split} split is skipped, because none of its images has a number")
             values.pop(split, None)
-    pairs = [pair for split in values for pair in zip(files[split], opened[split], strict=True)]
-    blobs, unpacking_notes = _unpack(title, pairs, image)
-    sources = {
-        split: ParquetSource(
-            [file.name for file in files[split]], [blobs[file] for file in files[split]], values[split], numbers
-        )
-        for split in values
-    }
-    return splits_from(sources, (*notes, *unpacking_notes))
+    return values
 
 
 def _columns(opened: Mapping[Split, Sequence[ParquetColumns]], choice: Choice) -> tuple[str, str | None]:

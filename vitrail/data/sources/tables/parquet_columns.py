@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from vitrail.data.sources.tables.label_column import LabelColumn
+from vitrail.data.labels import LabelReader
+from vitrail.data.sources.tables.label_column import LabelColumn, text_column
 from vitrail.data.sources.tables.number_column import places_of
 from vitrail.errors import DataError, nearest
 
@@ -90,8 +91,9 @@ class ParquetColumns:
             )
         return found[0] if found else None
 
-    def labels(self, column: str) -> LabelColumn:
-        """Return all labels of a column: class numbers, text, or lists of either. Raises `DataError`."""
+    def labels(self, column: str, reader: LabelReader) -> LabelColumn:
+        """Return all labels of a column: class numbers, text, or lists of either. `reader` reads text. Raises
+        `DataError`."""
         arrow, compute = _pyarrow(), _pyarrow().compute
         with self._file() as file:
             values = file.read(columns=[column], use_threads=False).column(column).combine_chunks()
@@ -107,12 +109,10 @@ class ParquetColumns:
             names = _class_names(self._features.get(column))
             if arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or arrow.types.is_string_view(kind):
                 encoded = compute.dictionary_encode(values)
-                numbers, words = _numbers(encoded.indices), encoded.dictionary.to_pylist()
-                if "" in words:  # no label, as in other tables
-                    empty = words.index("")
-                    words.remove("")
-                    numbers = np.where(numbers == empty, -1, numbers - (numbers > empty))
-                return LabelColumn(numbers.astype(np.int32), starts, tuple(words), stated=False)
+                return text_column(_numbers(encoded.indices), encoded.dictionary.to_pylist(), starts, reader)
+            if arrow.types.is_floating(kind):
+                values = self._whole(column, values)
+                kind = values.type
             if arrow.types.is_boolean(kind) or arrow.types.is_integer(kind) or arrow.types.is_null(kind):
                 numbers = _numbers(values)
                 labels = LabelColumn(numbers.astype(np.int32), starts, names, stated=names is not None)
@@ -122,6 +122,24 @@ class ParquetColumns:
             f"{self.path}: column {column!r} has the type {self.types[column]}, which holds no labels; labels are "
             f"whole numbers, text, or lists of them; a column of numbers to predict is named by --numbers {column}"
         )
+
+    def texts(self, column: str) -> list[str]:
+        """Return the values of a column as text, with "" for null."""
+        with self._file() as file:
+            values = file.read(columns=[column], use_threads=False).column(column).to_pylist()
+        return ["" if value is None else str(value) for value in values]
+
+    def _whole(self, column: str, values: Any) -> Any:
+        """Return class numbers that are stored as floats, which is how pandas writes them if one is missing. NaN is no
+        label."""
+        found = values.to_numpy(zero_copy_only=False).astype(np.float64)
+        wrong = np.isfinite(found) & (found != np.floor(found)) | np.isinf(found)
+        if wrong.any():
+            raise DataError(
+                f"{self.path}: column {column!r} holds {found[wrong.argmax()]}, which is not a whole number; labels "
+                f"are whole numbers, text, or lists of them; numbers to predict are named by --numbers {column}"
+            )
+        return _pyarrow().array(np.where(np.isnan(found), -1, found).astype(np.int64))
 
     def numbers(self, columns: Sequence[str]) -> Float64[np.ndarray, "n k"]:
         """Return the numbers in some columns, with NaN for null. Raise `DataError` if a column is missing or holds

@@ -1,0 +1,124 @@
+"""Tests of how text becomes the name of a class: invisible differences, missing values, joined labels."""
+
+from __future__ import annotations
+
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitrail.data.choice import Choice, choice_in, chosen
+from vitrail.data.labels import LabelReader, check_names, class_name, refuse_joined, similar_names, whole_numbers
+from vitrail.errors import ConfigError, DataError
+
+
+@given(st.text(max_size=12))
+def test_a_name_has_one_form(text: str) -> None:
+    name = class_name(text)
+    assert class_name(name) == name == name.strip()
+    assert class_name(unicodedata.normalize("NFD", text)) == class_name(unicodedata.normalize("NFC", text)) == name
+    assert class_name(f"\u00a0 {text}\ufeff ") == name
+
+
+NAMES = [  # Persian, Hindi, an emoji, Sinhala
+    "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645",
+    "क्\u200dष",
+    "👩\u200d🔬",
+    "ශ්\u200dරී",
+    "日本語",
+    "Zürich",
+    "golden retriever",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_all_scripts_are_accepted(name: str) -> None:
+    check_names("data", [name])
+    assert class_name(name) == unicodedata.normalize("NFC", name)
+
+
+@pytest.mark.parametrize("name", ["a\tb", "", "a\x00", "a\u202eb"])
+def test_control_characters_are_refused(name: str) -> None:
+    with pytest.raises(DataError, match="unprintable names"):
+        check_names("data", ["cat", name])
+
+
+def test_words_for_a_missing_value_are_no_label_unless_they_are_kept() -> None:
+    words = ["nan", "NaN", "None", "null", "N/A", "<NA>", "NA", ""]
+    reader = LabelReader(Choice())
+    assert {reader(word) for word in (*words, None, float("nan"))} == {None}
+    assert reader.missing.total() == 8 and reader("none of these") == "none of these"
+    assert "--keep-missing-words" in next(iter(reader.notes("t.csv")))
+    keeper = LabelReader(Choice(keep_missing=True))
+    assert [keeper(word) for word in words] == [*words[:-1], None] and keeper(None) is None
+    assert not list(keeper.notes("t.csv"))
+
+
+@pytest.mark.parametrize(
+    ("separator", "cell", "names"),
+    [("|", "cat| fox |", ("cat", "fox")), (" ", "scab  rust", ("scab", "rust")), (";", "cat", ("cat",)), (";", "", ()),
+     ("none", "cat|fox", "cat|fox"), (None, "cat|fox", "cat|fox"), ("|", ["a", None, "b"], ("a", "b"))],
+)  # fmt: skip
+def test_a_separator_divides_cells(separator: str | None, cell: object, names: object) -> None:
+    assert LabelReader(Choice(separator=separator))(cell) == names
+
+
+@pytest.mark.parametrize(
+    ("names", "whole"),
+    [(["1.0", "0", "12."], {"1.0": "1", "0": "0", "12.": "12"}), (["1", "2"], {}), (["1.0", "2.5"], {}),
+     (["1.0", "x"], {}), ([], {})],
+)  # fmt: skip
+def test_whole_numbers_with_a_point(names: list[str], whole: dict[str, str]) -> None:
+    assert whole_numbers(names) == whole
+
+
+@pytest.mark.parametrize(
+    ("counts", "separator"),
+    [({"cat": 3, "fox": 4, "cat|fox": 5}, r"\|"), ({"cat|fox": 3, "fox|owl": 4, "cat|owl": 2}, r"\|"),
+     ({"scab": 5, "rust": 6, "scab rust": 7}, " "), ({"a": 5, "b": 6, "a, b": 2}, ",")],
+)  # fmt: skip
+def test_joined_labels_are_asked_about(counts: dict[str, int], separator: str) -> None:
+    with pytest.raises(DataError, match=f"--label-separator '{separator}'.*--label-separator none"):
+        refuse_joined("t.csv", counts, Choice())
+    refuse_joined("t.csv", counts, Choice(separator="none"))
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [{"golden retriever": 5, "labrador retriever": 4, "golden": 3}, {"tench, Tinca tinca": 2, "tench": 3},
+     {"cat": 3, "fox": 4, "cat|fox": 1}, {"and/or": 9, "or": 9}],
+)  # fmt: skip
+def test_names_with_separators_can_be_classes(counts: dict[str, int]) -> None:
+    refuse_joined("t.csv", counts, Choice())
+
+
+def test_names_that_differ_in_case_are_a_fault() -> None:
+    (fault,) = similar_names("data", ["Cat", "cat", "dog", "big  owl", "Big Owl", "straße"])
+    assert (fault.severity, fault.count) == ("warning", 4) and "'Cat' and 'cat'" in fault.text
+    assert not list(similar_names("data", ["cat", "dog"]))
+
+
+@given(
+    st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters=",/.=*?[]"), min_size=1, max_size=5)),
+    st.sampled_from(["", "|", "&", "=", "none", " ", "+", "%20", "?"]),
+    st.booleans(),
+)
+def test_a_choice_survives_in_the_name_of_data(names: list[str], separator: str, keep: bool) -> None:
+    names = [name for name in names if name.strip()]
+    words = [f"train={names[0]}", *names[1:], "test=x"] if names else []
+    location, choice = choice_in(chosen("data.csv?label=kind", words, separator, keep_missing=keep))
+    assert location == "data.csv" and choice.label == "kind"
+    assert (choice.separator or "", choice.keep_missing) == (separator, keep)
+    assert choice.splits == ({"train": tuple(name.strip() for name in names), "test": ("x",)} if names else None)
+
+
+def test_a_choice_is_made_once_and_known() -> None:
+    for spec in ("x.csv?separator=;", "x.csv?label=a&separator=;"):
+        with pytest.raises(ConfigError, match="has this choice already"):
+            chosen(spec, separator="|")
+    with pytest.raises(DataError, match="only choice is missing=keep"):
+        choice_in("x.csv?missing=drop")
+    assert choice_in("https://x/y.tar?label=1&key=2") == ("https://x/y.tar?label=1&key=2", Choice())
+    assert choice_in("s3://x/y.tar?key=2&splits=none") == ("s3://x/y.tar?key=2", Choice(splits={}))
+    assert choice_in("part-?.tar") == ("part-?.tar", Choice())
