@@ -89,6 +89,80 @@ def test_lightning_trains_as_plain_pytorch_does(tmp_path: Path) -> None:
     assert_same_weights(again.network, module.network)
 
 
+KINDS: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {
+    "plain": ("ViT-Pico/8", SIZE, {}),
+    "hybrid": ("Conv+ViT-Pico/8", (32, 48), {}),
+    "bit": ("BiT-Pico", (33, 47), {"width": None, "depth": None, "heads": None, "mlp_width": None}),
+    "windows": ("ViT-Pico/4", SIZE, {"attention": "blocks:size=3:shift=1", "pool": "gap"}),
+    "reversible": ("ViT-Pico/8", SIZE, {"reversible": True, "pool": "gap"}),
+    "sincos": ("ViT-Pico/8", SIZE, {"positions": "sincos-2d", "pool": "map", "dropout": 0.2}),
+}
+
+
+def kind_of(name: str) -> nn.Module:
+    variant, size, fields = KINDS[name]
+    given = {"width": 32, "depth": 2, "heads": 2, "mlp_width": 64, **fields}
+    torch.manual_seed(0)
+    return vitrail.create(
+        variant, image_size=size, num_classes=5, **{key: value for key, value in given.items() if value is not None}
+    )
+
+
+def batches_of(name: str) -> DataLoader[tuple[Tensor, ...]]:
+    images = torch.randn(16, 3, *KINDS[name][1], generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(images, torch.arange(16) % 5), batch_size=8)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_lightning_resumes_averages_and_casts(name: str, tmp_path: Path) -> None:
+    """A run that continues from a checkpoint ends as the whole run; the callback's mean is that of the weights."""
+    lightning = pytest.importorskip("lightning")
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    class Classifier(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = kind_of(name)
+            self.losses: list[float] = []
+            self.seen: list[dict[str, Tensor]] = []
+
+        def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
+            torch.manual_seed(self.trainer.global_step)
+            loss = F.cross_entropy(self.network(batch[0]), batch[1])
+            self.losses.append(loss.item())
+            return loss
+
+        def on_train_batch_end(self, *given: Any) -> None:
+            self.seen.append({name: weight.clone() for name, weight in self.network.state_dict().items()})
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def fitted(epochs: int, checkpoint: str | None = None, **settings: Any) -> Any:
+        module = Classifier()
+        trainer = lightning.Trainer(
+            max_epochs=epochs, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+            default_root_dir=tmp_path, **settings,
+        )  # fmt: skip
+        trainer.fit(module, batches_of(name), ckpt_path=checkpoint)
+        trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        return module
+
+    whole = fitted(2)
+    fitted(1)
+    continued = fitted(2, str(tmp_path / "1.ckpt"))
+    assert_same_weights(continued.network, whole.network)
+    averaged = fitted(2, callbacks=[EMAWeightAveraging(decay=0.5)])
+    mean = whole.seen[0]
+    for weights in whole.seen[1:]:
+        mean = {key: 0.5 * mean[key] + 0.5 * weights[key] for key in mean}
+    for key, weight in averaged.network.state_dict().items():
+        torch.testing.assert_close(weight, mean[key], rtol=1e-4, atol=1e-6, msg=key)
+    cast = fitted(2, precision="bf16-mixed")
+    assert {weight.dtype for weight in cast.network.parameters()} == {torch.float32}
+    assert cast.losses == pytest.approx(whole.losses, rel=0.02) and cast.losses != whole.losses
+
+
 def test_accelerate_trains_as_plain_pytorch_does() -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerator, made = accelerate.Accelerator(cpu=True), network()
@@ -102,10 +176,21 @@ def test_accelerate_trains_as_plain_pytorch_does() -> None:
     assert_same_weights(accelerator.unwrap_model(prepared), by_hand(network(), 2))
 
 
-@pytest.mark.parametrize("fields", [{}, {"pool": "gap"}, {"reversible": True}], ids=str)
-def test_peft_adapts_stores_and_merges(fields: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fields", "targets"),
+    [
+        ({}, ["qkv", "up", "out"]),
+        ({"pool": "gap"}, ["qkv", "up", "out"]),
+        ({"reversible": True}, ["qkv", "up", "out"]),
+        ({"positions": "sincos-2d", "pool": "map"}, ["qkv", "up"]),
+        ({"positions": "rotary-2d", "activation": "swiglu"}, r"blocks\.[01]\..*\.(qkv|down)"),
+        ({"attention": "blocks:size=2:shift=1", "pool": "gap"}, r".*\.(qkv|up)"),
+    ],
+    ids=str,
+)
+def test_peft_adapts_stores_and_merges(fields: dict[str, Any], targets: list[str] | str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    settings = peft.LoraConfig(r=4, target_modules=["qkv", "up", "out"], init_lora_weights=False)
+    settings = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
     adapted = peft.get_peft_model(network(**fields), settings)
     images = next(iter(batches()))[0]
     before = adapted.eval()(images)

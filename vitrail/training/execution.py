@@ -34,7 +34,7 @@ from vitrail.training.reporting.display import Display
 from vitrail.training.reporting.journal import Journal
 from vitrail.training.reporting.sinks import Sinks
 from vitrail.training.reporting.trackers import tracking
-from vitrail.training.setup import Setup
+from vitrail.training.setup import Setup, schedule_of
 from vitrail.training.speed.limit import MachineLimit, product_limit
 from vitrail.training.state.best import BestModel
 from vitrail.training.state.checkpoint import Checkpoints
@@ -101,6 +101,8 @@ class Execution:
         self._announce(network, notes)
         if state.step:
             display.say(f"continuing after step {state.step:,} of {setup.steps:,}")
+        if extends is not None and state.step and (note := self._rise(plan, state.step, extends)):
+            display.note(note)
         extension: dict[str, Any] = {} if extends is None else {"extends": extends}
         if changes:
             extension["changes"] = {name: list(values) for name, values in changes.items()}
@@ -116,6 +118,17 @@ class Execution:
             monitor = self._train(state, plan, probes)
             finish = Finish(setup, self.folder, journal, self.best, partial(self._outputs, state))
             return finish(state, monitor.summary(setup.device))
+
+    def _rise(self, plan: Plan, step: int, before: int) -> str:
+        """Return a note if the learning rate of the next step is higher than that of the last one, because the schedule
+        of a run that had `before` steps is stretched to its new length. Return "" otherwise."""
+        last = schedule_of(self.setup.config, self.setup.splits, before)(step - 1)
+        if (following := plan.schedule(step)) <= last:
+            return ""
+        return (
+            f"the learning rate rises from {last:.3g} to {following:.3g}, because the schedule is now that of a run of "
+            f"{self.setup.steps:,} steps (docs/optimization.md)"
+        )
 
     def _train(self, state: TrainState, plan: Plan, probes: Sequence[Probe]) -> Monitor:
         """Take the steps that are left, and return the monitor that received them. Signals stop the run meanwhile."""

@@ -57,6 +57,21 @@ def test_the_rate_is_that_of_a_run_of_the_whole_length(small: Small, tmp_path: P
     assert longer[20] < longer[21], "the cosine had fallen to its end, and rises again"
 
 
+@pytest.mark.parametrize(("schedule", "rises"), [("cosine", True), ("constant", False)])
+def test_a_rate_that_rises_again_is_noted(small: Small, tmp_path: Path, schedule: str, *, rises: bool) -> None:
+    train(small(tmp_path / "run", steps=4, schedule=schedule, warmup=0.0, **FEW))
+    notes: list[str] = []
+
+    class Notes(Display):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    resume(tmp_path / "run", length=Length(steps=8), display=Notes())
+    found = rates(tmp_path / "run")
+    assert (found[5] > found[4]) is rises
+    assert [f"{found[5]:.3g}" in note for note in notes if "learning rate" in note] == [True] * rises
+
+
 @pytest.mark.slow
 def test_the_record_and_the_journal_tell_of_the_extension(small: Small, tmp_path: Path) -> None:
     run = tmp_path / "run"
