@@ -400,3 +400,15 @@ def test_a_check_names_all_faults_of_a_table(table: Callable[..., Path]) -> None
     with pytest.raises(DataError) as caught:
         opened(table("path,label", *rows))
     assert all(word in str(caught.value) for word in ("gone", "away", "./a/1.jpg", "b/gone"))
+
+
+def test_files_that_are_elsewhere_are_named(tree: Trees) -> None:
+    root = tree("train/1.jpg", "train/2.jpg", "3.jpg")
+    for paths, hint in (
+        (("1.jpg", "2.jpg"), "paths must begin with train/"),
+        (("1", "2"), "a file train/1.jpg"),
+        (("3", "4"), "3.jpg"),
+    ):
+        (root / "labels.csv").write_text(f"image_id,label\n{paths[0]},a\n{paths[1]},b\n")
+        with pytest.raises(DataError, match=hint):
+            opened(root / "labels.csv")

@@ -245,6 +245,7 @@ def _files(table: Table) -> tuple[dict[str, tuple[Row, int]], list[Fault]]:
     listings: dict[str, dict[str, int]] = {}
     found: dict[str, tuple[Row, int]] = {}
     outside, missing, repeated = [], [], []
+    first_missing = ""
     for row in table.rows:
         key = _inside(folder, row.path)
         if key is None:
@@ -256,11 +257,13 @@ def _files(table: Table) -> tuple[dict[str, tuple[Row, int]], list[Fault]]:
         inode = listings[parent].get(name)
         if inode is None:
             missing.append(f"line {row.line}: {row.path}")
+            first_missing = first_missing or key
         elif key in found:
             repeated.append(f"line {row.line}: {row.path}, which is also in line {found[key][0].line}")
         else:
             found[key] = (row, inode)
-    return found, list(_faults(table, outside, missing, repeated))
+    hint = _alike(folder, first_missing) if first_missing else ""
+    return found, list(_faults(table, outside, missing, repeated, hint))
 
 
 def _inside(folder: Path, text: str) -> str | None:
@@ -278,7 +281,20 @@ def _inside(folder: Path, text: str) -> str | None:
     return None if ".." in path.parts or not text.strip() else path.as_posix()
 
 
-def _faults(table: Table, outside: list[str], missing: list[str], repeated: list[str]) -> Iterator[Fault]:
+def _alike(folder: Path, key: str) -> str:
+    """Return a hint if a folder in that of the table has the missing file, perhaps with another suffix."""
+    for place in (folder, *class_folders(folder)):
+        path = (place / key).parent
+        for name in inodes_in(path):
+            if place != folder and name == Path(key).name:
+                return f"; there is such a file in {place.name}/, so paths must begin with {place.name}/"
+            if Path(name).stem == Path(key).name:
+                found = (path / name).relative_to(folder).as_posix()
+                return f"; there is a file {found}, so paths must be written like it"
+    return ""
+
+
+def _faults(table: Table, outside: list[str], missing: list[str], repeated: list[str], hint: str) -> Iterator[Fault]:
     count = len(table.rows)
     for kind, rows, text, advice in (
         ("path-outside", outside, "a path that is not inside the table's folder", "Give paths in the table's folder."),
@@ -286,8 +302,11 @@ def _faults(table: Table, outside: list[str], missing: list[str], repeated: list
         ("repeated-row", repeated, "an image of another row; each image may have only one row", "Remove these rows."),
     ):
         if rows:
+            more = hint if rows is missing else ""
+            shown = "; ".join(rows[:MOST_SHOWN]) + ("; and so on" if len(rows) > MOST_SHOWN else "")
             yield Fault(
-                kind, "error", len(rows), f"{table.path}: {len(rows):,} of {plural(count, 'row')} name {text} "
-                f"({'; '.join(rows[:MOST_SHOWN])}{'; and so on' if len(rows) > MOST_SHOWN else ''})",
-                "Training refuses the data. This check leaves these rows out.", advice,
+                kind, "error", len(rows),
+                f"{table.path}: {len(rows):,} of {plural(count, 'row')} name {text} ({shown}){more}",
+                "Training refuses the data. This check leaves these rows out.",
+                advice,
             )  # fmt: skip
