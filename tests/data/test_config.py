@@ -16,13 +16,13 @@ from vitrail.errors import ConfigError, UndecodableImage
 
 @pytest.fixture
 def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of two classes with two images of 34 x 21 pixels each. The limit on pixels is restored after the
+    """A folder of two classes with ten images of 34 x 21 or 20 pixels each. The limit on pixels is restored after the
     test."""
     monkeypatch.setenv("VITRAIL_MAX_PIXELS", "")
     for name in ("red", "blue"):
         (tmp_path / name).mkdir()
-        for number in range(2):
-            Image.new("RGB", (34, 21 - number), name).save(tmp_path / name / f"{number}.png")
+        for number in range(10):
+            Image.new("RGB", (34, 21 - number % 2), name).save(tmp_path / name / f"{number}.png")
     return tmp_path
 
 
