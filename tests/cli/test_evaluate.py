@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -184,6 +185,17 @@ def test_all_evaluators_stand_in_one_table(evaluate: Evaluate, tmp_path: Path, c
     rows = json.loads(out)
     assert "knn_1" not in rows["train"] and {"accuracy", "accuracy_low", "knn_1"} <= set(rows["test"])
     assert rows["train"]["images"] == 27
+
+
+def test_classes_without_images_are_named(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
+    model = make_model(tmp_path / "model", ("blue", "green", "red"))
+    shutil.rmtree(colours / "test" / "green")
+    code, out, _ = evaluate(model, colours)
+    assert code == 0 and re.search(r"1 of 3 classes has no image .*: green", out)
+    code, out, _ = evaluate(model, colours, "--per-class", "--confusion")
+    assert re.search(r"green +0 ", out) and re.search(r"1 green ", out)
+    code, out, errors = evaluate(model, colours, "--per-class", "--json")
+    assert json.loads(out)["test"]["classes_without_images"] == ["green"] and "green" in errors
 
 
 def test_classes_and_confusion_are_shown_if_asked_for(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:

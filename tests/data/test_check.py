@@ -334,19 +334,19 @@ def test_names_that_no_terminal_should_see_are_escaped(memory_source: Sources) -
     assert keys == ["\\x1b[2J.png", "\\udcff\\n.png"]
 
 
-def test_quick_check_is_three_lines(clean: Path, messy: Path) -> None:
+def test_quick_check_is_three_lines_and_one_for_each_split_that_lacks_a_class(clean: Path, messy: Path) -> None:
     assert quick_check(open_data(str(clean), validation_share=0.1)) == (
         "images: 36 train, 12 validation; 3 classes of 12 to 12 training images each",
         "checked 36 images: 64 x 48 pixels (width x height), PNG RGB",
         "no problem found",
     )
     lines = quick_check(open_data(str(messy), validation_share=0.1))
-    assert len(lines) == 3
+    assert len(lines) == 4 and lines[3] == "warning: 1 class without validation images: c"
     assert "1 x 1 to 640 x 480 pixels" in lines[1] and "PNG RGB" in lines[1]
     assert lines[2].startswith(
         "warning: 2 of 50 checked images cannot be decoded, such as b/cut.jpg: cannot be decoded: "
     )
-    assert lines[2].endswith("(and 3 other findings)")
+    assert lines[2].endswith("(and 2 other findings)")
 
 
 def test_quick_check_reads_few_images(memory_source: Sources) -> None:

@@ -80,7 +80,7 @@ def test_the_report_of_a_real_run(trained: tuple[Path, Bundle], evil: Path, read
     assert "Report of a <run>" in page.text
     assert [text for text in page.text if text in SECTIONS] == SECTIONS
     assert EVIL in page.text and LONG in page.text and "שלום" in page.text
-    assert f"{found.accuracy.value:.2%} accuracy" in page.text and "13 test images of 3 classes." in shown
+    assert f"{found.accuracy.value:.2%} accuracy" in page.text and "13 test images of 3 classes; 1 image could" in shown
     assert f"ViT-Pico/7, trained from scratch on {evil}." in page.text
     assert page.names.count("svg") == 5, "loss, accuracy, learning rate, confusion and calibration"
     assert page.names.count("rect") == len(found.confusion)
@@ -364,6 +364,22 @@ def test_what_only_the_report_left_out_is_named_too(
     assert "<h2>3 images skipped</h2>" in text
     for row in ("a</td><td>is &lt;cut&gt; short</td><td>train", "a</td><td>is gone</td><td>test", "b</td><td>is gone"):
         assert f"<tr><td>{row}</td>" in text
+
+
+def test_the_top_names_classes_without_images_and_counts_what_was_left_out(
+    run: Callable[..., tuple[Path, Bundle]], measured: ClassificationReport, source: Source
+) -> None:
+    folder, bundle = run()
+    found = replace(measured, skipped=(Skipped("a", "is gone"),), absent=("<b>",))
+    text = write_report(folder, bundle, source, "test", found).read_text()
+    top = text.partition("<h2>")[0]
+    assert "1 image could not be decoded" in top and "no image in the test split" in top and "&lt;b&gt;" in top
+
+
+def test_the_journal_names_the_split_of_what_was_left_out(written: Callable[..., str]) -> None:
+    name, values = skipped("a")
+    events = [(name, values | {"split": "test"}), ("checkpoint", {"step": 10, "path": "step-10"})]
+    assert "<td>is &lt;cut&gt; short</td><td>test</td>" in written(events)
 
 
 def test_of_many_that_were_left_out_some_are_named(written: Callable[..., str]) -> None:

@@ -289,6 +289,7 @@ def _detail(report: ClassificationReport | None, options: Evaluate, bundle: Bund
     detail: dict[str, Any] = {}
     if report is not None and options.per_class:
         detail["per_class"] = [to_plain(row) for row in report.per_class]
+        detail["classes_without_images"] = list(report.absent)
     if report is not None and options.confusion:
         names = bundle.classes
         detail["confusion"] = [[names[true], names[taken], images] for true, taken, images in report.confusion]

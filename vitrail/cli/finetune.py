@@ -28,7 +28,7 @@ from vitrail.cli.options.run_options import (
 from vitrail.cli.output.evaluate_tables import suite_table
 from vitrail.data.sources import OpenedData
 from vitrail.errors import ConfigError, RunError, Stopped
-from vitrail.evaluation.predictions.report import ClassificationReport
+from vitrail.evaluation.predictions.report import ClassificationReport, absent_note
 from vitrail.machine import pick_device
 from vitrail.models.config import override_fields
 from vitrail.settings import bare_names
@@ -289,7 +289,10 @@ def _report(display: ConsoleDisplay, result: FinetuneResult) -> None:
         hint = "" if result.trials else "; use --validation-share 0.1 to hold out a tenth"
         display.say(f"no image with a label is held out, so this model was not measured{hint}")
     else:
-        table = Table(title=f"{result.split} split, {found.images:,} images", title_justify="left", box=SIMPLE_HEAD)
+        title = f"{result.split} split, {found.images:,} images"
+        if found.skipped:
+            title += f", {len(found.skipped):,} skipped"
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
         for column in ("", "metric", "95 % interval"):
             table.add_column(column, justify="left" if not column else "right")
         for row in summary_rows(found):
@@ -299,6 +302,8 @@ def _report(display: ConsoleDisplay, result: FinetuneResult) -> None:
             display.say("the best weights were chosen on these images, so expect slightly worse metrics on new images")
         if texts := ", ".join(run.texts("train")):
             display.say(f"training {texts} (last training steps, with augmentation)")
+        if isinstance(found, ClassificationReport) and (note := absent_note(found, result.split or "")):
+            display.note(note)
         for line in _worst_classes(found):
             display.say(line)
     if note := untrained_note(read_record(run.folder).config, run.bundle):

@@ -24,7 +24,7 @@ from vitrail.evaluation.predictions.imagenet import (
 )
 from vitrail.evaluation.predictions.number_metrics import MeanMetrics, NumberMetrics, StreamingErrors
 from vitrail.evaluation.predictions.regression import regression_report
-from vitrail.evaluation.predictions.report import report
+from vitrail.evaluation.predictions.report import absent_note, report
 from vitrail.evaluation.predictions.streaming import StreamingAccuracy
 from vitrail.evaluation.truth import Numbers, check_known, truth_of
 from vitrail.weights.bundle import OutputKind
@@ -112,6 +112,8 @@ class ByAccuracy:
             held_out = MappedSource(held_out, mapped, classes)
         predictions = outputs.predictions(held_out)
         found = report(predictions, bootstrap=self.bootstrap)
+        if note := absent_note(found):
+            outputs.note(note)
         metrics = with_interval("accuracy", found.accuracy)
         if found.top5 is not None:
             metrics |= with_interval("top5_accuracy", found.top5)

@@ -26,6 +26,7 @@ from vitrail.training.forecast import evaluation_batch
 from vitrail.training.loop import fit
 from vitrail.training.monitoring.examiner import Examiner, Probe
 from vitrail.training.monitoring.monitor import Intervals, Monitor
+from vitrail.training.monitoring.skipped import HeldOutSkips
 from vitrail.training.monitoring.stop import StopRequest
 from vitrail.training.records.extension import record_extension
 from vitrail.training.records.progress import ProgressPage
@@ -76,6 +77,7 @@ class Execution:
         # Processes share the images of an evaluation batch by batch, although their machines can differ.
         self.evaluation_batch = setup.processes.from_first(evaluation_batch(setup.config, setup.network))
         self.display = display if setup.processes.is_first else Display()
+        self.skips = HeldOutSkips(self.display)
         self.started = started
         self.max_seconds = setup.config.run.max_seconds if max_seconds is None else max_seconds
         self.memory = memory
@@ -116,7 +118,7 @@ class Execution:
             journal.readers.append(ProgressPage(self.folder, setup.config, metric, setup.steps).receive)
         with tracking(setup.config.run.track, self.folder, setup.config.to_plain(), journal, state.step):
             monitor = self._train(state, plan, probes)
-            finish = Finish(setup, self.folder, journal, self.best, partial(self._outputs, state))
+            finish = Finish(setup, self.folder, journal, self.best, partial(self._outputs, state), self.skips)
             return finish(state, monitor.summary(setup.device))
 
     def _rise(self, plan: Plan, step: int, before: int) -> str:
@@ -211,6 +213,7 @@ class Execution:
             best=self.best if setup.config.run.keep == "best" else None,
             probes=(*setup.probes, *probes),
             processes=self.processes,
+            skips=self.skips,
         )
 
     def _outputs(

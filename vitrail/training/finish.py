@@ -15,6 +15,7 @@ from vitrail.tasks.own_model import BESIDE, beside, load_beside, load_weights, w
 from vitrail.tasks.task import Objective
 from vitrail.training.assembly import make_bundle
 from vitrail.training.monitoring.meter import check_finite
+from vitrail.training.monitoring.skipped import HeldOutSkips
 from vitrail.training.parallel.streamed import StreamedCopy
 from vitrail.training.records.examples import Example, write_examples
 from vitrail.training.records.pictures import write_pictures
@@ -64,15 +65,22 @@ class Finish:
     """Turns the state after the last step into the finished model on the disk."""
 
     def __init__(
-        self, setup: Setup, folder: Path, journal: Journal, best: BestModel, outputs: Callable[..., Outputs]
+        self,
+        setup: Setup,
+        folder: Path,
+        journal: Journal,
+        best: BestModel,
+        outputs: Callable[..., Outputs],
+        skips: HeldOutSkips,
     ) -> None:
         """`outputs` returns the outputs of a model for an evaluation, with the arguments `keep` and `on_skip` of
-        `Outputs`."""
+        `Outputs`. `skips` shows the images that cannot be decoded."""
         self.setup = setup
         self.folder = folder
         self.journal = journal
         self.best = best
         self.outputs = outputs
+        self.skips = skips
 
     def __call__(self, state: TrainState, summary: dict[str, float]) -> RunResult:
         """Load the weights that the config keeps, measure the model on the held-out splits, and write the model."""
@@ -129,8 +137,11 @@ class Finish:
         """Measure the finished model on the held-out splits, and add the metrics to it. Return its outputs."""
         task, splits = self.setup.config.task, self.setup.splits
 
+        split = ""
+
         def skip(item: Skipped) -> None:
-            self.journal.write("skipped", step=state.step, key=item.key, reason=item.reason)
+            self.journal.write("skipped", step=state.step, split=split, key=item.key, reason=item.reason)
+            self.skips.of(split)(item)
 
         outputs = self.outputs(bundle, keep=MAX_KEPT, on_skip=skip)
         predictions: dict[str, Predictions] = {}

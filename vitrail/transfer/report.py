@@ -15,7 +15,7 @@ from vitrail.data.splits import Splits
 from vitrail.errors import plural
 from vitrail.evaluation.predictions.bootstrap import LEVEL
 from vitrail.evaluation.predictions.regression import RegressionReport
-from vitrail.evaluation.predictions.report import ClassificationReport
+from vitrail.evaluation.predictions.report import ClassificationReport, absent_note
 from vitrail.files import partial_path, saving
 from vitrail.page import document, escape, table
 from vitrail.plain import to_plain
@@ -138,7 +138,11 @@ def _headline(config: TrainConfig, split: str, report: AnyReport, source: Source
         (main, interval), outputs = sections.headline(report), plural(report.num_classes, "class")
     level = f" ({LEVEL:.0%} interval {interval})" if interval else ""
     images = f"on {plural(report.images, f'{split} image')} of {outputs}"
+    if report.skipped:
+        images += f"; {plural(len(report.skipped), 'image')} could not be decoded"
     yield f"<p><strong>{escape(main)}</strong>{level} {escape(images)}.</p>"
+    if isinstance(report, ClassificationReport) and (note := absent_note(report, split)):
+        yield f"<p>Note: {escape(note)}.</p>"
     method = "trained from scratch" if config.start.init is None else "fine-tuned"
     yield f'<p class="dim">{escape(f"{_model(config)}, {method} on {config.data.spec}.")}</p>'
     if note := untrained_note(config, bundle):
@@ -272,7 +276,8 @@ def _curves(figures: Sequence[str]) -> Iterator[str]:
 def _skipped(report: AnyReport, split: str, events: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield a table of the images that could not be decoded, during training or when the finished model was measured.
 
-    In the journal, skipped images come before the event that identifies their split: a checkpoint or an evaluation.
+    In journals of earlier versions, skipped images come before the event that identifies their split: a checkpoint or
+    an evaluation.
     """
     found: dict[tuple[str, str], str] = {}
     pending: list[dict[str, Any]] = []
@@ -280,7 +285,8 @@ def _skipped(report: AnyReport, split: str, events: Sequence[dict[str, Any]]) ->
         if event["event"] == "skipped":
             pending.append(event)
         elif event["event"] == "checkpoint" or event.get("kept"):
-            found |= {(event.get("split", "train"), one["key"]): one["reason"] for one in pending}
+            split_of = event.get("split", "train")  # runs of earlier versions do not name the split of the image
+            found |= {(one.get("split", split_of), one["key"]): one["reason"] for one in pending}
             pending = []
     found |= {(split, one.key): one.reason for one in report.skipped}
     rows = [(key, reason, where) for (where, key), reason in found.items()]

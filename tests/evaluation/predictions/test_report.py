@@ -21,7 +21,7 @@ from vitrail.evaluation.predictions.bootstrap import (
 from vitrail.evaluation.predictions.calibration import binary_logits, calibration_bins, per_sample
 from vitrail.evaluation.predictions.metrics import confusion, mean_average_precision, top_k
 from vitrail.evaluation.predictions.predict import Predictions
-from vitrail.evaluation.predictions.report import ClassificationReport, report
+from vitrail.evaluation.predictions.report import ClassificationReport, absent_note, report
 from vitrail.evaluation.truth import MultiLabels, SingleLabels
 from vitrail.plain import from_plain, to_plain
 
@@ -88,6 +88,10 @@ def test_classes_and_confusion() -> None:
         assert row.f1 == pytest.approx(2 * row.accuracy * row.precision / (row.accuracy + row.precision))
     guessed = found.per_class[5]
     assert guessed.predicted > 0 == guessed.images and guessed.precision == 0 and guessed.accuracy is None
+    assert found.absent == ("class 5", "class 6") and report(several(), bootstrap=0).absent == ("class 4",)
+    note = absent_note(found, "test")
+    assert "2 of 7 classes" in note and "test split" in note and note.endswith("class 5, class 6")
+    assert not absent_note(replace(found, absent=()))
 
 
 def test_worst_mistakes_first() -> None:

@@ -138,3 +138,11 @@ def test_training_accuracy_stands_beside_that_of_validation() -> None:
         "step 10: validation accuracy 50.00% on 40 images",
         "step 20: validation accuracy 50.00% on 40 images; training accuracy 75.00%  (best so far)",
     ]
+
+
+def test_skipped_images_are_counted_beside_those_that_were_measured() -> None:
+    file = io.StringIO()
+    display = ConsoleDisplay(Console(file=file, width=120))
+    display.begin(0, 100, TASKS["classification"]())
+    display.evaluated(10, {"accuracy": 0.5, "cross_entropy": 1.25, "images": 40.0, "skipped": 2.0}, False)
+    assert file.getvalue() == "step 10: validation accuracy 50.00% on 40 images (2 skipped)\n"

@@ -23,6 +23,7 @@ from vitrail.analysis.summaries.samples import distances
 from vitrail.errors import plural
 from vitrail.evaluation.predictions.bootstrap import LEVEL, Metric
 from vitrail.evaluation.predictions.named import named_metrics
+from vitrail.evaluation.predictions.report import absent_note
 from vitrail.files import write_json
 from vitrail.page import document, escape, table, thumbnail
 from vitrail.plain import to_plain
@@ -128,6 +129,8 @@ def _parts(found: Overview, drawn: dict[str, str], pictures: Pictures, beside: s
     if found.answers is not None:
         rows = [(one.name, one.value, one.interval) for one in named_metrics(found.answers.report)]
         yield table(("metric", "value", f"{LEVEL:.0%} interval"), rows)
+        if note := absent_note(found.answers.report):
+            yield f"<p>Note: {escape(note)}.</p>"
     yield from skipped_part(found.skipped)
     yield from _first_layer(pictures)
     yield "<h2>Layers</h2>"

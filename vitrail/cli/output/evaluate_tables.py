@@ -58,7 +58,8 @@ def metrics_table(rows: Mapping[str, Mapping[str, float]], corner: str = "") -> 
 
 
 def per_class_table(split: str, report: ClassificationReport) -> Table:
-    """Return a table of the classes, sorted by accuracy, the lowest first."""
+    """Return a table of the classes, sorted by accuracy, the lowest first. Classes without images are last; if there
+    are many, only those that were predicted are shown."""
     several = report.multi_label is not None
     columns = (
         "images",
@@ -78,14 +79,23 @@ def per_class_table(split: str, report: ClassificationReport) -> Table:
     for row in sorted(report.per_class, key=order):
         shares = (row.accuracy, row.precision, row.f1, *((row.average_precision,) if several else ()))
         table.add_row(escape(row.name), f"{row.images:,}", f"{row.predicted:,}", *map(_share, shares))
+    for name in _never_predicted(report):
+        table.add_row(escape(name), "0", "0", *["-"] * (len(columns) - 2))
     return table
+
+
+def _never_predicted(report: ClassificationReport) -> list[str]:
+    """Return the classes without images that were not predicted, or nothing if there are too many for a table."""
+    predicted = {row.name for row in report.per_class}
+    names = [name for name in report.absent if name not in predicted]
+    return names if len(names) + len(predicted) <= CONFUSED else []
 
 
 def confusion_table(split: str, report: ClassificationReport, classes: tuple[str, ...]) -> RenderableType:
     """Return the confusion matrix, with a row per true class and a column per predicted class."""
     if report.multi_label is not None:
         return Text(f"{split}: there is no confusion matrix, since images can have several labels")
-    there = [row.index for row in report.per_class]
+    there = sorted([row.index for row in report.per_class] + [classes.index(name) for name in _never_predicted(report)])
     if len(there) > CONFUSED:
         return _pairs(split, report, classes)
     counts = {(true, taken): images for true, taken, images in report.confusion}

@@ -72,7 +72,8 @@ def check_data(
 
 
 def quick_check(splits: Splits) -> tuple[str, ...]:
-    """Return three lines of text for the start of a run: image counts, image sizes, and the most severe finding.
+    """Return lines of text for the start of a run: image counts, image sizes, the most severe finding, and one line per
+    split that lacks a class.
 
     All labels are examined. Up to 64 training images are decoded, within about 0.3 seconds. A broken image is a
     finding, not an error.
@@ -94,8 +95,13 @@ def quick_check(splits: Splits) -> tuple[str, ...]:
     else:
         seen += "none of them can be decoded"
     worst = _most_severe_first(found)
-    more = f" (and {plural(len(worst) - 1, 'other finding')})" if len(worst) > 1 else ""
-    return line, seen, f"{worst[0].severity}: {worst[0].text}{more}" if worst else "no problem found"
+    if not worst:
+        return line, seen, "no problem found"
+    missing = [one for one in worst[1:] if one.kind.startswith("missing-in-")]
+    others = len(worst) - 1 - len(missing)
+    more = f" (and {plural(others, 'other finding')})" if others else ""
+    lines = [f"{one.severity}: {one.text}" for one in (worst[0], *missing)]
+    return line, seen, f"{lines[0]}{more}", *lines[1:]
 
 
 def _rows(sources: list[Source], sample: int | None) -> list[np.ndarray]:

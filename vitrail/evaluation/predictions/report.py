@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from vitrail.data.batch import Skipped
-from vitrail.errors import DataError
+from vitrail.errors import DataError, listed, plural
 from vitrail.evaluation.predictions.bootstrap import (
     Metric,
     balanced_accuracy_interval,
@@ -36,7 +36,7 @@ from vitrail.evaluation.predictions.metrics import (
 from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.evaluation.truth import MultiLabels, Numbers, SingleLabels
 
-__all__ = ["Calibration", "ClassRow", "ClassificationReport", "Mistake", "MultiLabel", "report"]
+__all__ = ["Calibration", "ClassRow", "ClassificationReport", "Mistake", "MultiLabel", "absent_note", "report"]
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,8 @@ class ClassificationReport:
     """Multi-label metrics, only if images can have several labels."""
     per_class: tuple[ClassRow, ...]
     """Metrics of the classes that have images or were predicted, in the order of the outputs."""
+    absent: tuple[str, ...]
+    """Names of the classes without images, in the order of the outputs. No metric covers them."""
     confusion: tuple[tuple[int, int, int], ...]
     """The nonzero cells of the confusion matrix, row by row: true class, likeliest class and number of images. Empty if
     images can have several labels."""
@@ -175,6 +177,7 @@ def _one_label(
     if temperature is not None:
         again = per_sample(logits, labels, scores=predictions.scores, temperature=temperature)
         scaled = _calibration(again, correct, temperature, settings)
+    classes = per_class(labels, judged.predicted, count)
     cells, numbers = np.unique(labels * count + judged.predicted, return_counts=True)
     return ClassificationReport(
         images=len(labels),
@@ -188,7 +191,8 @@ def _one_label(
         calibration=calibration,
         scaled=scaled,
         multi_label=None,
-        per_class=_rows(predictions.classes, per_class(labels, judged.predicted, count)),
+        per_class=_rows(predictions.classes, classes),
+        absent=_absent(predictions.classes, classes),
         confusion=tuple(zip((cells // count).tolist(), (cells % count).tolist(), numbers.tolist(), strict=True)),
         worst=tuple(
             Mistake(
@@ -214,6 +218,7 @@ def _several_labels(
     likeliest = predictions.logits.argmax(axis=1)
     exact = exact_match(predicted, targets)
     precisions = average_precision(logits, targets > 0)
+    classes = per_class_of_targets(predicted, targets)
     micro, macro = f1_scores(predicted, targets)
 
     def names(row: Bool[np.ndarray, " classes"]) -> tuple[str, ...]:
@@ -236,7 +241,8 @@ def _several_labels(
             micro_f1=_defined(micro),
             macro_f1=_defined(macro),
         ),
-        per_class=_rows(predictions.classes, per_class_of_targets(predicted, targets), precisions),
+        per_class=_rows(predictions.classes, classes, precisions),
+        absent=_absent(predictions.classes, classes),
         confusion=(),
         worst=tuple(
             Mistake(
@@ -250,6 +256,16 @@ def _several_labels(
             for row in _worst(~exact, losses, worst)
         ),
     )
+
+
+def absent_note(report: ClassificationReport, split: str = "") -> str:
+    """Return a note that names the classes without images, or an empty text if there is none."""
+    if not report.absent:
+        return ""
+    where = f"in the {split} split" if split else "among the measured images"
+    count = f"{len(report.absent):,} of {plural(report.num_classes, 'class')}"
+    verb, them = ("has", "it") if len(report.absent) == 1 else ("have", "them")
+    return f"{count} {verb} no image {where}, so no metric covers {them}: {listed(report.absent)}"
 
 
 def _calibration(
@@ -280,6 +296,10 @@ def _rows(
         )
         for number in np.flatnonzero(metrics.images + metrics.predicted).tolist()
     )
+
+
+def _absent(classes: tuple[str, ...], metrics: ClassMetrics) -> tuple[str, ...]:
+    return tuple(classes[number] for number in np.flatnonzero(metrics.images == 0).tolist())
 
 
 def _worst(wrong: Bool[np.ndarray, " n"], losses: Float64[np.ndarray, " n"], count: int) -> Int64[np.ndarray, " worst"]:

@@ -19,6 +19,7 @@ from vitrail.processes.group import Processes
 from vitrail.tasks import Task
 from vitrail.tasks.own_model import without_adapters
 from vitrail.training.monitoring.meter import check_finite
+from vitrail.training.monitoring.skipped import HeldOutSkips
 from vitrail.training.reporting.display import TRAINING
 from vitrail.training.reporting.sinks import Sinks
 from vitrail.training.state.best import BestModel
@@ -62,13 +63,15 @@ class Examiner:
         *,
         model: Callable[[], Bundle],
         saved: Callable[[], Bundle],
-        outputs: Callable[[Bundle], Outputs],
+        outputs: Callable[..., Outputs],
         best: BestModel | None,
         probes: Sequence[Probe] = (),
         processes: Processes,
+        skips: HeldOutSkips,
     ) -> None:
         """`model` returns the model with its current weights for an evaluation, `saved` the same model for the first
-        process to save, and `outputs` the outputs of a model. Several `processes` share the images, and all of them get
+        process to save, and `outputs` the outputs of a model, with the argument `on_skip` of `Outputs`. `skips` shows
+        the images that cannot be decoded. Several `processes` share the images, and all of them get
         the same metrics. With None for `best`, no best model is saved."""
         self.processes = processes
         self.task = task
@@ -78,6 +81,7 @@ class Examiner:
         self.model = model
         self.saved = saved
         self.outputs = outputs
+        self.on_skip = skips.of("validation")
         self.best = best
         self.evaluator = task.evaluator(state.copy or state.objective)
         self.selection = task.selection(splits)
@@ -126,7 +130,7 @@ class Examiner:
             else:  # the weights are gathered from those in training while the probes compute
                 stack.enter_context(self.state.averaged())
                 model = self.model()
-            outputs = self.outputs(model)
+            outputs = self.outputs(model, on_skip=self.on_skip)
             for probe in due:
                 assert self.splits.validation is not None, "`check_probes` requires a validation split"
                 metrics = probe.evaluator(outputs, self.splits.train, self.splits.validation)
@@ -143,7 +147,7 @@ class Examiner:
             return replace(bundle, network=copy.deepcopy(bundle.network).eval())
 
     def _measure(self, model: Bundle, source: Source) -> dict[str, float]:
-        result = self.evaluator(self.outputs(model), self.splits.train, source)
+        result = self.evaluator(self.outputs(model, on_skip=self.on_skip), self.splits.train, source)
         self.state.settle()
         check_finite(result, self.task.loss_metric, self.state.step)
         return result

@@ -12,6 +12,7 @@ from typing import Any
 from PIL import Image
 
 from vitrail.charts.lines import STYLE
+from vitrail.errors import plural
 from vitrail.files import partial_path, saving
 from vitrail.page import document, escape, figure, table, thumbnail
 from vitrail.tasks.task import TaskMetric
@@ -89,10 +90,12 @@ class ProgressPage:
         yield table(("setting", "value"), [(name.replace("_", " "), str(value)) for name, value in changed.items()])
         note = "The table lists only settings that are not the default. The file run.json lists all settings."
         yield f'<p class="dim">{note}</p>'
-        skipped = [(event["key"], event["reason"]) for event in events if event["event"] == "skipped"]
+        skipped = [
+            (event["key"], event["reason"], event.get("split", "")) for event in events if event["event"] == "skipped"
+        ]
         if skipped:
-            yield "<h2>Images that could not be decoded</h2>"
-            yield table(("image", "reason"), skipped[:MAX_SKIPPED])
+            yield f"<h2>{plural(len(skipped), 'image')} that could not be decoded</h2>"
+            yield table(("image", "reason", "split"), skipped[:MAX_SKIPPED])
 
     def _state(self, events: Sequence[dict[str, Any]]) -> str:
         """Return a sentence about how far the run is."""

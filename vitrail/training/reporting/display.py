@@ -164,7 +164,10 @@ class ConsoleDisplay(Display):
         train = ", ".join(self.task.texts(training_metrics(result)))
         beside = f"; training {train}" if train else ""
         start = f"step {step:,}" if step else "before the first step"
-        self.say(f"{start}: validation {texts} on {result['images']:,.0f} images{beside}{star}")
+        count = f"{result['images']:,.0f} images"
+        if skipped := result.get("skipped"):
+            count += f" ({skipped:,.0f} skipped)"
+        self.say(f"{start}: validation {texts} on {count}{beside}{star}")
 
     def end(self) -> None:
         if self._progress is not None:
