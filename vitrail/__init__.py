@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -47,6 +48,22 @@ _HOMES = {
     "resume": "vitrail.training.run",
     "train": "vitrail.training.run",
 }
+
+
+def _silence_grain() -> None:
+    """Drop the warning that jax is missing in a worker process of Grain, which is a spawned process.
+
+    A spawned process imports the main module, and this package with it, before it imports Grain. If the main module
+    does not import this package, as in a notebook, the warning is printed. In other processes,
+    `vitrail.data.pipeline` imports Grain without the warning.
+    """
+    if "--multiprocessing-fork" in sys.orig_argv:
+        import logging
+
+        logging.getLogger("absl").addFilter(lambda record: "Failed to load jax profiler" not in str(record.msg))
+
+
+_silence_grain()
 
 
 def __getattr__(name: str) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -521,3 +523,12 @@ def test_resuming_with_a_renamed_data_folder_says_how(
     assert run("--resume", place, "--steps", "4") == 2
     assert "add --data NEW --allow data" in capsys.readouterr().err
     assert run("--resume", place, "--steps", "4", "--data", str(moved), "--allow", "data") == 0
+
+
+@pytest.mark.slow
+def test_worker_processes_print_nothing(tmp_path: Path) -> None:
+    words = "train demo --data bundled[:8] --validation-share 0 --steps 1 --batch-size 4 --processes 1 --run r"
+    found = subprocess.run(
+        [sys.executable, "-m", "vitrail", *words.split()], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert "jax" not in found.stderr + found.stdout
