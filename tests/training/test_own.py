@@ -121,6 +121,13 @@ def test_a_network_of_the_package_is_saved_whole(config: Callable[..., TrainConf
     assert vitrail.load(result.folder).network.config == network.config
 
 
+def test_a_changed_network_of_the_package_is_refused_before_the_first_step(config: Callable[..., TrainConfig]) -> None:
+    network: Any = vitrail.create("ViT-Pico/3", num_classes=2, image_size=(9, 12), depth=1)
+    network.blocks[0].mlp.activation = nn.ReLU()
+    with pytest.raises(BundleError, match="the network cannot be saved, because a new network with its config"):
+        train(config(), data=Stripes(), network=network)
+
+
 def test_an_own_network_learns_numbers(config: Callable[..., TrainConfig]) -> None:
     result = train(config(task="regression", steps=80), data=Stripes(numbers=True), network=seeded(1))
     assert result.metrics["validation_r2"] > 0.9

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -12,8 +12,10 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, Target, TargetKind, target_kind
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, UndecodableImage
+from vitrail.models.variants import AnyNetwork
 from vitrail.tasks.own_model import has_known_architecture
 from vitrail.training.config import TrainConfig
+from vitrail.weights.bundle import check_loadable
 
 __all__ = ["check_network", "check_settings", "check_source", "named_splits"]
 
@@ -91,7 +93,8 @@ def check_settings(config: TrainConfig) -> None:
 
 def check_network(network: nn.Module, images: Preprocess, outputs: int) -> None:
     """Raise `ConfigError` with the broken rule if the run's task cannot train this network. With 0 `outputs`, the task
-    does not use the outputs of the network.
+    does not use the outputs of the network, and `BundleError` if a network of this package was changed so that it
+    cannot be saved.
 
     The network is called once, in evaluation mode, with two images of zeros.
     """
@@ -126,6 +129,8 @@ def check_network(network: nn.Module, images: Preprocess, outputs: int) -> None:
             f"image_size={images.image_size} differs from the network's image_size, {config.image_size}; make the "
             "two equal"
         )
+    if has_known_architecture(network):
+        check_loadable(cast(AnyNetwork, network))
 
 
 def _broken(thing: Any, rule: str) -> ConfigError:

@@ -201,7 +201,6 @@ class Bundle:
         """
         check_model_folder(path := Path(path), overwrite=overwrite)
         bundle = replace(self, network=getattr(self.network, "_orig_mod", self.network))
-        check_loadable(bundle.network)
         write_bundle(bundle, path, stored=stored)
         return path
 
@@ -278,7 +277,9 @@ def load_bundle(path: str | Path, *, device: str = "auto") -> Bundle:
 
 
 def write_bundle(bundle: Bundle, path: Path, *, stored: StoredFormat = "float32") -> None:
-    """Write the folder of a bundle over an earlier version of it. Other files in the folder stay. Raise `SaveError`."""
+    """Write the folder of a bundle over an earlier version of it. Other files in the folder stay. Raise `SaveError`,
+    and the errors of `check_loadable`."""
+    check_loadable(bundle.network)
     saved = SavedModel(
         config=bundle.network.config,
         classes=bundle.classes,
@@ -292,7 +293,10 @@ def write_bundle(bundle: Bundle, path: Path, *, stored: StoredFormat = "float32"
 
 
 def check_loadable(network: AnyNetwork) -> None:
-    """Raise `BundleError` unless a new network with the same config and the same weights has the same outputs."""
+    """Raise `BundleError` unless a new network with the same config and the same weights has the same outputs.
+
+    Compiled blocks compute without compilation meanwhile. The network and the random state stay as they were.
+    """
     state = network.state_dict()
     with torch.device("meta"):
         again = build(network.config).eval()
@@ -305,14 +309,17 @@ def check_loadable(network: AnyNetwork) -> None:
             "network.with_head(...), and merge adapters, masks and parametrisations into the weights first"
         )
     again.load_state_dict(state, assign=True)
-    modes = [(module, module.training) for module in network.modules()]
+    modes = [(module, module.training, module._compiled_call_impl) for module in network.modules()]
     config, first = network.config, next(network.parameters())
     images = torch.randn(1, config.channels, *config.image_size, generator=torch.Generator().manual_seed(0))
     images = images.to(first)
+    devices = [first.device] if first.device.type == "cuda" else []
     try:
         network.eval()
+        for module in network.modules():
+            module._compiled_call_impl = None
         for compute, recompute in ((network, again), (network.embed, again.embed)):
-            with torch.inference_mode(), torch.random.fork_rng(devices=[]):
+            with torch.inference_mode(), torch.random.fork_rng(devices):
                 ours, theirs = ((torch.manual_seed(0), call(images))[1] for call in (compute, recompute))
             limit = 1e-3 * float(theirs.abs().nan_to_num().max())
             if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=0, atol=limit, equal_nan=True):
@@ -322,8 +329,8 @@ def check_loadable(network: AnyNetwork) -> None:
                     "a hook that changes values or a method of your own, before you save"
                 )
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for module, mode, compiled in modes:
+            module.training, module._compiled_call_impl = mode, compiled
 
 
 def weights_sha256(network: nn.Module) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from google.protobuf import text_format
+from google.protobuf.message import EncodeError
 from torch import nn
 
 from tests.serving.conftest import CLASSES, make_bundle, make_samples
@@ -386,4 +387,16 @@ def test_a_network_beyond_the_limit_of_onnx_is_refused_before_the_work(
     with pytest.raises(ConfigError, match=rf"to='{to}': a network of {size:,} bytes .* use to='pt2'"):
         exporter.write(tmp_path / f"big{FORMATS[to].suffix}", to)
     assert "expected" not in vars(exporter), "the network was computed"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_network_that_exceeds_the_limit_with_its_graph_only_is_refused(
+    bundle: Bundle, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serialised(model: object, deterministic: bool = False) -> bytes:
+        raise EncodeError("Failed to serialize proto")  # as protobuf does for more than 2 GB
+
+    monkeypatch.setattr("vitrail.serving.export.write.sealed", serialised)
+    with pytest.raises(ConfigError, match="exceeds the 2 GB of one ONNX file; use to='pt2'"):
+        Exporter(bundle, samples).write(tmp_path / "big.onnx", "onnx")
     assert not list(tmp_path.iterdir())

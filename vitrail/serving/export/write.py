@@ -149,7 +149,7 @@ def _sealed_onnx(model: Any, exported: Exported) -> bytes:
     message: Any = optional_module("google.protobuf.message", "export")  # a dependency of onnx
     try:
         return sealed(model.SerializeToString(deterministic=True))
-    except message.EncodeError:  # weights just below the limit, and the graph beside them
+    except message.EncodeError:  # the weights are below the limit, but not together with the graph
         raise ConfigError("to='onnx': the network exceeds the 2 GB of one ONNX file; use to='pt2'") from None
 
 
