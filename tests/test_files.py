@@ -19,7 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitrail.errors import DestinationError, SaveError
-from vitrail.files import check_new_file, check_new_folder, check_parent, replacing_folder, saving, sha256, write_json
+from vitrail.files import (
+    cache_folder,
+    check_new_file,
+    check_new_folder,
+    check_parent,
+    replacing_folder,
+    saving,
+    sha256,
+    write_json,
+)
 
 OURS = ("a", "b", "old", "new", "both", "inner", "half")
 
@@ -283,3 +292,11 @@ def test_a_path_where_nothing_can_be_made_is_refused(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # permissions do not bind root
     with pytest.raises(DestinationError, match=f"because {re.escape(str(tmp_path))} is not writable"):
         check_parent(tmp_path / "deep" / "out")
+
+
+def test_saving_names_the_variable_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
+    for path, is_named in ((cache_folder("parquet") / "x", True), (tmp_path / "x", False)):
+        with pytest.raises(SaveError, match="Permission denied") as caught, saving("it", path):
+            raise PermissionError(13, "Permission denied")
+        assert ("VITRAIL_DATA" in str(caught.value)) == is_named

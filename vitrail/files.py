@@ -43,13 +43,16 @@ def saving(what: str, path: Path, *, is_replaced: bool = False) -> Iterator[None
     """Turn an `OSError` in the `with` block into a `SaveError` that names the file and the problem.
 
     `is_replaced` is True if the block writes elsewhere first and replaces what is at `path` in one step. If something
-    is there before the block, the message says that it is intact.
+    is there before the block, the message says that it is intact. If the file belongs to the cache, the message names
+    the variable that moves the cache.
     """
     intact = "; an earlier version there is intact" if is_replaced and path.exists() else ""
     try:
         yield
     except OSError as error:
-        raise SaveError(f"could not save {what} to {path}: {error.strerror or error}{intact}") from error
+        in_cache = path.absolute().is_relative_to(cache_folder(".").absolute())
+        advice = "; set VITRAIL_DATA to a folder that can be written and has room" if in_cache else ""
+        raise SaveError(f"could not save {what} to {path}: {error.strerror or error}{intact}{advice}") from error
 
 
 def check_new_folder(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +29,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.rows import LocalViews
 from vitrail.data.source import Mixture, Source
 from vitrail.data.sources.folder import FolderSource
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import ConfigError, DataError, ProcessError
 
 Sources = Callable[..., Source]
 
@@ -627,3 +630,30 @@ def test_worker_processes_keep_no_pixels(memory_source: Sources) -> None:
     batches._readers = Readers(1, processes=1)
     batches._ahead()
     assert batches._kept is None
+
+
+@pytest.mark.parametrize("free", [0, 1 << 40])
+def test_worker_processes_give_the_same_with_and_without_shared_memory(
+    numbered: Callable[[int], Source], monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    monkeypatch.setattr(pipeline.os, "statvfs", lambda path: SimpleNamespace(f_bavail=free, f_frsize=1))
+    expected, batches = training(numbered(11)), training(numbered(11))
+    batches.use_readers(Readers(1, processes=2))
+    for _ in range(4):
+        found, wanted = next(batches), next(expected)
+        assert found.samples.tolist() == wanted.samples.tolist() and torch.equal(found.images, wanted.images)
+    batches.close()
+
+
+class Killing(FolderSource):
+    """Images whose reading kills the worker process, as a full shared memory does."""
+
+    def __getitem__(self, index: int) -> Any:
+        os.kill(os.getpid(), signal.SIGBUS)
+
+
+def test_a_worker_process_that_is_killed_is_named(colour_folder: Path) -> None:
+    batches = training(Killing(colour_folder))
+    batches.use_readers(Readers(1, processes=1))
+    with pytest.raises(ProcessError, match=r"exit code -7.*/dev/shm"):
+        next(batches)

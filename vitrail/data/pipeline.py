@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 import os
+import re
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.rows import Crop, KeptPixels, Loader, LocalViews, as_batch, collate
 from vitrail.data.source import Mixture, Source, has_soft_targets, target_kind
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, ProcessError
 
 if TYPE_CHECKING:
     import grain
@@ -37,6 +38,12 @@ __all__ = [
     "queue_bytes",
     "skips_allowed",
 ]
+
+SHARED_MEMORY = "/dev/shm"
+"""The folder of the shared memory. Containers often limit it to 64 MB."""
+
+NEVER = 1 << 62
+"""Least size in bytes of arrays that pass through shared memory, if none should."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +186,7 @@ class TrainingBatches(Iterator[Batch]):
         if any(stage.first == self._taken for stage in self._stages):
             self.close()
         if self._iterator is None:
-            self._iterator = _read(self._ahead(), self._readers)
+            self._iterator = _read(self._ahead(), self._readers, self._bytes_ahead())
             weakref.finalize(self, self._iterator.close)  # closed at the latest before Python unloads its modules
         columns = next(self._iterator)
         self._taken += 1
@@ -202,6 +209,17 @@ class TrainingBatches(Iterator[Batch]):
             batches = batches.map_with_index(_WithPartner(partners, self._order(_Key)[before :: stage.batch_size]))
         done = self._taken - stage.first
         return batches[done:] if done else batches
+
+    def _bytes_ahead(self) -> int:
+        """Return the bytes of the batches that are read ahead, at most, in any stage."""
+        found = []
+        for stage in self._stages:
+            size = stage.batch_size // self._ranks.world + self._partners
+            whole = queue_bytes(stage.preprocess, size * self._views, self._readers)
+            local = stage.local
+            more = 0 if local is None else queue_bytes(local.preprocess, size * local.count, self._readers)
+            found.append(whole + more)
+        return max(found)
 
     def _rows(self, stage: Stage) -> Any:
         """Return the rows of all samples in the order of the run, with the settings of a stage."""
@@ -278,7 +296,8 @@ def evaluation_batches(
     """
     kind = target_kind(source)
     order = _grain().MapDataset.range(len(source)).map_with_index(Loader(source, preprocess, kind))
-    batches = _read(order.batch(batch_size, batch_fn=collate)[ranks.rank :: ranks.world], readers)
+    own = order.batch(batch_size, batch_fn=collate)[ranks.rank :: ranks.world]
+    batches = _read(own, readers, queue_bytes(preprocess, batch_size, readers))
     try:
         for columns in batches:
             yield as_batch(columns, kind)
@@ -295,18 +314,55 @@ def _order_seed(seed: int, part: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
 
 
-def _read(batches: grain.MapDataset, readers: Readers) -> Any:
-    """Return an iterator that reads whole batches ahead.
+def _read(batches: grain.MapDataset, readers: Readers, ahead: int) -> Any:
+    """Return an iterator that reads whole batches ahead, which take `ahead` bytes.
 
     The buffer holds a few more batches than there are readers. This is enough to keep the readers busy and limits
-    memory.
+    memory. Worker processes pass batches through shared memory if it is large enough, and otherwise through pipes.
     """
     threads = default_threads() if readers.threads is None else readers.threads
     options = _grain().ReadOptions(num_threads=threads, prefetch_buffer_size=_buffer_size(readers))
     dataset = batches.to_iter_dataset(options)
     if readers.processes:
         dataset = dataset.mp_prefetch(_grain().MultiprocessingOptions(num_workers=readers.processes))
+        if not _fits_shared_memory(ahead):
+            options = _grain().experimental.DatasetOptions(min_shm_size=NEVER)
+            dataset = _grain().experimental.WithOptionsIterDataset(dataset, options)
+        return _OfWorkers(iter(dataset))
     return iter(dataset)
+
+
+class _OfWorkers(Iterator[Any]):
+    """The batches of worker processes. Raises `ProcessError` if one of the processes was killed."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except RuntimeError as error:
+            code = re.search(r"Worker process .* exit code (-?\d+)", str(error))
+            if code is None:
+                raise
+            raise ProcessError(
+                f"a worker process that reads images has ended with exit code {code[1]}, for example because the "
+                f"memory or the shared memory in {SHARED_MEMORY} is full; use fewer --processes, or none and more "
+                "--threads, or start the container with a larger --shm-size"
+            ) from error
+
+    def close(self) -> None:
+        self._batches.close()
+
+
+def _fits_shared_memory(ahead: int) -> bool:
+    """Return True if the shared memory has room for twice this number of bytes. Batches of training and of an
+    evaluation can be read ahead at the same time. Systems without a folder for shared memory have no such limit."""
+    try:
+        state = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return True
+    return 2 * ahead <= state.f_bavail * state.f_frsize
 
 
 def _buffer_size(readers: Readers) -> int:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from vitrail.data.choice import Choice
 from vitrail.data.sources.tables.parquet import SUFFIX, ParquetFile, identity_of, open_files
 from vitrail.data.splits import CHOICE, SPLITS, Split, SplitNames, Splits, check_chosen, split_of
-from vitrail.errors import DataError, SaveError, listed, nearest
-from vitrail.files import cache_folder
+from vitrail.errors import DataError, listed, nearest
+from vitrail.files import cache_folder, saving
 from vitrail.hub import Repository, cached_folder, client, fetch, keep_branch, listing, parse
 
 __all__ = ["PREFIX", "open_hub_data"]
@@ -118,14 +118,12 @@ def _keep(found: _Listing) -> None:
     if found.why:
         return
     place = _kept(found.repository)
-    try:
+    with saving(f"the list of files of {found.repository.title}", place):
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent) as folder:  # another process may be writing the same file
             partial = Path(folder) / place.name
             partial.write_text(json.dumps({"commit": found.commit, "names": found.names}), encoding="utf-8")
             partial.replace(place)
-    except OSError as error:
-        raise SaveError(f"{found.repository.title}: the list of files cannot be saved in {place}: {error}") from error
 
 
 def _kept(repository: Repository) -> Path:
