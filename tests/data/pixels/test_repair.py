@@ -153,3 +153,26 @@ def test_data_with_such_files_trains_on_all_of_them(tmp_path: Path) -> None:
         (tmp_path / name / "2.png").write_bytes(png(HARMLESS["a short pHYs"]))
     train = open_data(str(tmp_path), validation_share=0.0).train
     assert [decode(train[index].image, 3).shape for index in range(len(train))] == [(21, 34, 3)] * 4
+
+
+SEGMENTS = {
+    "a short Photoshop segment": b"\xff\xed\x00\x16Photoshop 3.0\x008BIM\x04\x00",
+    "a short Adobe segment": b"\xff\xee\x00\x07Adobe",
+    "a short colour profile": b"\xff\xe2\x00\x0fICC_PROFILE\x00\x01",
+    "a broken index of pictures": b"\xff\xe2\x00\x08MPF\x00II",
+    "a comment": b"\xff\xfe\x00\x05a\xff\xd8",
+}
+
+
+@pytest.mark.parametrize("segment", SEGMENTS.values(), ids=SEGMENTS)
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("number", [1, 6])
+def test_damaged_segments_of_jpeg_are_no_reason_to_refuse(segment: bytes, mode: str, number: int) -> None:
+    exif = Image.Exif()
+    exif[274] = number
+    data = jpeg(mode, exif=exif)
+    damaged = data[:2] + segment + data[2:]
+    np.testing.assert_array_equal(decode(damaged, 3), decode(data, 3))
+    assert image_size_of(damaged) == ((21, 34) if number == 1 else (34, 21))
+    with pytest.raises(UndecodableImage):
+        decode(damaged[: len(damaged) // 2], 3)

@@ -21,7 +21,7 @@ from PIL import Image, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
 
 from vitrail.data.pixels.formats import FORMATS, missing_decoder, pillow_formats
-from vitrail.data.pixels.repair import png_of_pixels, with_end_marker
+from vitrail.data.pixels.repair import jpeg_of_pixels, png_of_pixels, with_end_marker
 from vitrail.data.pixels.signature import format_of
 from vitrail.errors import ConfigError, UndecodableImage
 
@@ -53,8 +53,17 @@ SHRINKS = (8, 4, 2)
 WIDTH, HEIGHT, PHOTOMETRIC, ORIENTATION, TILE_WIDTH, TILE_HEIGHT = 256, 257, 262, 274, 322, 323
 """Tags of EXIF and TIFF."""
 
+BITS, PLANES = 258, 284
+"""Tags of TIFF: bits of each channel, and the arrangement of the channels."""
+
 WHITE_IS_ZERO = 0
 """A value of PHOTOMETRIC."""
+
+SEPARATE = 2
+"""A value of PLANES: each channel is a plane of its own."""
+
+GREY_LEVELS = {"L;2": 4, "L;4": 16}
+"""Numbers of grey levels by Pillow's name of the layout of pixels."""
 
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -214,8 +223,8 @@ def _refusing() -> Iterator[None]:
 
 
 def open_file(data: bytes) -> ImageFile:
-    """Open an encoded image with Pillow and read its header only. A PNG file that Pillow refuses for a chunk without
-    influence on the pixels is opened without this chunk.
+    """Open an encoded image with Pillow and read its header only. A PNG or JPEG file that Pillow refuses for a part
+    without influence on the pixels is opened without this part.
 
     Raise `UndecodableImage` for a file of another kind, and any exception of Pillow for a damaged header.
     """
@@ -228,13 +237,21 @@ def open_file(data: bytes) -> ImageFile:
         picture = _opened(data, found)
     except UnidentifiedImageError:
         if found in FORMATS:
-            raise UndecodableImage(f"begins as {found}, but its header is damaged or cut short") from None
+            raise UndecodableImage(
+                f"begins as {found}, but its header is damaged or cut short, or describes pixels of an unsupported kind"
+            ) from None
         hint = f": it looks like {found}" if found else ""
         raise UndecodableImage(f"is not an image in a format of {', '.join(FORMATS)}{hint}") from None
     _check_size(*picture.size)
     if picture.format == "TIFF":
         tags = _tags(picture)  # Memory is allocated for whole tiles, even if the picture is small.
         _check_size(tags.get(TILE_WIDTH, 1), tags.get(TILE_HEIGHT, 1), "tiles of ")
+        bits = tags.get(BITS, (8,))
+        if tags.get(PLANES) == SEPARATE and len(bits) > 1 and max(bits) > 8:
+            raise UndecodableImage(
+                "is a TIFF file with a separate plane of 16 bits for each channel, which Pillow reads wrongly; save it "
+                "with the channels of each pixel together"
+            )
     return picture
 
 
@@ -246,7 +263,7 @@ def _opened(data: bytes, found: str) -> ImageFile:
     except Image.DecompressionBombError:
         raise
     except Exception:
-        if (repaired := _repaired_png(data)) is None:
+        if (repaired := _repaired(data)) is None:
             raise
         return repaired
 
@@ -257,12 +274,12 @@ def _loaded(picture: Image.Image, file: bytes, shrink: int = 1) -> Image.Image:
     width, height = picture.size
     if shrink > 1:
         picture.draft(None, (width // shrink, height // shrink))
-    stated = picture.size
+    stated, layout = picture.size, _layout(picture)
     try:
         picture.load()
     except Exception:
         if picture.format == "PNG":
-            repaired: Image.Image | None = _repaired_png(file)
+            repaired: Image.Image | None = _repaired(file)
         else:
             whole = with_end_marker(file, _rgb) if picture.format in ("JPEG", "MPO") else None
             repaired = None if whole is None else _loaded(open_file(whole), b"", shrink)
@@ -271,20 +288,46 @@ def _loaded(picture: Image.Image, file: bytes, shrink: int = 1) -> Image.Image:
         return repaired
     if picture.format == "HEIF" and picture.size != stated:  # no other decoder continues then
         raise UndecodableImage("has another size than its header states")
+    return _corrected(picture, layout)
+
+
+def _layout(picture: Image.Image) -> str:
+    """Return Pillow's name of the layout of the pixels in a file that is not loaded yet, such as "RGB;16B", or an empty
+    text."""
+    tiles = getattr(picture, "tile", None)
+    arguments = tiles[0][3] if tiles else ""
+    return str(arguments[0] if isinstance(arguments, tuple) and arguments else arguments)
+
+
+def _corrected(picture: Image.Image, layout: str) -> Image.Image:
+    """Return a loaded picture with what Pillow misunderstands corrected. Raise `UndecodableImage` for pixels that it
+    reads wrongly."""
+    transparent = picture.info.get("transparency")
+    if picture.format == "PNG" and isinstance(transparent, int) and layout in GREY_LEVELS:
+        # Pillow scales grey to 8 bits, but not the level that is transparent.
+        picture.info["transparency"] = transparent * 255 // (GREY_LEVELS[layout] - 1)
+    elif picture.format == "PNG" and isinstance(transparent, tuple) and layout.startswith("RGB;16"):
+        picture.info["transparency"] = tuple(level >> 8 for level in transparent)
+    elif picture.format == "BMP" and picture.mode == "RGBA" and not picture.getchannel("A").getbbox():
+        return picture.convert("RGB")  # many programs leave the fourth byte of each pixel 0
+    elif picture.format == "TIFF" and layout.startswith("I;12"):
+        return Image.fromarray(np.asarray(picture).astype(np.uint16) << 4)
     return picture
 
 
-def _repaired_png(file: bytes) -> ImageFile | None:
-    """Return a PNG picture with its pixels from the chunks of a file that determine them. Return None if the file is
-    not a PNG file, or if its pixels are damaged or too many."""
-    for keep_texts in (True, False):
-        data = png_of_pixels(file, keep_texts=keep_texts)
+def _repaired(file: bytes) -> ImageFile | None:
+    """Return the picture of a PNG or JPEG file from the parts of the file that determine its pixels. Return None for
+    another file, or if its pixels are damaged or too many. A PNG picture is loaded."""
+    for data in (png_of_pixels(file, keep_texts=True), png_of_pixels(file, keep_texts=False), jpeg_of_pixels(file)):
         if data is None:
-            return None
+            continue
         with contextlib.suppress(Exception):
-            picture = Image.open(io.BytesIO(data), formats=("PNG",))
+            picture = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
             _check_size(*picture.size)
-            picture.load()
+            if picture.format == "PNG":
+                layout = _layout(picture)
+                picture.load()
+                _corrected(picture, layout)
             return picture
     return None
 

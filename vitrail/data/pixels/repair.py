@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-__all__ = ["png_of_pixels", "with_end_marker"]
+__all__ = ["jpeg_of_pixels", "png_of_pixels", "with_end_marker"]
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -22,6 +22,7 @@ TEXTS = {b"tEXt", b"zTXt", b"iTXt"}
 OF_ORIENTATION = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0")
 """Keywords of texts that can hold the orientation."""
 
+START = b"\xff\xd8"
 SCAN = b"\xff\xda"
 END = b"\xff\xd9"
 
@@ -32,6 +33,16 @@ RESTART = re.compile(rb"\xff[\xd0-\xd7]")
 
 FRAMES = frozenset({0xC0, 0xC1, 0xC2, 0xC9, 0xCA})
 """Markers of the frame header of a JPEG that Pillow decodes."""
+
+APPLICATION = range(0xE0, 0xF0)
+COMMENT = 0xFE
+"""Markers of segments without influence on the pixels, with the exceptions in `NEEDED`."""
+
+NEEDED = {0xE0: b"JFIF\0", 0xE1: b"Exif\0", 0xEE: b"Adobe"}
+"""Beginnings of the application segments that determine colours or the orientation, by their markers."""
+
+SHORTEST = {0xE0: 16, 0xEE: 14}
+"""Least lengths of such segments, which include the two bytes of the length."""
 
 FILLS = (b"", b"\xb5\x6a\x93\x2d" * 16, b"\x4a\x95\x6c\xd2" * 16)
 """Bytes that take the place of missing compressed data. If some data is missing, they become different pixels."""
@@ -72,6 +83,25 @@ def _chunks(png: bytes) -> Iterator[Chunk]:
         if name == b"IEND":
             return
         start = end
+
+
+def jpeg_of_pixels(data: bytes) -> bytes | None:
+    """Return a JPEG file without comments and application segments. Those of JFIF, EXIF and Adobe stay if they have
+    their full length, because they can determine colours and orientation. Return None if `data` is not a JPEG file, or
+    if nothing is left out. Source: ITU-T T.81, annex B; T.872, section 6.5.
+    """
+    if not data.startswith(START):
+        return None
+    kept, start = [START], len(START)
+    while (marker := _marker(data, start)) is not None and marker[0] != SCAN[1]:
+        kind, length, end = marker
+        is_needed = data.startswith(NEEDED.get(kind, ()), length + 2)
+        is_other = kind == COMMENT or (kind in APPLICATION and not is_needed)
+        if not is_other and end - length >= SHORTEST.get(kind, 0):
+            kept.append(data[start:end])
+        start = end
+    found = b"".join(kept) + data[start:]
+    return found if len(found) < len(data) else None
 
 
 def with_end_marker(data: bytes, decoded: Callable[[bytes], np.ndarray]) -> bytes | None:
