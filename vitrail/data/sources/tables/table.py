@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -147,6 +148,7 @@ def _parts(
         parts, notes = divided(table, choice.splits)
         return parts, (*table.notes, *notes)
     by_name, notes = by_split(where, names, choice.splits)
+    choice = replace(choice, splits={})  # each table is one split
     parts = {}
     for split, some in by_name.items():
         if len(some) > 1:
@@ -159,19 +161,13 @@ def _parts(
             notes += (f"{path}: the {split} split is skipped, because the file is empty",)
             continue
         try:
-            parts[split] = read(
-                path, Choice(image=choice.image, label=choice.label, separator=choice.separator,
-                             keep_missing=choice.keep_missing),
-                numbers, unlabelled=unlabelled or split != "train",
-            )  # fmt: skip
+            parts[split] = read(path, choice, numbers, unlabelled=unlabelled or split != "train")
         except MissingColumn:
             if split == "train":
                 raise
             notes += (f"{path}: the {split} split is skipped, because it has no column of numbers",)
             continue
         notes += parts[split].notes
-        if parts[split].split_column:
-            notes += (f"{path}: column {parts[split].split_column!r} is not used, because the file is one split",)
     return parts, notes
 
 
