@@ -75,6 +75,9 @@ vitrail COMMAND --help      show the most important options
 vitrail COMMAND --help-all  show every option
 vitrail COMMAND --debug     show the traceback of an error
 
+Runs are written to --run, or under their --name to runs/. Every other result is
+written to --out.
+
 Exit codes: 0 success, 1 failed (such as a full disk or an internal error), 2
 wrong usage or input, 75 stopped on request (the command can be continued).
 Start with `vitrail train`: it trains on bundled images in a few minutes.

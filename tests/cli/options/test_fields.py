@@ -99,3 +99,15 @@ def test_words_that_do_not_fit(name: str, typed: list[str], message: str) -> Non
 def test_an_unknown_option_names_the_nearest(typed: str, advice: str) -> None:
     message = unknown_option(typed, "train", ["learning_rate", "batch_size", "run"])
     assert message == f"{typed}: vitrail train has no such option; {advice}"
+
+
+@pytest.mark.parametrize(
+    ("names", "advice"),
+    [
+        (("data", "run"), "nearest: --run"), (("out", "json"), "nearest: --out"), (("page",), "nearest: --page"),
+        (("destination",), "its last argument, DST"), (("csv", "json"), "it writes no file"),
+    ],
+)  # fmt: skip
+def test_the_option_of_the_place_to_write_to_is_named(names: tuple[str, ...], advice: str) -> None:
+    for typed in {"out", "run", "output-dir"} - set(names):
+        assert advice in unknown_option(f"--{typed}", "try", names)

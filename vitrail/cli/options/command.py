@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from vitrail.cli.options.fields import (
+    DESTINATIONS,
     SQUARES,
     DataChoice,
     ImageChoice,
@@ -123,7 +124,8 @@ class Command:
             needs = f"needs {option.metavar}" if option.metavar else "takes no value"
             raise ConfigError(f"{option.label}: {needs}") from None
         if unknown := [word.partition("=")[0] for word in rest if word.startswith("-") and not _is_number(word)]:
-            names = [name for name, option in by_name.items() if not option.positional and name not in self.hidden]
+            names = [name for name, option in by_name.items() if name not in self.hidden]
+            names = [name for name in names if not by_name[name].positional or name in DESTINATIONS]
             raise ConfigError("\n".join(unknown_option(word, self.name, names) for word in unknown))
         given = self._places([*rest, *typed[end + 1 :]])
         words = vars(found)

@@ -60,8 +60,14 @@ WITH_COMMAS = ("numbers", "seeds")
 WITHOUT_VALUES = ("clients", "rates")
 """Options with a variable number of values that can be given without any, although some values are the default."""
 
-HABITS = {"lr": "learning-rate", "bs": "batch-size", "wd": "weight-decay", "workers": "processes", "out": "run"}
+HABITS = {"lr": "learning-rate", "bs": "batch-size", "wd": "weight-decay", "workers": "processes"}
 """Option names of other programs or commands, each with the name of the option that means the same."""
+
+DESTINATIONS = ("run", "out", "page", "destination")
+"""Options and arguments that name the place that a command writes to."""
+
+WRITING = (*DESTINATIONS, "name", "output", "output-dir", "folder")
+"""Names that users try for this place."""
 
 
 @dataclass(frozen=True)
@@ -282,6 +288,8 @@ def unknown_option(typed: str, command: str, names: Sequence[str]) -> str:
     """Return the error message for an unknown option, with the nearest options of the command."""
     name = typed.lstrip("-").replace("_", "-")
     labels = [each.replace("_", "-") for each in names]
+    if name in WRITING:
+        return f"{typed}: vitrail {command} has no such option; {_place_advice(command, labels)}"
     habit = [each for each in labels if each == HABITS.get(name)]
     likely = habit or [each for each in labels if each.startswith(f"{name}-") or each.endswith(f"-{name}")]
     close = nearest(name, labels)
@@ -290,3 +298,11 @@ def unknown_option(typed: str, command: str, names: Sequence[str]) -> str:
         f"nearest: {', '.join(f'--{each}' for each in found[:3])}" if found else f"see vitrail {command} --help-all"
     )
     return f"{typed}: vitrail {command} has no such option; {advice}"
+
+
+def _place_advice(command: str, labels: Sequence[str]) -> str:
+    """Return the end of a message that names the option for the place that a command writes to."""
+    place = next((each for each in DESTINATIONS if each in labels), None)
+    if place is None:
+        return "it writes no file, and > FILE keeps what it prints"
+    return "the place is its last argument, DST" if place == "destination" else f"nearest: --{place}"
