@@ -80,7 +80,10 @@ def test_the_resolution_follows_the_area_of_the_images(side: int | None, scaled:
 def test_boxes_are_in_proportion_to_an_image_size_that_the_user_chose() -> None:
     found = planned(image_size=(240, 120))
     assert found.config.augment.crop_from == (256, 128)
-    assert "training images are scaled to 256 x 128, and random boxes of the image size are cut out" in found.reasons
+    assert (
+        "training images are scaled to 256 x 128 (height x width), and random boxes of the image size are cut out"
+        in found.reasons
+    )
     whole = planned(crop_area=(1.0, 1.0))
     assert whole.config.augment.crop_from is None and whole.config.images.image_size == (480, 480)
     assert not any("cut out" in reason for reason in whole.reasons)

@@ -120,7 +120,10 @@ def test_a_row_can_be_chosen_and_one_rate_needs_no_trial() -> None:
     augment, images = found.config.augment, found.config.images
     assert (augment.crop_from, augment.crop_area, images.image_size) == ((448, 448), None, (384, 384))
     assert augment.training_preprocess(images).image_size == (448, 448) and augment.flip
-    assert "training images are scaled to 448 x 448, and random boxes of 384 x 384 are cut out" in found.reasons
+    assert (
+        "training images are scaled to 448 x 448 (height x width), and random boxes of 384 x 384 are cut out"
+        in found.reasons
+    )
     tried = plan_by_paper(
         base, network, Preprocess(image_size=(224, 224)), facts, memory=PLENTY, row="vtab", rates=(0.01, 0.03)
     )

@@ -184,7 +184,9 @@ def _extract(
             ranks=Ranks(processes.rank, processes.world),
             gather=processes.gather if processes.are_several else None,
             on_progress=lambda done: bar.update(task, completed=done),
-            on_note=lambda note: console.print(f"{split}: {COMMAND.note(note)}", style="yellow", markup=False),
+            on_note=lambda note: console.print(
+                f"{split}: {COMMAND.note(note)}", style="yellow", markup=False, soft_wrap=not console.is_terminal
+            ),
         )
 
 

@@ -270,7 +270,9 @@ def _outputs(bundle: Bundle, options: Evaluate, console: Console, bar: _Bar) -> 
         feature_precision=options.precision or ("float32" if options.suite else "auto"),
         cache=None if options.no_cache else options.cache or default_cache(),
         on_progress=bar.update,
-        on_note=lambda note: console.print(COMMAND.note(note), style="yellow", markup=False),
+        on_note=lambda note: console.print(
+            COMMAND.note(note), style="yellow", markup=False, soft_wrap=not console.is_terminal
+        ),
         processes=join_processes(),
     )
 

@@ -147,7 +147,7 @@ def main(call: Call) -> int:
         for part in export_parts(results, seconds):
             console.print(part)
         for failure in failures:
-            console.print(failure, style="red", markup=False)
+            console.print(failure, style="red", markup=False, soft_wrap=not console.is_terminal)
     return 1 if failures else 0
 
 

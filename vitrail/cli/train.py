@@ -325,7 +325,7 @@ def _print_plan(
         f"images per step, on {gpu.name} GPUs with {gpu.memory / 1e9:.0f} GB, {gpu.per_machine} per machine. By "
         "formulas; nothing is measured.",
         highlight=False,
-        soft_wrap=True,
+        soft_wrap=not console.is_terminal,
     )
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     header, *rows = zip(*scale_table(plans), strict=True)

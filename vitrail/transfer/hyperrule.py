@@ -113,7 +113,8 @@ def _choose_images(choices: Choices, facts: DataFacts) -> tuple[int, int]:
     height, width = (round(each * scaled / side) for each in size)
     if not crops_are_chosen(choices.explicit):
         choices.add(
-            f"training images are scaled to {height} x {width}, and random boxes of the image size are cut out",
+            f"training images are scaled to {height} x {width} (height x width), and random boxes of the image "
+            "size are cut out",
             crop_from=(height, width),
         )
     choices.add("random mirroring", flip=True)

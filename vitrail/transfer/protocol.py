@@ -204,7 +204,8 @@ def _choose_crops(choices: Choices, row: Row, size: tuple[int, int]) -> None:
         return
     height, width = (round(side * row.crop_from / LONGEST_SIDE) for side in size)
     choices.add(
-        f"training images are scaled to {height} x {width}, and random boxes of {size[0]} x {size[1]} are cut out",
+        f"training images are scaled to {height} x {width} (height x width), and random boxes of "
+        f"{size[0]} x {size[1]} are cut out",
         crop_from=(height, width),
     )
 

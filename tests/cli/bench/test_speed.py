@@ -62,7 +62,9 @@ def test_tables_of_inference(capsys: pytest.CaptureFixture[str], monkeypatch: py
     text = capsys.readouterr().out
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80 and "…" not in text
-    assert "ViT-Pico/7, inference: 4 images of 28 x 21 per step, 13 tokens each" in text and "1 threads" in text
+    unwrapped = " ".join(text.split())
+    assert "inference: 4 images of 28 x 21 (height x width) per step, 13 tokens each" in unwrapped
+    assert "1 threads" in text
     assert any(line.split()[:2] == ["vitrail", "float32"] and line.split()[-1] == "1.00x" for line in lines)
     assert any(line.startswith("products alone  float32") and " 100% " in line for line in lines)
     assert "skipped: torchvision: supports only square images, not 28 x 21" in text

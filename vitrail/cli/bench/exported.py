@@ -55,7 +55,7 @@ def measure_exported(
     spread = f"{found.low:.1f} to {found.high:.1f}"
     table.add_row(Path(path).name, exported.precision, f"{found.median:.1f}", spread, f"{speed:,.1f}")
     height, width = exported.preprocess.image_size
-    what = f"{path}, inference: {batch_size} images of {height} x {width} per step"
+    what = f"{path}, inference: {batch_size} images of {height} x {width} (height x width) per step"
     plain = {
         "file": path,
         "precision": exported.precision,

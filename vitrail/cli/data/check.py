@@ -174,7 +174,7 @@ def _show(report: Report, console: Console) -> None:
 
 def _show_finding(finding: Finding, console: Console) -> None:
     head = Text.assemble((finding.severity, STYLES[finding.severity]), " ", finding.text)
-    console.print(head, soft_wrap=True, highlight=False)
+    console.print(head, soft_wrap=not console.is_terminal, highlight=False)
     for group in finding.groups[:MOST_SHOWN]:
         shown = " = ".join(f"{one.split}: {one.key}" for one in group[:MOST_SHOWN])
         _say(console, f"    {shown}{f' ({group[0].detail})' if group[0].detail else ''}")
@@ -216,4 +216,4 @@ def _sizes(sizes: Sizes) -> str:
 
 
 def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)

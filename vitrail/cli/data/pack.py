@@ -75,7 +75,7 @@ def main(call: Call) -> int:
         console.print(
             "The pseudo labels are soft, but shards store classes: only the most likely class of each image is packed. "
             "To train on the probabilities, use the folder of labels itself.",
-            style="yellow", highlight=False, soft_wrap=True,
+            style="yellow", highlight=False, soft_wrap=not console.is_terminal,
         )  # fmt: skip
     manifest = _pack(splits, options, shard_size, console, call.arguments)
     _report(manifest, options, console)

@@ -48,8 +48,8 @@ def describe_workload(workload: Workload, *, any_batch: bool = False) -> str:
     height, width = workload.config.image_size
     task = "training" if workload.task == "train" else "inference"
     return (
-        f"{workload.name}, {task}: {'' if any_batch else f'{workload.batch} '}images of {height} x {width} per step, "
-        f"{workload.tokens} tokens each, {workload.config.num_classes} classes, "
+        f"{workload.name}, {task}: {'' if any_batch else f'{workload.batch} '}images of {height} x {width} "
+        f"(height x width) per step, {workload.tokens} tokens each, {workload.config.num_classes} classes, "
         f"{workload.own_format}"
     )
 

@@ -267,7 +267,8 @@ def _different(examined: Examined) -> Iterator[Finding]:
         rows = ok[size]
         yield Finding(
             "unusual-size", "note", len(rows),
-            f"{plural(len(rows), 'image')} much larger, smaller or more elongated than the rest (median {usual})",
+            f"{plural(len(rows), 'image')} much larger, smaller or more elongated than the rest (median {usual}, "
+            "width x height)",
             "All images are scaled to the same size, so the content of these images is smaller, coarser or distorted.",
             "Look at these images: thumbnails, scans and screenshots among photographs are often mistakes.",
             _singles(examined, rows, lambda row: f"{looks.width[row]} x {looks.height[row]}"),

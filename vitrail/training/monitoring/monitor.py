@@ -120,7 +120,7 @@ class Monitor:
             batch_size=phase.batch_size,
         )
         self.sinks.display.note(
-            f"from step {phase.first + 1:,}: images of {height} x {width} pixels, patch dropout "
+            f"from step {phase.first + 1:,}: images of {height} x {width} pixels (height x width), patch dropout "
             f"{phase.patch_dropout:g}, batches of {phase.batch_size}"
         )
 
