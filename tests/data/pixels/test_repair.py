@@ -176,3 +176,27 @@ def test_damaged_segments_of_jpeg_are_no_reason_to_refuse(segment: bytes, mode: 
     assert image_size_of(damaged) == ((21, 34) if number == 1 else (34, 21))
     with pytest.raises(UndecodableImage):
         decode(damaged[: len(damaged) // 2], 3)
+
+
+def interlaced(pixels: np.ndarray) -> bytes:
+    """Return the rows of grey pixels in the seven passes of an interlaced PNG file."""
+    starts = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+    passes = (pixels[top::down, left::right] for left, top, right, down in starts)
+    return b"".join(b"\0" + row.tobytes() for one in passes if one.size for row in one)
+
+
+@pytest.mark.parametrize("is_interlaced", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 3), (9, 13), (16, 16), (2, 21)])
+@pytest.mark.parametrize("level", [0, 77])
+def test_png_files_with_missing_rows_are_refused(is_interlaced: bool, shape: tuple[int, int], level: int) -> None:
+    pixels = np.full(shape, level, np.uint8)
+    rows = interlaced(pixels) if is_interlaced else b"".join(b"\0" + row.tobytes() for row in pixels)
+    size = struct.pack(">IIBBBBB", shape[1], shape[0], 8, 0, 0, 0, is_interlaced)
+
+    def file(data: bytes) -> bytes:
+        parts = chunk(b"IHDR", size), chunk(b"IDAT", zlib.compress(data)), chunk(b"IEND", b"")
+        return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+    np.testing.assert_array_equal(decode(file(rows), 1)[..., 0], pixels)
+    with pytest.raises(UndecodableImage):
+        decode(file(rows[: len(rows) - shape[1] - 1]), 1)

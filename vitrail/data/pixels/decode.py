@@ -21,7 +21,7 @@ from PIL import Image, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
 
 from vitrail.data.pixels.formats import FORMATS, missing_decoder, pillow_formats
-from vitrail.data.pixels.repair import jpeg_of_pixels, png_of_pixels, with_end_marker
+from vitrail.data.pixels.repair import has_all_rows, jpeg_of_pixels, png_of_pixels, with_end_marker
 from vitrail.data.pixels.signature import format_of
 from vitrail.errors import ConfigError, UndecodableImage
 
@@ -288,7 +288,7 @@ def _loaded(picture: Image.Image, file: bytes, shrink: int = 1) -> Image.Image:
         return repaired
     if picture.format == "HEIF" and picture.size != stated:  # no other decoder continues then
         raise UndecodableImage("has another size than its header states")
-    return _corrected(picture, layout)
+    return _corrected(picture, layout, file)
 
 
 def _layout(picture: Image.Image) -> str:
@@ -299,9 +299,11 @@ def _layout(picture: Image.Image) -> str:
     return str(arguments[0] if isinstance(arguments, tuple) and arguments else arguments)
 
 
-def _corrected(picture: Image.Image, layout: str) -> Image.Image:
-    """Return a loaded picture with what Pillow misunderstands corrected. Raise `UndecodableImage` for pixels that it
-    reads wrongly."""
+def _corrected(picture: Image.Image, layout: str, file: bytes) -> Image.Image:
+    """Return a picture that was loaded from `file`, with what Pillow misunderstands corrected. Raise `UndecodableImage`
+    for a PNG file with missing rows, which Pillow fills with zeros."""
+    if picture.format == "PNG" and file and _ends_with_zeros(picture) and not has_all_rows(file):
+        raise UndecodableImage("cannot be decoded: it has fewer rows of pixels than its header states")
     transparent = picture.info.get("transparency")
     if picture.format == "PNG" and isinstance(transparent, int) and layout in GREY_LEVELS:
         # Pillow scales grey to 8 bits, but not the level that is transparent.
@@ -313,6 +315,16 @@ def _corrected(picture: Image.Image, layout: str) -> Image.Image:
     elif picture.format == "TIFF" and layout.startswith("I;12"):
         return Image.fromarray(np.asarray(picture).astype(np.uint16) << 4)
     return picture
+
+
+def _ends_with_zeros(picture: Image.Image) -> bool:
+    """Return True if one of the last two rows has only zeros. In an interlaced file, these two are in two passes."""
+    width, height = picture.size
+    rows = range(max(height - 2, 0), height)
+    corners = [picture.getpixel((width - 1, row)) for row in rows]
+    if all(any(corner) if isinstance(corner, tuple) else corner for corner in corners):  # decides most images fast
+        return False
+    return not all(np.asarray(picture.crop((0, row, width, row + 1))).any() for row in rows)
 
 
 def _repaired(file: bytes) -> ImageFile | None:
@@ -327,7 +339,7 @@ def _repaired(file: bytes) -> ImageFile | None:
             if picture.format == "PNG":
                 layout = _layout(picture)
                 picture.load()
-                _corrected(picture, layout)
+                _corrected(picture, layout, data)
             return picture
     return None
 

@@ -1,4 +1,5 @@
-"""Repair of PNG and JPEG files whose pixels are complete, but which Pillow refuses for something else in the file."""
+"""Repair of PNG and JPEG files whose pixels are complete, but which Pillow refuses for something else in the file, and
+a check of PNG files whose pixels are incomplete, which Pillow fills with zeros."""
 
 from __future__ import annotations
 
@@ -8,12 +9,21 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-__all__ = ["jpeg_of_pixels", "png_of_pixels", "with_end_marker"]
+__all__ = ["has_all_rows", "jpeg_of_pixels", "png_of_pixels", "with_end_marker"]
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 TRANSPARENCY = b"tRNS"
 """The only ancillary chunk that changes the pixels which `decode` returns."""
+
+PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
+"""Numbers of channels by the colour type of a PNG file."""
+
+ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+"""First column, first row, and the distances of columns and of rows of each pass of an interlaced PNG file."""
+
+INFLATED = 1 << 20
+"""Largest number of bytes that are decompressed at a time."""
 
 EXIF = b"eXIf"
 """The chunk that holds the orientation, if it is not in a text."""
@@ -70,6 +80,26 @@ def png_of_pixels(data: bytes, *, keep_texts: bool) -> bytes | None:
         elif is_right and (name == EXIF or (keep_texts and name in TEXTS and chunk[8:].startswith(OF_ORIENTATION))):
             kept.append(chunk)
     return b"".join(kept)
+
+
+def has_all_rows(png: bytes) -> bool:
+    """Return True if the compressed data of a PNG file has all the pixels that its header states. Source: PNG (Third
+    Edition), W3C, sections 7 and 8."""
+    width, height = int.from_bytes(png[16:20]), int.from_bytes(png[20:24])
+    bits = png[24] * PNG_CHANNELS.get(png[25], 1)
+    passes = ADAM7 if png[28] else ((0, 0, 1, 1),)
+    missing = 0
+    for left, top, right, down in passes:
+        columns, rows = -(-(width - left) // right), -(-(height - top) // down)
+        if columns > 0 and rows > 0:
+            missing += rows * (1 + (columns * bits + 7) // 8)  # each row begins with the number of its filter
+    inflater = zlib.decompressobj()
+    for name, chunk, _ in _chunks(png):
+        data = chunk[8:-4] if name == b"IDAT" else b""
+        while data and missing > 0 and not inflater.eof:
+            missing -= len(inflater.decompress(data, INFLATED))
+            data = inflater.unconsumed_tail
+    return missing <= 0
 
 
 def _chunks(png: bytes) -> Iterator[Chunk]:
