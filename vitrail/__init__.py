@@ -50,20 +50,12 @@ _HOMES = {
 }
 
 
-def _silence_grain() -> None:
-    """Drop the warning that jax is missing in a worker process of Grain, which is a spawned process.
+if "--multiprocessing-fork" in sys.orig_argv:
+    # A spawned process imports the main module, and this package with it, before it imports Grain, which warns in every
+    # process that jax is missing. Elsewhere, `vitrail.data.pipeline` imports Grain without the warning.
+    import logging
 
-    A spawned process imports the main module, and this package with it, before it imports Grain. If the main module
-    does not import this package, as in a notebook, the warning is printed. In other processes,
-    `vitrail.data.pipeline` imports Grain without the warning.
-    """
-    if "--multiprocessing-fork" in sys.orig_argv:
-        import logging
-
-        logging.getLogger("absl").addFilter(lambda record: "Failed to load jax profiler" not in str(record.msg))
-
-
-_silence_grain()
+    logging.getLogger("absl").addFilter(lambda record: "Failed to load jax profiler" not in str(record.msg))
 
 
 def __getattr__(name: str) -> Any:

@@ -41,7 +41,6 @@ COMMAND = Command(
     Train with vitrail train NAME. The papers' data sets are large: --data names your copy, and options on the command
     line replace those of the recipe. None of the papers' runs was repeated here.""",
     examples=(
-        Example("vitrail recipes", "List all recipes for training from scratch."),
         Example("vitrail recipes plain-vit-s16-90", "Show the settings of one recipe."),
         Example("vitrail recipes --transfers", "List the papers' fine-tuning runs with their commands."),
         Example("vitrail train plain-vit-s16-90 --data imagenet --accumulation 8", "Train one of them."),
