@@ -50,7 +50,7 @@ def test_a_limit_below_one_pixel_is_refused() -> None:
 def test_commands_without_a_run_have_the_option_too(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["data", "check", str(photos), "--page", "None", "--max-skipped", "1", "--max-pixels"]
     main([*arguments, "700"])
-    assert "34 x 21 pixels, more than the limit of 700" in capsys.readouterr().out
+    assert "34 x 21 pixels (width x height), more than the limit of 700" in capsys.readouterr().out
     assert main([*arguments, "714"]) == 0
     assert "more than the limit" not in capsys.readouterr().out
     assert main([*arguments, "0"]) == 2

@@ -74,9 +74,14 @@ def test_the_least_accurate_class_comes_first() -> None:
 
 
 def test_a_small_confusion_matrix_is_shown_whole() -> None:
-    lines = shown(confusion_table("test", of([0, 0, 1, 3], [0, 3, 1, 0], 5), tuple("abcde")))
-    assert lines[0] == ["test:", "true", "class", "0", "1", "3"]
-    assert lines[2:] == [["0", "a", "1", ".", "1"], ["1", "b", ".", "1", "."], ["3", "d", "1", ".", "."]]
+    lines = shown(confusion_table("test", of([0, 0, 1, 3], [0, 3, 1, 0], 4), ("c0", "c1", "c2", "c3")))
+    assert lines[0] == ["test:", "true", "class", "0", "1", "2", "3"]
+    assert lines[2:] == [
+        ["0", "c0", "1", ".", ".", "1"],
+        ["1", "c1", ".", "1", ".", "."],
+        ["2", "c2", ".", ".", ".", "."],  # without images
+        ["3", "c3", "1", ".", ".", "."],
+    ]
 
 
 def test_of_a_large_one_the_most_confused_pairs_are_shown() -> None:

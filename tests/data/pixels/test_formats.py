@@ -132,7 +132,7 @@ def test_a_header_with_another_size_than_the_pixels_is_refused(kind: str) -> Non
 
 def test_the_limit_of_pixels_holds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_module, "MAX_PIXELS", 32 * 48 - 1)
-    with pytest.raises(UndecodableImage, match=r"^claims 48 x 32 pixels, more than .* 1,535 "):
+    with pytest.raises(UndecodableImage, match=r"^claims 48 x 32 pixels \(width x height\), more than .* 1,535 "):
         decode(encoded(UPRIGHT, kind), 3)
 
 

@@ -332,7 +332,8 @@ def test_all_problems_are_listed_at_once() -> None:
 def test_an_image_too_thin_to_be_scaled_is_refused() -> None:
     thin = np.zeros((1, 2000, 3), np.uint8)
     with pytest.raises(
-        UndecodableImage, match="has 2000 x 1 pixels and would be scaled to 448000 x 224, more than the limit"
+        UndecodableImage,
+        match=r"has 2000 x 1 pixels \(width x height\) and would be scaled to 448000 x 224, more than the limit",
     ):
         Preprocess(image_size=(224, 224), resize="crop").pixels(thin)
     assert Preprocess(image_size=(224, 224)).pixels(thin).shape == (3, 224, 224)

@@ -172,7 +172,7 @@ def test_too_many_connections_answer_503(limited: Running) -> None:
 def test_an_image_of_too_many_pixels(limited: Running) -> None:
     answer = limited.ask("POST", "/", encoded(np.zeros((20, 51, 3), np.uint8)), **TOKEN)
     assert answer.status == 422
-    assert answer.json["error"].startswith("image 0 claims 51 x 20 pixels; this server accepts 1,000")
+    assert answer.json["error"].startswith("image 0 claims 51 x 20 pixels (width x height); this server accepts 1,000")
 
 
 def test_the_access_log(limited: Running, capfd: pytest.CaptureFixture[str], images: list[bytes]) -> None:

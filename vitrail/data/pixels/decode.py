@@ -198,7 +198,7 @@ def open_image(image: bytes | np.ndarray | Image.Image) -> Opened:
             picture, orientation = image, _orientation(image)
         width, height = picture.size
         if min(width, height) < 1:
-            raise UndecodableImage(f"has no pixels: its header states a size of {width} x {height}")
+            raise UndecodableImage(f"has no pixels: its header states a size of {width} x {height} (width x height)")
         stored = _tags(picture).get(WIDTH, width), _tags(picture).get(HEIGHT, height)
         if orientation in TURNED and picture.size == stored:  # newer versions of Pillow give the upright size of a TIFF
             width, height = height, width
@@ -350,7 +350,7 @@ def _rgb(jpeg: bytes) -> np.ndarray:
 
 def _check_size(width: int, height: int, of: str = "") -> None:
     if width * height > pixel_limit():
-        raise UndecodableImage(f"claims {of}{width} x {height} pixels, more than {_limit_in_words()}")
+        raise UndecodableImage(f"claims {of}{width} x {height} pixels (width x height), more than {_limit_in_words()}")
 
 
 def _limit_in_words() -> str:

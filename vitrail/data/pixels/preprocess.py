@@ -194,8 +194,8 @@ class Preprocess:
         height, width = placement.scaled
         if height * width > pixel_limit():
             raise UndecodableImage(
-                f"has {opened.size[1]} x {opened.size[0]} pixels and would be scaled to {width} x {height}, more than "
-                f"the limit of {pixel_limit():,} pixels; crop it to a less elongated shape"
+                f"has {opened.size[1]} x {opened.size[0]} pixels (width x height) and would be scaled to {width} x "
+                f"{height}, more than the limit of {pixel_limit():,} pixels; crop it to a less elongated shape"
             )
         top, left, *taken = placement.box
         shrink = 1

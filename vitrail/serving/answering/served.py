@@ -120,7 +120,8 @@ class ServedModel:
         height, width = image_size_of(image)
         if height * width > self._max_pixels:
             raise UndecodableImage(
-                f"claims {width} x {height} pixels; this server accepts {self._max_pixels:,} (its option --max-pixels)"
+                f"claims {width} x {height} pixels (width x height); this server accepts {self._max_pixels:,} "
+                "(its option --max-pixels)"
             )
 
     def _find_tasks(self) -> tuple[Task, ...]:
