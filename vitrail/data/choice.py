@@ -1,4 +1,4 @@
-"""What a user chooses about data after its name, such as the label column in `photos.csv?label=kind`."""
+"""The choice of splits, columns and labels that can follow the name of data, as in `photos.csv?label=kind`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ OPTIONS = {
     "separator": "--label-separator",
     "keep_missing": "--keep-missing-words",
 }
-"""What states each choice, for messages."""
+"""The option or the word after the name by which a user makes each choice, for messages."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a user chose about the splits, columns and labels of data."""
+    """The choice of splits, columns and labels of some data. The defaults choose nothing."""
 
     splits: SplitNames | None = None
     """The names that form each split. None if the usual names are recognised."""
@@ -50,10 +50,11 @@ def choice_in(location: str) -> tuple[str, Choice]:
     base, mark, query = location.rpartition("?")
     if not mark or os.path.lexists(location):
         return location, Choice()
-    pairs = [pair.partition("=")[::2] for pair in query.split("&")]
+    pairs = query.split("&")
     names = (*SPLITS, "splits", "separator", "missing", *(() if "://" in base else ("image", "label")))
-    ours = [(name, unquote(value)) for name, value in pairs if name in names]
-    others = "&".join(pair for pair in query.split("&") if pair.partition("=")[0] not in names)
+    divided = [pair.partition("=") for pair in pairs]
+    ours = [(name, unquote(value)) for name, _, value in divided if name in names]
+    others = "&".join(pair for pair, (name, _, _) in zip(pairs, divided, strict=True) if name not in names)
     is_data = "://" not in base and (base.startswith("hf:") or os.path.lexists(base))
     if not ours and not is_data:
         return location, Choice()

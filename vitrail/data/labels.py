@@ -1,4 +1,4 @@
-"""How the text of a label becomes the name of a class, in every format of data."""
+"""The rules by which the text of a label becomes the name of a class, in every format of data."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class LabelReader:
         self._separator = None if choice.separator in (None, "none") else choice.separator
         self._keep = choice.keep_missing
         self.missing: Counter[str] = Counter()
-        """How often each word for a missing value was read."""
+        """The number of cells with each word for a missing value."""
 
     def __call__(self, cell: object, times: int = 1) -> str | tuple[str, ...] | None:
         """Return the name of a cell's class, or the names of all its classes. Return None if the cell has no label.
@@ -87,8 +87,12 @@ class LabelReader:
 def whole_numbers(names: Iterable[str]) -> dict[str, str]:
     """Return the whole number of each name such as "1.0", which is how pandas writes class numbers in a column with a
     missing value. Return nothing unless all names are whole numbers and some have a decimal point."""
-    found = {name: match[1] for name in names if (match := WHOLE.fullmatch(name) or re.match("()", name))}
-    return found if all(found.values()) and any("." in name for name in found) else {}
+    found: dict[str, str] = {}
+    for name in names:
+        if (match := WHOLE.fullmatch(name)) is None:
+            return {}
+        found[name] = match[1]
+    return found if any("." in name for name in found) else {}
 
 
 def refuse_joined(title: str, counts: Mapping[str, int], choice: Choice) -> None:

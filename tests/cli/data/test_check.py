@@ -205,3 +205,32 @@ def test_faults_of_the_structure_are_findings(
     assert main(["data", "check", str(colour_folder), "--json", "--page", "None"]) == 2
     kinds = [finding["kind"] for finding in json.loads(capsys.readouterr().out)["findings"]]
     assert {"unknown-class", "empty-folder", "system-folder"} <= set(kinds)
+
+
+def test_labels_are_chosen_by_options(colour_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images = sorted(path.relative_to(colour_folder).as_posix() for path in colour_folder.rglob("*.png"))
+    labels = ["cat", "fox", "cat|fox", "None"] * 3
+    rows = [f"{image},{label}" for image, label in zip(images, labels, strict=False)]
+    table = colour_folder / "labels.csv"
+    table.write_text("\n".join(["path,label", *rows]) + "\n")
+
+    def classes(*words: str) -> list[str]:
+        assert main(["data", "check", str(table), "--page", "None", "--json", *words]) == 0
+        return list(json.loads(capsys.readouterr().out)["classes"])
+
+    assert main(["data", "check", str(table)]) == 2
+    assert "--label-separator '|'" in capsys.readouterr().err
+    assert classes("--label-separator", "|") == ["cat", "fox"]
+    assert classes("--label-separator", "none") == ["cat", "cat|fox", "fox"]
+    assert classes("--label-separator", "none", "--keep-missing-words") == ["None", "cat", "cat|fox", "fox"]
+    for words in (("--label-separator", ""), ("--splits", ""), ("--splits", "train")):
+        assert main(["data", "check", str(table), *words]) == 2
+        assert words[0].strip("-").split("-")[-1] in capsys.readouterr().err
+
+
+def test_predict_refuses_a_table_with_missing_files(colour_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = colour_folder / "labels.csv"
+    image = next(colour_folder.rglob("*.png")).relative_to(colour_folder)
+    table.write_text(f"path\n{image}\ngone.png\n")
+    assert main(["predict", "small", str(table)]) == 2
+    assert "line 3: gone.png" in capsys.readouterr().err

@@ -230,7 +230,7 @@ class Command:
 def _with_choice(given: dict[str, Any]) -> dict[str, Any]:
     """Return the options with the choice about the data as a part of its name. Raise `ConfigError` if it is wrong."""
     found = {field.name: given.pop(field.name) for field in dataclasses.fields(DataChoice) if field.name in given}
-    if not any(found.values()):
+    if not found:
         return given
     options = " and ".join(flag(name) for name in found)
     if given.get("suite"):
@@ -239,7 +239,9 @@ def _with_choice(given: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{options}: the choice is a part of the data's name; give --data, too")
     from vitrail.data.sources import with_choice  # without PyTorch, --help is faster
 
-    splits = words.split(",") if (words := found.get("splits", "")) else ()
+    if found.get("label_separator") == "":
+        raise ConfigError("--label-separator is empty; give the text between the labels, such as '|'")
+    splits = found["splits"].split(",") if "splits" in found else ()
     separator, keep = found.get("label_separator", ""), found.get("keep_missing_words", False)
     return given | {"data": with_choice(str(given["data"]), splits, separator, keep_missing=keep)}
 

@@ -38,8 +38,8 @@ def image_paths(places: Sequence[Path]) -> list[Path]:
 
 
 def _files_in(root: Path) -> tuple[list[Path], list[str]]:
-    """Return the images in a folder and its subfolders, sorted, and the relative paths of all other files. Hidden
-    files, the folders of operating systems and the output of Vitrail are left out."""
+    """Return the images in a folder and its subfolders, sorted, and the relative paths of all other files. Neither has
+    hidden files, files in folders of operating systems, or output of Vitrail."""
     images, others = [], []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [

@@ -262,7 +262,7 @@ def _opened(data: bytes, found: str) -> ImageFile:
         return Image.open(io.BytesIO(data), formats=pillow_formats(found))
     except Image.DecompressionBombError:
         raise
-    except Exception:
+    except Exception:  # a broken file can make Pillow raise any exception
         if (repaired := _repaired(data)) is None:
             raise
         return repaired
@@ -277,7 +277,7 @@ def _loaded(picture: Image.Image, file: bytes, shrink: int = 1) -> Image.Image:
     stated, layout = picture.size, _layout(picture)
     try:
         picture.load()
-    except Exception:
+    except Exception:  # as above
         if picture.format == "PNG":
             repaired: Image.Image | None = _repaired(file)
         else:

@@ -53,7 +53,7 @@ class ExportResult:
     network: ExportedNetwork
     """The file, loaded again."""
     note: str | None = None
-    """What the images of the comparison do not show, if there is anything."""
+    """A note if the compared images are too few to decide whether the file is good enough."""
 
 
 def check_export(

@@ -412,3 +412,9 @@ def test_files_that_are_elsewhere_are_named(tree: Trees) -> None:
         (root / "labels.csv").write_text(f"image_id,label\n{paths[0]},a\n{paths[1]},b\n")
         with pytest.raises(DataError, match=hint):
             opened(root / "labels.csv")
+
+
+@pytest.mark.parametrize("word", ["nan", "None", "NA", "<NA>", "null", ""])
+def test_a_word_for_a_missing_number_is_an_unknown_number(table: Callable[..., Path], word: str) -> None:
+    path = table("path,age", "4.jpg,3", f"a/1.jpg,{word}")
+    assert numbers_of(open_table([path], None, numbers=("age",)).train) == [(3.0,), None]

@@ -168,7 +168,8 @@ def _delimiter(table: Path, first: str) -> str:
 
 
 def _csv_cells(table: Path, file: Iterable[str]) -> _Cells:
-    """Return the cells of a CSV file without spaces at their ends. Rows and columns that are empty are left out."""
+    """Return the cells of a CSV file. Spaces at the ends of cells are removed, and so are empty rows, and empty columns
+    at the end of the table."""
     lines = iter(file)
     first = next(lines, "")
     reader = csv.reader(chain([first], lines), delimiter=_delimiter(table, first), strict=True)
@@ -182,7 +183,8 @@ def _csv_cells(table: Path, file: Iterable[str]) -> _Cells:
                 f"{table}, line {number}: the line has {plural(len(line), 'cell')}, but the first line names "
                 f"{plural(len(header), 'column')}"
             )
-    return _cells(table, header, rows)
+    _refuse_repeated(table, header)
+    return _Cells(table, header, rows)
 
 
 def _json_cells(table: Path, file: Iterable[str]) -> _Cells:
@@ -202,10 +204,9 @@ def _json_cells(table: Path, file: Iterable[str]) -> _Cells:
         rows.append((number, fields))
     spelled: dict[str, str] = {}
     for _, fields in rows:
+        _refuse_repeated(table, list(fields))
         for name in fields:
             spelled.setdefault(name.lower(), name)
-        if len({name.lower() for name in fields}) < len(fields):
-            spelled |= {name: name for name in fields}  # an error below
     header = list(spelled.values())
     for names in (PATHS, LABELS):
         known = next((name for name in names if name in map(str.lower, header)), None)
@@ -216,14 +217,14 @@ def _json_cells(table: Path, file: Iterable[str]) -> _Cells:
                     "have it; give it to every line, with null for an unknown value"
                 )
     lower = [(number, {name.lower(): value for name, value in fields.items()}) for number, fields in rows]
-    return _cells(table, header, [(number, [fields.get(name.lower()) for name in header]) for number, fields in lower])
+    return _Cells(table, header, [(number, [fields.get(name.lower()) for name in header]) for number, fields in lower])
 
 
-def _cells(table: Path, header: list[str], rows: list[tuple[int, list[Any]]]) -> _Cells:
+def _refuse_repeated(table: Path, header: list[str]) -> None:
+    """Raise `DataError` if two columns have the same name, ignoring case."""
     named = [name.lower() for name in header if name]
     if len(set(named)) != len(named):
         raise DataError(f"{table} names a column twice: {', '.join(header)}; give each column a name of its own")
-    return _Cells(table, header, rows)
 
 
 # --- columns
