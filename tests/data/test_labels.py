@@ -76,6 +76,7 @@ def test_whole_numbers_with_a_point(names: list[str], whole: dict[str, str]) -> 
 @pytest.mark.parametrize(
     ("counts", "separator"),
     [({"cat": 3, "fox": 4, "cat|fox": 5}, r"\|"), ({"cat|fox": 3, "fox|owl": 4, "cat|owl": 2}, r"\|"),
+     ({"cat": 3, "cat; old": 4, "fox; old": 2, "fox": 1}, ";"),
      ({"scab": 5, "rust": 6, "scab rust": 7}, " "), ({"a": 5, "b": 6, "a, b": 2}, ",")],
 )  # fmt: skip
 def test_joined_labels_are_asked_about(counts: dict[str, int], separator: str) -> None:

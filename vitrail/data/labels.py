@@ -23,6 +23,8 @@ JOINERS = frozenset("\u200c\u200d\u200e\u200f\u061c")
 """Invisible characters that several scripts and emoji need inside a word: joiners and marks of direction."""
 
 SEPARATORS = ("|", ";", ",", "/", "+", "&", " ")
+NEVER_IN_NAMES = ("|", ";")
+"""Separators that names of classes do not contain: a part of several names need not be a class of its own."""
 
 WHOLE = re.compile(r"(\d+)(\.0*)?")
 
@@ -96,14 +98,14 @@ def whole_numbers(names: Iterable[str]) -> dict[str, str]:
 
 
 def refuse_joined(title: str, counts: Mapping[str, int], choice: Choice) -> None:
-    """Raise `DataError` if several names of classes consist of the names of others, such as "cat|fox", because an image
+    """Raise `DataError` if labels of several images join names of other classes, as "cat|fox" does, because an image
     can then have several labels. `counts` holds the number of images of each class."""
     if choice.separator is not None:
         return
     for separator in SEPARATORS:
         joined = {name: parts for name in counts if len(parts := _parts(name, separator)) > 1}
         used = Counter(part for parts in joined.values() for part in set(parts))
-        known = {part for part in used if part in counts or (separator == "|" and used[part] > 1)}
+        known = {part for part in used if part in counts or (separator in NEVER_IN_NAMES and used[part] > 1)}
         found = [name for name, parts in joined.items() if known.issuperset(parts)]
         rows = sum(counts[name] for name in found)
         if rows > 1:
