@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from pathlib import Path
 from types import ModuleType
 
 from torch import Tensor, nn
 
+import vitrail
 from vitrail.errors import ConfigError, nearest
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit import ViTConfig
@@ -20,6 +22,20 @@ SIZES = ("image_size", "patch_size", "channels", "width", "depth", "heads", "mlp
 
 NO_MATTER = ("norm_eps", "head_bias", "position_std", "position_resize")
 """Fields that may differ between libraries, because they do not change the number of operations."""
+
+
+BENCHMARKS = Path(vitrail.__file__).parents[1] / "benchmarks"
+"""Training loops and servers of other libraries. The folder is in the repository, and not in an installed package."""
+
+
+def benchmark_script(name: str) -> Path:
+    """Return a script of `benchmarks/`. Raises `ConfigError` where there is only the installed package."""
+    if not (BENCHMARKS / name).exists():
+        raise ConfigError(
+            f"--against needs benchmarks/{name}, which only the repository has: clone it, and install Vitrail from "
+            "there with pip install --editable ."
+        )
+    return BENCHMARKS / name
 
 
 def check_peers(names: Sequence[str], config: AnyConfig) -> None:

@@ -49,7 +49,7 @@ def test_what_a_server_prints_stays_out_of_the_output(
         "print('http://127.0.0.1:5', file=sys.stderr, flush=True)\ntime.sleep(60)\n"
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(SERVERS, "chatty", ServerKind(("chatty",)))
+    monkeypatch.setitem(SERVERS, "chatty", ServerKind(("chatty.py",)))
     with started("chatty", tmp_path, "float32", {}) as (_, port):
         assert port == 5
     assert capfd.readouterr().out == ""

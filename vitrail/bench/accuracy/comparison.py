@@ -15,7 +15,7 @@ import torch
 from vitrail.bench.accuracy.cell import Cell, CellResult, run_cell
 from vitrail.bench.accuracy.images import write_images
 from vitrail.bench.accuracy.results import Curves
-from vitrail.bench.accuracy.timm_settings import TIMM_SETTINGS, plain_settings
+from vitrail.bench.peers import benchmark_script
 from vitrail.data.source import fingerprint
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, RunError, nearest
@@ -26,15 +26,27 @@ from vitrail.training.records.lock import locked
 
 __all__ = ["PEERS", "AccuracyComparison", "check_environments", "peer_entries"]
 
-PEERS = {"timm": tuple(TIMM_SETTINGS)}
+PEERS = {"timm": ("timm-defaults", "timm-small")}
 """Entries of each library."""
 
-SCRIPTS = {"timm": Path(__file__).with_name("timm_run.py")}
-"""Scripts that run a cell of a library, in an environment that need not have Vitrail."""
+SCRIPTS = {"timm": "timm_training.py"}
+"""Scripts in `benchmarks/` that run a cell of a library, in an environment that need not have Vitrail."""
 
 RECIPE = ("-m", "vitrail.bench.accuracy.recipe_run")
 
 BENCH, IMAGES, CELLS = "bench.json", "images", "cells"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A library whose training loop can be measured."""
+
+    python: str
+    """Path of a Python that can import it."""
+    script: Path
+    """Script that runs a cell."""
+    settings: Mapping[str, dict[str, Any]]
+    """Settings of each entry, as JSON values."""
 
 
 def peer_entries(names: Sequence[str]) -> tuple[str, ...]:
@@ -48,21 +60,21 @@ def peer_entries(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def check_environments(entries: Sequence[str], environments: Mapping[str, str]) -> dict[str, str]:
-    """Return the Python of each library that the entries need. Raises `ConfigError` if the library does not work there.
+def check_environments(entries: Sequence[str], environments: Mapping[str, str]) -> dict[str, Peer]:
+    """Return each library that the entries need. Raises `ConfigError` if the library does not work there.
 
     `environments` has the path of a Python by the library's name. By default it is the Python that runs Vitrail.
     """
     for library in environments:
         if library not in PEERS:
             raise ConfigError(f"environment: unknown library {library!r}; {nearest(library, PEERS)}")
-    pythons = {}
+    found = {}
     for library, own in PEERS.items():
         if not set(own) & set(entries):
             continue
-        python = environments.get(library, sys.executable)
+        python, script = environments.get(library, sys.executable), benchmark_script(SCRIPTS[library])
         try:
-            check = subprocess.run([python, str(SCRIPTS[library]), "--check"], capture_output=True, text=True)
+            check = subprocess.run([python, str(script), "--check"], capture_output=True, text=True)
         except OSError as error:
             raise ConfigError(
                 f"environment: {python} cannot be run as the Python of {library}: {error.strerror}; give the path of a "
@@ -73,8 +85,8 @@ def check_environments(entries: Sequence[str], environments: Mapping[str, str]) 
             raise ConfigError(
                 f"--against {library}: {lines[-1]}. Then name that Python with --environment {library}=PATH/bin/python"
             )
-        pythons[library] = python
-    return pythons
+        found[library] = Peer(python, script, json.loads(check.stdout)["settings"])
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +97,8 @@ class AccuracyComparison:
     """Configs by name. The data, image size and statistics of the first one hold for other libraries too."""
     peers: tuple[str, ...] = ()
     """Entries of other libraries."""
-    pythons: Mapping[str, str]
-    """Path of the Python of each library."""
+    libraries: Mapping[str, Peer]
+    """Each library that the entries need."""
     seeds: tuple[int, ...]
     budget: float | None
     """Seconds of training of each run, or None for the length that its settings state."""
@@ -154,8 +166,8 @@ class AccuracyComparison:
             return replace(cell, settings=config.to_plain()), (sys.executable, *RECIPE)
         library = next(name for name, entries in PEERS.items() if entry in entries)
         images = first.images
-        settings: dict[str, Any] = plain_settings(
-            entry,
+        settings = dict(
+            self.libraries[library].settings[entry],
             images=f"../../{IMAGES}",  # from the folder of the cell, so that the whole folder can be moved
             num_classes=len(splits.classes),
             train_images=len(splits.train),
@@ -164,7 +176,7 @@ class AccuracyComparison:
             std=[*images.std] * (3 if len(images.std) == 1 else 1),
             bf16_units=has_bf16_matrix_units(self.device),
         )
-        return replace(cell, settings=settings), (self.pythons[library], str(SCRIPTS[library]))
+        return replace(cell, settings=settings), (self.libraries[library].python, str(self.libraries[library].script))
 
 
 def _check(splits: Splits, config: TrainConfig) -> None:

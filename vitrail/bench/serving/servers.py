@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import vitrail
+from vitrail.bench.peers import benchmark_script
 from vitrail.errors import ConfigError
 
 __all__ = ["SERVERS", "ServerKind", "check_pythons", "cpu_seconds", "memory_bytes", "started"]
@@ -27,18 +28,16 @@ class ServerKind:
     """A server that can be measured."""
 
     words: tuple[str, ...]
-    """Module and arguments that start it. It names its address on the standard error output when it answers."""
+    """What Python runs. It names its address on the standard error output when it answers."""
     library: str = ""
     """Library that it needs, which can have an environment of its own."""
 
 
 SERVERS = {
-    "vitrail": ServerKind(("vitrail", "serve", "model={model}", "--port", "0", "--precision", "{precision}")),
-    "naive": ServerKind(("vitrail.bench.serving.naive", "{model}", "{precision}")),
-    "litserve": ServerKind(("vitrail.bench.serving.litserve_server", "{model}", "{precision}", "batches"), "litserve"),
-    "litserve-workers": ServerKind(
-        ("vitrail.bench.serving.litserve_server", "{model}", "{precision}", "workers"), "litserve"
-    ),
+    "vitrail": ServerKind(("-m", "vitrail", "serve", "model={model}", "--port", "0", "--precision", "{precision}")),
+    "naive": ServerKind(("{servers}", "naive", "{model}", "{precision}")),
+    "litserve": ServerKind(("{servers}", "batches", "{model}", "{precision}"), "litserve"),
+    "litserve-workers": ServerKind(("{servers}", "workers", "{model}", "{precision}"), "litserve"),
 }
 """Servers by their names."""
 
@@ -46,6 +45,8 @@ SERVERS = {
 def check_pythons(names: Sequence[str], pythons: Mapping[str, str]) -> None:
     """Raise `ConfigError` unless the libraries of these servers can be imported by their Pythons, by default the Python
     that runs Vitrail."""
+    if len(names) > 1:
+        benchmark_script("servers.py")
     needed = {SERVERS[name].library for name in names} - {""}
     for library in pythons:
         if library not in needed:
@@ -73,8 +74,9 @@ def check_pythons(names: Sequence[str], pythons: Mapping[str, str]) -> None:
 def started(name: str, model: Path, precision: str, pythons: Mapping[str, str]) -> Iterator[tuple[int, int]]:
     """Start a server, and yield the number of its process and its port. Raise `ConfigError` if it does not start."""
     kind = SERVERS[name]
-    module, *arguments = (word.format(model=model, precision=precision) for word in kind.words)
-    command = [pythons.get(kind.library, sys.executable), "-m", module, *arguments]
+    script = benchmark_script("servers.py") if "{servers}" in kind.words else ""
+    words = (word.format(model=model, precision=precision, servers=script) for word in kind.words)
+    command = [pythons.get(kind.library, sys.executable), *words]
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL,  # a banner would stand before the JSON of this process
         stderr=subprocess.PIPE, text=True, env=_environment(), start_new_session=True,

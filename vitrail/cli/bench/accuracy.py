@@ -104,11 +104,11 @@ def main(call: Call) -> int:
     _check(options)
     entries = peer_entries([name.strip() for name in options.against.split(",") if name.strip()])
     recipes = _recipes(options)
-    pythons = check_environments(entries, parse_environments(options.environment))
+    libraries = check_environments(entries, parse_environments(options.environment))
     comparison = AccuracyComparison(
         recipes=recipes,
         peers=entries,
-        pythons=pythons,
+        libraries=libraries,
         seeds=options.seeds,
         budget=_budget(options.budget),
         evaluations=options.evaluations,

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vitrail.bench.accuracy.comparison import SCRIPTS, AccuracyComparison, check_environments, peer_entries
+from vitrail.bench.accuracy.comparison import AccuracyComparison, check_environments, peer_entries
+from vitrail.bench.peers import benchmark_script
 from vitrail.errors import ConfigError
 from vitrail.recipes import RECIPES
 
@@ -43,7 +44,8 @@ def test_an_environment_without_the_library_is_named() -> None:
 
 @pytest.mark.slow
 def test_the_script_imports_nothing_of_vitrail() -> None:
-    code = f"import runpy, sys; runpy.run_path({str(SCRIPTS['timm'])!r}); sys.exit('vitrail' in sys.modules)"
+    script = str(benchmark_script("timm_training.py"))
+    code = f"import runpy, sys; runpy.run_path({script!r}); sys.exit('vitrail' in sys.modules)"
     assert subprocess.run([sys.executable, "-I", "-c", code]).returncode == 0
 
 
@@ -58,10 +60,10 @@ def test_timm_trains_on_the_same_images(tmp_path: Path) -> None:
     subprocess.run([*install, "timm==1.0.31", "torchvision==0.29.2"], check=True)
     packages = sysconfig.get_path("purelib")
     (next(home.glob("lib/python*/site-packages")) / "base.pth").write_text(f"{packages}\n")
-    pythons = check_environments(peer_entries(["timm"]), {"timm": str(python)})
+    libraries = check_environments(peer_entries(["timm"]), {"timm": str(python)})
     demo = RECIPES["demo"]().override(data="fractals:3:24", validation_share=0.25, image_size=(32, 32))
     comparison = AccuracyComparison(
-        recipes={"demo": demo.override(steps=4)}, peers=("timm-small",), pythons=pythons, seeds=(1,), budget=2.0,
+        recipes={"demo": demo.override(steps=4)}, peers=("timm-small",), libraries=libraries, seeds=(1,), budget=2.0,
         evaluations=2, device=torch.device("cpu"),
     )  # fmt: skip
     curves = comparison.measure(tmp_path / "out")

@@ -1,8 +1,9 @@
-"""LitServe with the same model and the same preprocessing, in one of the two ways that it offers on a CPU.
+"""Other servers with the same model and the same preprocessing, with which `vitrail bench serve` compares its own.
 
-`PYTHON -m vitrail.bench.serving.litserve_server MODEL PRECISION WAY` is a peer of `vitrail bench serve`. PYTHON belongs
-to an environment with LitServe and the packages that Vitrail needs. WAY is "batches" (one process that computes batches
-on all threads) or "workers" (a process per core, each of which computes one image at a time).
+`PYTHON servers.py naive MODEL PRECISION` computes each request alone. `PYTHON servers.py batches MODEL PRECISION` and
+`workers` are the two ways that LitServe offers on a CPU: one process that computes batches on all threads, or a process
+per core, each of which computes one image at a time. PYTHON belongs to an environment with the server's library and the
+packages that Vitrail needs.
 """
 # LitServe reads annotations, so this module does not turn them into texts.
 
@@ -13,15 +14,14 @@ import threading
 import time
 import urllib.request
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
 
+from vitrail.machine import Precision
 from vitrail.models.predictor import Predictor
 from vitrail.weights.load import load
-
-__all__ = ["main", "make_api"]
 
 BATCH = 16
 """Largest batch."""
@@ -41,9 +41,8 @@ def make_api(model: str, precision: str, threads: int, batch: int) -> Any:
 
         def setup(self, device: str) -> None:
             torch.set_num_threads(threads)
-            chosen: Any = precision
             self.bundle = load(model, device="cpu")
-            self.predictor = Predictor(self.bundle.network, chosen)
+            self.predictor = Predictor(self.bundle.network, cast(Precision, precision))
 
         def decode_request(self, request: Annotated[bytes, body]) -> np.ndarray:
             return self.bundle.preprocess.pixels(request)
@@ -60,7 +59,7 @@ def make_api(model: str, precision: str, threads: int, batch: int) -> Any:
     return Api(max_batch_size=batch, batch_timeout=WAIT if batch > 1 else 0.0, api_path="/")
 
 
-def main(model: str, precision: str, way: str) -> None:
+def serve_with_litserve(model: str, precision: str, way: str) -> None:
     """Serve a model on a free port, which a line of the standard error output names when the server answers."""
     litserve: Any = import_module("litserve")
     cores = len(os.sched_getaffinity(0))
@@ -86,5 +85,41 @@ def _report(port: int) -> None:
     print(address, file=sys.stderr, flush=True)
 
 
+def serve_naively(model: str, precision: str) -> None:
+    """Serve a model as one writes it first: each request is computed alone, on the threads of the framework.
+
+    The first line of the standard error output names the port, which is a free one.
+    """
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    bundle = load(model)
+    predictor = Predictor(bundle.network, cast(Precision, precision))
+
+    def predict(image: bytes) -> list[dict[str, Any]]:
+        pixels = torch.from_numpy(np.stack([bundle.preprocess.pixels(image)]))
+        logits = predictor.logits(bundle.preprocess.normalise(pixels.to(bundle.device))).float().cpu()
+        values = logits.softmax(dim=1)[0].numpy()
+        return [{"label": bundle.classes[k], "score": float(values[k])} for k in np.argsort(-values)[:5]]
+
+    async def answer(request: Request) -> JSONResponse:
+        return JSONResponse(await run_in_threadpool(predict, await request.body()))
+
+    config = uvicorn.Config(Starlette(routes=[Route("/", answer, methods=["POST"])]), log_level="error")
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        print(f"http://127.0.0.1:{listening.getsockname()[1]}", file=sys.stderr, flush=True)
+        uvicorn.Server(config).run(sockets=[listening])
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    way, model, precision = sys.argv[1:]
+    if way == "naive":
+        serve_naively(model, precision)
+    else:
+        serve_with_litserve(model, precision, way)
