@@ -60,10 +60,10 @@ class BenchServe:
     """Seconds per server and load."""
     rounds: int = 1
     """Number of rounds in which the servers take turns under each load. The seconds are divided among them."""
-    against: str | None = None
-    """Other servers to measure, with commas between them: naive (the default in a copy of the repository, which has
-    these servers) computes each request alone, on the threads of its framework; litserve computes batches;
-    litserve-workers has a process per core; none measures Vitrail only."""
+    against: str = "naive" if BENCHMARKS.exists() else "none"
+    """Other servers to measure, with commas between them: naive computes each request alone, on the threads of its
+    framework; litserve computes batches; litserve-workers has a process per core; none measures Vitrail only. An
+    installed package has no other servers: they are in the repository."""
     environment: tuple[str, ...] = ()
     """Python of a library's own environment, such as litserve=/opt/litserve/bin/python. By default the Python of
     Vitrail."""
@@ -100,8 +100,7 @@ def main(call: Call) -> int:
     options = BenchServe(**call.options)
     _check(options)
     optional_module("uvicorn", "serve")
-    against = ("naive" if BENCHMARKS.exists() else "none") if options.against is None else options.against
-    names = _names(against)
+    names = _names(options.against)
     pythons = parse_environments(options.environment)
     check_pythons(names, pythons)
     with (
