@@ -30,7 +30,8 @@ gc.disable()  # until all modules are imported and all tests are collected, beca
 check_signatures_quickly()  # before the package is imported
 
 from vitrail.models.linear.float32 import VARIABLE  # noqa: E402
-from vitrail.models.vit import VisionTransformer, ViTConfig  # noqa: E402
+from vitrail.models.vit import VisionTransformer  # noqa: E402
+from vitrail.models.vit_config import ViTConfig  # noqa: E402
 from vitrail.recipes import RECIPES  # noqa: E402
 from vitrail.training.config import TrainConfig  # noqa: E402
 from vitrail.weights.bundle import Bundle  # noqa: E402

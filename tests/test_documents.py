@@ -23,7 +23,7 @@ from PIL import Image
 
 import vitrail
 from tests.conftest import make_colour_folder
-from vitrail.cli import COMMANDS, MODULES, main
+from vitrail.cli import COMMANDS, command_of, main
 from vitrail.recipes import RECIPES
 
 ROOT = Path(vitrail.__file__).parent.parent
@@ -92,7 +92,7 @@ def test_every_command_is_accepted(words: list[str]) -> None:
     assert name in COMMANDS
     if len(words) > 1 and words[-1] in ("--help", "--help-all"):
         return
-    command = importlib.import_module(f"vitrail.cli.{MODULES.get(name, name)}").COMMAND
+    command = command_of(name)[0]
     given = command.parse(words[len(name.split()) :])
     command.check_required(given)
     if name == "train" and (recipe := given.pop("recipe", None)) is not None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from vitrail.page import SIDE, STYLE, document, escape, figure, printable, table, thumbnail
+from vitrail.report.page import SIDE, STYLE, document, escape, figure, printable, table, thumbnail
 
 EVIL = "</td><script>alert('1 & 2')</script>\u202e\x00\udcff"
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
-from vitrail.models.vit import ViTConfig
-from vitrail.plain import byte_count, from_plain, to_plain
+from vitrail.models.vit_config import ViTConfig
 from vitrail.recipes import RECIPES
+from vitrail.settings import byte_count, from_plain, to_plain
 from vitrail.training.config import TrainConfig
 
 

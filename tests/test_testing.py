@@ -27,7 +27,8 @@ from vitrail.models.attention.kind import AttentionKind, AttentionLayer
 from vitrail.models.network import Features
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.variants import PUBLISHED, AnyConfig, build, variant_config
-from vitrail.models.vit import VisionTransformer, ViTConfig
+from vitrail.models.vit import VisionTransformer
+from vitrail.models.vit_config import ViTConfig
 from vitrail.tasks import TASKS, Classification, Regression
 from vitrail.tasks.classification import ClassificationObjective
 from vitrail.tasks.task import LossOutput

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from vitrail.time_limit import within
+from vitrail.processes.launch import within
 
 
 def test_the_result_is_returned() -> None:

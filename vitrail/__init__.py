@@ -10,14 +10,13 @@ if TYPE_CHECKING:
     from vitrail.models.variants import create as create
     from vitrail.recipes import RECIPES as RECIPES
     from vitrail.training.config import TrainConfig as TrainConfig
-    from vitrail.training.finish import RunResult as RunResult
+    from vitrail.training.run import RunResult
     from vitrail.training.run import resume as resume
     from vitrail.training.run import train as train
     from vitrail.weights.bundle import Bundle as Bundle
-    from vitrail.weights.bundle import NumberPrediction as NumberPrediction
-    from vitrail.weights.bundle import Prediction as Prediction
     from vitrail.weights.load import convert as convert
     from vitrail.weights.load import load as load
+    from vitrail.weights.prediction import NumberPrediction, Prediction
 
 __version__ = "0.1.0.dev0"
 
@@ -38,9 +37,9 @@ __all__ = [
 _HOMES = {
     "RECIPES": "vitrail.recipes",
     "Bundle": "vitrail.weights.bundle",
-    "NumberPrediction": "vitrail.weights.bundle",
-    "Prediction": "vitrail.weights.bundle",
-    "RunResult": "vitrail.training.finish",
+    "NumberPrediction": "vitrail.weights.prediction",
+    "Prediction": "vitrail.weights.prediction",
+    "RunResult": "vitrail.training.run",
     "TrainConfig": "vitrail.training.config",
     "create": "vitrail.models.variants",
     "convert": "vitrail.weights.load",

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["SharedCores", "Usage", "compute_threads", "following_cores", "read_usage"]
-
 
 @dataclass(frozen=True)
 class Usage:

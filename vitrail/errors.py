@@ -25,27 +25,6 @@ import difflib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-__all__ = [
-    "BundleError",
-    "ConfigError",
-    "DataError",
-    "DestinationError",
-    "ExportFailed",
-    "Interrupted",
-    "NonFiniteLoss",
-    "ProcessError",
-    "RunComplete",
-    "RunError",
-    "SaveError",
-    "Stopped",
-    "UndecodableImage",
-    "UserError",
-    "VitrailError",
-    "listed",
-    "nearest",
-    "plural",
-]
-
 
 class VitrailError(Exception):
     """Base class of all errors that Vitrail reports as a message without a traceback."""

@@ -15,20 +15,6 @@ from typing import Any
 
 from vitrail.errors import DestinationError, SaveError
 
-__all__ = [
-    "cache_folder",
-    "check_new_file",
-    "check_new_folder",
-    "check_parent",
-    "disk_problem",
-    "partial_path",
-    "recover_folder",
-    "replacing_folder",
-    "saving",
-    "sha256",
-    "write_json",
-]
-
 
 def cache_folder(name: str) -> Path:
     """Return a cache folder for files that can be made or downloaded again. The folder may not exist yet.

@@ -17,8 +17,6 @@ from typing import Literal, NamedTuple
 
 from vitrail.errors import BundleError, DataError, SaveError, nearest
 
-__all__ = ["Repository", "cached_folder", "client", "fetch", "keep_branch", "listing", "parse"]
-
 NAME = re.compile(
     r"(?P<name>(?![^@]*(?:--|\.\.|\.git$|\.git@))\w(?:[\w.-]{0,94}\w)?/\w(?:[\w.-]{0,94}\w)?)"
     r"(?:@(?P<revision>(?!.*\.\.)\w[\w./+-]*))?",

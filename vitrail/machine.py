@@ -16,26 +16,6 @@ import torch
 
 from vitrail.errors import ConfigError
 
-__all__ = [
-    "Precision",
-    "TrainingPrecision",
-    "autocast",
-    "available_memory",
-    "check_memory",
-    "cpu_flags",
-    "cpu_name",
-    "cpu_vendor",
-    "describe",
-    "deterministic_algorithms",
-    "has_bf16_matrix_units",
-    "has_int8_products",
-    "keep_freed_memory",
-    "peak_memory",
-    "pick_device",
-    "resolve_precision",
-    "total_memory",
-]
-
 Precision = Literal["auto", "int8", "bf16", "float32"]
 """Number format of matrix products. "auto" is bf16 if the processor has matrix units for it, else float32. "int8"
 applies to the dense layers in blocks (`models/linear/int8.py`); all other matrix products then use the format of

@@ -34,12 +34,10 @@ from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.network import Features
 from vitrail.models.variants import create
-from vitrail.plain import from_plain, to_plain
 from vitrail.processes.group import Processes
+from vitrail.settings import from_plain, to_plain
 from vitrail.tasks.task import LossOutput, Objective, Position, Task
 from vitrail.weights.bundle import Bundle, weights_sha256
-
-__all__ = ["check_evaluator", "check_network", "check_source", "check_task"]
 
 
 def check_network(make: Callable[[int], Any], *, image_sizes: Sequence[tuple[int, int]]) -> None:

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from vitrail.acceleration import search as search_module
-from vitrail.acceleration.moves import linear_head, moves, settings_of, truncated
-from vitrail.acceleration.search import Images, search
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample
 from vitrail.errors import BundleError
+from vitrail.experiments import faster as search_module
+from vitrail.experiments.faster import Images, linear_head, moves, search, settings_of, truncated
 from vitrail.models.tokens.reduction import TokenReduction
 from vitrail.models.variants import create
 from vitrail.weights.adapt import with_reduction

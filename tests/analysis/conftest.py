@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitrail.models.vit import VisionTransformer, ViTConfig
+from vitrail.models.vit import VisionTransformer
+from vitrail.models.vit_config import ViTConfig
 
 Make = Callable[..., VisionTransformer]
 

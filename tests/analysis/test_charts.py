@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from vitrail.analysis.charts import colours, heat_map, mosaic, png, scatter, series_chart, standalone
-from vitrail.charts.svg import Series
+from vitrail.report.charts import Series
 
 SVG = "{http://www.w3.org/2000/svg}"
 

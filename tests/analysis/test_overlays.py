@@ -15,7 +15,7 @@ from vitrail.analysis.overlays import SIDE, Overlays
 from vitrail.analysis.pages.explanation import Explainer
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import build, variant_config
-from vitrail.models.vit import ViTConfig
+from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
 
 

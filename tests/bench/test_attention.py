@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from vitrail.bench import attention
-from vitrail.bench.attention import AttentionPoint, AttentionScaling, attention_scaling, attention_workloads
+from vitrail.bench import growth as attention
+from vitrail.bench.growth import AttentionPoint, AttentionScaling, attention_scaling, attention_workloads
 from vitrail.bench.workload import Workload
 from vitrail.errors import ConfigError
 

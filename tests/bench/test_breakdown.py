@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from vitrail.bench.breakdown import CATEGORIES, breakdown, category_of
-from vitrail.bench.entries import OURS, Entry, make_step
+from vitrail.bench.step import CATEGORIES, OURS, Entry, breakdown, category_of, make_step
 from vitrail.bench.workload import Workload
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vitrail.bench.compare import ALONE, _ready, _row, compare
-from vitrail.bench.entries import OURS, Entry
+from vitrail.bench.step import OURS, Entry
 from vitrail.bench.workload import Workload
 from vitrail.errors import ConfigError
 

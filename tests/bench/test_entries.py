@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from vitrail.bench.breakdown import breakdown
-from vitrail.bench.entries import OURS, PRODUCTS, Entry, Runner, entries, make_step
 from vitrail.bench.peers import PEERS
+from vitrail.bench.step import OURS, PRODUCTS, Entry, Runner, breakdown, entries, make_step
 from vitrail.bench.workload import Workload
 from vitrail.machine import has_int8_products
 

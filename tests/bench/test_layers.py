@@ -6,7 +6,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitrail.bench.layers import layer_times, mixings
+from vitrail.bench.growth import layer_times, mixings
 from vitrail.models.attention import ATTENTION
 from vitrail.models.cost.mixing import attention_costs, layer_costs, of_pixels
 from vitrail.models.vit_config import ViTConfig

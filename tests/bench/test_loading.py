@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from vitrail.bench import loading
-from vitrail.bench.loading import LOADS, PROCESSES, measure_loading
+from vitrail.bench import reading as loading
+from vitrail.bench.reading import LOADS, PROCESSES, measure_loading
 from vitrail.bench.workload import Workload
 from vitrail.errors import ConfigError, VitrailError
 

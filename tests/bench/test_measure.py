@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from vitrail.bench.measure import Spread, interleave, timed, waits_for
+from vitrail.bench.workload import Spread, interleave, timed, waits_for
 
 
 def test_rounds_run_every_timer_once_in_turn() -> None:

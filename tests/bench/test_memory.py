@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from vitrail.bench.entries import OURS, Entry
 from vitrail.bench.memory import find_largest, largest_batch, measure_memory
+from vitrail.bench.step import OURS, Entry
 from vitrail.bench.workload import Format, Workload
 from vitrail.errors import ConfigError
 from vitrail.models.variants import variant_config

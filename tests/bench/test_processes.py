@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from vitrail.bench.processes import ProcessKilled, Worker
+from vitrail.bench.workload import ProcessKilled, Worker
 from vitrail.errors import ConfigError
 
 

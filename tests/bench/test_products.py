@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from vitrail.bench import products
-from vitrail.bench.entries import OURS, Entry, make_step
-from vitrail.bench.products import Operand, Product, Products, fastest_multiplication, record
+from vitrail.bench import step as products
+from vitrail.bench.step import OURS, Entry, Operand, Product, Products, fastest_multiplication, make_step, record
 from vitrail.bench.workload import Workload
 from vitrail.models.linear.float32 import has_onednn
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.bench.scaling import Axis, exponent, scaling, sweep
+from vitrail.bench.growth import Axis, exponent, scaling, sweep
 from vitrail.bench.workload import Workload
 from vitrail.errors import ConfigError
-from vitrail.models.vit import ViTConfig
+from vitrail.models.vit_config import ViTConfig
 
 
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0, -1.5])

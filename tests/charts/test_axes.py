@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vitrail.charts.axes import make_axis
+from vitrail.report.charts import make_axis
 
 VALUES = st.one_of(*(st.floats(-most, most, width=32) for most in (2.0**40, 1.0, 2.0**-30)))
 

@@ -9,8 +9,7 @@ import pytest
 from tests.conftest import make_idx_folder
 from vitrail.data.sources import fashion_mnist
 from vitrail.recipes import RECIPES
-from vitrail.training.finish import RunResult
-from vitrail.training.run import train
+from vitrail.training.run import RunResult, train
 
 
 @pytest.fixture(scope="session")

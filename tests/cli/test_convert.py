@@ -15,7 +15,7 @@ from vitrail.cli import main
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.variants import AnyConfig, build
-from vitrail.models.vit import ViTConfig
+from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 

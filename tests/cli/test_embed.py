@@ -19,7 +19,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.evaluation.features import precision
 from vitrail.evaluation.features.files import load_features
 from vitrail.models.variants import create
-from vitrail.plain import to_plain
+from vitrail.settings import to_plain
 from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.load import load
 

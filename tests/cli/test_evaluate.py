@@ -20,7 +20,7 @@ from tests.conftest import make_colour_folder
 from vitrail.cli import main
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import create
-from vitrail.training.finish import RunResult
+from vitrail.training.run import RunResult
 from vitrail.weights.bundle import Bundle
 
 Evaluate = Callable[..., tuple[int, str, str]]

@@ -13,7 +13,7 @@ from vitrail import RECIPES, load, train
 from vitrail.cli import main
 from vitrail.cli.export import Export, _images
 from vitrail.data.sources import open_data
-from vitrail.training.finish import RunResult
+from vitrail.training.run import RunResult
 
 
 def test_an_exported_run_predicts_and_is_measured_like_the_run(

@@ -18,7 +18,7 @@ import vitrail
 from vitrail.cli import main
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import Stopped
-from vitrail.training.monitoring.monitor import Monitor
+from vitrail.training.after_step import Monitor
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import convert
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vitrail import __version__
-from vitrail.cli import COMMANDS, MODULES, main
+from vitrail.cli import COMMANDS, command_of, main
 from vitrail.errors import DataError
 
 
@@ -55,7 +54,7 @@ def test_the_help_of_each_verb_fits_on_a_screen_and_a_half(
 def test_all_help_shows_every_option_once(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*name.split(), "--help-all"]) == 0
     shown = capsys.readouterr().out
-    command = importlib.import_module(f"vitrail.cli.{MODULES.get(name, name)}").COMMAND
+    command = command_of(name)[0]
     heads = [line.split()[0].rstrip(",") for line in shown.splitlines() if re.match(r"  (?!vitrail )\S", line)]
     assert sorted(heads) == sorted(one.label for one in command.known.values() if one.name not in command.hidden)
     for python in ("Raise", "ConfigError", "``"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import vitrail.cli.models
+import vitrail.cli.lists
 from vitrail.cli import main
 from vitrail.models.cost.footprint import training_bytes
 from vitrail.models.cost.mixing import layer_costs
@@ -37,7 +37,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the machine seem to have 20 GB of memory."""
-    monkeypatch.setattr(vitrail.cli.models, "total_memory", lambda: 20_000_000_000)
+    monkeypatch.setattr(vitrail.cli.lists, "total_memory", lambda: 20_000_000_000)
 
 
 @pytest.mark.usefixtures("narrow", "gigabytes")
@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_marked(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.usefixtures("narrow")
 def test_no_mark_where_all_fit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vitrail.cli.models, "total_memory", lambda: 10**15)
+    monkeypatch.setattr(vitrail.cli.lists, "total_memory", lambda: 10**15)
     assert not any("*" in line for line in lines_of(capsys))
 
 

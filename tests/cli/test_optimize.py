@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import make_colour_folder
-from vitrail.acceleration import search as search_module
 from vitrail.cli import main
+from vitrail.experiments import faster as search_module
 from vitrail.weights.load import load
 
 

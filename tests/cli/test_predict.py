@@ -13,7 +13,7 @@ import torch
 
 from vitrail.cli import main
 from vitrail.data.sources import open_data
-from vitrail.training.finish import RunResult
+from vitrail.training.run import RunResult
 from vitrail.weights.load import load
 
 

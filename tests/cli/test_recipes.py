@@ -10,9 +10,9 @@ import pytest
 from vitrail.cli import main
 from vitrail.cli.train import COMMAND
 from vitrail.recipes import RECIPES
-from vitrail.recipes.transfers import TRANSFERS
+from vitrail.recipes.papers import TRANSFERS
 from vitrail.training.config import TrainConfig
-from vitrail.training.records.summary import differing_settings
+from vitrail.training.folder import differing_settings
 
 
 def test_recipes_are_listed_with_published_results(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ import pytest
 from tests.serving.conftest import make_bundle
 from tests.serving.running import Running, encoded
 from vitrail.cli import main
-from vitrail.models.vit import ViTConfig
+from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import load_bundle, weights_sha256
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.several import command, in_processes
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.log import read_journal
 
 pytestmark = pytest.mark.slow
 

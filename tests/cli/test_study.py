@@ -9,14 +9,13 @@ import pytest
 
 from tests.studies.measured import cell_result
 from tests.studies.test_pool import cell_of
-from vitrail.bench.accuracy.cell import write_result
 from vitrail.cli import main
-from vitrail.plain import to_plain
-from vitrail.studies.cell import read_result, write_cell
-from vitrail.studies.data import open_study_data
+from vitrail.experiments.cells import write_result
+from vitrail.settings import to_plain
 from vitrail.studies.engine import chain
-from vitrail.studies.pool import CELLS
+from vitrail.studies.grid import CELLS, read_result, write_cell
 from vitrail.studies.questions import STUDIES
+from vitrail.studies.study import open_study_data
 
 
 def run(*arguments: object) -> int:

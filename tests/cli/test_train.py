@@ -15,9 +15,9 @@ from vitrail.cli import main
 from vitrail.cli.train import recipe_for
 from vitrail.recipes import RECIPES
 from vitrail.tasks import Mae, MaskedPatches
-from vitrail.training.finish import RunResult
-from vitrail.training.records.record import read_record
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.folder import read_record
+from vitrail.training.log import read_journal
+from vitrail.training.run import RunResult
 from vitrail.weights.bundle import weights_sha256
 from vitrail.weights.load import load
 

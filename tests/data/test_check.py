@@ -21,7 +21,7 @@ from vitrail.data.source import Sample, Source, Subset
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
-from vitrail.plain import from_plain, to_plain
+from vitrail.settings import from_plain, to_plain
 
 Sources = Callable[..., Source]
 

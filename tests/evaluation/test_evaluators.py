@@ -29,8 +29,8 @@ from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.truth import truth_of
 from vitrail.models.variants import create
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.examiner import Probe
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.job import Probe
+from vitrail.training.log import read_journal
 from vitrail.training.run import train
 from vitrail.weights.bundle import Bundle
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from vitrail.models.vit import ViTConfig
+from vitrail.models.vit_config import ViTConfig
 
 DIVISORS = {
     "none": 1,

@@ -11,7 +11,7 @@ import pytest
 
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.variants import AnyConfig, variant_config
-from vitrail.models.vit import ViTConfig
+from vitrail.models.vit_config import ViTConfig
 
 __all__ = ["DROPPED", "HYBRIDS", "in_turn", "with_slow"]
 

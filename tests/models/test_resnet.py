@@ -26,7 +26,8 @@ from vitrail.models.resnet import (
     _pad_same,
 )
 from vitrail.models.resnet_config import ResNetConfig, ResNetUnit, RootConfig, Stem, WeightEps
-from vitrail.models.vit import VisionTransformer, ViTConfig
+from vitrail.models.vit import VisionTransformer
+from vitrail.models.vit_config import ViTConfig
 
 
 class Golden(Protocol):

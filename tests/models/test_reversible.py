@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.models.attention.oracle import config_of, made_network
 from tests.models.cost.test_footprint import saved_per_image
-from vitrail.bench.products import record
+from vitrail.bench.step import record
 from vitrail.cli import main
 from vitrail.errors import ConfigError
 from vitrail.models.cost.footprint import activation_bytes

@@ -10,9 +10,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.errors import ConfigError
+from vitrail.models.block import Block
 from vitrail.models.compiled import resolve_compile
 from vitrail.models.variants import create, variant_config
-from vitrail.models.vit import Block, VisionTransformer
+from vitrail.models.vit import VisionTransformer
 
 SIZES: dict[str, Any] = {
     "image_size": (14, 21), "num_classes": 3, "width": 16, "depth": 3, "heads": 2, "mlp_width": 24,

@@ -183,7 +183,7 @@ def test_pixels_that_are_not_normalised_are_refused(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["full", "ResNet"])
 def test_a_config_is_read_from_json_and_refuses_assignment(kind: str) -> None:
     made = network(kind)
-    assert type(made)(vitrail.plain.to_plain(made.config)).config == made.config
+    assert type(made)(vitrail.settings.to_plain(made.config)).config == made.config
     with pytest.raises(ConfigError, match=r"use_cache=False.*libraries\.md"):
         made.config.use_cache = False
     with pytest.raises(ConfigError, match="num_classes"):

@@ -13,7 +13,8 @@ from vitrail.errors import ConfigError
 from vitrail.models.resnet import ResNet
 from vitrail.models.resnet_config import ResNetConfig, RootConfig, Stem
 from vitrail.models.variants import PUBLISHED, VARIANTS, build, create, variant_config
-from vitrail.models.vit import VisionTransformer, ViTConfig
+from vitrail.models.vit import VisionTransformer
+from vitrail.models.vit_config import ViTConfig
 
 COUNTS = {
     "ViT-Ti/16": (5_717_416, 5_754_472, 9_740_115, 5_717_032),

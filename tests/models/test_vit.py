@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
 from vitrail.models.attention.full import SelfAttention
+from vitrail.models.block import Block
 from vitrail.models.layers import Mlp
 from vitrail.models.resnet_config import RootConfig
 from vitrail.models.tokens.pooling import pool
-from vitrail.models.vit import Block, VisionTransformer, ViTConfig
+from vitrail.models.vit import VisionTransformer
+from vitrail.models.vit_config import ViTConfig
 
 
 class Golden(Protocol):

@@ -11,12 +11,11 @@ import pytest
 from tests.tasks.tokens.books import make_tokenizer
 from vitrail.models.variants import AnyConfig
 from vitrail.recipes import PAPER_RECIPES
-from vitrail.recipes.augreg import ON_I21K, REGULARISATION, WEIGHT_DECAYS, augreg
-from vitrail.recipes.transfers import TRANSFERS
+from vitrail.recipes.papers import ON_I21K, REGULARISATION, TRANSFERS, WEIGHT_DECAYS, augreg
 from vitrail.training.config import TrainConfig
-from vitrail.training.optimization.duration import RunLength
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.log import read_journal
 from vitrail.training.run import train
+from vitrail.training.schedule import RunLength
 
 IMAGENET = 1_281_167
 FAMILIES = {

@@ -13,7 +13,7 @@ import torch
 from tests.tasks.tokens.books import make_tokenizer
 from vitrail.recipes import PAPER_RECIPES, RECIPES
 from vitrail.training.config import RESOLVED, TrainConfig
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.log import read_journal
 from vitrail.training.run import train
 from vitrail.weights.load import load
 

@@ -15,11 +15,12 @@ from tests.serving.running import Running, encoded, serving
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample
 from vitrail.models.variants import AnyConfig, build
-from vitrail.models.vit import ViTConfig
+from vitrail.models.vit_config import ViTConfig
 from vitrail.serving.export.export import Exporter, export
 from vitrail.serving.export.int8 import Int8
 from vitrail.serving.export.write import FORMATS
-from vitrail.weights.bundle import Bundle, Prediction
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.prediction import Prediction
 
 CLASSES = ("rose", "tulip", "黒い花 / black")
 

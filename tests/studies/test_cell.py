@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.studies.measured import cell_result
-from vitrail.bench.accuracy.cell import write_result
 from vitrail.errors import RunError
-from vitrail.studies.cell import make_cell, read_cell, read_result, write_cell
-from vitrail.studies.small import small_config
-from vitrail.studies.study import Settings
+from vitrail.experiments.cells import write_result
+from vitrail.studies.grid import make_cell, read_cell, read_result, write_cell
+from vitrail.studies.study import Settings, small_config
 from vitrail.training.config import TrainConfig
 
 

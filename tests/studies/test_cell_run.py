@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.studies.measured import cell_result
-from vitrail.bench.accuracy.cell import write_result
 from vitrail.errors import DataError, RunError
-from vitrail.studies.cell import Cell, make_cell
-from vitrail.studies.cell_run import DEVICE, measure_cell
-from vitrail.studies.small import small_config
-from vitrail.studies.study import Settings
+from vitrail.experiments.cells import write_result
+from vitrail.studies.grid import DEVICE, Cell, make_cell, measure_cell
+from vitrail.studies.study import Settings, small_config
 from vitrail.training.config import TrainConfig
-from vitrail.training.steps.phases import phases_of, run_flops
+from vitrail.training.job import phases_of, run_flops
 from vitrail.weights.bundle import load_bundle
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.studies.measured import measured, results_of
-from vitrail.studies.claims import Alike, Better, GainShrinks
-from vitrail.studies.results import Results
+from vitrail.studies.claims import Alike, Better, GainShrinks, Results
 
 FAR = {"a": (0.80, 0.81, 0.82), "b": (0.70, 0.72, 0.71), "c": (0.79, 0.83, 0.81)}
 

@@ -7,9 +7,8 @@ import torch
 
 from vitrail.errors import ConfigError
 from vitrail.studies.cost import CellCost, DataSize, StudyCost, check_jobs, cost_of, default_jobs, forecast, sizes_for
-from vitrail.studies.small import point, small_config
-from vitrail.studies.study import Point, Settings, Stage
-from vitrail.training.steps.phases import phases_of, run_flops
+from vitrail.studies.study import Point, Settings, Stage, point, small_config
+from vitrail.training.job import phases_of, run_flops
 
 CPU = torch.device("cpu")
 CONFIG = small_config(Settings(scale="quick"), images=100, epochs=3.0)

@@ -9,8 +9,7 @@ import pytest
 from PIL import Image
 
 from vitrail.errors import ConfigError, DataError
-from vitrail.studies.data import check_subsets, open_study_data
-from vitrail.studies.small import point, small_config
+from vitrail.studies.study import check_subsets, open_study_data, point, small_config
 
 
 def write_folder(

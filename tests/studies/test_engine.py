@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.studies.measured import cell_result
-from vitrail.bench.accuracy.cell import write_result
 from vitrail.errors import RunError
+from vitrail.experiments.cells import write_result
 from vitrail.studies.engine import TRIAL_SEED, StudyRun, chain, planned_cells, tuned_points
-from vitrail.studies.pool import CELLS, CellPool
+from vitrail.studies.grid import CELLS, CellPool
 from vitrail.studies.questions.head import HEAD
-from vitrail.studies.small import point, small_config
-from vitrail.studies.study import Point, Settings, Stage
+from vitrail.studies.study import Point, Settings, Stage, point, small_config
 
 CONFIG = small_config(Settings(scale="quick"), images=100, epochs=1.0)
 ARMS = (

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.studies.measured import measured
-from vitrail.studies.frontier import LessCompute, PowerLawFit, frontier
-from vitrail.studies.results import PointResult, Results
+from vitrail.studies.claims import LessCompute, PointResult, PowerLawFit, Results, frontier
 
 COMPUTE = (1e9, 1e10, 1e11)
 

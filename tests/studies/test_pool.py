@@ -14,13 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.studies.measured import cell_result
-from vitrail.bench.accuracy.cell import write_result
 from vitrail.errors import ConfigError, VitrailError
-from vitrail.studies.cell import Cell, make_cell, read_result, write_cell
-from vitrail.studies.pool import CELLS, CellPool
-from vitrail.studies.small import small_config
-from vitrail.studies.study import Settings
-from vitrail.training.reporting.journal import read_journal
+from vitrail.experiments.cells import write_result
+from vitrail.studies.grid import CELLS, Cell, CellPool, make_cell, read_result, write_cell
+from vitrail.studies.study import Settings, small_config
+from vitrail.training.log import read_journal
 
 
 def cell_of(**overrides: object) -> Cell:

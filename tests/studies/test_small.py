@@ -6,8 +6,16 @@ import pytest
 
 from vitrail.data.sources.fractals import open_fractals
 from vitrail.models.config import ModelConfig
-from vitrail.studies.small import NETWORKS, data_config, finetuning_config, fractals, patch_side, run_cost, small_config
-from vitrail.studies.study import Settings
+from vitrail.studies.study import (
+    NETWORKS,
+    Settings,
+    data_config,
+    finetuning_config,
+    fractals,
+    patch_side,
+    run_cost,
+    small_config,
+)
 
 
 def test_subsets_are_nested_and_share_the_held_out_images() -> None:

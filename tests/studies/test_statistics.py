@@ -7,7 +7,7 @@ import math
 import pytest
 from scipy import stats
 
-from vitrail.studies.statistics import estimate, paired, power_law, student_t
+from vitrail.studies.claims import estimate, paired, power_law, student_t
 
 
 @pytest.mark.parametrize("level", [0.5, 0.05, 0.001])

@@ -17,7 +17,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.tokens.patches import cut_patches
 from vitrail.models.variants import variant_config
 from vitrail.tasks.mae import Mae, MaeObjective, patch_pixels
-from vitrail.tasks.patch_task import draw_order
+from vitrail.tasks.patches import draw_order
 from vitrail.testing import check_task
 
 SEED = 3

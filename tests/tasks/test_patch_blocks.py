@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from tests.tasks.images import batch_of
-from vitrail.tasks.masked_patches import MaskedPatches, draw_corruption
-from vitrail.tasks.patch_blocks import draw_block_order, draw_blocks
-from vitrail.tasks.patch_task import draw_order
+from vitrail.tasks.masked_patches import MaskedPatches, draw_block_order, draw_blocks, draw_corruption
+from vitrail.tasks.patches import draw_order
 
 GRIDS = [((14, 14), 75), ((7, 7), 20), ((5, 12), 24), ((14, 14), 140), ((2, 3), 2)]
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.tokens.patches import PatchEmbedding, cut_patches
-from vitrail.tasks.patch_targets import colour_classes, colours
+from vitrail.tasks.masked_patches import colour_classes, colours
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.variants import variant_config
 from vitrail.tasks.mae import Mae
 from vitrail.tasks.masked_patches import MaskedPatches
-from vitrail.tasks.patch_task import PatchTask
+from vitrail.tasks.patches import PatchTask
 
 TASKS = (Mae(), MaskedPatches())
 

@@ -21,19 +21,17 @@ from vitrail.data.sources.idx import find_idx, read_idx
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
 from vitrail.recipes import RECIPES
-from vitrail.training.assembly import make_network, make_state
+from vitrail.training.build import make_network, make_state
+from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig
-from vitrail.training.optimization.duration import RunLength
-from vitrail.training.optimization.optimizer import make_optimizer
-from vitrail.training.records.record import read_record
-from vitrail.training.reporting.display import Display
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.folder import read_record
+from vitrail.training.job import Plan
+from vitrail.training.job import prepare as prepare_run
+from vitrail.training.log import Display, read_journal
+from vitrail.training.optimizer import make_optimizer
 from vitrail.training.run import train
-from vitrail.training.setup import prepare as prepare_run
-from vitrail.training.state.average import Average
-from vitrail.training.state.checkpoint import Checkpoints
-from vitrail.training.state.state import TrainState
-from vitrail.training.steps.plan import Plan
+from vitrail.training.schedule import RunLength
+from vitrail.training.state import Average, TrainState
 from vitrail.weights.bundle import Bundle
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.log import read_journal
 
 
 def curve(run: Path) -> list[list[float]]:

@@ -33,13 +33,15 @@ from vitrail.models.network import HasLayers
 from vitrail.processes.group import join_processes
 from vitrail.processes.launch import launch
 from vitrail.recipes import RECIPES
-from vitrail.training import execution, forecast, linear_head
+from vitrail.training import checkpoint
+from vitrail.training import clock as limit
+from vitrail.training import job as forecast
+from vitrail.training import run as execution
+from vitrail.training import start as linear_head
+from vitrail.training.after_step import Monitor
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.monitor import Monitor
-from vitrail.training.parallel.streamed import StreamedCopy
 from vitrail.training.run import resume, train
-from vitrail.training.speed import limit
-from vitrail.training.state import checkpoint
+from vitrail.training.sharding import StreamedCopy
 from vitrail.weights.load import load
 
 

@@ -29,15 +29,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vitrail.bench.products import record
+from vitrail.bench.step import record
+from vitrail.models.block import Block
 from vitrail.models.linear.dense import Linear
 from vitrail.models.linear.kernels import ONEDNN
 from vitrail.models.predictor import Predictor
-from vitrail.models.vit import Block
 from vitrail.training import loop
 from vitrail.training.config import TrainConfig
-from vitrail.training.state.state import TrainState
-from vitrail.training.steps.plan import Plan
+from vitrail.training.job import Plan
+from vitrail.training.state import TrainState
 
 BUDGET = Path(__file__).with_name("budget.json")
 RENEW = "VITRAIL_RENEW_BUDGET"

@@ -12,7 +12,7 @@ import pytest
 from vitrail.errors import ConfigError
 from vitrail.models.config import ModelConfig, override_fields
 from vitrail.models.resnet_config import ResNetConfig
-from vitrail.models.vit import ViTConfig
+from vitrail.models.vit_config import ViTConfig
 from vitrail.recipes import RECIPES
 from vitrail.settings import bare_names
 from vitrail.tasks import TASKS, Classification

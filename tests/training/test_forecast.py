@@ -14,12 +14,11 @@ from vitrail.data.pipeline import Readers, queue_bytes
 from vitrail.errors import ConfigError
 from vitrail.models.config import ModelConfig
 from vitrail.models.cost.footprint import prediction_bytes, training_bytes
-from vitrail.training import forecast
+from vitrail.training import job as forecast
 from vitrail.training.config import TrainConfig
-from vitrail.training.forecast import check_run_memory, evaluation_batch, run_bytes
-from vitrail.training.reporting.display import Display
+from vitrail.training.job import Setup, check_run_memory, evaluation_batch, prepare, run_bytes
+from vitrail.training.log import Display
 from vitrail.training.run import train
-from vitrail.training.setup import Setup, prepare
 
 Small = Callable[..., TrainConfig]
 

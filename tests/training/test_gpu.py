@@ -15,14 +15,14 @@ import vitrail
 from vitrail.cli import main
 from vitrail.errors import ConfigError
 from vitrail.machine import has_bf16_matrix_units, pick_device
-from vitrail.training.assembly import make_network, make_state
+from vitrail.training.build import make_network, make_state
+from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig
+from vitrail.training.job import prepare
+from vitrail.training.log import read_journal
 from vitrail.training.loop import train_step
-from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import train
-from vitrail.training.setup import prepare
-from vitrail.training.state.checkpoint import Checkpoints
-from vitrail.training.state.random import random_state, restore_random_state
+from vitrail.training.state import random_state, restore_random_state
 from vitrail.weights.load import load
 
 pytestmark = pytest.mark.gpu

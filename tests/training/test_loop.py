@@ -17,9 +17,9 @@ from vitrail.data.batch import Batch
 from vitrail.tasks.regression import RegressionObjective
 from vitrail.tasks.task import LossOutput, Objective
 from vitrail.training.config import TrainConfig
+from vitrail.training.job import Plan
 from vitrail.training.loop import train_step
-from vitrail.training.state.state import TrainState
-from vitrail.training.steps.plan import Plan
+from vitrail.training.state import TrainState
 
 Prepare = Callable[[TrainConfig], tuple[TrainState, Plan]]
 SGD = {

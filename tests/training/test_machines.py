@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.training.curves import curve, difference
-from vitrail.training.state.checkpoint import Checkpoints
+from vitrail.training.checkpoint import Checkpoints
 
 HOSTS = {"one": "10.77.31.1", "two": "10.77.31.2"}
 COMMAND = (

@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 
 from vitrail.errors import ConfigError, Stopped
 from vitrail.training.config import TrainConfig
-from vitrail.training.reporting.display import Display
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.job import prepare
+from vitrail.training.log import Display, read_journal
 from vitrail.training.run import resume, train
-from vitrail.training.setup import prepare
 from vitrail.weights.load import load
 
 Events = list[dict[str, Any]]

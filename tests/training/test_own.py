@@ -19,8 +19,8 @@ from vitrail.data.splits import Splits
 from vitrail.errors import BundleError, ConfigError, RunError, Stopped
 from vitrail.tasks.own_model import OwnModel
 from vitrail.training.config import TrainConfig
-from vitrail.training.own import check_source
-from vitrail.training.reporting.display import Display
+from vitrail.training.job import check_source
+from vitrail.training.log import Display
 from vitrail.training.run import resume, train
 
 
@@ -219,7 +219,7 @@ def test_settings_that_need_a_network_of_the_package_are_refused(
     fields: dict[str, Any], message: str, config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vitrail.training.run.open_initial", lambda start: None)
-    monkeypatch.setattr("vitrail.training.setup.resolve_precision", lambda precision, device: precision)
+    monkeypatch.setattr("vitrail.training.job.resolve_precision", lambda precision, device: precision)
     with pytest.raises(ConfigError) as caught:
         train(config(**fields), data=Stripes(), network=seeded())
     rule = f"{next(iter(fields))} works only for networks that are built from a config"

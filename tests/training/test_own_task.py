@@ -22,15 +22,13 @@ from vitrail.evaluation.outputs import Outputs
 from vitrail.settings import at_least
 from vitrail.tasks import TASKS, Task
 from vitrail.tasks.task import LossOutput, Objective, TaskMetric, mean_of_counted
-from vitrail.training.assembly import make_network, make_state
+from vitrail.training.build import make_network, make_state
+from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig
-from vitrail.training.finish import RunResult
-from vitrail.training.records.record import read_record
-from vitrail.training.reporting.display import Display
-from vitrail.training.reporting.journal import read_journal
-from vitrail.training.run import resume, train
-from vitrail.training.setup import prepare
-from vitrail.training.state.checkpoint import Checkpoints
+from vitrail.training.folder import read_record
+from vitrail.training.job import prepare
+from vitrail.training.log import Display, read_journal
+from vitrail.training.run import RunResult, resume, train
 from vitrail.weights.load import load
 
 

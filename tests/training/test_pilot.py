@@ -14,7 +14,8 @@ from vitrail.data.source import Sample
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import Stopped, UndecodableImage
-from vitrail.training import assembly, pilot
+from vitrail.training import build as assembly
+from vitrail.training import pilot
 from vitrail.training.config import TrainConfig
 from vitrail.training.pilot import training_speeds
 

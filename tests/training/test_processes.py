@@ -24,10 +24,10 @@ from tests.training.curves import curve, difference
 from vitrail.errors import ConfigError, NonFiniteLoss, ProcessError, RunError, SaveError
 from vitrail.evaluation import outputs
 from vitrail.evaluation.features import extract
-from vitrail.training import execution
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training import run as execution
+from vitrail.training.checkpoint import Checkpoints
+from vitrail.training.log import read_journal
 from vitrail.training.run import train
-from vitrail.training.state.checkpoint import Checkpoints
 from vitrail.weights.load import load
 
 MIXED = {"mixup": 0.5, "cutmix": 1.0, "randaugment_layers": 1, "accumulation": 5, "average": 0.9, "shift": 2}

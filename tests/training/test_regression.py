@@ -12,7 +12,7 @@ from PIL import Image
 
 from vitrail.errors import ConfigError, DataError
 from vitrail.training.config import TrainConfig
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.log import read_journal
 from vitrail.training.run import train
 from vitrail.weights.load import load
 

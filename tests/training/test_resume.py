@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-import vitrail.training.state.checkpoint as checkpoint_module
+import vitrail.training.checkpoint as checkpoint_module
 from vitrail.errors import RunError, Stopped
 from vitrail.models.linear import float32
 from vitrail.training.config import TrainConfig
-from vitrail.training.reporting.display import Display
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.log import Display, read_journal
 from vitrail.training.run import resume, train
 
 Small = Callable[..., TrainConfig]
@@ -260,7 +259,7 @@ def test_a_run_that_ended_in_its_last_measurements_is_finished(
 
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr("vitrail.training.finish.write_examples", fail)
+        patch.setattr("vitrail.training.run.write_examples", fail)
         with pytest.raises(MemoryError):
             train(small(run))
     assert (run / "model").is_dir() and not (run / "examples").exists()
@@ -322,7 +321,7 @@ def test_kill_9_at_random_moments_changes_no_bit(
 
 KILLER = """
 import os, signal, sys
-import vitrail.files, vitrail.training.state.checkpoint as checkpoint
+import vitrail.files, vitrail.training.checkpoint as checkpoint
 from vitrail.cli import main
 
 def dying(place, name, when):

@@ -16,23 +16,21 @@ import pytest
 import torch
 from torch import Tensor
 
-import vitrail.training.assembly as making_module
-import vitrail.training.execution as run_module
+import vitrail.training.build as making_module
+import vitrail.training.run as run_module
 from vitrail.data.batch import Batch
 from vitrail.data.sources import OpenedData, open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, RunError, Stopped
 from vitrail.models.compiled import compile_blocks
 from vitrail.tasks import Task
+from vitrail.training.after_step import Monitor
 from vitrail.training.config import RESOLVED, TrainConfig
-from vitrail.training.finish import RunResult
-from vitrail.training.monitoring.monitor import Monitor
-from vitrail.training.records.record import read_record
-from vitrail.training.reporting.display import Display
-from vitrail.training.reporting.journal import read_journal
-from vitrail.training.run import resume, train
-from vitrail.training.state.state import TrainState
-from vitrail.training.steps.plan import Plan
+from vitrail.training.folder import read_record
+from vitrail.training.job import Plan
+from vitrail.training.log import Display, read_journal
+from vitrail.training.run import RunResult, resume, train
+from vitrail.training.state import TrainState
 from vitrail.weights.load import load
 
 Tiny = Callable[..., TrainConfig]

@@ -16,10 +16,10 @@ from vitrail.data.augmentation.crop import tensorflow_crop
 from vitrail.errors import ConfigError
 from vitrail.processes.group import Processes
 from vitrail.processes.launch import Launch
-from vitrail.training import assembly
-from vitrail.training.assembly import make_network, make_plan, make_state
+from vitrail.training import build as assembly
+from vitrail.training.build import make_network, make_plan, make_state
 from vitrail.training.config import TrainConfig
-from vitrail.training.setup import OwnObjects, prepare
+from vitrail.training.job import OwnObjects, prepare
 
 
 def test_training_crops_as_the_original_code(small: Callable[..., TrainConfig], tmp_path: Path) -> None:

@@ -14,17 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-import vitrail.training.execution as run_module
+import vitrail.training.run as run_module
 from tests.conftest import make_idx_folder
 from vitrail.errors import BundleError, ConfigError, RunError, Stopped
 from vitrail.models.positions import resize_grid
 from vitrail.tasks import Classification
-from vitrail.training.config import TrainConfig
-from vitrail.training.reporting.display import Display
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.config import StartConfig, TrainConfig
+from vitrail.training.log import Display, read_journal
 from vitrail.training.run import resume, train
-from vitrail.training.start import StartConfig, network_from
-from vitrail.training.state.state import TrainState
+from vitrail.training.start import network_from
+from vitrail.training.state import TrainState
 from vitrail.weights.bundle import weights_sha256
 from vitrail.weights.load import load
 

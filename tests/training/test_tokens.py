@@ -16,12 +16,11 @@ from tests.several import in_processes
 from tests.tasks.tokens.books import make_tokenizer
 from tests.training import ranks
 from vitrail.errors import ConfigError, RunError, Stopped
-from vitrail.tasks.tokens.tokenizer import load_tokenizer
+from vitrail.tasks.tokenizer import load_tokenizer
 from vitrail.training.config import TrainConfig
-from vitrail.training.reporting.display import Display
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.job import prepare
+from vitrail.training.log import Display, read_journal
 from vitrail.training.run import resume, train
-from vitrail.training.setup import prepare
 from vitrail.weights.load import load
 
 Make = Callable[..., TrainConfig]

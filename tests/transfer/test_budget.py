@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vitrail.errors import ConfigError
-from vitrail.transfer.budget import seconds_of, usual_seconds
+from vitrail.transfer.facts import seconds_of, usual_seconds
 
 
 @pytest.mark.parametrize(

@@ -13,18 +13,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitrail.charts.lines import MAX_DOTS, MarkedPoint, legend, line_chart
-from vitrail.charts.svg import BOLD_DIGIT_WIDTH, DIGIT_WIDTH, Series
-from vitrail.evaluation.predictions.calibration import CalibrationBin
-from vitrail.page import STYLE as PAGE_STYLE
-from vitrail.transfer.charts import (
+from vitrail.report.charts import (
+    BOLD_DIGIT_WIDTH,
+    DIGIT_WIDTH,
     INVERT_ABOVE,
+    MAX_DOTS,
     STYLE,
+    MarkedPoint,
+    Series,
     confusion_matrix,
+    legend,
+    line_chart,
     reliability_diagram,
     scatter_plot,
     shorten,
 )
+from vitrail.report.page import STYLE as PAGE_STYLE
 
 AWKWARD = st.sampled_from([math.nan, math.inf, -math.inf])
 EVIL = "</title><script>alert('1 & 2')</script>\u202e\x00"
@@ -202,12 +206,6 @@ def test_the_key_names_two_lines_and_not_one() -> None:
     assert legend(["a", "b"]) == '<br><span class="legend one">a</span> <span class="legend two">b</span>'
 
 
-def bins(*filled: tuple[float, float, int]) -> list[CalibrationBin]:
-    """Return bins with these confidences, accuracies and images, and an empty bin."""
-    found = [CalibrationBin(0.0, 0.0, images, accuracy, confidence) for confidence, accuracy, images in filled]
-    return [CalibrationBin(0.0, 0.0, 0, None, None), *found]
-
-
 shares = st.floats(0, 1)
 
 
@@ -218,7 +216,7 @@ shares = st.floats(0, 1)
 def test_a_reliability_diagram_has_a_dot_for_each_bin(
     before: list[tuple[float, float, int]], after: list[tuple[float, float, int]] | None
 ) -> None:
-    drawing = Drawing(reliability_diagram(bins(*before), None if after is None else bins(*after), label="x"))
+    drawing = Drawing(reliability_diagram(before, after, label="x"))
     drawing.check_inside()
     drawn = [("one", before)] if after is None else [("two", before), ("one", after)]
     assert len(drawing.dots("dot")) == len(before) + len(after or ())
@@ -238,7 +236,7 @@ def test_a_reliability_diagram_has_a_dot_for_each_bin(
 def test_the_bins_of_a_reliability_diagram_have_intervals_and_are_not_joined() -> None:
     filled = [(0.25, 0.8, 10), (0.5, 0.0, 1), (0.75, 0.5, 400), (1.0, 1.0, 10**6)]
     expected = [(0.4901625, 0.9433178), (0.0, 0.7934567), (0.4512325, 0.5487675), (0.9999962, 1.0)]  # Wilson's formula
-    drawing = Drawing(reliability_diagram(bins(*filled), None, label="x"))
+    drawing = Drawing(reliability_diagram(filled, None, label="x"))
     (path,) = drawing.all("path", "line")
     found = re.findall(r"M([\d.]+) ([\d.]+)V([\d.]+)", path.attrib["d"])
     assert "".join(f"M{x} {low}V{high}" for x, low, high in found) == path.attrib["d"], "no line joins two bins"
@@ -381,7 +379,7 @@ def test_styles_are_those_that_are_drawn() -> None:
     chart = line_chart([Series("x", [(0.0, 1.0), (9.0, 2.0)])] * 2, label="x", mark=MarkedPoint(9.0, 2.0, "x"))
     charts = [
         chart,
-        reliability_diagram(bins((0.5, 0.5, 2)), None, label="x"),
+        reliability_diagram([(0.5, 0.5, 2)], None, label="x"),
         confusion_matrix([(0, 0, 1)], ["a"], label="x"),
         scatter_plot([(0.0, 1.0)], ["a"], label="x"),
     ]

@@ -18,7 +18,6 @@ from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.truth import MultiLabels, Numbers, SingleLabels
 from vitrail.models.variants import create
 from vitrail.transfer import examination
-from vitrail.transfer.choices import DataFacts
 from vitrail.transfer.examination import (
     Comparison,
     Mirrored,
@@ -35,6 +34,7 @@ from vitrail.transfer.examination import (
     mirroring_hurts,
     pixel_features,
 )
+from vitrail.transfer.facts import DataFacts
 from vitrail.weights.bundle import Bundle
 
 FACTS = DataFacts(90, 20, "class", True)

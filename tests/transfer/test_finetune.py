@@ -20,9 +20,9 @@ from vitrail.errors import ConfigError, DataError, RunError
 from vitrail.evaluation.predictions.regression import RegressionReport
 from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.log import read_journal
 from vitrail.training.run import train
-from vitrail.transfer.choices import Plan
+from vitrail.transfer.facts import Plan
 from vitrail.transfer.finetune import FinetuneResult, evaluate_run, finetune, plan
 from vitrail.weights.bundle import Bundle
 

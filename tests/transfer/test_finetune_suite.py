@@ -17,13 +17,11 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, DataError, NonFiniteLoss, RunError, Stopped
 from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.variants import build
+from vitrail.training.after_step import Monitor
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.monitor import Monitor
-from vitrail.training.records.record import Record, read_record
-from vitrail.training.reporting.display import Display
-from vitrail.training.reporting.journal import read_journal
-from vitrail.transfer.finetune_suite import Method, finetune_suite, is_suite_run
-from vitrail.transfer.suite import Suite, SuiteResult, open_task, read_suite
+from vitrail.training.folder import Record, read_record
+from vitrail.training.log import Display, read_journal
+from vitrail.transfer.suite import Method, Suite, SuiteResult, finetune_suite, is_suite_run, open_task, read_suite
 from vitrail.weights.bundle import Bundle
 
 QUICK = {

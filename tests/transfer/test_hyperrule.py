@@ -16,10 +16,10 @@ from vitrail.errors import ConfigError
 from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.variants import build, variant_config
 from vitrail.training.config import TrainConfig
-from vitrail.training.optimization.duration import RunLength
-from vitrail.transfer.choices import DataFacts, Plan, facts_of
+from vitrail.training.schedule import RunLength
+from vitrail.transfer.facts import DataFacts, Plan, facts_of
 from vitrail.transfer.finetune import finetune, plan
-from vitrail.transfer.hyperrule import plan_by_hyperrule, schedule_for
+from vitrail.transfer.protocols import plan_by_hyperrule, schedule_for
 from vitrail.weights.bundle import Bundle
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "pipeline" / "schedules.json").read_text())

@@ -15,7 +15,7 @@ from tests.transfer.test_sections import Pictures
 from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.evaluation.predictions.regression import RegressionReport, regression_report
 from vitrail.evaluation.truth import Numbers
-from vitrail.transfer.number_sections import errors_section, headline, number_rows, residuals_section, scatter_section
+from vitrail.transfer.report import errors_section, number_headline, number_rows, residuals_section, scatter_section
 
 NAMES = ("age", "<b>weight</b>")
 
@@ -45,7 +45,7 @@ def test_each_number_has_its_errors_in_its_own_units(two: RegressionReport) -> N
         ("<b>weight</b>: mean absolute error", "10", "-"),
         ("<b>weight</b>: root mean squared error", "10", "-"),
     ]
-    assert headline(two) == ("mean R² 0.671", "")
+    assert number_headline(two) == ("mean R² 0.671", "")
 
 
 def test_intervals_are_shown() -> None:
@@ -53,7 +53,7 @@ def test_intervals_are_shown() -> None:
     r2 = found.metrics.r2
     (name, value, interval), *_ = number_rows(found)
     assert (name, value, interval) == ("age: R²", f"{r2.value:.3f}", f"{r2.low:.3f} to {r2.high:.3f}")
-    assert headline(found) == (f"R² {r2.value:.3f}", interval) and len(number_rows(found)) == 3
+    assert number_headline(found) == (f"R² {r2.value:.3f}", interval) and len(number_rows(found)) == 3
 
 
 def test_a_number_that_is_never_known_has_no_metrics() -> None:

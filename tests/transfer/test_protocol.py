@@ -16,13 +16,12 @@ import torch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, NonFiniteLoss, RunError, Stopped
 from vitrail.models.variants import AnyConfig, variant_config
+from vitrail.training.after_step import Monitor
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.monitor import Monitor
-from vitrail.training.reporting.display import Display
-from vitrail.training.reporting.journal import read_journal
-from vitrail.transfer.choices import DataFacts, Plan
+from vitrail.training.log import Display, read_journal
+from vitrail.transfer.facts import DataFacts, Plan
 from vitrail.transfer.finetune import plan
-from vitrail.transfer.protocol import (
+from vitrail.transfer.protocols import (
     TABLE_4,
     Trial,
     check_final_run,

@@ -25,8 +25,8 @@ from vitrail.models.config import ModelConfig
 from vitrail.models.variants import build
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
-from vitrail.training.records.curves import MAX_POINTS
-from vitrail.training.reporting.journal import Journal
+from vitrail.training.log import Journal
+from vitrail.training.page import MAX_POINTS
 from vitrail.training.run import train
 from vitrail.transfer.report import write_report
 from vitrail.weights.bundle import Bundle

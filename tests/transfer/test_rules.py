@@ -21,7 +21,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.cost.footprint import training_bytes
 from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.training.config import TrainConfig
-from vitrail.transfer.choices import DataFacts, Findings, Plan, facts_of
+from vitrail.transfer.facts import DataFacts, Findings, Plan, facts_of
 from vitrail.transfer.rules import enough_validation, plan_by_rule
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -19,12 +19,12 @@ from vitrail.errors import ConfigError, RunError
 from vitrail.machine import Precision
 from vitrail.models.predictor import Predictor
 from vitrail.training.config import TrainConfig
-from vitrail.training.records.lock import locked
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.folder import locked
+from vitrail.training.log import read_journal
 from vitrail.training.run import train
-from vitrail.transfer.choices import Candidate, Plan, Search
+from vitrail.transfer.facts import Candidate, Plan, Search
 from vitrail.transfer.finetune import FinetuneResult, finetune, plan
-from vitrail.transfer.protocol import is_trial
+from vitrail.transfer.protocols import is_trial
 from vitrail.transfer.search import LINEAR, Tried, forward_seconds, read_tried, search_settings, trials_folder
 from vitrail.weights.bundle import Bundle
 

@@ -15,8 +15,8 @@ from vitrail.errors import UndecodableImage
 from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.evaluation.predictions.report import ClassificationReport, report
 from vitrail.evaluation.truth import MultiLabels, SingleLabels
-from vitrail.transfer import sections
-from vitrail.transfer.sections import (
+from vitrail.transfer import report as sections
+from vitrail.transfer.report import (
     calibration_section,
     class_rows,
     classes_section,

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import AnyConfig, build
-from vitrail.models.vit import VisionTransformer, ViTConfig
+from vitrail.models.vit import VisionTransformer
+from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
 
 CLASSES = ("rose", "tulip", "黒い花 / black")

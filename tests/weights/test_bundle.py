@@ -33,9 +33,9 @@ from vitrail.errors import BundleError, ConfigError, DataError, DestinationError
 from vitrail.files import recover_folder
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
-from vitrail.weights.bundle import Bundle, NumberPrediction, Prediction, load_bundle, write_bundle
+from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
 from vitrail.weights.load import convert
-from vitrail.weights.prediction import rank, read_image
+from vitrail.weights.prediction import NumberPrediction, Prediction, rank, read_image
 
 Make = Callable[..., Bundle]
 

@@ -22,7 +22,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, DestinationError
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.variants import AnyConfig
-from vitrail.models.vit import ViTConfig
+from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.layout import Checkpoint
 from vitrail.weights.load import LAYOUTS, convert, load, open_checkpoint

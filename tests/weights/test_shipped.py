@@ -18,8 +18,8 @@ from vitrail.errors import BundleError
 from vitrail.models.config import ModelConfig
 from vitrail.recipes import RECIPES
 from vitrail.serving.answering.watch import ModelFiles
+from vitrail.training.config import StartConfig
 from vitrail.training.run import train
-from vitrail.training.start import StartConfig
 from vitrail.weights.load import load, model_name
 from vitrail.weights.shipped import FOLDER, SHIPPED, shipped_folder
 

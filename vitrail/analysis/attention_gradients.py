@@ -8,9 +8,8 @@ from torch import Tensor
 
 from vitrail.analysis.copies import detached_copy, with_all_tokens
 from vitrail.models.attention.kind import AttentionLayer, AttentionPositions
-from vitrail.models.vit import Block, VisionTransformer
-
-__all__ = ["GradientPass", "attention_map"]
+from vitrail.models.block import Block
+from vitrail.models.vit import VisionTransformer
 
 
 class GradientPass:

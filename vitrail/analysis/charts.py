@@ -13,32 +13,20 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image
 
-from vitrail.charts.axes import Axis, make_axis
-from vitrail.charts.svg import (
+from vitrail.report.charts import (
     DIGIT_WIDTH,
+    Axis,
     PlotArea,
     Point,
     Series,
     dot,
     horizontal_text,
+    make_axis,
     path_data,
     svg_picture,
     vertical_text,
 )
-from vitrail.page import escape
-
-__all__ = [
-    "COLOURS",
-    "STYLE",
-    "colours",
-    "heat_map",
-    "mosaic",
-    "png",
-    "scatter",
-    "series_chart",
-    "series_look",
-    "standalone",
-]
+from vitrail.report.page import escape
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9", "#7f7f7f", "#e69f00")
 """Colours of series (Okabe and Ito 2008). Yellow is darkened, so that it is visible on white."""
@@ -59,7 +47,7 @@ svg text { fill: var(--dim, #5c5c58); }
 .dot { stroke: none; fill-opacity: .8; }
 .dot.ring { fill-opacity: 0; stroke: currentColor; stroke-width: 1.5; }
 """
-"""CSS rules of the charts. Outside of a page of `vitrail.page`, the colours of light mode apply."""
+"""CSS rules of the charts. Outside of a page of `vitrail.report.page`, the colours of light mode apply."""
 
 WIDTH, HEIGHT = 480.0, 280.0
 LEGEND_LINE = 15.0

@@ -19,8 +19,6 @@ from vitrail.errors import ConfigError
 from vitrail.models.network import block_numbers
 from vitrail.models.predictor import Predictor
 
-__all__ = ["SMALLEST_BATCH", "LayerSimilarity", "MinibatchCka", "layer_similarity", "unbiased_hsic"]
-
 SMALLEST_BATCH = 4
 """Smallest number of images for which the unbiased estimator is defined."""
 

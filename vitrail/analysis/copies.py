@@ -10,8 +10,6 @@ from torch import nn
 from vitrail.models.copies import shared_copy
 from vitrail.models.vit import VisionTransformer
 
-__all__ = ["detached_copy", "with_all_tokens"]
-
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 

@@ -17,23 +17,8 @@ from vitrail.analysis.features import LayerProbe, PatchColours, TokenNorms
 from vitrail.analysis.receptive import ReceptiveField
 from vitrail.analysis.statistics import HeadStatistic
 from vitrail.analysis.tracing import Trace
-from vitrail.charts.svg import Series
 from vitrail.data.pixels.geometry import Placement
-
-__all__ = [
-    "draw_curves",
-    "draw_filters",
-    "draw_heads",
-    "draw_layer_similarity",
-    "draw_norms",
-    "draw_patch_colours",
-    "draw_positions",
-    "draw_probes",
-    "draw_randomised",
-    "draw_receptive_field",
-    "on_picture",
-    "overlay",
-]
+from vitrail.report.charts import Series
 
 Picture = UInt8[np.ndarray, "height width 3"]
 

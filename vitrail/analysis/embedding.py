@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from vitrail.analysis.tracing import transformer_of
 from vitrail.errors import ConfigError
 
-__all__ = ["Filters", "PositionSimilarity", "embedding_filters", "position_similarity", "principal_components"]
-
 COUNT = 28
 """Number of components that the paper shows."""
 

@@ -20,9 +20,7 @@ from vitrail.analysis.saliency import SaliencyMaps
 from vitrail.analysis.tracing import transformer_of
 from vitrail.errors import ConfigError
 from vitrail.models.predictor import Predictor
-from vitrail.weights.bundle import OutputKind
-
-__all__ = ["RandomisedWeights", "SaliencyCurves", "randomised_weights", "rank_correlation", "saliency_curves"]
+from vitrail.weights.prediction import OutputKind
 
 STEPS = 10
 """Default number of steps in which all patches are deleted or inserted."""

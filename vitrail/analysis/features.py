@@ -19,8 +19,6 @@ from vitrail.evaluation.truth import SingleLabels
 from vitrail.models.network import Features, block_numbers
 from vitrail.models.predictor import Predictor
 
-__all__ = ["LayerProbe", "PatchColours", "TokenNorms", "patch_colours", "probe_layers", "token_norms"]
-
 BATCH = 16
 """Default number of images in a forward pass."""
 

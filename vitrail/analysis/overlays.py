@@ -17,8 +17,6 @@ from vitrail.errors import ConfigError
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported.network import ExportedNetwork
 
-__all__ = ["Overlays"]
-
 SIDE = 640
 """Longest side of an overlay in pixels. Pictures are not enlarged."""
 

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from vitrail.analysis.copies import detached_copy
 from vitrail.models.network import block_numbers
 
-__all__ = ["ReceptiveField", "effective_receptive_field"]
-
 
 @dataclass(frozen=True, eq=False)
 class ReceptiveField:

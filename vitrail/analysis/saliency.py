@@ -20,16 +20,6 @@ from vitrail.errors import ConfigError
 from vitrail.models.tokens.pooling import AttentionPool
 from vitrail.models.vit import VisionTransformer
 
-__all__ = [
-    "Fusion",
-    "RelevanceForm",
-    "SaliencyMaps",
-    "attention_rollout",
-    "class_relevance",
-    "relevance",
-    "rollout",
-]
-
 Fusion = Literal["mean", "max", "min"]
 """Reduction of the weights of all heads to one weight."""
 

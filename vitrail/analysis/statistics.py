@@ -12,16 +12,6 @@ from torch import Tensor, nn
 
 from vitrail.analysis.tracing import BATCH, Trace, TracePrecision, traces
 
-__all__ = [
-    "AttentionDistance",
-    "HeadStatistic",
-    "attention_distance",
-    "attention_entropy",
-    "entropies",
-    "mean_distances",
-    "patch_distances",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class HeadStatistic:

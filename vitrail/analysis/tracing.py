@@ -21,12 +21,11 @@ from vitrail.analysis.copies import with_all_tokens
 from vitrail.errors import ConfigError
 from vitrail.machine import autocast, resolve_precision
 from vitrail.models.attention.kind import AttentionLayer, AttentionPositions
+from vitrail.models.block import Block
 from vitrail.models.copies import shared_copy
 from vitrail.models.network import block_numbers
 from vitrail.models.variants import transformer
-from vitrail.models.vit import Block, VisionTransformer
-
-__all__ = ["Kept", "Trace", "TracePrecision", "has_maps", "trace", "traces", "transformer_of"]
+from vitrail.models.vit import VisionTransformer
 
 Kept = Literal["attention", "queries", "keys", "outputs", "gradients"]
 """Tensors that a trace can contain."""

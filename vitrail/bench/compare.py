@@ -10,16 +10,12 @@ from functools import partial
 
 import torch
 
-from vitrail.bench.entries import COMPILED, OURS, PRODUCTS, Entry, Runner, entries
-from vitrail.bench.measure import Spread, interleave
 from vitrail.bench.memory import is_out_of_memory, measure_memory
 from vitrail.bench.peers import check_peers
-from vitrail.bench.processes import Worker
-from vitrail.bench.workload import Workload
+from vitrail.bench.step import COMPILED, OURS, PRODUCTS, Entry, Runner, entries
+from vitrail.bench.workload import Spread, Worker, Workload, interleave
 from vitrail.errors import ConfigError
 from vitrail.models.compiled import Compiled
-
-__all__ = ["ALONE", "Comparison", "Row", "compare"]
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,11 @@ from typing import Any
 
 import torch
 
-from vitrail.bench.entries import OURS, Entry, make_step
-from vitrail.bench.processes import ProcessKilled, Worker
-from vitrail.bench.workload import Workload
+from vitrail.bench.step import OURS, Entry, make_step
+from vitrail.bench.workload import ProcessKilled, Worker, Workload
 from vitrail.errors import ConfigError
 from vitrail.machine import available_memory, keep_freed_memory, peak_memory
 from vitrail.models.cost.footprint import training_bytes
-
-__all__ = ["LargestBatch", "find_largest", "is_out_of_memory", "largest_batch", "measure_memory"]
 
 STEPS = 2
 """Number of measured steps. At least two are needed, because the first step creates the optimizer's state."""

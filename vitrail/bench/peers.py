@@ -13,9 +13,7 @@ from torch import Tensor, nn
 import vitrail
 from vitrail.errors import ConfigError, nearest
 from vitrail.models.variants import AnyConfig
-from vitrail.models.vit import ViTConfig
-
-__all__ = ["PEERS", "build_peer", "check_peers"]
+from vitrail.models.vit_config import ViTConfig
 
 SIZES = ("image_size", "patch_size", "channels", "width", "depth", "heads", "mlp_width", "num_classes")
 """Fields that every library can set. All other fields must have the values of the paper, which every library uses."""

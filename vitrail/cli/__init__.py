@@ -8,15 +8,18 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vitrail import __version__
 from vitrail.errors import ConfigError, Interrupted, UserError, VitrailError
 from vitrail.errors import nearest as nearest_names  # a command is called nearest, and its module is in this package
 
-__all__ = ["COMMANDS", "MODULES", "main"]
+if TYPE_CHECKING:
+    from vitrail.cli.options import Call, Command
+
+__all__ = ["COMMANDS", "command_of", "main"]
 
 COMMANDS = {
     "train": "train a network on the bundled images or on yours",
@@ -48,21 +51,25 @@ COMMANDS = {
 }
 
 MODULES = {
-    "explain": "inside.explain",
-    "compare": "inside.compare",
-    "report": "inside.report",
-    "data check": "data.check",
-    "data pack": "data.pack",
-    "data label": "data.label",
     "noisy-student": "noisy_student",
-    "runs": "run_tables.listing",
-    "runs compare": "run_tables.compare",
-    "bench": "bench.speed",
-    "bench data": "bench.reading",
-    "bench serve": "bench.serving",
-    "bench accuracy": "bench.accuracy",
+    "explain": "inside.EXPLAIN",
+    "compare": "inside.COMPARE",
+    "report": "inside.REPORT",
+    "embed": "features.EMBED",
+    "nearest": "features.NEAREST",
+    "convert": "export.CONVERT",
+    "data check": "data.CHECK",
+    "data pack": "data.PACK",
+    "data label": "noisy_student.LABEL",
+    "runs compare": "runs.COMPARE",
+    "recipes": "lists.RECIPES_LIST",
+    "models": "lists.MODELS",
+    "bench data": "bench_reading",
+    "bench serve": "bench_serving",
+    "bench accuracy": "bench_accuracy",
 }
-"""Modules of commands, below this package. All other commands have a module of their own name."""
+"""Modules of commands, below this package, and names of commands where a module has several. All other commands have a
+module of their own name."""
 
 USAGE = """\
 Train, fine-tune, evaluate and use Vision Transformers.
@@ -123,14 +130,21 @@ def _printing_once() -> Iterator[None]:
         yield
 
 
+def command_of(name: str) -> tuple[Command, Callable[[Call], int]]:
+    """Return a command, and the function that runs it."""
+    module_name, _, constant = MODULES.get(name, name).partition(".")
+    module = importlib.import_module(f"vitrail.cli.{module_name}")
+    if not constant:
+        return module.COMMAND, module.main
+    return getattr(module, constant), getattr(module, f"run_{constant.lower()}")
+
+
 def _run(name: str, arguments: list[str], started: float, debug: bool) -> int:
     """Run a command, or print its help, and return the exit code."""
-    from vitrail.cli.options.command import Call
-    from vitrail.cli.options.help import help_page
+    from vitrail.cli.options import Call, help_page
     from vitrail.processes.launch import launch
 
-    module = importlib.import_module(f"vitrail.cli.{MODULES.get(name, name)}")
-    command = module.COMMAND
+    command, run = command_of(name)
     given: dict[str, Any] = {}
     try:
         given = command.parse([word for word in arguments if word not in HELP])
@@ -145,7 +159,7 @@ def _run(name: str, arguments: list[str], started: float, debug: bool) -> int:
             error.is_reported = place.rank > 0
             raise error
         with _printing_once():
-            code: int = module.main(Call(tuple(arguments), given, started))
+            code = run(Call(tuple(arguments), given, started))
         sys.stdout.flush()
         return code
     except VitrailError as error:

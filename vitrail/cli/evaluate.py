@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from rich.console import Console
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
-from vitrail.cli.options.command import Call, Command, Example
-from vitrail.cli.options.fields import Positional
-from vitrail.cli.options.reduction import reduction_of
-from vitrail.cli.output.bars import images_bar
-
-if TYPE_CHECKING:  # without PyTorch, --help is faster
-    from vitrail.data.source import Source
-    from vitrail.evaluation.outputs import Outputs
-    from vitrail.evaluation.predictions.report import ClassificationReport
-    from vitrail.weights.bundle import Bundle
-
-__all__ = ["main"]
+from vitrail.cli.console import check_reduction, images_bar, reduction_of
+from vitrail.cli.options import Call, Command, Example, Positional, flag
+from vitrail.data.colour import colour_note, images_of
+from vitrail.data.selection import cut
+from vitrail.data.source import Source, Subset, fingerprint
+from vitrail.data.sources import OpenedData, open_whole
+from vitrail.data.splits import Splits, Unlimited
+from vitrail.errors import ConfigError, DataError, plural
+from vitrail.evaluation.evaluators import BY_HEAD, Evaluator, check_evaluators, evaluators_of, measure
+from vitrail.evaluation.outputs import Outputs
+from vitrail.evaluation.predictions.imagenet import ClassMap, MappedSource, map_classes, read_real, read_synsets
+from vitrail.evaluation.predictions.report import ClassificationReport, ClassRow
+from vitrail.transfer.suite import SuiteResult
+from vitrail.weights.bundle import Bundle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,10 +136,9 @@ COMMAND = Command(
 
 
 def main(call: Call) -> int:
-    from vitrail.cli.evaluating.checks import check_options
     from vitrail.machine import keep_freed_memory
     from vitrail.processes.group import join_processes
-    from vitrail.training.monitoring.stop import interrupted_by_signals
+    from vitrail.training.stop import interrupted_by_signals
 
     options = Evaluate(**call.options)
     check_options(options, call.options)
@@ -143,9 +150,6 @@ def main(call: Call) -> int:
 
 def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> int:
     """Measure one or several models on one data set, and return the exit code."""
-    from vitrail.cli.evaluating.checks import evaluators_for
-    from vitrail.cli.evaluating.common import common_images
-    from vitrail.cli.evaluating.plan import plan_of
 
     bundles = {name: _load(options, name) for name in options.models}
     with _Bar(console) as bar:
@@ -186,7 +190,6 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> int:
 
 def _show_several(rows: dict[str, dict[str, dict[str, Any]]], options: Evaluate, console: Console) -> None:
     """Print the results of several models: one table per split, with a column per model."""
-    from vitrail.cli.output.evaluate_tables import metrics_table
 
     if options.json:
         print(json.dumps(rows))
@@ -204,7 +207,6 @@ def _show(
     console: Console,
 ) -> None:
     """Print the results for each split."""
-    from vitrail.cli.output.evaluate_tables import confusion_table, metrics_table, per_class_table
 
     if options.json:
         print(json.dumps({name: row | _detail(reports.get(name), options, bundle) for name, row in rows.items()}))
@@ -219,7 +221,6 @@ def _show(
 
 def _suite(options: Evaluate, console: Console) -> int:
     """Measure a suite of tasks, and return the exit code."""
-    from vitrail.cli.output.evaluate_tables import suite_table
     from vitrail.transfer.suite import read_suite, run_suite, suite_as_plain
 
     suite = read_suite(options.suite)
@@ -259,7 +260,7 @@ def _load(options: Evaluate, name: str) -> Bundle:
 
 
 def _outputs(bundle: Bundle, options: Evaluate, console: Console, bar: _Bar) -> Outputs:
-    from vitrail.evaluation.features.extract import default_cache
+    from vitrail.evaluation.features.cache import default_cache
     from vitrail.evaluation.outputs import Outputs
     from vitrail.processes.group import join_processes
 
@@ -286,7 +287,7 @@ def _reports(outputs: Outputs, sources: dict[str, Source]) -> dict[str, Classifi
 
 def _detail(report: ClassificationReport | None, options: Evaluate, bundle: Bundle) -> dict[str, Any]:
     """Return all results of a split except its metrics, as JSON values."""
-    from vitrail.plain import to_plain
+    from vitrail.settings import to_plain
 
     detail: dict[str, Any] = {}
     if report is not None and options.per_class:
@@ -317,3 +318,634 @@ class _Bar:
 
     def update(self, done: int, total: int) -> None:
         self._progress.update(self._task, completed=done, total=total)
+
+
+# Checks of the options of `vitrail evaluate`, before a model or data is read.
+
+
+BY_SUITE = (
+    "by", "numbers", "split", "validation_share", "per_class", "confusion", "bootstrap", "real", "class_names", "shots",
+    "seeds", "l2", "allow_fewer", "k", "temperature",
+)  # fmt: skip
+"""Options that cannot be combined with --suite, because the suite sets them."""
+
+USED_BY = {
+    "numbers": ("linear", "knn"), "bootstrap": ("accuracy", "regression"), "real": ("accuracy",),
+    "class_names": ("accuracy",), "shots": ("fewshot",), "seeds": ("fewshot",), "l2": ("fewshot",),
+    "allow_fewer": ("fewshot",), "features": ("linear", "fewshot", "knn"), "k": ("knn",), "temperature": ("knn",),
+}  # fmt: skip
+"""Evaluators that use an option, by the option's name."""
+
+
+def check_options(options: Evaluate, given: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for options that exclude each other, are out of range or have no effect, and `DataError` for
+    a file of labels or names that cannot be read. Neither the model nor the data is read."""
+    if options.no_cache and options.cache is not None:
+        raise ConfigError("--cache and --no-cache exclude each other; give only one of them")
+    for name in ("seeds", "batch_size"):
+        if (number := getattr(options, name)) is not None and number < 1:
+            raise ConfigError(f"{name}={number} is less than 1")
+    check_reduction(options.reduce_tokens, given)
+    if not options.suite:
+        if not options.data:
+            raise ConfigError("--data is missing: name a data set, or a suite of tasks with --suite")
+        if options.strict:
+            raise ConfigError("--strict: only the tasks of a --suite can be skipped; name a suite")
+        _check_images(options)
+        _check_evaluators(options, given)
+        return
+    if len(options.models) > 1:
+        raise ConfigError("--suite measures one model; name only one MODEL")
+    if options.data and not Path(options.data).expanduser().is_dir():
+        raise ConfigError(
+            f"data={options.data!r} is not a folder; with --suite, name a folder that can hold a folder of data per "
+            "task, or leave --data out"
+        )
+    if decided := [flag(name) for name in BY_SUITE if name in given]:
+        raise ConfigError(f"--suite {options.suite} decides what is measured and how; leave out {', '.join(decided)}")
+
+
+def _check_images(options: Evaluate) -> None:
+    """Raise `ConfigError` if --validation-share is out of range or has no effect, or if the models cannot be compared
+    with these options."""
+    share = options.validation_share
+    if share is not None and not 0 < share < 1:
+        raise ConfigError(f"validation_share={share} is not between 0 and 1")
+    if share is not None and options.split not in ("held-out", "validation"):
+        raise ConfigError(
+            f"validation_share={share} chooses validation images, but --split {options.split} measures others; leave "
+            "one of them out"
+        )
+    if len(set(options.models)) < len(options.models):
+        raise ConfigError("MODEL: a model is named twice; name each model once")
+    if len(options.models) > 1 and (options.per_class or options.confusion):
+        raise ConfigError("--per-class and --confusion show one model; name only one MODEL")
+
+
+def _check_evaluators(options: Evaluate, given: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for settings that are out of range or that no chosen evaluator uses, and `DataError` for
+    unreadable files."""
+    evaluators = evaluators_of(options.by or ",".join(sorted(set(BY_HEAD.values()))), _settings(options))
+    _check_used(set(evaluators), given, options.by or "accuracy")
+    if (options.per_class or options.confusion) and "accuracy" not in evaluators:
+        raise ConfigError("--per-class and --confusion show metrics of the model's own head; add accuracy to --by")
+    if options.real:
+        read_real(None if options.real == "public" else options.real)
+    if options.class_names:
+        read_synsets(options.class_names)
+
+
+def _check_used(chosen: Collection[str], given: Mapping[str, Any], by: str) -> None:
+    """Raise `ConfigError` if an option was typed that none of the chosen evaluators uses."""
+    for name, users in USED_BY.items():
+        if name in given and not set(users) & set(chosen):
+            *others, last = users
+            several = f"{', '.join(others)} and {last} use" if others else f"{last} uses"
+            raise ConfigError(
+                f"{flag(name)}: only {several} it, but --by is {by}; add {users[0]} to --by, or leave out {flag(name)}"
+            )
+
+
+def evaluators_for(bundle: Bundle, options: Evaluate, given: Mapping[str, Any]) -> dict[str, Evaluator]:
+    """Return the evaluators for a model by name. Raise `ConfigError` for options that do not fit the model."""
+    by = options.by or BY_HEAD[bundle.output]
+    evaluators = evaluators_of(by, _settings(options))
+    _check_used(set(evaluators), given, by)
+    if (options.per_class or options.confusion) and bundle.output == "numbers":
+        raise ConfigError(
+            "--per-class and --confusion are for classes, but this model predicts numbers; leave them out"
+        )
+    return evaluators
+
+
+def _settings(options: Evaluate) -> dict[str, dict[str, Any]]:
+    """Return the settings of each evaluator by the evaluator's name."""
+    names = {
+        "accuracy": ("bootstrap", "real", "class_names"),
+        "regression": ("bootstrap",),
+        "fewshot": ("shots", "seeds", "l2", "allow_fewer"),
+        "knn": ("k", "temperature"),
+    }
+    settings = {name: {field: getattr(options, field) for field in some} for name, some in names.items()}
+    if options.features is not None:
+        for name in ("linear", "fewshot", "knn"):
+            settings.setdefault(name, {})["features"] = options.features
+    return settings
+
+
+# The images on which `vitrail evaluate` compares several models: none of the models learned from any of them.
+
+
+USUAL_SHARE = 0.1
+"""Fraction of images to hold out if no model records the fraction that its training held out."""
+
+
+@dataclass(frozen=True)
+class CommonImages:
+    """The validation split on which all models are measured."""
+
+    keys: frozenset[str] | None
+    """Keys of the training images of the data that form the validation split. If None, the data has a held-out split
+    of its own, or generates its images."""
+    share: float
+    """Fraction of generated images to hold out."""
+    note: str
+    """Sentence for the user about the choice, or an empty text."""
+
+    def split(self, opened: OpenedData) -> Splits:
+        """Return the splits of the data with this validation split. All other training images are for training."""
+        if self.keys is None:
+            return opened.splits(validation_share=self.share)
+        train = opened.whole.train
+        held_out = [index for index in range(len(train)) if train.key(index) in self.keys]
+        rest = [index for index in range(len(train)) if train.key(index) not in self.keys]
+        whole = replace(opened.whole, train=Subset(train, rest), validation=Subset(train, held_out))
+        return replace(opened, whole=whole).splits(validation_share=0.0)
+
+
+def common_images(bundles: Mapping[str, Bundle], spec: str, split: str, share: float | None) -> CommonImages:
+    """Return the images on which the models, by name, can be compared as the split "held-out" or "validation". Other
+    splits of the data are measured as they are.
+
+    They are the data's own test or validation split, if it has one. Otherwise they are a part of the training images:
+    those that all models that were trained on this data held out, and of these only the fraction `share` that training
+    would hold out, if `share` is given. Models that were trained on other data do not restrict the choice.
+
+    Raise `DataError` if the models have no held-out image in common, and `ConfigError` if `share` has no effect.
+    """
+    opened_for = functools.cache(lambda numbers: open_whole(spec, numbers=numbers, needs_training=False))
+    opened = {
+        name: opened_for(bundle.classes if bundle.output == "numbers" else ()) for name, bundle in bundles.items()
+    }
+    whole = next(iter(opened.values())).whole
+    for own, source in (("test", whole.test), ("validation", whole.validation)):
+        if source is not None and split in (own, "held-out"):
+            if share is not None:
+                raise ConfigError(
+                    f"validation_share={share}: data {spec!r} has a {own} split of its own, which is measured; leave "
+                    "it out"
+                )
+            return CommonImages(None, 0.0, "")
+    if split not in ("held-out", "validation"):
+        return CommonImages(None, 0.0, "")
+    train = whole.train
+    if isinstance(train, Unlimited):
+        return CommonImages(None, share or USUAL_SHARE, "")
+    held_out: dict[str, frozenset[str]] = {}
+    for name, bundle in bundles.items():
+        data = opened[name]
+        cuts = [_held_out_by(known, data) for known in _trainings(bundle) if is_data_of(known, data)]
+        if cuts:
+            held_out[name] = frozenset.intersection(*cuts)
+    if share is not None or not held_out:
+        wanted = _keys(cut(train, USUAL_SHARE if share is None else share)[1])
+        keys = frozenset.intersection(wanted, *held_out.values())
+    else:
+        keys = frozenset.intersection(*held_out.values())
+    counts = ", ".join(f"{name} held out {len(each):,}" for name, each in held_out.items())
+    if not keys:
+        raise DataError(
+            f"data {spec!r} has no image that all models held out of training ({counts}); measure them on other data, "
+            "or train them with the same --validation-share and --validation. --split all measures every image, and "
+            "with it those that the models learned from"
+        )
+    which = f"that no model learned from ({counts})" if held_out else "of it; no model records that it learned from it"
+    note = f"measuring {plural(len(keys), 'image')} of {len(train):,} in {spec!r}, {which}"
+    return CommonImages(keys, 0.0, note)
+
+
+def cut_of(known: Mapping[str, Any], opened: OpenedData, *, share: float | None = None, own: bool) -> Splits:
+    """Return the splits of a training whose bundle has the provenance `known`, or with another fraction `share`.
+
+    If the training was not on this data (`own` is False), its choice of the validation split is not repeated.
+    """
+    return opened.splits(
+        validation_share=float(known.get("validation_share") or 0.0) if share is None else share,
+        validation=known.get("validation", "auto") if own else "auto",
+        cut_method=known.get("cut_method", "threshold" if "validation_share" in known else "stratified"),
+    )
+
+
+def is_data_of(known: Mapping[str, Any], opened: OpenedData) -> bool:
+    """Return True if a training with the provenance `known` learned from this data, or from a part of it.
+
+    The data is recognised by its path or name, and by the hash of its samples if the folder was moved.
+    """
+    trained_on = str(known.get("data", ""))
+    if not trained_on:
+        return False
+    ours, theirs = _location(opened.spec), _location(trained_on)
+    if ours == theirs or Path(theirs).expanduser().resolve() == Path(ours).expanduser().resolve():
+        return True
+    if (recorded := known.get("data_fingerprint")) is None:
+        return False
+    try:
+        splits = cut_of(known, opened, own=True)
+    except DataError:  # a cut that this data does not allow is not a cut of this data
+        return False
+    return fingerprint(splits.train, splits.validation, splits.test) == recorded
+
+
+def _trainings(bundle: Bundle) -> Iterator[Mapping[str, Any]]:
+    """Yield the provenance of a model, and of the models that it was fine-tuned from, as far as they are on disk."""
+    known: Mapping[str, Any] | None = bundle.provenance
+    seen: set[str] = set()
+    while known:
+        yield known
+        origin = known.get("init")
+        if not isinstance(origin, str) or origin in seen:
+            return
+        seen.add(origin)
+        known = _provenance_in(Path(origin).expanduser())
+
+
+def _provenance_in(folder: Path) -> Mapping[str, Any] | None:
+    for path in (folder / "model.json", folder / "model" / "model.json"):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8")).get("provenance")
+        except (OSError, ValueError, AttributeError):
+            continue
+        return found if isinstance(found, dict) else None
+    return None
+
+
+def _held_out_by(known: Mapping[str, Any], opened: OpenedData) -> frozenset[str]:
+    """Return the keys of the images that a training on this data held out for validation."""
+    validation = cut_of(known, opened, own=True).validation
+    return frozenset() if validation is None else _keys(validation)
+
+
+def _keys(source: Source) -> frozenset[str]:
+    return frozenset(source.key(index) for index in range(len(source)))
+
+
+def _location(spec: str) -> str:
+    """Return a data specification without an amount such as [:10%]."""
+    is_amount = spec.endswith("]") and "[:" in spec and not Path(spec).expanduser().exists()
+    return spec[: spec.rindex("[:")] if is_amount else spec
+
+
+# Opening of the data for `vitrail evaluate`. The data is opened once for each set of classes.
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Opened data that one or more evaluators use."""
+
+    sources: dict[str, Source]
+    """The splits to measure, by name."""
+    train: Source
+    notes: tuple[str, ...]
+    opened: OpenedData
+
+
+def open_for_features(
+    bundle: Bundle, spec: str, split: str, numbers: tuple[str, ...], common: CommonImages | None = None
+) -> Measured:
+    """Return the data with its own classes as targets, and the splits to measure.
+
+    For regression the targets are the columns `numbers`, by default the columns that the model predicts. Images are
+    held out for validation only if the validation split is measured. For any other split, a classifier can learn from
+    all training images. `common` is the validation split, if several models are compared.
+    """
+    opened = open_whole(spec, numbers=numbers or _numbers_of(bundle))
+    if common is not None:
+        return _measured(bundle, opened, _common(common, opened, split), split, is_common=True)
+    splits = _splits_of(bundle, opened, share=0.0)
+    if split == "validation" or (split != "all" and splits.held_out is None):
+        splits = _splits_of(bundle, opened)
+    return _measured(bundle, opened, splits, split)
+
+
+def open_for_head(
+    bundle: Bundle,
+    spec: str,
+    split: str,
+    class_names: str,
+    own: Measured | None,
+    common: CommonImages | None = None,
+) -> Measured:
+    """Return the data with the model's classes or numbers as targets. Raise `DataError` if they do not match.
+
+    `class_names` is a file with the WordNet id and name of each model output, or "". `own` is the data with its own
+    classes, if it is already open. `common` is the validation split, if several models are compared.
+    """
+    opened = None if own is None or class_names or own.opened.whole.classes != bundle.classes else own.opened
+    class_map = None
+    if opened is None and not class_names:
+        try:
+            classes = None if bundle.output == "numbers" else bundle.classes or None
+            opened = open_whole(spec, classes=classes, numbers=_numbers_of(bundle), needs_training=False)
+        except DataError:
+            pass  # if the classes differ, they are mapped below; any other error is raised again there
+    if opened is None:
+        numbers = _numbers_of(bundle)
+        opened = open_whole(spec, numbers=numbers, needs_training=False) if own is None else own.opened
+        class_map = map_classes(bundle.classes, opened.whole.classes, mapping=class_names or None)
+    if common is not None:
+        splits = _common(common, opened, split)
+    else:
+        splits = opened.splits(validation_share=0.0) if split == "all" else _splits_of(bundle, opened)
+    found = _measured(bundle, opened, splits, split, is_common=common is not None)
+    return found if class_map is None else _mapped(found, class_map, bundle.classes)
+
+
+def _measured(bundle: Bundle, opened: OpenedData, splits: Splits, split: str, *, is_common: bool = False) -> Measured:
+    """Return the splits to measure, with notes for the user. Raise `DataError` if the data lacks the split."""
+    named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
+    existing = {name: source for name, source in named.items() if source is not None and len(source)}
+    notes = list(splits.notes)
+    if split == "held-out":
+        assert splits.held_out is not None, "a validation split was cut if there was none"
+        name, source = splits.held_out
+        chosen = {name: source}
+        usual = [*notes, "measuring the validation split; use --split all to measure every image"]
+        notes = [] if name == "test" or is_common else usual
+    elif split == "all":
+        chosen = existing
+    elif split in existing:
+        chosen = {split: existing[split]}
+    else:
+        raise DataError(f"data {opened.spec!r} has no {split} split; choose one that it has: {', '.join(existing)}")
+    known = bundle.provenance
+    was_cut = opened.whole.validation is None or known.get("validation", "auto") != "auto"
+    held_nothing_out = known.get("validation_share") == 0 and was_cut
+    if "validation" in chosen and split != "all" and not is_common and held_nothing_out:
+        notes.append(
+            "this model was trained without held-out images; if it was trained on this data, the measured "
+            "images were among its training images"
+        )
+    return Measured(chosen, splits.train, tuple(notes), opened)
+
+
+def _mapped(found: Measured, class_map: ClassMap, classes: tuple[str, ...]) -> Measured:
+    """Return the data with labels mapped to the model's classes."""
+    sources: dict[str, Source] = {
+        name: MappedSource(source, class_map, classes) for name, source in found.sources.items()
+    }
+    return replace(
+        found,
+        sources=sources,
+        train=MappedSource(found.train, class_map, classes),
+        notes=(class_map.note, *found.notes),
+    )
+
+
+def _splits_of(bundle: Bundle, opened: OpenedData, share: float | None = None) -> Splits:
+    """Return the splits with the same held-out images as in the training of the model, if it was trained on this data.
+
+    For other data the fraction of held-out images is the same. Images are held out even if training held out none.
+    `share` replaces the fraction of the training.
+    """
+    known = bundle.provenance
+    if not len(opened.whole.train):
+        return opened.whole
+    if share is None:
+        share = float(known.get("validation_share") or USUAL_SHARE)
+    return cut_of(known, opened, share=share, own=is_data_of(known, opened))
+
+
+def _common(common: CommonImages, opened: OpenedData, split: str) -> Splits:
+    """Return the splits for several models. Without a held-out split, all training images are in the training split."""
+    return opened.splits(validation_share=0.0) if split in ("train", "all") else common.split(opened)
+
+
+def _numbers_of(bundle: Bundle) -> tuple[str, ...]:
+    return bundle.classes if bundle.output == "numbers" else ()
+
+
+# The measurements of `vitrail evaluate` for one model: checked before any of them is made.
+
+
+@dataclass(frozen=True)
+class Job:
+    """Evaluators that measure one split."""
+
+    split: str
+    evaluators: dict[str, Evaluator]
+    train: Source
+    source: Source
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The checked measurements of one model."""
+
+    outputs: Outputs
+    jobs: tuple[Job, ...]
+    head: dict[str, Source]
+    """Splits on which the model's own head is measured, by name."""
+    notes: tuple[str, ...]
+
+    def measure(self) -> dict[str, dict[str, Any]]:
+        """Return the metrics by split."""
+        rows: dict[str, dict[str, Any]] = {}
+        for job in self.jobs:
+            found = measure(job.evaluators, self.outputs, job.train, job.source)
+            rows[job.split] = rows.get(job.split, {}) | found
+        return rows
+
+
+def plan_of(
+    bundle: Bundle,
+    evaluators: dict[str, Evaluator],
+    options: Evaluate,
+    common: CommonImages | None,
+    outputs: Outputs,
+) -> Plan:
+    """Open the data for a model, and check it. Nothing is measured."""
+
+    heads = set(BY_HEAD.values())
+    by_head = {name: evaluator for name, evaluator in evaluators.items() if name in heads}
+    by_features = {name: evaluator for name, evaluator in evaluators.items() if name not in heads}
+    data, split = options.data, options.split
+    learned = open_for_features(bundle, data, split, options.numbers, common) if by_features else None
+    judged = open_for_head(bundle, data, split, options.class_names, learned, common) if by_head else None
+    if learned is not None and list(learned.sources) == ["train"]:
+        raise ConfigError(
+            f"--split {split}: {', '.join(by_features)} cannot be measured on the images that it learns from; leave "
+            "out --split to measure held-out images"
+        )
+    head = judged.sources if judged is not None else {}
+    jobs = [Job(name, by_head, source, source) for name, source in head.items()]
+    if learned is not None:
+        tested = {name: source for name, source in learned.sources.items() if name != "train"}
+        jobs += [Job(name, by_features, learned.train, source) for name, source in tested.items()]
+    for job in jobs:
+        check_evaluators(job.evaluators, outputs, job.train, job.source)
+    opened = [each for each in (judged, learned) if each is not None]
+    colour = colour_note(images_of(jobs[0].source), bundle.preprocess.channels)
+    notes = dict.fromkeys((*bundle.notes, *(note for each in opened for note in each.notes), *filter(None, [colour])))
+    return Plan(outputs, tuple(jobs), head, tuple(notes))
+
+
+# The tables of `vitrail evaluate`.
+
+
+FORMATS = {"cross_entropy": ".4f", "linear_penalty": ".3g"} | dict.fromkeys(
+    ("images", "skipped", "unlabelled", "training_images", "real_images"), ",.0f"
+)
+"""Number formats by metric. All other metrics are fractions and shown as percentages."""
+
+NUMBER_METRICS = ("r2", "standardised_error", "mean_absolute_error", "root_mean_squared_error")
+"""Suffixes of metrics of numbers, which are not fractions."""
+
+EXTRAS = ("_low", "_high", "_deviation")
+"""Suffixes of metrics that describe another metric."""
+
+NAMES = {
+    "top5_accuracy": "top-5 accuracy",
+    "real_accuracy": "ReaL accuracy",
+    "real_images": "images with ReaL labels",
+    "exact_match": "all labels right",
+    "micro_f1": "F1 over all answers",
+    "macro_f1": "F1, mean over classes",
+    "cross_entropy": "cross-entropy, nats",
+    "r2": "R²",
+}
+SEVERAL = {"accuracy": "likeliest class is a label"}
+"""Display names of some metrics if images can have several labels."""
+
+COUNTED = re.compile(r"(fewshot|knn)_(\d+)(.*)")
+
+CONFUSED = 20
+"""Maximum number of classes for which the whole confusion matrix is shown. With more classes, only this many pairs of
+classes are shown."""
+
+
+def metrics_table(rows: Mapping[str, Mapping[str, float]], corner: str = "") -> Table:
+    """Return a table with a row per metric and a column per split or model. `corner` is the text of the first cell."""
+    table = Table(corner, *map(escape, rows), box=SIMPLE_HEAD, pad_edge=False)
+    names = dict.fromkeys(name for row in rows.values() for name in row if not name.endswith(EXTRAS))
+    named = SEVERAL if "exact_match" in names else {}
+    for name in sorted(names, key=lambda name: FORMATS.get(name) == ",.0f"):  # puts counts last
+        table.add_row(named.get(name) or _named(name), *(_cell(row, name) for row in rows.values()))
+    return table
+
+
+def per_class_table(split: str, report: ClassificationReport) -> Table:
+    """Return a table of the classes, sorted by accuracy, the lowest first. Classes without images are last; if there
+    are many, only those that were predicted are shown."""
+    several = report.multi_label is not None
+    columns = (
+        "images",
+        "predicted",
+        "recall" if several else "accuracy",
+        "precision",
+        "F1",
+        *(("average precision",) if several else ()),
+    )
+    table = Table(f"{split}: class", box=SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right")
+
+    def order(row: ClassRow) -> float:
+        return 2.0 if row.accuracy is None else row.accuracy
+
+    for row in sorted(report.per_class, key=order):
+        shares = (row.accuracy, row.precision, row.f1, *((row.average_precision,) if several else ()))
+        table.add_row(escape(row.name), f"{row.images:,}", f"{row.predicted:,}", *map(_share, shares))
+    for name in _never_predicted(report):
+        table.add_row(escape(name), "0", "0", *["-"] * (len(columns) - 2))
+    return table
+
+
+def _never_predicted(report: ClassificationReport) -> list[str]:
+    """Return the classes without images that were not predicted, or nothing if there are too many for a table."""
+    predicted = {row.name for row in report.per_class}
+    names = [name for name in report.absent if name not in predicted]
+    return names if len(names) + len(predicted) <= CONFUSED else []
+
+
+def confusion_table(split: str, report: ClassificationReport, classes: tuple[str, ...]) -> RenderableType:
+    """Return the confusion matrix, with a row per true class and a column per predicted class."""
+    if report.multi_label is not None:
+        return Text(f"{split}: there is no confusion matrix, since images can have several labels")
+    there = sorted([row.index for row in report.per_class] + [classes.index(name) for name in _never_predicted(report)])
+    if len(there) > CONFUSED:
+        return _pairs(split, report, classes)
+    counts = {(true, taken): images for true, taken, images in report.confusion}
+    table = Table(f"{split}: true class", box=SIMPLE_HEAD, pad_edge=False)
+    for number in there:
+        table.add_column(str(number), justify="right")
+    for true in there:
+        cells = [_count(counts.get((true, taken), 0), own=true == taken) for taken in there]
+        table.add_row(f"{true} {escape(classes[true])}", *cells)
+    return table
+
+
+def _pairs(split: str, report: ClassificationReport, classes: tuple[str, ...]) -> RenderableType:
+    images = {row.index: row.images for row in report.per_class}
+    wrong = sorted((cell for cell in report.confusion if cell[0] != cell[1]), key=lambda cell: -cell[2])
+    table = Table(f"{split}: true class", "predicted", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("images", justify="right")
+    table.add_column("of the class", justify="right")
+    for true, taken, count in wrong[:CONFUSED]:
+        table.add_row(escape(classes[true]), escape(classes[taken]), f"{count:,}", _share(count / images[true]))
+    left = len(wrong) - CONFUSED
+    return Group(table, Text(f"and {left:,} pairs that are confused no more often than these")) if left > 0 else table
+
+
+def suite_table(result: SuiteResult) -> Table:
+    """Return a table with a row per task. Each group ends with its mean, and the last row is the mean of all tasks."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column(result.suite.name, no_wrap=True)
+    columns, means = result.columns(), result.means()
+    for column in columns:
+        table.add_column(_named(column), justify="right")
+    for group in result.groups():
+        for row in result.in_group(group):
+            cells = [_value(name, row.metrics[name]) if name in row.metrics else "-" for name in columns]
+            table.add_row(escape(row.task.name), *cells)
+        cells = [_mean(name, means[group], len(result.in_group(group))) for name in columns]
+        table.add_row(f"mean of {escape(group)}", *cells, style="bold")
+        table.add_section()
+    cells = [_mean(name, means[None], len(result.rows)) for name in columns]
+    table.add_row(f"mean of {len(result.rows)} tasks", *cells, style="bold")
+    return table
+
+
+def _mean(name: str, means: Mapping[str, tuple[float, int]], tasks: int) -> str:
+    """Return a mean as text. If some tasks lack the metric, append the number of tasks that have it."""
+    if name not in means:
+        return "-"
+    value, count = means[name]
+    return _value(name, value) + ("" if count == tasks else f" ({count} of {tasks})")
+
+
+def _named(name: str) -> str:
+    output, _, metric = name.rpartition(":")  # "age:r2" is the metric r2 of the number "age"
+    if match := COUNTED.fullmatch(metric):
+        kind, number, rest = match.groups()
+        text = f"knn, k = {number}" if kind == "knn" else f"fewshot, {number} shot{'s' if number != '1' else ''}"
+        text += f", {NAMES.get(rest[1:]) or rest[1:].replace('_', ' ')}" if rest else ""
+    else:
+        text = NAMES.get(metric) or metric.replace("_", " ").replace(" r2", ", R²")
+    return f"{output}: {text}" if output else text
+
+
+def _cell(row: Mapping[str, float], name: str) -> str:
+    """Return a metric as text, with its confidence interval or standard deviation if it has one."""
+    if name not in row:
+        return ""
+    text = _value(name, row[name])
+    if f"{name}_low" in row:
+        low, high = (_value(name, row[f"{name}{end}"]) for end in ("_low", "_high"))
+        return f"{text} ({low} to {high})"
+    if f"{name}_deviation" in row:
+        return f"{text} ± {_value(name, row[f'{name}_deviation'])}"
+    return text
+
+
+def _value(name: str, value: float) -> str:
+    """Return the value of a metric as text. Metrics without a format are shown as percentages."""
+    return format(value, ".4g" if name.endswith(NUMBER_METRICS) else FORMATS.get(name, ".2%"))
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2%}"
+
+
+def _count(images: int, *, own: bool) -> str:
+    text = f"{images:,}" if images else "."
+    return f"[bold]{text}[/bold]" if own else text

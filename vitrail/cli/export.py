@@ -1,30 +1,33 @@
-"""`vitrail export`: write a model for another runtime, and prove that it gives the same answers there."""
+"""`vitrail export` writes a model for another runtime, and `vitrail convert` writes it in another library's format."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-from vitrail.cli.evaluating.data import open_for_head
-from vitrail.cli.options.command import Call, Command, Example
-from vitrail.cli.options.fields import Positional
-from vitrail.cli.output.export_table import export_parts, plain_exports
+from vitrail.cli.evaluate import open_for_head
+from vitrail.cli.options import Call, Command, Example, Positional
 from vitrail.data.source import Sample
 from vitrail.data.sources import open_whole
-from vitrail.errors import ConfigError, DataError, ExportFailed
-from vitrail.serving.export.export import Exporter, check_export
+from vitrail.errors import ConfigError, DataError, ExportFailed, plural
+from vitrail.evaluation.predictions.bootstrap import Metric, mean_interval
+from vitrail.serving.export.export import Exporter, ExportResult, check_export
 from vitrail.serving.export.int8 import CALIBRATION_IMAGES, MAX_DROP, Int8
-from vitrail.serving.export.parity import spread_samples
+from vitrail.serving.export.parity import BATCHES, Parity, describe_drop, spread_samples
+from vitrail.serving.export.timing import TIMED_BATCHES
 from vitrail.serving.export.write import FORMATS, OPSETS
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported.description import Contents
-from vitrail.weights.load import load, model_name
-
-__all__ = ["main"]
+from vitrail.weights.load import convert, load, model_name
 
 USUAL_IMAGES = 40
 """Default number of images of the comparison."""
@@ -222,3 +225,174 @@ def _images(options: Export, bundle: Bundle, is_int8: bool) -> _Images:
     source = whole.train if whole.held_out is None else whole.held_out[1]
     samples = [Sample(sample.key, sample.image, None) for sample in spread_samples(source, count)]
     return _Images(samples, notes=notes)
+
+
+# `vitrail convert`: convert models between Vitrail's and other libraries' formats.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convert:
+    """Options of `vitrail convert`."""
+
+    source: Annotated[str, Positional("SRC")]
+    """Folder or file of a model, or the name of a model on the Hugging Face hub."""
+    destination: Annotated[Path, Positional("DST")]
+    """File or folder to write: a new path or an empty folder."""
+    to: str
+    """Layout to write: one of the layouts named above."""
+    layout: str | None = None
+    """Layout of the source. By default it is recognised automatically."""
+    heads: int | None = None
+    """Number of attention heads. Needed only if the file does not contain it."""
+    image_size: tuple[int, int] | None = None
+    """Image height and width in pixels of the converted model. Position embeddings are resized if the converted model
+    needs another patch grid."""
+    mean: tuple[float, ...] = ()
+    """Mean of the training pixels in [0, 1], for all channels or for each. Needed if the file does not contain its
+    preprocessing, and the assumed value is wrong."""
+    std: tuple[float, ...] = ()
+    """Standard deviation of the training pixels, stated like `--mean`."""
+    num_classes: int | None = None
+    """Replace the head by a zero-initialised head with this many outputs. 0 removes the head."""
+    drop_head_hidden: bool = False
+    """Remove the head and the hidden layer before it."""
+    overwrite: bool = False
+    """Replace an earlier output at DST. A folder with any other files is never replaced."""
+    json: bool = False
+    """Print JSON instead of text."""
+
+
+CONVERT = Command(
+    name="convert",
+    summary="""Write a model in another layout. The layout of the source is recognised automatically.
+
+    Layouts: vitrail (folder), google and big-vision (.npz), bit (.npz), bit-torch (.pth), timm (folder or
+    .safetensors), huggingface (folder), torchvision (.pth).""",
+    examples=(
+        Example("vitrail convert runs/flowers flowers-hf --to huggingface", "Write a model for transformers."),
+        Example("vitrail convert runs/flowers flowers.safetensors --to timm", "Write a model for timm."),
+        Example("vitrail convert ViT-B_16.npz vit-b --to vitrail", "Import a checkpoint published with the ViT paper."),
+    ),
+    options=(Convert,),
+    essential={
+        "Output": ("to", "overwrite", "json"),
+        "Source": ("layout", "heads", "image_size", "mean", "std"),
+        "Head": ("num_classes", "drop_head_hidden"),
+    },
+)
+
+
+def run_convert(call: Call) -> int:
+    options = Convert(**call.options)
+    found = convert(
+        options.source,
+        options.destination,
+        options.to,
+        overwrite=options.overwrite,
+        layout=options.layout,
+        heads=options.heads,
+        image_size=options.image_size,
+        num_classes=options.num_classes,
+        drop_head_hidden=options.drop_head_hidden,
+        mean=options.mean,
+        std=options.std,
+    )
+    notes = [CONVERT.note(note) for note in found]
+    if options.json:
+        print(json.dumps({"written": str(options.destination), "layout": options.to, "notes": notes}))
+        return 0
+    console = Console(highlight=False, soft_wrap=True)
+    for note in notes:
+        console.print(note, style="yellow", markup=False, soft_wrap=not console.is_terminal)
+    console.print(f"Written as {options.to}: {options.destination}", markup=False)
+    return 0
+
+
+# Table and JSON values of `vitrail export`.
+
+
+Seconds = Mapping[str, Sequence[float]]
+"""Seconds of a batch of each size of `TIMED_BATCHES`, by the paths of files, and by "network"."""
+
+
+def export_parts(results: Sequence[ExportResult], seconds: Seconds) -> list[Any]:
+    """Return the lines about written files and the table of all files beside the network."""
+    return [*(line for result in results for line in _lines(result)), *([_table(results, seconds)] if results else [])]
+
+
+def plain_exports(
+    results: Sequence[ExportResult], seconds: Seconds, failures: Sequence[str], notes: Sequence[str]
+) -> dict[str, Any]:
+    """Return the values of the table, and the messages about files that were not written."""
+    return {
+        "files": [_plain(result, seconds) for result in results],
+        "network": {"milliseconds": _milliseconds(seconds, "network")},
+        "failures": list(failures),
+        "notes": list(notes),
+    }
+
+
+def _accuracy(parity: Parity, *, network: bool = False) -> Metric | None:
+    """Return the accuracy of a file, or of its network, with an interval. None if no image has a label."""
+    if parity.correct is None:
+        return None
+    correct = parity.correct + (parity.lost - parity.gained if network else 0)
+    return mean_interval(np.arange(parity.labelled) < correct)
+
+
+def _plain(result: ExportResult, seconds: Seconds) -> dict[str, Any]:
+    accuracy = _accuracy(result.parity)
+    return {
+        "written": str(result.path),
+        "format": result.to,
+        "precision": result.precision,
+        "bytes": result.bytes,
+        "milliseconds": _milliseconds(seconds, str(result.path)),
+        "parity": {
+            **asdict(result.parity),
+            "relative": result.parity.relative,
+            "accuracy": None if accuracy is None else asdict(accuracy),
+            "drop": None if accuracy is None else asdict(Metric(result.parity.drop, *result.parity.drop_interval)),
+        },
+    }
+
+
+def _milliseconds(seconds: Seconds, name: str) -> dict[str, float]:
+    return {str(size): 1e3 * value for size, value in zip(TIMED_BATCHES, seconds[name], strict=True)}
+
+
+def _lines(result: ExportResult) -> list[str]:
+    parity, sizes = result.parity, ", ".join(map(str, BATCHES))
+    lines = [
+        f"Written: {escape(str(result.path))} ({result.bytes / 1e6:.1f} MB)",
+        f"Loaded again and compared with the network on {plural(parity.images, 'image')} in batches of {sizes}:",
+        f"  largest difference {parity.difference:.2g}, {parity.relative:.1e} of the change from image to image",
+    ]
+    if parity.agreement is not None:
+        lines.append(f"  same class for {parity.agreement:.2%} of the images")
+    if accuracy := _accuracy(parity):
+        lines.append(f"  accuracy of the file {_percent(accuracy)} on {plural(parity.labelled, 'labelled image')}")
+    if result.precision == "int8":
+        lines.append(f"  the file loses {describe_drop(parity)}")
+    return lines
+
+
+def _table(results: Sequence[ExportResult], seconds: Seconds) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("file", overflow="fold")
+    times = (f"ms for {plural(size, 'image')}" for size in TIMED_BATCHES)
+    for name in ("precision", "MB", *times, "accuracy"):
+        table.add_column(name, justify="right", min_width=max(map(len, name.split())))
+    rows = [("network, PyTorch", "float32", "", "network", _accuracy(results[0].parity, network=True))]
+    for result in results:
+        size = f"{result.bytes / 1e6:.1f}"
+        rows.append((escape(str(result.path)), result.precision, size, str(result.path), _accuracy(result.parity)))
+    for title, precision, size, name, accuracy in rows:
+        times = (f"{value:.1f}" for value in _milliseconds(seconds, name).values())
+        table.add_row(title, precision, size, *times, "" if accuracy is None else _percent(accuracy))
+    return table
+
+
+def _percent(metric: Metric) -> str:
+    low, high = (100 * (bound or 0.0) for bound in (metric.low, metric.high))
+    return f"{metric.value:.1%} ({low:.1f} to {high:.1f})"

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitrail.cli.options.command import Call, Command, Example
-from vitrail.cli.options.fields import Option, Positional, flag
-from vitrail.cli.options.run_options import (
+from vitrail.cli.evaluate import suite_table
+from vitrail.cli.options import Call, Command, Example, Option, Positional, flag
+from vitrail.cli.run_options import (
     changes_of_resume,
     check_effects,
     check_known_effects,
@@ -25,7 +25,6 @@ from vitrail.cli.options.run_options import (
     task_of,
     task_options,
 )
-from vitrail.cli.output.evaluate_tables import suite_table
 from vitrail.data.sources import OpenedData
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.evaluation.predictions.report import ClassificationReport, absent_note
@@ -33,22 +32,16 @@ from vitrail.machine import pick_device
 from vitrail.models.config import override_fields
 from vitrail.settings import bare_names
 from vitrail.training.config import WITHOUT_WEIGHTS, TrainConfig
-from vitrail.training.records.changes import changed_config
-from vitrail.training.records.extension import Length
-from vitrail.training.records.folder import check_request
-from vitrail.training.records.record import read_record
-from vitrail.training.reporting.display import ConsoleDisplay, Display
+from vitrail.training.folder import Length, changed_config, check_request, read_record
+from vitrail.training.log import ConsoleDisplay, Display
 from vitrail.training.run import finished, resume
-from vitrail.transfer.choices import Plan
+from vitrail.transfer.facts import Plan
 from vitrail.transfer.finetune import FinetuneResult, Protocol, check_choices, evaluate_run, finetune, plan
-from vitrail.transfer.finetune_suite import Method, finetune_suite, is_suite_run
-from vitrail.transfer.protocol import TableRow, is_trial
+from vitrail.transfer.protocols import TableRow, is_trial
 from vitrail.transfer.report import AnyReport, summary_rows, untrained_note
-from vitrail.transfer.suite import read_suite
+from vitrail.transfer.suite import Method, finetune_suite, is_suite_run, read_suite
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
-
-__all__ = ["main"]
 
 AGAIN = "to continue, run the first command again"
 

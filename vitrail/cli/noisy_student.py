@@ -1,36 +1,45 @@
-"""`vitrail noisy-student`: train networks on labelled images and on images that a teacher labels, in rounds."""
+"""`vitrail noisy-student` trains on images that a teacher labels, and `vitrail data label` only labels them."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress, TaskID
+from rich.table import Table
 
-from vitrail.cli.options.command import Call, Command, Example
-from vitrail.cli.options.fields import Option, Positional
-from vitrail.cli.options.run_options import check_effects, default_texts, run_options, task_options
-from vitrail.cli.output.bars import images_bar
-from vitrail.cli.output.label_tables import label_sentence, rounds_table
-from vitrail.data.sources.pseudo_labels import PseudoLabelInfo
+from vitrail.cli.console import images_bar
+from vitrail.cli.options import Call, Command, Example, Option, Positional
+from vitrail.cli.run_options import check_effects, default_texts, run_options, task_options
+from vitrail.data.sources import absolute_spec
+from vitrail.data.sources.pseudo_labels import FILES, Pool, PseudoLabelInfo, looks_like_pseudo_labels
 from vitrail.errors import ConfigError, Interrupted, Stopped, nearest
+from vitrail.experiments.noisy_student import (
+    Events,
+    Labelling,
+    NoisyStudentConfig,
+    Round,
+    Rounds,
+    label_images,
+    run_rounds,
+)
+from vitrail.files import check_new_folder
+from vitrail.machine import Precision
 from vitrail.models.config import ModelConfig
-from vitrail.recipes.noisy_student import NOISY_STUDENT_RECIPES
-from vitrail.settings import bare_names
+from vitrail.recipes.small import NOISY_STUDENT_RECIPES
+from vitrail.settings import bare_names, to_plain
 from vitrail.tasks import Classification
-from vitrail.training.monitoring.stop import interrupted_by_signals
-from vitrail.training.reporting.display import ConsoleDisplay
-from vitrail.transfer.noisy_student.config import NoisyStudentConfig, Rounds
-from vitrail.transfer.noisy_student.labelling import Labelling
-from vitrail.transfer.noisy_student.rounds import Events, Round, run_rounds
+from vitrail.training.log import ConsoleDisplay
+from vitrail.training.stop import interrupted_by_signals
 from vitrail.weights.load import load
-
-__all__ = ["NoisyStudent", "main"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,3 +206,131 @@ def _folder(config: NoisyStudentConfig) -> Path:
         return Path(run.folder)
     name = run.name or f"noisy-student-{Path(data.spec).name}"
     return Path("runs") / "".join(letter if letter.isalnum() or letter in "_.-" else "-" for letter in name)
+
+
+# `vitrail data label`: label images with a model, as data to train on.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label:
+    """Options of `vitrail data label`."""
+
+    data: Annotated[str, Positional("SPEC")]
+    """Images to label, in any form that `vitrail train --data` accepts, or a folder of images without classes. The
+    training images are labelled; their own labels are not used."""
+    teacher: str
+    """Model that labels the images: a run, a model's folder or file, or a name on the hub."""
+    out: Path
+    """Folder for the labels. The images are not copied."""
+    seed: int = 0
+    """Random seed that chooses which images of scarce classes are repeated once more."""
+    device: str = "auto"
+    """Device to run on: auto, cpu, cuda or cuda:N."""
+    precision: Precision = "auto"
+    """Number format of matrix products. auto is bf16 if the processor has units for it, else float32."""
+    overwrite: bool = False
+    """Replace earlier labels in the folder."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+LABEL = Command(
+    name="data label",
+    summary="""Label images with a model, and write the labels as a data set: pseudo labels to train on. Only images of
+    which the model is confident are used, equally many of each class.
+
+    The folder refers to the images, which stay where they are. vitrail noisy-student labels and trains in rounds.""",
+    examples=(
+        Example("vitrail data label photos --teacher runs/flowers --out labels", "Label a folder of photographs."),
+        Example("vitrail train --data flowers --mix 0.75:labels", "Train on both: three quarters are pseudo labels."),
+        Example("vitrail data check labels", "Show the numbers of images per class."),
+    ),
+    options=(Label, Labelling),
+    essential={
+        "Labels": ("teacher", "pseudo_labels", "confidence", "images_per_class", "balance"),
+        "Output": ("out", "overwrite", "json"),
+        "Running": ("seed", "device", "precision"),
+    },
+)
+
+
+def run_label(call: Call) -> int:
+    own = {name: value for name, value in call.options.items() if name in Label.__dataclass_fields__}
+    options = Label(**own)
+    labelling = Labelling(**{name: value for name, value in call.options.items() if name not in own})
+    if options.seed < 0:
+        raise ConfigError(f"seed={options.seed} is less than 0")
+    check_new_folder(options.out, FILES, overwrite=options.overwrite, recognise=looks_like_pseudo_labels)
+    console = Console(stderr=options.json, highlight=False, soft_wrap=True)
+    bar = images_bar(console)
+    with interrupted_by_signals(), bar:
+        task = bar.add_task("labelling", total=None)
+        info = label_images(
+            options.teacher, Pool(spec=absolute_spec(options.data)), labelling, options.out, seed=options.seed,
+            device=options.device, precision=options.precision,
+            on_progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )  # fmt: skip
+    if options.json:
+        print(json.dumps(to_plain(info)))
+        return 0
+    console.print(counts_table(info), soft_wrap=False)
+    console.print(label_sentence(info), markup=False)
+    console.print(
+        f"The labels are in {options.out}. Train on them: vitrail train --data LABELLED --mix "
+        f"{shlex.quote(f'0.75:{options.out}')}",
+        markup=False,
+    )
+    return 0
+
+
+# Tables of pseudo labels and of the rounds of Noisy Student.
+
+
+SHOWN = 20
+"""Largest number of classes in a table."""
+
+
+def label_sentence(info: PseudoLabelInfo) -> str:
+    """Return a sentence about the numbers of images."""
+    confident, different, chosen = (
+        sum(getattr(count, name) for count in info.counts) for name in ("confident", "different", "chosen")
+    )
+    unreadable = f"; {info.unreadable:,} cannot be decoded" if info.unreadable else ""
+    empty = sum(not count.chosen for count in info.counts)
+    classes = f"; {empty} of {len(info.counts)} classes have none" if empty else ""
+    return (
+        f"{confident:,} of {info.images:,} images have a class of probability {info.confidence:g} or more{unreadable}. "
+        f"Chosen: {different:,} different images, {chosen:,} with repetitions{classes}"
+    )
+
+
+def counts_table(info: PseudoLabelInfo) -> Table:
+    """Return a table of the numbers of images per class, for the first classes."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("class")
+    for column in ("predicted", "confident", "different", "chosen"):
+        table.add_column(column, justify="right")
+    for count in info.counts[:SHOWN]:
+        numbers = (count.predicted, count.confident, count.different, count.chosen)
+        table.add_row(escape(count.label), *(f"{number:,}" for number in numbers))
+    if len(info.counts) > SHOWN:
+        table.add_row(f"and {len(info.counts) - SHOWN:,} more, in labels.json")
+    return table
+
+
+def rounds_table(rounds: Sequence[Round]) -> Table:
+    """Return a table with a row per round."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("round")
+    names = list(dict.fromkeys(name for one in rounds for name in one.metrics if name.endswith("_accuracy")))
+    for column in ("confident images", "different images", *(name.replace("_", " ") for name in names)):
+        table.add_column(column, justify="right")
+    for one in rounds:
+        counts = () if one.labels is None else one.labels.counts
+        images = (sum(count.confident for count in counts), sum(count.different for count in counts))
+        table.add_row(
+            str(one.number) if one.number else "0 (teacher)",
+            *(f"{number:,}" if counts else "" for number in images),
+            *(f"{one.metrics[name]:.2%}" if name in one.metrics else "" for name in names),
+        )
+    return table

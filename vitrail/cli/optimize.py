@@ -10,19 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rich.console import Console
 
-from vitrail.cli.options.command import Call, Command, Example
-from vitrail.cli.options.fields import Positional
-from vitrail.cli.output.bars import images_bar
+from vitrail.cli.console import images_bar
+from vitrail.cli.options import Call, Command, Example, Positional
 from vitrail.errors import ConfigError, plural
 
 if TYPE_CHECKING:  # without PyTorch, --help is faster
     from rich.table import Table
 
-    from vitrail.acceleration.search import Images, Search, Trial
     from vitrail.data.source import Source
+    from vitrail.experiments.faster import Images, Search, Trial
     from vitrail.weights.bundle import Bundle
 
-__all__ = ["main"]
 
 USUAL_BUDGET = 600.0
 """Default seconds of the search."""
@@ -84,9 +82,9 @@ COMMAND = Command(
 def main(call: Call) -> int:
     options = Optimize(**call.options)
     seconds = _check(options)
-    from vitrail.acceleration.search import search
+    from vitrail.experiments.faster import search
     from vitrail.machine import keep_freed_memory
-    from vitrail.training.monitoring.stop import interrupted_by_signals
+    from vitrail.training.stop import interrupted_by_signals
     from vitrail.weights.load import load
 
     console = Console(stderr=options.json, highlight=False, soft_wrap=True)
@@ -116,7 +114,7 @@ def main(call: Call) -> int:
 def _check(options: Optimize) -> float:
     """Return the budget in seconds. Raise `ConfigError` for options that are out of range, and `DestinationError` if
     the model must not be written. Neither the model nor the data is read."""
-    from vitrail.transfer.budget import seconds_of
+    from vitrail.transfer.facts import seconds_of
     from vitrail.weights.saved import check_model_folder
 
     if not 0 < options.keep <= 1:
@@ -133,10 +131,9 @@ def _check(options: Optimize) -> float:
 
 def _opened(bundle: Bundle, options: Optimize) -> tuple[Bundle, Images, tuple[str, ...]]:
     """Return the model with a head, the images by which models are compared, and notes for the user."""
-    from vitrail.acceleration.moves import linear_head
-    from vitrail.acceleration.search import Images
-    from vitrail.cli.evaluating.data import open_for_features, open_for_head
+    from vitrail.cli.evaluate import open_for_features, open_for_head
     from vitrail.data.source import target_kind
+    from vitrail.experiments.faster import Images, linear_head
 
     if bundle.output == "numbers":
         raise ConfigError("MODEL predicts numbers, and only the accuracy of classes can be kept; choose another model")

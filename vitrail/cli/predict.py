@@ -16,16 +16,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.options.command import Call, Command, Example
-from vitrail.cli.options.fields import Positional
-from vitrail.cli.options.images import image_paths
+from vitrail.cli.console import image_paths
+from vitrail.cli.options import Call, Command, Example, Positional
 from vitrail.data.colour import MAX_LOOKS, colour_note
 from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.machine import Precision
-from vitrail.weights.bundle import AnyPrediction, Bundle, NumberPrediction, Prediction
+from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
-
-__all__ = ["main"]
+from vitrail.weights.prediction import AnyPrediction, NumberPrediction, Prediction
 
 TOP = 3
 """Default number of classes in the table and in CSV."""

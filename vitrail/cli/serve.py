@@ -8,13 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Annotated
 
 from vitrail.analysis.overlays import Overlays
-from vitrail.cli.options.command import Call, Command, Example
-from vitrail.cli.options.fields import Positional
+from vitrail.cli.options import Call, Command, Example, Positional
 from vitrail.machine import Precision
 from vitrail.serving.answering.settings import TOKEN_VARIABLE, ServeSettings, is_loopback
 from vitrail.weights.exported.runtimes import optional_module
-
-__all__ = ["main"]
 
 NEEDED = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
 """Modules of the extra `serve`."""

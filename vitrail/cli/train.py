@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitrail.cli.options.command import Call, Command, Example
-from vitrail.cli.options.fields import Option, Positional
-from vitrail.cli.options.run_options import (
+from vitrail.cli.options import Call, Command, Example, Option, Positional
+from vitrail.cli.run_options import (
     changes_of_resume,
     check_effects,
     default_texts,
@@ -24,7 +23,7 @@ from vitrail.cli.options.run_options import (
     task_of,
     task_options,
 )
-from vitrail.cli.run_tables.listing import setting_text
+from vitrail.cli.runs import setting_text
 from vitrail.data.source import fingerprint
 from vitrail.data.sources import OpenedData
 from vitrail.errors import ConfigError, Stopped, nearest
@@ -33,22 +32,17 @@ from vitrail.processes.group import join_processes
 from vitrail.processes.launch import Launch, launch
 from vitrail.recipes import PAPER_RECIPES, RECIPES
 from vitrail.recipes.from_data import DEFAULT_SECONDS, plan_for_data
-from vitrail.recipes.paper import PaperRecipe
+from vitrail.recipes.papers import PaperRecipe
 from vitrail.tasks import Distillation
 from vitrail.training.config import RunConfig, TrainConfig
-from vitrail.training.finish import RunResult
-from vitrail.training.parallel.scale import scale_plans, scale_table
-from vitrail.training.records.folder import check_request
-from vitrail.training.records.record import read_record
-from vitrail.training.records.summary import settings_beside
-from vitrail.training.reporting.display import ConsoleDisplay
-from vitrail.training.run import resume, train
-from vitrail.training.setup import OwnObjects, check_columns, prepare
-from vitrail.transfer.budget import seconds_of
-from vitrail.weights.bundle import Bundle, Prediction
+from vitrail.training.folder import check_request, read_record, settings_beside
+from vitrail.training.job import OwnObjects, check_columns, prepare, scale_plans, scale_table
+from vitrail.training.log import ConsoleDisplay
+from vitrail.training.run import RunResult, resume, train
+from vitrail.transfer.facts import seconds_of
+from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
-
-__all__ = ["main"]
+from vitrail.weights.prediction import Prediction
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from vitrail.data.source import TargetKind
 
-__all__ = ["Batch", "Skipped"]
-
 
 @dataclass(frozen=True)
 class Skipped:

@@ -10,8 +10,6 @@ from urllib.parse import quote, unquote
 from vitrail.data.splits import SPLITS, SplitNames, split_names
 from vitrail.errors import ConfigError, DataError
 
-__all__ = ["Choice", "choice_in", "chosen"]
-
 OPTIONS = {
     "splits": "--splits",
     "image": "?image=",

@@ -12,8 +12,6 @@ from vitrail.data.pixels.decode import open_image
 from vitrail.data.source import Source
 from vitrail.errors import DataError, UndecodableImage, plural
 
-__all__ = ["MAX_LOOKS", "colour_note", "colours_in", "has_colour", "images_of"]
-
 MAX_LOOKS = 32
 """Maximum number of images that are decoded."""
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Bool, Float, Int64
 
-__all__ = ["balanced_copies", "is_confident"]
-
 
 def is_confident(probabilities: Float[np.ndarray, "n classes"], least: float) -> Bool[np.ndarray, " n"]:
     """Return a mask of the images whose most likely class has at least the probability `least`."""

@@ -11,8 +11,6 @@ from vitrail.data.sources import OpenedData, open_mixed, open_whole
 from vitrail.data.splits import Splits, check_validation
 from vitrail.settings import at_least, below_one, named, one_of, raise_problems
 
-__all__ = ["DataConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:

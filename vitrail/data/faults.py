@@ -13,8 +13,6 @@ from typing import Literal
 
 from vitrail.errors import DataError, plural
 
-__all__ = ["OWN_RECORDS", "Fault", "has_predictions", "is_own_output", "is_system_folder", "refuse", "unknown_class"]
-
 SYSTEM_FOLDERS = frozenset(
     {"__macosx", "@eadir", "@recycle", "#recycle", "#snapshot", "$recycle.bin", "system volume information",
      "lost+found", "__pycache__"}

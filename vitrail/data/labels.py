@@ -11,8 +11,6 @@ from vitrail.data.choice import Choice
 from vitrail.data.faults import Fault
 from vitrail.errors import DataError, listed, plural
 
-__all__ = ["LabelReader", "check_names", "class_name", "is_missing", "refuse_joined", "similar_names", "whole_numbers"]
-
 MISSING = frozenset({"nan", "none", "null", "n/a", "na", "#n/a", "<na>", "nat"})
 """Words for a missing value, in lower case, as pandas and spreadsheets write them."""
 

@@ -9,8 +9,6 @@ import numpy as np
 from vitrail.data.source import Source, origin_of, stamp_of
 from vitrail.errors import DataError
 
-__all__ = ["shared_images"]
-
 MOST_READ = 1000
 """Largest number of pairs of images with the same file name that are read and compared."""
 

@@ -27,17 +27,6 @@ from vitrail.errors import ConfigError, ProcessError
 if TYPE_CHECKING:
     import grain
 
-__all__ = [
-    "Ranks",
-    "Readers",
-    "Stage",
-    "TrainingBatches",
-    "check_divisible",
-    "default_threads",
-    "evaluation_batches",
-    "queue_bytes",
-    "skips_allowed",
-]
 
 SHARED_MEMORY = "/dev/shm"
 """The folder of the shared memory. Containers often limit it to 64 MB."""

@@ -13,9 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from vitrail.errors import DataError
-from vitrail.time_limit import within
-
-__all__ = ["ATTEMPTS", "PAUSE", "TIMEOUT", "describe", "glob", "is_remote", "list_files", "read", "read_all"]
+from vitrail.processes.launch import within
 
 T = TypeVar("T")
 

@@ -12,11 +12,10 @@ import torch
 
 from vitrail.data.batch import Batch, Skipped
 from vitrail.data.pixels.decode import decode, image_size_of
-from vitrail.data.pixels.preprocess import Box, Preprocess
+from vitrail.data.pixels.geometry import Box
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, Target, TargetKind, class_indices, soft_target_of
 from vitrail.errors import UndecodableImage
-
-__all__ = ["Crop", "KeptPixels", "Loader", "LocalViews", "as_batch", "collate"]
 
 
 @runtime_checkable

@@ -18,8 +18,6 @@ from jaxtyping import Float64, Int64
 
 from vitrail.data.source import Source, Subset, Target, class_indices, target_kind
 
-__all__ = ["SLICE", "CutMethod", "cut", "cut_slice", "slice_bounds", "take", "take_per_class"]
-
 CutMethod = Literal["stratified", "threshold"]
 """Method of selecting samples by hash. stratified: the number of samples is exact, and nearly the same fraction of each
 label's samples is selected. threshold: the method of earlier versions. Samples are held out if their hash is below the

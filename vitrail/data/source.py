@@ -15,23 +15,6 @@ from typing import Literal, Protocol, cast, runtime_checkable
 import numpy as np
 from jaxtyping import Float32, UInt8
 
-__all__ = [
-    "Mixture",
-    "Sample",
-    "Source",
-    "Subset",
-    "Target",
-    "TargetKind",
-    "Widened",
-    "class_indices",
-    "fingerprint",
-    "has_soft_targets",
-    "origin_of",
-    "soft_target_of",
-    "stamp_of",
-    "target_kind",
-]
-
 Target = int | tuple[int, ...] | tuple[float, ...] | None
 """The training target of an image. An int is the index of the image's class. A tuple of ints holds the indices of all
 classes of the image, in rising order. A tuple of floats holds the numbers of a regression target, where NaN is an

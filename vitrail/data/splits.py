@@ -14,30 +14,6 @@ from vitrail.data.selection import SLICE, CutMethod, cut, cut_slice, slice_bound
 from vitrail.data.source import Source, Subset, TargetKind, class_indices, target_kind
 from vitrail.errors import ConfigError, DataError, listed, plural
 
-__all__ = [
-    "CHOICE",
-    "SPLITS",
-    "Split",
-    "SplitNames",
-    "Splits",
-    "Unlimited",
-    "by_split",
-    "check_chosen",
-    "check_classes",
-    "check_numbers",
-    "check_validation",
-    "folds",
-    "is_fold",
-    "left_out",
-    "named_splits",
-    "one_class",
-    "split_names",
-    "split_of",
-    "splits_from",
-    "with_validation",
-    "without_training",
-]
-
 Split = Literal["train", "validation", "test"]
 
 SPLITS: dict[Split, tuple[str, ...]] = {

@@ -11,10 +11,8 @@ from vitrail.errors import ConfigError, nearest
 from vitrail.evaluation.frozen import ByFewShot, ByLinear, ByNeighbours
 from vitrail.evaluation.head import ByAccuracy, ByRegression
 from vitrail.evaluation.outputs import Outputs
-from vitrail.plain import from_plain
-from vitrail.weights.bundle import OutputKind
-
-__all__ = ["BY_HEAD", "EVALUATORS", "Checking", "Evaluator", "Together", "check_evaluators", "evaluators_of", "measure"]
+from vitrail.settings import from_plain
+from vitrail.weights.prediction import OutputKind
 
 
 @runtime_checkable

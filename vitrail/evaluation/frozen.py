@@ -23,8 +23,6 @@ from vitrail.evaluation.features.extract import Layer
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.truth import SingleLabels, Truth, check_known, truth_of
 
-__all__ = ["ByFewShot", "ByLinear", "ByNeighbours", "Labelled", "labelled_features"]
-
 SHOTS = (1, 5, 10, 25)
 """Numbers of shots that are measured by default. A number is used only if every class has that many images."""
 

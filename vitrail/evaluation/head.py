@@ -27,9 +27,7 @@ from vitrail.evaluation.predictions.regression import regression_report
 from vitrail.evaluation.predictions.report import absent_note, report
 from vitrail.evaluation.predictions.streaming import StreamingAccuracy
 from vitrail.evaluation.truth import Numbers, check_known, truth_of
-from vitrail.weights.bundle import OutputKind
-
-__all__ = ["Accuracy", "ByAccuracy", "ByRegression", "NumberErrors", "with_interval"]
+from vitrail.weights.prediction import OutputKind
 
 
 @dataclass(frozen=True)

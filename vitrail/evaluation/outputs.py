@@ -18,8 +18,6 @@ from vitrail.models.cost.batch import prediction_batch
 from vitrail.processes.group import Processes
 from vitrail.weights.bundle import Bundle
 
-__all__ = ["Outputs"]
-
 
 class Outputs:
     """A model with its features and predictions for all samples of a source. They are computed at first use.

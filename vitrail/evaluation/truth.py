@@ -18,17 +18,6 @@ from jaxtyping import Bool, Float64, Int64, Shaped, UInt8
 from vitrail.data.source import Source, Target, TargetKind, class_indices, target_kind
 from vitrail.errors import DataError
 
-__all__ = [
-    "MultiLabels",
-    "Numbers",
-    "SingleLabels",
-    "Truth",
-    "check_known",
-    "target_from_plain",
-    "truth_of",
-    "truth_of_targets",
-]
-
 T = TypeVar("T", bound="Truth")
 
 

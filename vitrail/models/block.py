@@ -14,8 +14,6 @@ from vitrail.models.linear.dense import Linear
 from vitrail.models.shortcuts import is_plain
 from vitrail.models.vit_config import ViTConfig
 
-__all__ = ["Block", "ReversibleBlock", "make_block"]
-
 OF_ONE_TOKEN = {
     nn.Dropout, nn.GELU, nn.Identity, nn.LayerNorm, nn.Linear, nn.ReLU, nn.RMSNorm, nn.Sequential, nn.SiLU, nn.Tanh,
 }  # fmt: skip

@@ -19,8 +19,6 @@ from vitrail.models.layers import StochasticDepth
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit import VisionTransformer
 
-__all__ = ["Compile", "Compiled", "compile_blocks", "compile_copy", "resolve_compile", "uncompiled"]
-
 Compile = Literal["auto", "on", "off", "graphs"]
 """Compilation of blocks. "auto" is "on" on a GPU and "off" elsewhere. With "graphs", a GPU also replays each block as
 one CUDA graph, which saves kernel launches."""

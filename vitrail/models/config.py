@@ -11,10 +11,8 @@ from vitrail.errors import ConfigError, nearest
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.tokens.reduction import TokenReduction
 from vitrail.models.variants import AnyConfig, config_type, variant_config
-from vitrail.models.vit import ViTConfig
-from vitrail.plain import from_plain
-
-__all__ = ["ModelConfig", "override_fields"]
+from vitrail.models.vit_config import ViTConfig
+from vitrail.settings import from_plain
 
 DEFAULT_VARIANT = "ViT-Pico/7"
 

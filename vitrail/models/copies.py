@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
 
-__all__ = ["separate_copy", "shared_copy"]
-
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 

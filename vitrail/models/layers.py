@@ -14,8 +14,6 @@ from vitrail.models.linear.dense import Linear
 from vitrail.models.linear.kernels import fuses
 from vitrail.models.shortcuts import is_plain, skippable
 
-__all__ = ["Activation", "LayerScale", "Mlp", "StochasticDepth", "SwiGlu", "in_format_of", "lecun_normal_", "make_mlp"]
-
 Activation = Literal["gelu", "gelu-tanh", "swiglu"]
 
 

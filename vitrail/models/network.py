@@ -16,20 +16,6 @@ from vitrail.models.copies import separate_copy
 from vitrail.models.cost.footprint import Footprint, FootprintPrecision
 from vitrail.models.shortcuts import is_plain
 
-__all__ = [
-    "Features",
-    "HasLayers",
-    "Layers",
-    "Network",
-    "NetworkConfig",
-    "block_numbers",
-    "check_images",
-    "refuse_assignment",
-    "with_new_head",
-    "with_resized_parts",
-    "with_weights",
-]
-
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 AnyConfigClass = TypeVar("AnyConfigClass")
 

@@ -20,8 +20,6 @@ from vitrail.models.linear.int8 import use_int8
 from vitrail.models.network import Features
 from vitrail.models.resnet import StandardisedConv
 
-__all__ = ["Predictor"]
-
 
 class Predictor:
     """Predicts with a network in one precision, in evaluation mode and without gradients.

@@ -25,9 +25,7 @@ from vitrail.models.network import Features, Layers, block_numbers, check_images
 from vitrail.models.resnet_config import ResNetConfig, ResNetUnit, RootConfig, WeightEps
 from vitrail.models.shortcuts import has_plain_type, is_plain, skippable
 from vitrail.models.tokens.grids import image_sides
-from vitrail.plain import from_plain
-
-__all__ = ["HybridRoot", "ResNet", "StandardisedConv"]
+from vitrail.settings import from_plain
 
 
 class ResNet(nn.Module):
@@ -35,7 +33,7 @@ class ResNet(nn.Module):
     patches, and `embed` returns the mean of all cells."""
 
     def __init__(self, config: ResNetConfig | dict[str, Any]) -> None:
-        """Make a network of random weights. The config may be what `vitrail.plain.to_plain` or JSON makes of it, as
+        """Make a network of random weights. The config may be what `vitrail.settings.to_plain` or JSON makes of it, as
         other libraries store it."""
         super().__init__()
         self.config = config = from_plain(ResNetConfig, config) if isinstance(config, dict) else config

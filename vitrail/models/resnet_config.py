@@ -13,8 +13,6 @@ from vitrail.models.cost.resnet import BASIC_EXPANSION, EXPANSION
 from vitrail.models.network import refuse_assignment
 from vitrail.settings import pairs, raise_problems
 
-__all__ = ["ResNetConfig", "ResNetStem", "ResNetUnit", "RootConfig", "Stem", "WeightEps"]
-
 WeightEps = Literal["variance", "deviation"]
 """Statistic that `weight_eps` is added to: the variance (before the square root) or the standard deviation."""
 

@@ -24,8 +24,6 @@ from vitrail.models.attention import AttentionPositions
 from vitrail.models.block import ReversibleBlock
 from vitrail.models.shortcuts import has_hooks
 
-__all__ = ["reversible"]
-
 
 def reversible(
     blocks: Sequence[nn.Module],

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as all_modules
 
-__all__ = ["can_fuse", "has_hooks", "has_plain_type", "is_plain", "is_transformed", "skippable"]
-
 Kind = TypeVar("Kind", bound=type[nn.Module])
 
 COUNTER = "torch.utils.module_tracker"

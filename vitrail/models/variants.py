@@ -12,23 +12,8 @@ from torch import nn
 from vitrail.errors import ConfigError, nearest
 from vitrail.models.resnet import ResNet
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
-from vitrail.models.vit import VisionTransformer, ViTConfig
-
-__all__ = [
-    "ARCHITECTURES",
-    "PUBLISHED",
-    "RESNETS",
-    "VARIANTS",
-    "AnyConfig",
-    "AnyNetwork",
-    "Variant",
-    "build",
-    "config_type",
-    "create",
-    "transformer",
-    "transformer_config",
-    "variant_config",
-]
+from vitrail.models.vit import VisionTransformer
+from vitrail.models.vit_config import ViTConfig
 
 AnyConfig = ViTConfig | ResNetConfig
 AnyNetwork = VisionTransformer | ResNet

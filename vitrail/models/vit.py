@@ -32,9 +32,7 @@ from vitrail.models.tokens.patches import PatchEmbedding, PrefixTokens, Replace
 from vitrail.models.tokens.pooling import AttentionPool, pool
 from vitrail.models.tokens.reduction import Removal, TokenReduction, size_bias
 from vitrail.models.vit_config import ViTConfig
-from vitrail.plain import from_plain
-
-__all__ = ["Block", "ViTConfig", "VisionTransformer", "make_block"]
+from vitrail.settings import from_plain
 
 Visit = Callable[[int, Tensor, AttentionPositions | None, Tensor], None]
 """A function that is called after each block with (layer, input tokens, positions inside attention, output tokens)."""
@@ -52,7 +50,7 @@ class VisionTransformer(nn.Module):
     """
 
     def __init__(self, config: ViTConfig | dict[str, Any]) -> None:
-        """Make a network of random weights. The config may be what `vitrail.plain.to_plain` or JSON makes of it, as
+        """Make a network of random weights. The config may be what `vitrail.settings.to_plain` or JSON makes of it, as
         other libraries store it."""
         super().__init__()
         self.config = config = from_plain(ViTConfig, config) if isinstance(config, dict) else config

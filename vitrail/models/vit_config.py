@@ -20,8 +20,6 @@ from vitrail.models.tokens.pooling import FinalNorm, Pool
 from vitrail.models.tokens.reduction import TokenReduction
 from vitrail.settings import pairs, raise_problems
 
-__all__ = ["ViTConfig"]
-
 
 @refuse_assignment
 @dataclass(frozen=True, kw_only=True)

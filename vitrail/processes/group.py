@@ -22,13 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor
 
 from vitrail.errors import ConfigError, NonFiniteLoss, ProcessError, Stopped, VitrailError
-from vitrail.processes.launch import Launch, launch
-from vitrail.processes.life import SignsOfLife
-from vitrail.time_limit import within
-
-__all__ = ["Later", "Processes", "join_processes"]
+from vitrail.processes.launch import Launch, SignsOfLife, launch, within
 
 T = TypeVar("T")
 
@@ -356,3 +353,16 @@ def join_processes(timeout: float = 600.0) -> Processes:
     _JOINED.append(joined)
     atexit.register(joined.leave)
     return joined
+
+
+# Tensors that are divided among processes: the part of this process, and the whole.
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this process's part of a tensor. A tensor that is not sharded is returned as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a whole tensor. All processes call this function together if the tensor is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

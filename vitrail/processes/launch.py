@@ -1,15 +1,16 @@
-"""The place of this process among those that torchrun or SLURM started, from environment variables."""
+"""The place of this process among those that were started together, and signs that they are alive."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from typing import NamedTuple
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
 
 from vitrail.errors import ConfigError
-
-__all__ = ["Launch", "launch"]
 
 
 class Launch(NamedTuple):
@@ -85,3 +86,80 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
 def first_host(nodes: str) -> str:
     """Return the first host of a list in SLURM's notation, such as "gpu[03-05,9],login1"."""
     return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
+
+
+# Signs of life of processes, which show whether a process has ended or is behind the others.
+
+
+BEAT_SECONDS = 1.0
+"""Seconds between two signs of life of a process."""
+
+
+class SignsOfLife:
+    """A thread that writes every second how many exchanges this process has begun, and reads those of the others."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self.store = store
+        self.reader = store.clone()  # a connection of its own, because a thread uses the other one
+        self.rank = rank
+        self.count = 0
+        self._ended = threading.Event()
+        self._beats = 0
+        self._thread = threading.Thread(target=self._run, daemon=True, name="signs of life")
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join(2 * BEAT_SECONDS)
+
+    def missing(self, ranks: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the ranks that give no signs of life, and those that have begun fewer exchanges than this process.
+        Raises `RuntimeError` if the store cannot be reached."""
+        before = self._read(ranks)
+        time.sleep(3 * BEAT_SECONDS)
+        after = self._read(ranks)
+        gone = [rank for rank in ranks if before[rank] == after[rank]]
+        counts = {rank: int(text.split()[1]) for rank, text in after.items() if rank not in gone}
+        return gone, [rank for rank, count in counts.items() if count < self.count]
+
+    def _read(self, ranks: Sequence[int]) -> dict[int, str]:
+        return {rank: self.reader.get(f"life/{rank}").decode() for rank in ranks}
+
+    def _run(self) -> None:
+        with suppress(Exception):  # the store ends with the first process
+            while True:
+                self._beats += 1
+                self.store.set(f"life/{self.rank}", f"{self._beats} {self.count}")
+                if self._ended.wait(BEAT_SECONDS):
+                    return
+
+
+# Function calls with a time limit.
+
+
+T = TypeVar("T")
+
+
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """Return the result of `work`, or raise its error. Raise `TimeoutError` if it takes longer than this time.
+
+    `work` runs in a thread, which continues in the background after the time limit and may never end. For example, a
+    read from a network that was cut waits for ever.
+    """
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)  # so that a call that never ends does not block the exit
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError("no answer")
+    return results[0]

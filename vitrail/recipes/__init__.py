@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vitrail.recipes.augreg import AUGREG_RECIPES, PLAIN_RECIPES
-from vitrail.recipes.bit import BIT_RECIPES
-from vitrail.recipes.cifar10 import cifar10
-from vitrail.recipes.demo import demo
-from vitrail.recipes.fashion_mnist import fashion_mnist
-from vitrail.recipes.folder import folder
-from vitrail.recipes.fractals import fractals
-from vitrail.recipes.paper import PaperRecipe
-from vitrail.recipes.self_supervised.dino import DINO_RECIPES, dino
-from vitrail.recipes.self_supervised.mae import MAE_RECIPES, mae
-from vitrail.recipes.self_supervised.masked_patches import MASKED_PATCHES_RECIPES, masked_patches
-from vitrail.recipes.self_supervised.moco import MOCO_RECIPES, moco
-from vitrail.recipes.self_supervised.simclr import simclr
-from vitrail.recipes.self_supervised.tokens import TOKEN_RECIPES, beit, vqvae
-from vitrail.recipes.vit import VIT_RECIPES
+from vitrail.recipes.papers import AUGREG_RECIPES, BIT_RECIPES, PLAIN_RECIPES, VIT_RECIPES, PaperRecipe
+from vitrail.recipes.self_supervised import (
+    DINO_RECIPES,
+    MAE_RECIPES,
+    MASKED_PATCHES_RECIPES,
+    MOCO_RECIPES,
+    TOKEN_RECIPES,
+    beit,
+    dino,
+    mae,
+    masked_patches,
+    moco,
+    simclr,
+    vqvae,
+)
+from vitrail.recipes.small import cifar10, demo, fashion_mnist, folder, fractals
 from vitrail.training.config import TrainConfig
 
 __all__ = ["PAPER_RECIPES", "RECIPES"]

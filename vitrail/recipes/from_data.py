@@ -21,13 +21,11 @@ from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.machine import pick_device
 from vitrail.models.config import ModelConfig, override_fields
 from vitrail.processes.group import join_processes
-from vitrail.recipes.folder import folder
+from vitrail.recipes.small import folder
 from vitrail.training.config import TrainConfig
 from vitrail.training.pilot import training_speeds
-from vitrail.transfer.choices import Choices, DataFacts, Explicit, Plan, check_images, choose_task, facts_of
 from vitrail.transfer.examination import divide, mirror_test, mirrored_reason, mirroring_hurts, pixel_features
-
-__all__ = ["DEFAULT_SECONDS", "Colours", "Speed", "colours_of", "plan_for_data", "training_speed"]
+from vitrail.transfer.facts import Choices, DataFacts, Explicit, Plan, check_images, choose_task, facts_of
 
 DEFAULT_SECONDS = 300.0
 

@@ -10,14 +10,188 @@ comparisons (Bonferroni).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-from vitrail.studies.results import Results
-from vitrail.studies.statistics import LEVEL, Estimate, paired
+# Claims about compute: power laws of the error along the frontier of an arm, and the compute for equal accuracy.
 
-__all__ = ["Alike", "Better", "Claim", "Finding", "GainShrinks", "Outcome", "difference_text"]
+
+MAX_LOG = 700.0
+"""Largest logarithm of a ratio that is shown as a number."""
+
+Line = Sequence[tuple[float, float]]
+"""Points of compute and error."""
+
+
+def frontier(points: Line) -> list[tuple[float, float]]:
+    """Return the points with a smaller error than every point of less compute, in the order of compute."""
+    found: list[tuple[float, float]] = []
+    for x, error in sorted(points):
+        if not found or error < found[-1][1]:
+            found.append((x, error))
+    return found
+
+
+def _lines(results: Results, arm: str) -> dict[int, list[tuple[float, float]]]:
+    """Return the frontier of an arm for each seed that all its points have."""
+    points = results.of_arm(arm)
+    seeds = set.intersection(*(set(point.values("accuracy")) for point in points)) if points else set()
+    return {
+        seed: frontier([(point.x or 0.0, 1 - point.values("accuracy")[seed]) for point in points])
+        for seed in sorted(seeds)
+    }
+
+
+def _laws(results: Results, arm: str) -> dict[int, PowerLaw]:
+    """Return the power law of the error of an arm for each seed."""
+    laws = {seed: power_law(line) for seed, line in _lines(results, arm).items()}
+    return {seed: law for seed, law in laws.items() if law is not None}
+
+
+@dataclass(frozen=True)
+class PowerLawFit:
+    """The error of an arm falls with compute: the exponent of the power law is negative."""
+
+    text: str
+    arm: str
+
+    def check(self, results: Results) -> Finding:
+        """Return the verdict on the exponent over seeds."""
+        laws = _laws(results, self.arm)
+        if not laws:
+            return Finding(self.text, "not shown", (f"{self.arm} has no two points of different compute and error",))
+        found = estimate([law.slope for law in laws.values()])
+        text = f"exponent of the error of {self.arm}: {found.mean:.3f}"
+        if found.count < 2:
+            return Finding(self.text, "not shown", (f"{text} with one seed, which has no interval",))
+        interval = f"95 % interval {found.low:.3f} to {found.high:.3f} ({found.count} seeds)"
+        outcome: Outcome = "shown" if found.high < 0 else "contradicted" if found.low > 0 else "not shown"
+        return Finding(self.text, outcome, (f"{text}, {interval}",))
+
+
+@dataclass(frozen=True)
+class LessCompute:
+    """The first arm needs less compute than the second for the same error, by the power laws of both."""
+
+    text: str
+    first: str
+    second: str
+
+    def check(self, results: Results) -> Finding:
+        """Return the verdict on the ratio of the compute. The error is the smallest one that both arms reach."""
+        if missing := [arm for arm in (self.first, self.second) if not results.of_arm(arm)]:
+            return Finding(self.text, "not shown", (f"{missing[0]} was not measured",))
+        lines = [_lines(results, arm) for arm in (self.first, self.second)]
+        laws = [_laws(results, arm) for arm in (self.first, self.second)]
+        seeds = sorted(seed for seed in laws[0] if seed in laws[1] and laws[0][seed].slope < 0 > laws[1][seed].slope)
+        if not seeds:
+            return Finding(self.text, "not shown", ("no seed has a falling error of both arms",))
+        error = max(_mean_of_best([line[seed] for seed in seeds]) for line in lines)
+        if not error:
+            return Finding(self.text, "not shown", ("both arms reach an error of 0, which no power law has",))
+        found = estimate([laws[1][seed].log_x_at(error) - laws[0][seed].log_x_at(error) for seed in seeds])
+        mean, low, high = (math.exp(min(end, MAX_LOG)) for end in (found.mean, found.low, found.high))
+        text = f"compute of {self.second} divided by that of {self.first} at an error of {error:.2%}: "
+        text += f"{mean:.2f}" if mean < 1000 else f"{mean:.2g}"
+        if found.count < 2:
+            return Finding(self.text, "not shown", (f"{text} with one seed, which has no interval",))
+        outcome: Outcome = "shown" if found.low > 0 else "contradicted" if found.high < 0 else "not shown"
+        text += f", 95 % interval {low:.2g} to {high:.2g} ({found.count} seeds)"
+        return Finding(self.text, outcome, (text,))
+
+
+def _mean_of_best(lines: Sequence[Line]) -> float:
+    """Return the mean over seeds of the smallest error."""
+    return sum(min(error for _, error in line) for line in lines) / len(lines)
+
+
+# Statistics over seeds: means with their intervals, paired differences, and power laws.
+
+
+LEVEL = 0.05
+"""Probability that a 95 % interval misses the true value."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds with its interval (Student's t), by default of 95 %. It is infinite with one seed."""
+
+    mean: float
+    deviation: float
+    """Standard deviation over seeds, with n - 1 in the denominator. NaN with one seed."""
+    low: float
+    high: float
+    count: int
+    """Number of seeds."""
+
+
+def student_t(freedom: int, level: float = LEVEL) -> float:
+    """Return the value that Student's t exceeds on either side with the probability `level`, for a whole number of
+    degrees of freedom. It is infinite without a degree of freedom."""
+    if freedom < 1:
+        return math.inf
+    low, high = 0.0, 1.0
+    while _inside(high, freedom) < 1 - level:
+        low, high = high, 2 * high
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _inside(middle, freedom) < 1 - level else (low, middle)
+    return high
+
+
+def _inside(t: float, freedom: int) -> float:
+    """Return the probability that Student's t lies between -t and t (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle = math.atan(t / math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    is_odd = freedom % 2
+    term = cosine if is_odd else 1.0
+    total = term if freedom > 1 else 0.0
+    for number in range(3 if is_odd else 2, freedom - 1, 2):
+        term *= (number - 1) / number * cosine**2
+        total += term
+    return 2 / math.pi * (angle + sine * total) if is_odd else sine * total
+
+
+def estimate(values: Sequence[float], level: float = LEVEL) -> Estimate:
+    """Return the mean of at least one value with its interval, which misses the true mean with the probability
+    `level`."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return Estimate(mean, math.nan, -math.inf, math.inf, len(values))
+    deviation = statistics.stdev(values)
+    half = student_t(len(values) - 1, level) * deviation / math.sqrt(len(values))
+    return Estimate(mean, deviation, mean - half, mean + half, len(values))
+
+
+def paired(first: Mapping[int, float], second: Mapping[int, float], level: float = LEVEL) -> Estimate | None:
+    """Return the mean difference of values with the same seed, or None if no seed has both values."""
+    differences = [value - second[seed] for seed, value in first.items() if seed in second]
+    return estimate(differences, level) if differences else None
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """A line in logarithms: log y = intercept + slope log x."""
+
+    slope: float
+    intercept: float
+
+    def log_x_at(self, y: float) -> float:
+        """Return the logarithm of the x at which the law has the value y. The x itself can be too large for a float."""
+        return (math.log(y) - self.intercept) / self.slope
+
+
+def power_law(points: Sequence[tuple[float, float]]) -> PowerLaw | None:
+    """Return the least-squares fit to the logarithms of the points, or None without two different positive x."""
+    logs = [(math.log(x), math.log(y)) for x, y in points if x > 0 and y > 0]
+    if len({x for x, _ in logs}) < 2:
+        return None
+    slope, intercept = statistics.linear_regression([x for x, _ in logs], [y for _, y in logs])
+    return PowerLaw(slope, intercept)
+
 
 Outcome = Literal["shown", "not shown", "contradicted"]
 
@@ -164,3 +338,81 @@ def _unmeasured(results: Results, *names: str) -> str:
         if point.diverged:
             return f"{name} diverged with {len(point.diverged)} of {len(point.cells)} seeds"
     return ""
+
+
+# The results of a study: metrics of every point by seed, and the trials that chose the learning rates.
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A learning rate that was tried for a stage, with the result on the cut of the training split."""
+
+    tuning: str
+    stage: int
+    rate: float
+    value: float | None
+    """Metric on the cut. None if training diverged."""
+    chosen: bool
+    cell: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointResult:
+    """The measurements of a point."""
+
+    arm: str
+    x: float | None
+    label: str
+    rates: tuple[float, ...]
+    """The chosen learning rate of every stage."""
+    metrics: Mapping[int, Mapping[str, float]]
+    """Metrics by seed, without the seeds with which training diverged."""
+    diverged: Mapping[int, str]
+    """Reason of each seed with which training diverged."""
+    cells: Mapping[int, str]
+    """Name of the cell that measured each seed."""
+    flops: float
+    """FLOPs of the training of one seed, with that of its first stage."""
+    seconds: Mapping[int, float]
+    parameters: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm} at {self.label}" if self.label else self.arm
+
+    def values(self, metric: str) -> dict[int, float]:
+        """Return the metric by seed."""
+        return {seed: found[metric] for seed, found in self.metrics.items() if metric in found}
+
+    def estimate(self, metric: str) -> Estimate | None:
+        """Return the mean over the seeds that finished, or None if none did."""
+        values = list(self.values(metric).values())
+        return estimate(values) if values else None
+
+
+@dataclass(frozen=True)
+class Results:
+    """All measurements of a study."""
+
+    points: Sequence[PointResult]
+    trials: Sequence[Trial] = ()
+    machines: Sequence[str] = ()
+    """Device and number format of the machines that ran the cells, without duplicates."""
+
+    def point(self, name: str) -> PointResult | None:
+        """Return the point of this name, or None if it was not measured."""
+        return next((point for point in self.points if point.name == name), None)
+
+    def of_arm(self, arm: str) -> list[PointResult]:
+        """Return the points of an arm, in the order of the x axis."""
+        return sorted((point for point in self.points if point.arm == arm), key=lambda point: point.x or 0.0)
+
+    @property
+    def arms(self) -> list[str]:
+        return list(dict.fromkeys(point.arm for point in self.points))
+
+    def difference(self, first: str, second: str, metric: str, level: float = LEVEL) -> Estimate | None:
+        """Return the paired difference of two points over seeds, or None if one of them was not measured. Its interval
+        misses the true difference with the probability `level`."""
+        one, two = self.point(first), self.point(second)
+        return None if one is None or two is None else paired(one.values(metric), two.values(metric), level)

@@ -9,31 +9,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vitrail.bench.entries import OURS, Entry, make_step
-from vitrail.bench.measure import timed, waits_for
-from vitrail.bench.workload import Format, Workload
+from vitrail.bench.step import OURS, Entry, make_step
+from vitrail.bench.workload import Format, Workload, timed, waits_for
 from vitrail.errors import ConfigError, plural
 from vitrail.machine import available_memory, has_bf16_matrix_units
 from vitrail.models.variants import AnyConfig
-from vitrail.studies.cell import Cell
 from vitrail.studies.engine import planned_cells
+from vitrail.studies.grid import Cell
 from vitrail.studies.study import Point, Settings
 from vitrail.training.config import TrainConfig
-from vitrail.training.forecast import run_bytes
-from vitrail.training.steps.phases import phases_of, run_flops
-
-__all__ = [
-    "PUBLISHED_DATA",
-    "TPU_FLOPS",
-    "CellCost",
-    "DataSize",
-    "StudyCost",
-    "check_jobs",
-    "cost_of",
-    "default_jobs",
-    "forecast",
-    "sizes_for",
-]
+from vitrail.training.job import phases_of, run_bytes, run_flops
 
 PROCESS_BYTES = 450_000_000
 """Memory of a process that has imported torch and opened the data, before its first step."""

@@ -15,12 +15,9 @@ from pathlib import Path
 from vitrail.errors import RunError, plural
 from vitrail.evaluation.predictions.streaming import merit
 from vitrail.files import saving, write_json
-from vitrail.studies.cell import Cell, CellResult, Measured, make_cell
-from vitrail.studies.pool import CELLS, CellPool
-from vitrail.studies.results import PointResult, Results, Trial
+from vitrail.studies.claims import PointResult, Results, Trial
+from vitrail.studies.grid import CELLS, Cell, CellPool, CellResult, Measured, make_cell
 from vitrail.studies.study import Point, Settings, Study
-
-__all__ = ["RECORD", "TRIAL_SEED", "StudyRun", "chain", "planned_cells", "tuned_points"]
 
 TRIAL_SEED = 1000
 """Seed of the trials that choose learning rates. Reported cells have other seeds."""

@@ -4,15 +4,15 @@ run."""
 from __future__ import annotations
 
 from vitrail.tasks.classification import Classification
+from vitrail.tasks.dino import Dino
 from vitrail.tasks.distillation import Distillation
 from vitrail.tasks.mae import Mae
 from vitrail.tasks.masked_patches import MaskedPatches
+from vitrail.tasks.moco import MoCo
 from vitrail.tasks.regression import Regression
+from vitrail.tasks.simclr import SimClr
 from vitrail.tasks.task import Task
-from vitrail.tasks.tokens.vqvae import VqVae
-from vitrail.tasks.views.dino import Dino
-from vitrail.tasks.views.moco import MoCo
-from vitrail.tasks.views.simclr import SimClr
+from vitrail.tasks.vqvae import VqVae
 
 __all__ = [
     "TASKS",

@@ -24,8 +24,6 @@ from vitrail.tasks.task import LossOutput, Objective, StepCost, mean_of_counted
 from vitrail.tasks.teacher import Teacher, check_teacher, teacher_facts
 from vitrail.weights.bundle import Bundle
 
-__all__ = ["Distillation", "DistillationObjective"]
-
 TeacherLabels = Literal["hard", "soft"]
 
 

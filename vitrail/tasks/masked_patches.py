@@ -2,8 +2,8 @@
 (2106.08254).
 
 A fraction of the patch embeddings of an image is corrupted, and the network predicts the colours, the pixels or the
-discrete tokens of the corrupted patches from the others. No labels are needed. `vitrail.tasks.patch_targets` computes
-colours, and `vitrail.tasks.tokens` computes tokens.
+discrete tokens of the corrupted patches from the others. No labels are needed. Colours are computed
+here, and tokens by `vitrail.tasks.tokenizer`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from vitrail.data.augmentation.draws import Slot, keyed_uniform
@@ -30,14 +30,10 @@ from vitrail.models.tokens.patches import Replace, cut_patches
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import one_of
-from vitrail.tasks.patch_blocks import draw_block_order
-from vitrail.tasks.patch_targets import CELLS, PatchTarget, colour_classes, colour_levels, colours
-from vitrail.tasks.patch_task import PatchObjective, PatchTask, Restored, batch_key, draw_order, tokens_at
+from vitrail.tasks.patches import PatchObjective, PatchTask, Restored, batch_key, draw_order, tokens_at
 from vitrail.tasks.task import Objective, StepCost, TaskMetric
-from vitrail.tasks.tokens.tokenizer import TokenizerTargets, check_grid, tokenizer_facts
+from vitrail.tasks.tokenizer import TokenizerTargets, check_grid, tokenizer_facts
 from vitrail.weights.bundle import Bundle
-
-__all__ = ["Corruption", "MaskedPatches", "MaskedPatchesObjective", "draw_corruption"]
 
 ACCURACY: dict[PatchTarget, str] = {
     "mean-colour": "colour_accuracy",
@@ -292,3 +288,124 @@ class MaskedPatchesObjective(PatchObjective):
         cells = CELLS[self.task.patch_target]
         classes = predicted.reshape(*places.shape, cells**2, -1).argmax(dim=3)
         return Restored(places, colour_levels(classes, cells, config.channels, config.patch_size))
+
+
+# Blocks of hidden patches: rectangles of random size, shape and place, as in BEiT (2106.08254, algorithm 1).
+
+
+SMALLEST = 16 / 196
+"""Smallest area of a block, as a fraction of the patches: 16 of 14 x 14 patches in the published code."""
+
+ASPECT = 0.3
+"""Smallest ratio of the sides of a block. The largest one is its reciprocal."""
+
+TRIES, FAILURES = 200, 10
+"""Numbers of blocks that are tried for an image, and of those that may fail in a row."""
+
+
+def draw_block_order(batch: Batch, grid: tuple[int, int], count: int, *, seed: int) -> Int64[np.ndarray, "b n"]:
+    """Return an order of the patches of each image whose first `count` patches consist of blocks.
+
+    If the blocks have fewer patches, random ones follow. All patches of blocks are in a random order. The order is a
+    pure function of the seed and of the image's epoch, sample and view.
+    """
+    order = draw_order(batch, math.prod(grid), seed=seed)
+    is_hidden = draw_blocks(batch, grid, count, seed=seed).reshape(len(order), -1)
+    later = ~np.take_along_axis(is_hidden, order, axis=1)
+    return np.take_along_axis(order, later.argsort(axis=1, kind="stable"), axis=1)
+
+
+def draw_blocks(batch: Batch, grid: tuple[int, int], count: int, *, seed: int) -> Bool[np.ndarray, "b rows columns"]:
+    """Return a mask of blocks of each image, which has at most `count` patches.
+
+    The area of a block is uniform between the smallest one and the number of patches that are still missing, and the
+    logarithm of its ratio of sides is uniform. A block that does not fit, that adds no patch, or that adds too many is
+    not used. An image is complete after 10 such blocks in a row.
+    """
+    rows, columns = grid
+    uniform = keyed_uniform(seed, *batch_key(batch), draws=4 * TRIES, first=Slot.PATCH_BLOCKS).astype(np.float64)
+    hidden = np.zeros((len(uniform), rows, columns), bool)
+    missing, failures = np.full(len(uniform), count), np.zeros(len(uniform), np.int64)
+    smallest = SMALLEST * rows * columns
+    for area, ratio, top, left in uniform.reshape(len(uniform), TRIES, 4).transpose(1, 2, 0):
+        areas, ratios = smallest + area * (missing - smallest), ASPECT ** (1 - 2 * ratio)
+        height, width = np.rint(np.sqrt(areas * ratios)), np.rint(np.sqrt(areas / ratios))
+        top, left = np.floor(top * (rows - height + 1)), np.floor(left * (columns - width + 1))
+        is_inside = _between(rows, top, height)[:, :, None] & _between(columns, left, width)[:, None, :]
+        new = is_inside & ~hidden
+        added = new.sum(axis=(1, 2))
+        is_used = (height < rows) & (width < columns) & (added > 0) & (added <= missing) & (failures < FAILURES)
+        hidden |= new & is_used[:, None, None]
+        missing -= np.where(is_used, added, 0)
+        failures = np.where(is_used, 0, failures + 1)
+        if ((missing == 0) | (failures >= FAILURES)).all():
+            break
+    return hidden
+
+
+def _between(size: int, first: np.ndarray, length: np.ndarray) -> Bool[np.ndarray, "b size"]:
+    """Return a mask of the indices below `size` from `first` on, of this length."""
+    places = np.arange(size)
+    return (places >= first[:, None]) & (places < (first + length)[:, None])
+
+
+# Targets of masked patch prediction: the pixels of patches, their colours as classes, and their tokens. The levels 0
+# to 255 of a channel are divided into 8 equal bins, which are 3 bits. The paper does not state its bins. A colour of
+# three channels is one of 512 classes: 64 times the bin of red, plus 8 times the bin of green, plus the bin of blue.
+# A grey image has one channel, so its levels are 8 classes. Grey images that are read as three equal channels use the
+# 8 of the 512 classes that are grey. Tokens are those of a trained tokenizer (`vitrail.tasks.tokens`).
+
+
+PatchTarget = Literal["mean-colour", "colours", "pixels", "tokens"]
+
+CELLS: dict[PatchTarget, int] = {"mean-colour": 1, "colours": 4}
+"""Rows and columns of cells of a patch whose mean colours are predicted."""
+
+BINS = 8
+"""Bins of the levels of a channel."""
+
+
+def colours(channels: int) -> int:
+    """Return the number of classes of a colour: 512 with three channels, 8 with one."""
+    return BINS**channels
+
+
+def colour_classes(patches: Int64[Tensor, "b n c ph pw"], cells: int) -> Int64[Tensor, "b n cells2"]:
+    """Return the class of the mean colour of each of `cells` x `cells` cells of each patch, in row-major order.
+
+    If the number of cells does not divide a side of the patch, neighbouring cells share pixels, as in adaptive average
+    pooling. Means are computed in whole numbers, so a mean on the border of two bins belongs to the upper bin on every
+    device.
+    """
+    height, width = patches.shape[3:]
+    found = []
+    for top, bottom in _windows(height, cells):
+        for left, right in _windows(width, cells):
+            sums = patches[:, :, :, top:bottom, left:right].sum(dim=(3, 4))
+            bins = sums * BINS // (256 * (bottom - top) * (right - left))
+            classes = torch.zeros_like(bins[:, :, 0])
+            for channel in bins.unbind(dim=2):
+                classes = classes * BINS + channel
+            found.append(classes)
+    return torch.stack(found, dim=2)
+
+
+def colour_levels(
+    classes: Int64[Tensor, "b n cells2"], cells: int, channels: int, patch_size: tuple[int, int]
+) -> Int64[Tensor, "b n c ph pw"]:
+    """Return patches whose cells have the middle levels of these colours. Pixels that cells share belong to the last
+    one."""
+    height, width = patch_size
+    patches = classes.new_zeros(*classes.shape[:2], channels, height, width)
+    places = [(rows, columns) for rows in _windows(height, cells) for columns in _windows(width, cells)]
+    for number, ((top, bottom), (left, right)) in enumerate(places):
+        for channel in range(channels):
+            bins = classes[:, :, number] // BINS ** (channels - 1 - channel) % BINS
+            levels = bins * (256 // BINS) + 128 // BINS
+            patches[:, :, channel, top:bottom, left:right] = levels[:, :, None, None]
+    return patches
+
+
+def _windows(size: int, cells: int) -> list[tuple[int, int]]:
+    """Return the first pixel of each cell along a side, and the pixel after the last one."""
+    return [(number * size // cells, -(-(number + 1) * size // cells)) for number in range(cells)]

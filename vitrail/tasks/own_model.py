@@ -19,19 +19,6 @@ from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
 from vitrail.weights.prediction import Images
 from vitrail.weights.saved import StoredFormat
 
-__all__ = [
-    "BESIDE",
-    "OwnModel",
-    "beside",
-    "has_known_architecture",
-    "load_beside",
-    "load_weights",
-    "own_config",
-    "without_adapters",
-    "write_beside",
-    "write_weights",
-]
-
 WEIGHTS = "model.safetensors"
 
 BESIDE = "beside.safetensors"

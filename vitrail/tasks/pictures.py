@@ -16,8 +16,6 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, class_indices
 from vitrail.errors import UndecodableImage
 
-__all__ = ["ROWS", "Picture", "PictureTable", "decoded", "neighbour_table", "paste_patches", "picture_of", "spread"]
-
 NEIGHBOURS = 6
 """Number of neighbours of each image."""
 

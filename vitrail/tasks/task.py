@@ -28,18 +28,8 @@ from vitrail.processes.group import Processes
 from vitrail.settings import raise_problems
 from vitrail.tasks.own_model import OwnModel, has_known_architecture
 from vitrail.tasks.pictures import PictureTable
-from vitrail.weights.bundle import Bundle, OutputKind
-
-__all__ = [
-    "LossOutput",
-    "Objective",
-    "Position",
-    "StepCost",
-    "Task",
-    "TaskMetric",
-    "drawn_samples",
-    "mean_of_counted",
-]
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.prediction import OutputKind
 
 
 @dataclass(frozen=True)

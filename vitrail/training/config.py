@@ -6,10 +6,12 @@ Each section is a frozen dataclass that checks itself and is defined beside the 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from vitrail.data.augmentation.augment import Augment
 from vitrail.data.config import DataConfig
@@ -20,17 +22,229 @@ from vitrail.machine import TrainingPrecision
 from vitrail.models.compiled import Compile
 from vitrail.models.config import ModelConfig, override_fields
 from vitrail.models.linear.float32 import Float32Products
-from vitrail.plain import from_plain
-from vitrail.settings import above_zero, at_least, bare_names, named, one_of, raise_problems, seconds_in
+from vitrail.models.linear.lora import Projection
+from vitrail.settings import (
+    above_zero,
+    at_least,
+    bare_names,
+    from_plain,
+    named,
+    one_of,
+    raise_problems,
+    seconds_in,
+)
 from vitrail.tasks import TASKS, Classification, Task
-from vitrail.training.optimization.optimizer import OptimizerConfig
-from vitrail.training.parallel.sharding import Shard
-from vitrail.training.reporting.trackers import tracker_problems
-from vitrail.training.start import StartConfig
-from vitrail.training.steps.early import EarlyConfig
-from vitrail.training.steps.faults import FaultConfig
+from vitrail.training.log import tracker_problems
+from vitrail.training.optimizer import OptimizerConfig
 
-__all__ = ["RESOLVED", "RunConfig", "TrainConfig"]
+# The settings of cheaper steps at the beginning of a run.
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyConfig:
+    """Cheaper steps at the beginning of a run. Each setting is a list of VALUE:END.
+
+    A value applies until END, a fraction of the run's steps. After the last END, the run's own setting applies. Raises
+    `ConfigError` if fields have invalid values. The message names all of them.
+    """
+
+    early_image_size: tuple[str, ...] = ()
+    """Smaller training images at the beginning of the run: SIZE:END, such as 16:0.4 24:0.7. END is a fraction of the
+    steps. Afterwards the images have --image-size, as they always have in evaluations."""
+    early_patch_dropout: tuple[str, ...] = ()
+    """Higher patch dropout at the beginning of the run: RATE:END, such as 0.75:0.3 0.5:0.6. END is a fraction of the
+    steps. Afterwards --patch-dropout applies."""
+    early_batch_size: tuple[str, ...] = ()
+    """Smaller batches at the beginning of the run: IMAGES:END, such as 16:0.3. END is a fraction of the steps.
+    Afterwards --batch-size applies. The learning rate does not change."""
+
+    def __post_init__(self) -> None:
+        raise_problems(problem for name in KINDS for problem in self._problems(name))
+
+    def course(self, name: str) -> list[tuple[Any, float]]:
+        """Return the values of a setting with their ends."""
+        texts = (text.rpartition(":") for text in getattr(self, name))
+        return [(KINDS[name].parse(value), float(end)) for value, _, end in texts]
+
+    def conflicts(self, name: str, last: Any) -> Iterator[str]:
+        """Yield a message if a step becomes cheaper on the way to the run's own value `last`."""
+        kind, values = KINDS[name], [value for value, _ in self.course(name)]
+        costs = [kind.cost(value) for value in (*values, last)]
+        if values and not all(before < after for before, after in itertools.pairwise(costs)):
+            given, falls = " ".join(getattr(self, name)), "fall" if name == "early_patch_dropout" else "grow"
+            yield f"{name}={given!r} does not {falls} to {kind.option}={last}; choose other values, or leave it out"
+
+    def mean_batch_size(self, batch_size: int) -> float:
+        """Return the mean number of images per step in a run with this batch size."""
+        total, begin = 0.0, 0.0
+        for value, end in self.course("early_batch_size"):
+            total, begin = total + value * (end - begin), end
+        return total + batch_size * (1 - begin)
+
+    def _problems(self, name: str) -> Iterator[str]:
+        """Yield a message for each text that is not VALUE:END, and for ends that do not increase."""
+        kind, ends = KINDS[name], []
+        for text in getattr(self, name):
+            value, _, end = text.rpartition(":")
+            try:
+                kind.parse(value)
+                ends.append(float(end))
+            except ValueError:
+                ends.append(math.nan)
+            if not 0 < ends[-1] < 1:
+                yield (
+                    f"{name}={text!r} is not {kind.form}, with END a fraction of the run between 0 and 1; write for "
+                    f"example {kind.example!r}"
+                )
+        if ends != sorted(set(ends)) and not any(map(math.isnan, ends)):
+            yield f"{name}={' '.join(getattr(self, name))!r} has ends that do not increase"
+
+
+class Kind(NamedTuple):
+    """A setting that can change during a run."""
+
+    parse: Callable[[str], Any]
+    """Function that reads a value from a text. It raises `ValueError` for any other text."""
+    form: str
+    example: str
+    option: str
+    """Name of the run's own setting."""
+    cost: Callable[[Any], float]
+    """Function of a value that grows with the cost of a step."""
+
+
+def _size(text: str) -> tuple[int, int]:
+    if (found := re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text)) is None:
+        raise ValueError(text)
+    return int(found[1]), int(found[2] or found[1])
+
+
+def _rate(text: str) -> float:
+    if not 0 < (rate := float(text)) < 1:
+        raise ValueError(text)
+    return rate
+
+
+def _images(text: str) -> int:
+    if (count := int(text)) < 1:
+        raise ValueError(text)
+    return count
+
+
+KINDS = {
+    "early_image_size": Kind(_size, "SIZE:END", "16:0.5", "image_size", math.prod),
+    "early_patch_dropout": Kind(_rate, "RATE:END", "0.5:0.4", "patch_dropout", lambda rate: -rate),
+    "early_batch_size": Kind(_images, "IMAGES:END", "16:0.3", "batch_size", float),
+}
+"""The settings that can change during a run, by the names of their options."""
+
+
+# Sharded training by PyTorch's FSDP2: each process keeps a part of every weight, of its gradient and of its moments.
+# The whole weights of a block exist only while the block computes.
+
+
+Shard = Literal["none", "full", "hybrid"]
+
+
+# Faults of training steps: losses and gradients that are not finite, and spikes of the loss. A step is checked
+# between its backward pass and the update of the weights. All processes check the same sums, so all of them find the
+# same faults.
+
+
+OnNonFinite = Literal["stop", "skip", "rollback"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultConfig:
+    """Reactions to faults of training steps. Raises `ConfigError` if fields have invalid values. The message names all
+    of them."""
+
+    on_non_finite: OnNonFinite = "stop"
+    """Reaction to a loss or gradient that is not finite. stop: end the run without saving its state. skip: skip the
+    batch. rollback: go back to a checkpoint, and skip the last batches."""
+    spike_score: float = 0.0
+    """Go back to a checkpoint if the loss of a step is this many robust standard deviations above the median of the
+    last steps, such as 10. 0: never."""
+    spike_window: int = 100
+    """Number of steps with which --spike-score compares a loss. The first steps of a run are not compared."""
+    rollback_skips: int = 10
+    """Number of batches to skip after the run goes back to a checkpoint. The last skipped batch is the batch of the
+    fault."""
+    max_faults: int = 10
+    """Maximum number of faults in a run. The next fault ends the run."""
+
+    def __post_init__(self) -> None:
+        raise_problems(
+            [
+                *at_least(self, spike_score=0, spike_window=2, rollback_skips=1, max_faults=1),
+                *one_of(self, on_non_finite=OnNonFinite),
+            ]
+        )
+
+    @property
+    def are_checked(self) -> bool:
+        """True if steps are checked before the weights change."""
+        return self.on_non_finite != "stop" or self.spike_score > 0
+
+    @property
+    def may_roll_back(self) -> bool:
+        """True if a fault can lead back to a checkpoint."""
+        return self.on_non_finite == "rollback" or self.spike_score > 0
+
+
+# Starting a run from a model: its weights go into a new network with a head for the run's data.
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartConfig:
+    """The model that a run starts from, and the choice of weights to train.
+
+    Raises `ConfigError` if fields have invalid values. The message names all of them.
+    """
+
+    init: str | None = None
+    """Model to start from: a model folder, a run folder, another library's checkpoint, a hub name, or small, which is
+    part of Vitrail. The model's head is kept if the classes have the same names in the same order. Otherwise, or if the
+    class names are only numbers, it is replaced by a new head of zeros."""
+    train_blocks: int | None = None
+    """With --init: number of last blocks to train with the final norm, pooling and head. By default all blocks. 0
+    trains only the head. The blocks of a ResNet are its residual units."""
+    lora_rank: int | None = None
+    """With --init: rank of the LoRA updates (2106.09685). If given, only these updates and the head are trained."""
+    lora_alpha: float | None = None
+    """LoRA scaling: the update is multiplied by alpha / rank. By default alpha equals rank."""
+    lora_on: tuple[Projection, ...] = ("query", "value")
+    """Weights of each block that get LoRA updates: query, key, value, out, up, down."""
+    new_head: bool = False
+    """With --init: replace the model's head even if the model and the data have the same class names. The new head is
+    zero, or a linear model of features with --linear-head."""
+    linear_head: bool = False
+    """With --init: fit a linear classifier to the model's features of the training images, and start from it as the
+    head (2202.10054). With --keep best, the initial weights are evaluated as well, and are kept unless training
+    improves them."""
+
+    def __post_init__(self) -> None:
+        problems = [*at_least(self, train_blocks=0, lora_rank=1), *above_zero(self, "lora_alpha")]
+        for name in ("train_blocks", "lora_rank") if self.init is None else ():
+            if (value := getattr(self, name)) is not None:
+                problems.append(
+                    f"{name}={value} leaves weights untrained, so it needs a model to start from; give init=..."
+                )
+        for name in ("new_head", "linear_head") if self.init is None else ():
+            if getattr(self, name):
+                problems.append(
+                    f"{name}=True is a new head for a model, so it needs a model to start from; give init=..."
+                )
+        if self.lora_rank is None and self.lora_alpha is not None:
+            problems.append(f"lora_alpha={self.lora_alpha} needs lora_rank; give both")
+        if self.lora_rank is None and self.lora_on != StartConfig.lora_on:
+            problems.append(f"lora_on={self.lora_on} needs lora_rank; give both")
+        if self.lora_rank is not None and self.train_blocks is not None:
+            problems.append(
+                f"train_blocks={self.train_blocks} and lora_rank={self.lora_rank} exclude each other; give one of them"
+            )
+        raise_problems(problems)
+
 
 Keep = Literal["best", "last"]
 

@@ -9,14 +9,10 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
 from vitrail.machine import autocast
-from vitrail.processes.parts import local, whole
-from vitrail.training.monitoring.monitor import Monitor
-from vitrail.training.state.state import TrainState
-from vitrail.training.steps.faults import StepFault
-from vitrail.training.steps.phases import Phase, use_patch_dropout
-from vitrail.training.steps.plan import Plan
-
-__all__ = ["fit", "train_step"]
+from vitrail.processes.group import local, whole
+from vitrail.training.after_step import Monitor
+from vitrail.training.job import Phase, Plan, use_patch_dropout
+from vitrail.training.state import StepFault, TrainState
 
 
 def fit(state: TrainState, plan: Plan, monitor: Monitor) -> None:

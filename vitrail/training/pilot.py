@@ -13,11 +13,9 @@ from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import Stopped
 from vitrail.processes.group import join_processes
-from vitrail.training.assembly import pixels_fit
+from vitrail.training.build import pixels_fit
 from vitrail.training.config import TrainConfig
 from vitrail.training.run import train
-
-__all__ = ["FIRST_STEPS", "training_speeds"]
 
 FIRST_STEPS = 4
 """Number of steps of the first pilot, which determines the length of the others."""

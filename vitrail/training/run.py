@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,33 +17,60 @@ import torch
 from torch import nn
 
 from vitrail.cores import compute_threads
+from vitrail.data.batch import Skipped
+from vitrail.data.check import quick_check
+from vitrail.data.colour import colour_note, images_of
 from vitrail.data.source import Source
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, DataError, RunComplete, RunError, SaveError
+from vitrail.errors import ConfigError, DataError, NonFiniteLoss, RunComplete, RunError, SaveError, plural
+from vitrail.evaluation.outputs import Outputs
+from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.files import recover_folder, saving, write_json
-from vitrail.machine import deterministic_algorithms
+from vitrail.machine import deterministic_algorithms, keep_freed_memory
 from vitrail.models.linear.float32 import float32_products
+from vitrail.models.vit_config import ViTConfig
 from vitrail.processes.group import Processes, join_processes
-from vitrail.training.assembly import make_network
+from vitrail.tasks import Task
+from vitrail.tasks.own_model import BESIDE, beside, load_beside, load_weights, without_adapters, write_weights
+from vitrail.tasks.task import Objective
+from vitrail.training.after_step import Examiner, HeldOutSkips, Intervals, Monitor, check_finite
+from vitrail.training.build import make_bundle, make_network, make_plan, make_state
+from vitrail.training.checkpoint import BestModel, Checkpoints
+from vitrail.training.clock import MachineLimit, product_limit
 from vitrail.training.config import TrainConfig
-from vitrail.training.execution import Execution
-from vitrail.training.finish import RunResult
-from vitrail.training.forecast import check_run_memory
-from vitrail.training.monitoring.examiner import Probe, check_probes
-from vitrail.training.records.changes import changed_config
-from vitrail.training.records.extension import Length, check_extension
-from vitrail.training.records.folder import new_folder
-from vitrail.training.records.lock import locked
-from vitrail.training.records.record import Record, read_record, replace_config
-from vitrail.training.reporting.display import Display
-from vitrail.training.reporting.journal import read_journal
-from vitrail.training.setup import OwnObjects, Setup, prepare, record_of
+from vitrail.training.folder import (
+    Length,
+    Record,
+    changed_config,
+    check_extension,
+    locked,
+    new_folder,
+    read_record,
+    record_extension,
+    replace_config,
+)
+from vitrail.training.job import (
+    OwnObjects,
+    Plan,
+    Probe,
+    Setup,
+    check_probes,
+    check_run_memory,
+    cost_text,
+    evaluation_batch,
+    prepare,
+    record_of,
+    schedule_of,
+)
+from vitrail.training.log import Display, Journal, Sinks, read_journal, tracking
+from vitrail.training.loop import fit
+from vitrail.training.page import Example, ProgressPage, write_examples, write_pictures
+from vitrail.training.sharding import StreamedCopy
 from vitrail.training.start import open_again, open_initial
-from vitrail.training.state.checkpoint import Checkpoints
+from vitrail.training.state import TrainState
+from vitrail.training.stop import StopRequest
 from vitrail.weights.bundle import Bundle, load_bundle
-
-__all__ = ["finished", "resume", "train"]
 
 
 def train(
@@ -286,3 +316,389 @@ def _memory_of_resumed(setup: Setup) -> str:
 
 def _arguments(names: Sequence[str]) -> str:
     return " and ".join(f"{name}=..." for name in names)
+
+
+# The execution of one run: from a network or the newest checkpoint to the last step.
+
+
+class Execution:
+    """One run, from a network or the newest checkpoint to the finished model."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        folder: Path,
+        display: Display,
+        started: float,
+        memory: str,
+        *,
+        max_seconds: float | None = None,
+    ) -> None:
+        """`max_seconds` is the time after `started` at which this process stops. By default it is that of the config.
+        It is not recorded in the run's folder."""
+        self.setup = setup
+        self.folder = folder
+        self.processes = setup.processes
+        self.journal = Journal(folder / "journal.jsonl", is_kept=setup.processes.is_first)
+        self.checkpoints = Checkpoints(
+            folder / "checkpoints",
+            processes=setup.processes,
+            in_background=setup.config.run.background_checkpoints,
+            on_saved=lambda step, path: self.journal.write("checkpoint", step=step, path=path.name),
+            on_restored=lambda state: self.processes.on_first(lambda: self.best.put_back(state.best.step)),
+        )
+        self.best = BestModel(folder)
+        # Processes share the images of an evaluation batch by batch, although their machines can differ.
+        self.evaluation_batch = setup.processes.from_first(evaluation_batch(setup.config, setup.network))
+        self.display = display if setup.processes.is_first else Display()
+        self.skips = HeldOutSkips(self.display)
+        self.started = started
+        self.max_seconds = setup.config.run.max_seconds if max_seconds is None else max_seconds
+        self.memory = memory
+        """A sentence about the memory that the run needs."""
+
+    def go(
+        self,
+        network: nn.Module,
+        notes: tuple[str, ...],
+        probes: Sequence[Probe],
+        *,
+        resuming: bool = False,
+        extends: int | None = None,
+        changes: Mapping[str, tuple[Any, Any]] = MappingProxyType({}),
+    ) -> RunResult:
+        """Train the network, and save the model. `extends` is the former number of steps of a run that is extended.
+        `changes` are the settings that a resumed run changes, with their values before and now."""
+        setup, journal, display = self.setup, self.journal, self.display
+        keep_freed_memory()
+        state, plan = make_state(setup, network), make_plan(setup)
+        for note in self._restore(state) if resuming else ():
+            display.note(note)
+        self._announce(network, notes)
+        if state.step:
+            display.say(f"continuing after step {state.step:,} of {setup.steps:,}")
+        if extends is not None and state.step and (note := self._rise(plan, state.step, extends)):
+            display.note(note)
+        extension: dict[str, Any] = {} if extends is None else {"extends": extends}
+        if changes:
+            extension["changes"] = {name: list(values) for name, values in changes.items()}
+        journal.write("resumed" if resuming else "started", step=state.step, steps=setup.steps, **extension)
+        if extends is not None:
+            state.best.waited = 0  # otherwise a run that --patience ended would end again at once
+            longer = {"step": state.step, "before": extends, "steps": setup.steps}
+            self.processes.on_first(lambda: record_extension(self.folder, setup.config, **longer))
+        if journal.is_kept:
+            metric = setup.config.task.selection(setup.splits)
+            journal.readers.append(ProgressPage(self.folder, setup.config, metric, setup.steps).receive)
+        with tracking(setup.config.run.track, self.folder, setup.config.to_plain(), journal, state.step):
+            monitor = self._train(state, plan, probes)
+            finish = Finish(setup, self.folder, journal, self.best, partial(self._outputs, state), self.skips)
+            return finish(state, monitor.summary(setup.device))
+
+    def _rise(self, plan: Plan, step: int, before: int) -> str:
+        """Return a note if the learning rate of the next step is higher than that of the last one, because the schedule
+        of a run that had `before` steps is stretched to its new length. Return "" otherwise."""
+        last = schedule_of(self.setup.config, self.setup.splits, before)(step - 1)
+        if (following := plan.schedule(step)) <= last:
+            return ""
+        return (
+            f"the learning rate rises from {last:.3g} to {following:.3g}, because the schedule is now that of a run of "
+            f"{self.setup.steps:,} steps (docs/optimization.md)"
+        )
+
+    def _train(self, state: TrainState, plan: Plan, probes: Sequence[Probe]) -> Monitor:
+        """Take the steps that are left, and return the monitor that received them. Signals stop the run meanwhile."""
+        setup, journal, display = self.setup, self.journal, self.display
+        with StopRequest(None if self.max_seconds is None else self.started + self.max_seconds) as stop:
+            sinks = Sinks(journal, self.checkpoints, display)
+            monitor = Monitor(
+                state,
+                plan,
+                sinks,
+                _intervals(setup),
+                self._examiner(state, sinks, probes),
+                stop=stop,
+                started=self.started,
+                on_readers=lambda threads: replace_config(self.folder, setup.config.override(threads=threads)),
+                limit=self._limit(state, plan),
+            )
+            display.begin(state.step, setup.steps, setup.config.task)
+            try:
+                with closing(self.checkpoints):
+                    if state.step == 0:
+                        monitor.before_first_step(evaluates=self._may_keep_start)
+                    fit(state, plan, monitor)
+            except NonFiniteLoss as error:
+                journal.write("failed", step=state.step, reason=str(error))
+                if not self._may_keep_start or state.best.step < 0:
+                    raise NonFiniteLoss(_advice(error, self.checkpoints)) from None
+                display.note(
+                    f"{error}: the run diverged, so the best weights before, of step {state.best.step:,}, stay"
+                )
+            finally:
+                display.end()
+                state.batches.close()
+        return monitor
+
+    def _limit(self, state: TrainState, plan: Plan) -> MachineLimit | None:
+        """Measure the machine's limit for the speed of the steps, and write it into the journal. Return None if the
+        FLOPs of some steps are unknown."""
+        if not all(phase.flops for phase in plan.phases):
+            return None
+
+        def measure(again: bool) -> float:
+            found = product_limit(plan.precision, plan.device, self.processes, again=again)
+            threads = torch.get_num_threads() if plan.device.type == "cpu" else None
+            settings = {"precision": plan.precision, "threads": threads}
+            self.journal.write("limit", step=state.step, flops_per_second=found, **settings)
+            return found
+
+        def give_up() -> None:
+            self.journal.write("limit too low", step=state.step)
+            self.display.note(
+                "the steps are faster than the matrix products that were measured alone, so other programs used the "
+                "machine meanwhile; the fraction of this speed is not shown any more"
+            )
+
+        return MachineLimit(measure, give_up, self.processes)
+
+    @property
+    def _may_keep_start(self) -> bool:
+        """True if the initial weights can be the best: the run starts from a linear model of features."""
+        config = self.setup.config
+        return config.start.linear_head and config.run.keep == "best"
+
+    def _restore(self, state: TrainState) -> list[str]:
+        """Load the newest checkpoint, and return notes for the user. Without a checkpoint, the run starts again."""
+        if self.processes.on_first(self.checkpoints.steps):
+            return self.checkpoints.restore(state)
+        return ["the run ended before its first checkpoint, so it starts from the beginning"]
+
+    def _examiner(self, state: TrainState, sinks: Sinks, probes: Sequence[Probe]) -> Examiner:
+        setup = self.setup
+        return Examiner(
+            setup.config.task,
+            state,
+            setup.splits,
+            sinks,
+            model=lambda: make_bundle(setup, state.whole_objective()),
+            saved=lambda: make_bundle(setup, state.saved_objective()),
+            outputs=partial(self._outputs, state),
+            best=self.best if setup.config.run.keep == "best" else None,
+            probes=(*setup.probes, *probes),
+            processes=self.processes,
+            skips=self.skips,
+        )
+
+    def _outputs(
+        self,
+        state: TrainState,
+        bundle: Bundle,
+        *,
+        keep: int = 0,
+        on_skip: Callable[[Skipped], None] | None = None,
+    ) -> Outputs:
+        """Return the outputs of a model for an evaluation, whose images all processes share."""
+        return Outputs(
+            bundle,
+            batch_size=self.evaluation_batch,
+            readers=self.setup.readers,
+            keep=keep,
+            on_skip=on_skip,
+            processes=self.processes,
+            settle=state.settle,
+        )
+
+    def _announce(self, network: nn.Module, notes: tuple[str, ...]) -> None:
+        setup = self.setup
+        for note in (*notes, *setup.splits.notes):
+            self.display.note(note)
+        if isinstance(setup.network, ViTConfig) and (note := setup.network.attention_kind.note()):
+            self.display.note(note)
+        if note := colour_note(images_of(setup.splits.train), setup.config.images.channels):
+            self.display.note(f"{note}; to learn from colours, choose channels=3")
+        for line in quick_check(setup.splits):
+            self.display.say(line)
+        self.display.say(self.memory)
+        self.display.say(f"{self.folder / 'progress.html'} shows the curves during the run")
+        self.display.say(f"{_summary(setup, network)}, into {self.folder}")
+        if len(setup.phases) > 1 and setup.network is not None:
+            self.display.say(cost_text(setup.phases, setup.network, setup.config.task))
+
+
+COMPILED = {"off": "", "on": ", compiled", "graphs": ", compiled into CUDA graphs"}
+
+
+def _intervals(setup: Setup) -> Intervals:
+    config, validation = setup.config.run, setup.splits.validation
+
+    def every(count: int) -> int:
+        return math.ceil(setup.steps / count)
+
+    return Intervals(
+        journal=min(50, every(100)),
+        evaluate=every(config.evaluations) if validation is not None and config.evaluations else None,
+        checkpoint=every(config.checkpoints),
+    )
+
+
+def _summary(setup: Setup, network: nn.Module) -> str:
+    """Return a sentence about the network, the data, the length of the run and the device."""
+    config = setup.config
+    parameters = list(network.parameters())
+    count = sum(one.numel() for one in parameters)
+    trained = sum(one.numel() for one in parameters if one.requires_grad)
+    name = config.start.init or config.model.name if setup.objects.network is None else type(network).__name__
+    names = config.task.output_names(setup.splits)
+    outputs = plural(len(names), config.task.output_noun) if names else "without a head"
+    return (
+        f"{name} with {count:,} parameters{f', {trained:,} of them trained,' if trained < count else ''} on "
+        f"{len(setup.splits.train):,} images, {outputs}: {setup.steps:,} steps of {config.run.batch_size} in "
+        f"{config.run.precision} on {setup.device}{COMPILED[setup.compile]}"
+        f"{f', shared by {setup.processes.world} processes' if setup.processes.are_several else ''}"
+    )
+
+
+def _advice(error: NonFiniteLoss, checkpoints: Checkpoints) -> str:
+    """Return the message of a run that diverged."""
+    kept = "there is no checkpoint yet"
+    if steps := checkpoints.steps():
+        kept = f"the last good checkpoint is {checkpoints.folder}/step-{steps[0]}"
+    return (
+        f"{error}: the run diverged, and {kept}. Try a lower --learning-rate, a longer --warmup, or --precision float32"
+    )
+
+
+# The end of a run: the kept weights are measured on the held-out splits and saved, with examples and pictures.
+
+
+MAX_KEPT = 2**24
+"""Maximum number of outputs of a split that a run returns (64 MB)."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A finished run."""
+
+    folder: Path
+    bundle: Bundle
+    """The model, which is saved in `folder / "model"`. If the network is of the user's own class, only the weights are
+    saved. If weights are sharded, only the first process has the model's weights, in main memory."""
+    metrics: dict[str, float]
+    """Metrics of the model on the held-out splits: `validation_accuracy`, and `test_accuracy` if there is a test split.
+    Other tasks have other metrics, such as `test_r2`."""
+    summary: dict[str, float]
+    """Optimizer steps, seconds, images per second, fraction of the time spent waiting for data, and peak memory in
+    bytes."""
+    examples: tuple[Example, ...]
+    """A few held-out images, saved as files, with the model's predictions."""
+    task: Task
+    """The task that the model was trained for."""
+    predictions: Mapping[str, Predictions] = field(default_factory=dict)
+    """Outputs of the model by the name of the held-out split. A split with more than `MAX_KEPT` outputs is missing."""
+
+    def texts(self, split: str) -> list[str]:
+        """Return the metrics of a split as texts with their names, such as "accuracy 89.30%".
+
+        Those of "train" are means over the last training steps, with augmentation."""
+        start, found = f"{split}_", self.summary | self.metrics
+        values = {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
+        return self.task.texts(values)
+
+
+class Finish:
+    """Turns the state after the last step into the finished model on the disk."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        folder: Path,
+        journal: Journal,
+        best: BestModel,
+        outputs: Callable[..., Outputs],
+        skips: HeldOutSkips,
+    ) -> None:
+        """`outputs` returns the outputs of a model for an evaluation, with the arguments `keep` and `on_skip` of
+        `Outputs`. `skips` shows the images that cannot be decoded."""
+        self.setup = setup
+        self.folder = folder
+        self.journal = journal
+        self.best = best
+        self.outputs = outputs
+        self.skips = skips
+
+    def __call__(self, state: TrainState, summary: dict[str, float]) -> RunResult:
+        """Load the weights that the config keeps, measure the model on the held-out splits, and write the model."""
+        setup, folder, processes = self.setup, self.folder, self.setup.processes
+        if state.average is not None:
+            state.average.swap()  # no swap back, because no step follows
+        bundle = make_bundle(setup, state.saved_objective())
+        if setup.config.start.lora_rank is not None:
+            bundle = without_adapters(bundle)
+        bundle.provenance["step"] = state.step
+        is_best = setup.config.run.keep == "best" and state.best.step >= 0
+        if is_best:
+            processes.on_first(lambda: load_weights(bundle, folder / "model"))
+            processes.on_first(lambda: load_beside(state.kept, folder / BESIDE))
+            bundle.provenance["step"] = state.best.step
+        if state.streamed is not None:
+            predictions = self._measure_streamed(bundle, state, state.streamed, is_best=is_best)
+        else:
+            if is_best:
+                processes.copy_from_first(bundle.network.state_dict().values())
+                processes.copy_from_first(beside(state.kept).values())
+            predictions = self._measure(bundle, state)
+        processes.on_first(lambda: write_weights(bundle, folder / "model"))
+        processes.on_first(self.best.forget)
+        held_out = setup.splits.held_out
+        source = held_out[1] if held_out else setup.splits.train
+        examples = processes.on_first(lambda: write_examples(bundle, source, folder / "examples"))
+        processes.on_first(lambda: self._write_pictures(bundle, state.kept, source))
+        self.journal.write("finished", step=state.step, metrics=bundle.metrics, **summary)
+        return RunResult(folder, bundle, bundle.metrics, summary, examples, setup.config.task, predictions)
+
+    def _write_pictures(self, bundle: Bundle, objective: Objective, source: Source) -> None:
+        """Write a report with the task's pictures, if it has any."""
+        config = self.setup.config
+        name = config.start.init or config.model.name
+        heading = f"{name}, pre-trained by {config.task.name} on {config.data.spec}, {self.setup.steps:,} steps."
+        write_pictures(self.folder, heading, bundle.metrics, config.task.pictures(objective, bundle, source))
+
+    def _measure_streamed(
+        self, bundle: Bundle, state: TrainState, streamed: StreamedCopy, *, is_best: bool
+    ) -> dict[str, Predictions]:
+        """Measure the model whose weights are in the main memory of the first process, by sharded weights. `is_best` is
+        True if the weights of training are others."""
+        if is_best:
+            streamed.scatter(state.objective)
+        measured = make_bundle(self.setup, state.whole_objective())
+        streamed.copy_rest(measured.network, bundle.network)
+        measured.provenance, measured.metrics = bundle.provenance, bundle.metrics
+        predictions = self._measure(measured, state)
+        bundle.metrics = measured.metrics
+        return predictions
+
+    def _measure(self, bundle: Bundle, state: TrainState) -> dict[str, Predictions]:
+        """Measure the finished model on the held-out splits, and add the metrics to it. Return its outputs."""
+        task, splits = self.setup.config.task, self.setup.splits
+
+        split = ""
+
+        def skip(item: Skipped) -> None:
+            self.journal.write("skipped", step=state.step, split=split, key=item.key, reason=item.reason)
+            self.skips.of(split)(item)
+
+        outputs = self.outputs(bundle, keep=MAX_KEPT, on_skip=skip)
+        predictions: dict[str, Predictions] = {}
+        evaluator = task.evaluator(state.copy or state.objective)
+        for split, source in (("validation", splits.validation), ("test", splits.test)):
+            if source is not None:
+                result = evaluator(outputs, splits.train, source)
+                state.settle()
+                check_finite(result, task.loss_metric, state.step)
+                values = {"split": split, "weights": state.measured, "kept": True, **result}
+                self.journal.write("evaluation", step=bundle.provenance["step"], **values)
+                bundle.metrics |= {f"{split}_{name}": value for name, value in task.summary(result).items()}
+                if (kept := outputs.kept(source)) is not None:
+                    predictions[split] = kept
+        return predictions

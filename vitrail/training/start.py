@@ -2,76 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.errors import BundleError, ConfigError, RunError, plural
-from vitrail.models.linear.lora import Projection
+from vitrail.data.source import Mixture, Source, Widened
+from vitrail.data.splits import Splits
+from vitrail.errors import BundleError, ConfigError, DataError, RunError, plural
+from vitrail.evaluation.classifiers.linear import LinearMap, fit_linear
+from vitrail.evaluation.features.cache import default_cache
+from vitrail.evaluation.frozen import labelled_features
+from vitrail.evaluation.outputs import Outputs
+from vitrail.evaluation.predictions.streaming import SELECTING
+from vitrail.evaluation.truth import truth_of
+from vitrail.machine import Precision, pick_device
+from vitrail.models.layers import StochasticDepth
+from vitrail.models.linear.lora import add_adapters, check_adapters
 from vitrail.models.network import with_weights
 from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build
-from vitrail.plain import from_plain, to_plain
-from vitrail.settings import above_zero, at_least, raise_problems
+from vitrail.processes.group import Processes
+from vitrail.settings import from_plain, to_plain
 from vitrail.tasks import Task
+from vitrail.training.config import StartConfig, TrainConfig
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.load import load
-
-__all__ = ["Origin", "StartConfig", "fitted", "network_from", "open_again", "open_initial"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StartConfig:
-    """The model that a run starts from, and the choice of weights to train.
-
-    Raises `ConfigError` if fields have invalid values. The message names all of them.
-    """
-
-    init: str | None = None
-    """Model to start from: a model folder, a run folder, another library's checkpoint, a hub name, or small, which is
-    part of Vitrail. The model's head is kept if the classes have the same names in the same order. Otherwise, or if the
-    class names are only numbers, it is replaced by a new head of zeros."""
-    train_blocks: int | None = None
-    """With --init: number of last blocks to train with the final norm, pooling and head. By default all blocks. 0
-    trains only the head. The blocks of a ResNet are its residual units."""
-    lora_rank: int | None = None
-    """With --init: rank of the LoRA updates (2106.09685). If given, only these updates and the head are trained."""
-    lora_alpha: float | None = None
-    """LoRA scaling: the update is multiplied by alpha / rank. By default alpha equals rank."""
-    lora_on: tuple[Projection, ...] = ("query", "value")
-    """Weights of each block that get LoRA updates: query, key, value, out, up, down."""
-    new_head: bool = False
-    """With --init: replace the model's head even if the model and the data have the same class names. The new head is
-    zero, or a linear model of features with --linear-head."""
-    linear_head: bool = False
-    """With --init: fit a linear classifier to the model's features of the training images, and start from it as the
-    head (2202.10054). With --keep best, the initial weights are evaluated as well, and are kept unless training
-    improves them."""
-
-    def __post_init__(self) -> None:
-        problems = [*at_least(self, train_blocks=0, lora_rank=1), *above_zero(self, "lora_alpha")]
-        for name in ("train_blocks", "lora_rank") if self.init is None else ():
-            if (value := getattr(self, name)) is not None:
-                problems.append(
-                    f"{name}={value} leaves weights untrained, so it needs a model to start from; give init=..."
-                )
-        for name in ("new_head", "linear_head") if self.init is None else ():
-            if getattr(self, name):
-                problems.append(
-                    f"{name}=True is a new head for a model, so it needs a model to start from; give init=..."
-                )
-        if self.lora_rank is None and self.lora_alpha is not None:
-            problems.append(f"lora_alpha={self.lora_alpha} needs lora_rank; give both")
-        if self.lora_rank is None and self.lora_on != StartConfig.lora_on:
-            problems.append(f"lora_on={self.lora_on} needs lora_rank; give both")
-        if self.lora_rank is not None and self.train_blocks is not None:
-            problems.append(
-                f"train_blocks={self.train_blocks} and lora_rank={self.lora_rank} exclude each other; give one of them"
-            )
-        raise_problems(problems)
 
 
 @dataclass(frozen=True)
@@ -185,3 +144,148 @@ def network_from(
         network = build(replace(headed.network.config, **overrides))
     network.load_state_dict({name: tensor.clone() for name, tensor in headed.network.state_dict().items()}, assign=True)
     return network, kept, (*resized.notes, note)
+
+
+# The linear start of a run: its head is first a linear model of the features of the model that it starts from. Kumar
+# et al. (2202.10054) fit the head to frozen features before they train all weights. A head of zeros sends nearly
+# random gradients into the blocks, which then lose what they had learned.
+
+
+def head_outputs(
+    network: AnyNetwork,
+    names: tuple[str, ...],
+    config: TrainConfig,
+    on_progress: Callable[[int, int], None] | None = None,
+    processes: Processes = Processes(),
+) -> Outputs:
+    """Return the outputs of a network with a head for a run's data, whose features are kept in the cache.
+
+    Several `processes` share the computation of the features. `on_progress` receives the number of images whose
+    features are computed, and the number of all images.
+    """
+    bundle = Bundle(network.eval(), names, config.images, output=config.task.output)
+    precision: Precision = "float32" if config.run.precision == "float32" else "bf16"
+    return Outputs(
+        bundle,
+        batch_size=None,
+        readers=config.run.readers,
+        precision=precision,
+        cache=default_cache(),
+        on_progress=on_progress,
+        processes=processes,
+    )
+
+
+def linear_score(
+    config: TrainConfig,
+    initial: Bundle,
+    splits: Splits,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> tuple[str, float] | None:
+    """Return the name and the value of a metric on the validation split, for the linear model of the features of
+    `initial` with which a run of this config would start. Return None without a labelled validation image.
+
+    The metric is the accuracy, the mean average precision or R². The config's precision must not be "auto".
+    `on_progress` is that of `head_outputs`. Raise the errors of `extract` and `fit_linear`.
+    """
+    if splits.validation is None or not truth_of(splits.validation).known.any():
+        return None
+    names = config.task.output_names(splits)
+    network, _, _ = network_from(initial, config.start, config.images, config.model.overrides, config.task, names)
+    outputs = head_outputs(network.to(pick_device(config.run.device)), names, config, on_progress)
+    sources = _own_images(splits.train), splits.validation
+    train, known = (labelled_features(outputs, one, "head-inputs") for one in sources)
+    fit = fit_linear(train.features, train.truth, device=outputs.bundle.device)
+    name = SELECTING[known.truth.kind]
+    return name, fit.model.measure(known.features, known.truth)[name]
+
+
+def start_head(outputs: Outputs, splits: Splits, *, kept: bool) -> str:
+    """Replace the head of the network of `outputs` by a linear model of the head's inputs. Return a note for the user.
+
+    The linear model is fitted to the labelled training images, and its penalty is chosen on held-out training images
+    (`fit_linear`). The first of several processes fits it. Further data that is mixed in is left out. If the network
+    has `kept` a trained head, this head stays unless the linear model is better on the validation split. Raise
+    `DataError` if no training image has a label and can be decoded.
+    """
+    known = labelled_features(outputs, _own_images(splits.train), "head-inputs")
+    if not len(known.truth):
+        raise DataError("no training image has a label, so no linear model of the features can be fitted")
+    device = outputs.bundle.device
+    fit = outputs.processes.on_first(lambda: fit_linear(known.features, known.truth, device=device), is_long=True)
+    head = outputs.bundle.network.get_submodule("head")
+    assert isinstance(head, nn.Linear), "networks of this package have a dense layer as their head"
+    if kept and not _is_better(fit.model, head, outputs, splits):
+        return "the kept head is as good on the validation split as a new linear model of the features, so it stays"
+    with torch.no_grad():
+        head.weight.copy_(torch.from_numpy(fit.model.weight.T))
+        head.bias.copy_(torch.from_numpy(fit.model.bias))
+    images = plural(len(known.truth), "training image")
+    return f"the head starts as a linear model of the features of {images} (penalty {fit.penalty:.1g})"
+
+
+def _own_images(train: Source) -> Source:
+    """Return the images of the data itself, without further data that is mixed in. The classes are those of all."""
+    return Widened(train.sources[0], tuple(train.classes)) if isinstance(train, Mixture) else train
+
+
+def _is_better(model: LinearMap, head: nn.Linear, outputs: Outputs, splits: Splits) -> bool:
+    """Return True if a linear model is better on the validation split than a trained head, by the metric or, if both
+    have the same value, by the loss."""
+    if splits.validation is None:
+        return False
+    known = labelled_features(outputs, splits.validation, "head-inputs")
+    if not len(known.truth):
+        return False
+    weight, bias = (tensor.detach().cpu().double().numpy() for tensor in (head.weight.t(), head.bias))
+    new, old = (each.merit(known.features, known.truth) for each in (model, LinearMap(weight, bias)))
+    return new > old
+
+
+# The choice of the weights that are trained: all, the last blocks, the head, or low-rank adapters.
+
+
+def check_choice(start: StartConfig, config: AnyConfig) -> None:
+    """Raise `ConfigError` if `start` chooses blocks or adapters that a network of this config cannot have."""
+    if start.lora_rank is not None:
+        check_adapters(config, start.lora_rank, start.lora_on)
+    count = config.num_blocks
+    if start.train_blocks is not None and start.train_blocks > count:
+        raise ConfigError(f"train_blocks={start.train_blocks} is more than the {count} blocks of the model")
+
+
+def choose_weights(network: AnyNetwork, start: StartConfig) -> None:
+    """Set `requires_grad` for the weights that `start` chooses, and add its adapters. Raises `ConfigError`.
+
+    The blocks below the first trained block compute a fixed function of the image. Dropout and stochastic depth are
+    switched off in these blocks, because no weight in them can adapt to the noise. Patch dropout stays, because it
+    applies to the whole network. With adapters every block is trained, so nothing is switched off.
+
+    `docs/transfer.md` reports how much time a step takes with few trained blocks.
+    """
+    check_choice(start, network.config)
+    layers = network.layers()
+    if start.lora_rank is not None:
+        network.requires_grad_(False)
+        alpha = float(start.lora_rank) if start.lora_alpha is None else start.lora_alpha
+        add_adapters(network, rank=start.lora_rank, alpha=alpha, names=start.lora_on)
+        trained = layers.head
+    elif start.train_blocks is not None:
+        network.requires_grad_(False)
+        first = len(layers.blocks) - start.train_blocks
+        trained = [*layers.blocks[first:], *(layers.summary if start.train_blocks else ()), *layers.head]
+        for module in (*layers.embedding, *layers.blocks[:first]):
+            _without_noise(module)
+    else:
+        return
+    for module in trained:
+        module.requires_grad_(True)
+
+
+def _without_noise(module: nn.Module) -> None:
+    """Switch off all randomness in a module, in training mode as well, because evaluations change the mode."""
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        elif isinstance(part, StochasticDepth):
+            part.rate = 0.0

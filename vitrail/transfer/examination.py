@@ -29,27 +29,10 @@ from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.truth import MultiLabels, Numbers, SingleLabels, Truth, truth_of
 from vitrail.machine import Precision
 from vitrail.models.variants import AnyConfig
-from vitrail.transfer.choices import DataFacts, Explicit, Findings, scaled_size
+from vitrail.transfer.facts import DataFacts, Explicit, Findings, scaled_size
 from vitrail.transfer.rules import image_size_for
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bundle import Bundle
-
-__all__ = [
-    "Comparison",
-    "Division",
-    "Mirrored",
-    "compare",
-    "compare_sizes",
-    "divide",
-    "examine",
-    "larger_is_better",
-    "larger_size",
-    "mirror_test",
-    "mirrored_reason",
-    "mirroring_hurts",
-    "on_device",
-    "pixel_features",
-]
 
 MAX_IMAGES = 900
 """Maximum number of training images that are examined."""

@@ -23,21 +23,30 @@ from vitrail.evaluation.truth import SingleLabels, truth_of
 from vitrail.machine import Precision, available_memory, pick_device, resolve_precision
 from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
-from vitrail.training.finish import RunResult
-from vitrail.training.optimization.layers import check_choice
-from vitrail.training.records.folder import check_place, place_of
-from vitrail.training.reporting.display import Display
-from vitrail.training.run import train
-from vitrail.transfer.budget import seconds_of, usual_seconds
-from vitrail.transfer.choices import NO_SETTINGS, DataFacts, Explicit, Plan, Search, check_images, check_rate, facts_of
+from vitrail.training.folder import check_place, place_of
+from vitrail.training.log import Display
+from vitrail.training.run import RunResult, train
+from vitrail.training.start import check_choice
 from vitrail.transfer.examination import examine
-from vitrail.transfer.hyperrule import plan_by_hyperrule
-from vitrail.transfer.protocol import (
+from vitrail.transfer.facts import (
+    NO_SETTINGS,
+    DataFacts,
+    Explicit,
+    Plan,
+    Search,
+    check_images,
+    check_rate,
+    facts_of,
+    seconds_of,
+    usual_seconds,
+)
+from vitrail.transfer.protocols import (
     TableRow,
     Trial,
     check_final_run,
     choose_rate,
     final_config,
+    plan_by_hyperrule,
     plan_by_paper,
     trials_folder,
     with_all_images,
@@ -46,8 +55,6 @@ from vitrail.transfer.report import AnyReport, write_report
 from vitrail.transfer.rules import enough_validation, plan_by_rule
 from vitrail.transfer.search import forget_tried, read_tried, search_settings
 from vitrail.weights.bundle import Bundle
-
-__all__ = ["FinetuneResult", "Protocol", "check_choices", "choose_best_rate", "evaluate_run", "finetune", "plan"]
 
 Protocol = Literal["rule", "paper", "bit"]
 

@@ -4,40 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from vitrail.data.augmentation.augment import Augment
 from vitrail.data.colour import colour_note, images_of
+from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source
 from vitrail.data.splits import Splits
-from vitrail.errors import plural
-from vitrail.evaluation.predictions.bootstrap import LEVEL
-from vitrail.evaluation.predictions.regression import RegressionReport
-from vitrail.evaluation.predictions.report import ClassificationReport, absent_note
+from vitrail.errors import DataError, plural
+from vitrail.evaluation.predictions.bootstrap import LEVEL, Metric
+from vitrail.evaluation.predictions.named import interval_text, named_metrics
+from vitrail.evaluation.predictions.regression import QUANTILES, LargeError, OutputRow, RegressionReport
+from vitrail.evaluation.predictions.report import Calibration, ClassificationReport, ClassRow, Mistake, absent_note
 from vitrail.files import partial_path, saving
-from vitrail.page import document, escape, table
-from vitrail.plain import to_plain
+from vitrail.report import charts
+from vitrail.report.charts import confusion_matrix, legend, reliability_diagram, scatter_plot, shorten
+from vitrail.report.page import document, escape, figure, table, thumbnail
+from vitrail.settings import to_plain
 from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
-from vitrail.training.records.curves import training_figures
-from vitrail.training.records.inside import inside_link
-from vitrail.training.records.record import read_record
-from vitrail.training.reporting.journal import read_journal
-from vitrail.transfer import charts, number_sections, sections
-from vitrail.transfer.number_sections import errors_section, number_rows, residuals_section, scatter_section
+from vitrail.training.folder import inside_link, read_record
+from vitrail.training.log import read_journal
+from vitrail.training.page import training_figures
 from vitrail.transfer.search import Tried
-from vitrail.transfer.sections import (
-    calibration_section,
-    class_rows,
-    classes_section,
-    confusion_section,
-    mistakes_section,
-)
 from vitrail.weights.bundle import Bundle
-
-__all__ = ["AnyReport", "summary_rows", "untrained_note", "write_report"]
 
 AnyReport = ClassificationReport | RegressionReport
 
@@ -133,9 +128,9 @@ def _results(report: AnyReport, source: Source) -> Iterator[str]:
 def _headline(config: TrainConfig, split: str, report: AnyReport, source: Source, bundle: Bundle) -> Iterator[str]:
     """Yield the heading: the main metric, the model and the data."""
     if isinstance(report, RegressionReport):
-        (main, interval), outputs = number_sections.headline(report), plural(len(report.names), "number")
+        (main, interval), outputs = number_headline(report), plural(len(report.names), "number")
     else:
-        (main, interval), outputs = sections.headline(report), plural(report.num_classes, "class")
+        (main, interval), outputs = headline(report), plural(report.num_classes, "class")
     level = f" ({LEVEL:.0%} interval {interval})" if interval else ""
     images = f"on {plural(report.images, f'{split} image')} of {outputs}"
     if report.skipped:
@@ -295,3 +290,282 @@ def _skipped(report: AnyReport, split: str, events: Sequence[dict[str, Any]]) ->
         yield f'<div class="texts">{table(("image", "reason", "split"), rows[:MAX_SKIPPED])}</div>'
         if len(rows) > MAX_SKIPPED:
             yield f'<p class="dim">and {len(rows) - MAX_SKIPPED:,} more, which journal.jsonl names.</p>'
+
+
+# Sections of the report for predicted numbers: summary, scatter plots, residuals and largest errors.
+
+
+MAX_PLOTS = 12
+"""Maximum number of outputs that get a scatter plot."""
+
+
+def number_headline(report: RegressionReport) -> tuple[str, str]:
+    """Return the text of the main metric and of its interval."""
+    r2 = report.metrics.r2
+    name = "R²" if len(report.names) == 1 else "mean R²"
+    return f"{name} {r2.value:.3f}", interval_text(r2, ".3f")
+
+
+def number_rows(report: RegressionReport) -> list[tuple[str, str, str]]:
+    """Return table rows with the name, value and interval of each metric of each number.
+
+    If there are several numbers, the first rows are their mean R² and their mean standardised error. Errors with a unit
+    are not averaged over numbers.
+    """
+    rows = []
+    if len(report.names) > 1:
+        rows.append(_row("mean R²", report.metrics.r2, ".3f"))
+        rows.append(_row("mean error, in standard deviations", report.metrics.standardised_error, ".3f"))
+    for output in report.per_output:
+        if output.metrics is None:
+            rows.append((f"{output.name}: no image has a known number", UNDEFINED, UNDEFINED))
+            continue
+        rows += [
+            _row(f"{output.name}: R²", output.metrics.r2, ".3f"),
+            _row(f"{output.name}: mean absolute error", output.metrics.mean_absolute_error, ".4g"),
+            _row(f"{output.name}: root mean squared error", output.metrics.root_mean_squared_error, ".4g"),
+        ]
+    return rows
+
+
+def scatter_section(report: RegressionReport) -> Iterator[str]:
+    """Yield a scatter plot of predicted over true values for each number, at most 12."""
+    yield "<h2>Predicted and true values</h2>"
+    yield '<p class="dim">A dot per image. Dots on the dashed line are predicted exactly.</p>\n<div class="charts">'
+    known = [output for output in report.per_output if output.metrics is not None]
+    for output in known[:MAX_PLOTS]:
+        shown, images = len(output.points), output.images
+        caption = output.name if shown == images else f"{output.name}, {shown:,} of {images:,} images"
+        titles = [f"true {true:.4g}, predicted {predicted:.4g}" for true, predicted in output.points]
+        label = f"Predicted over true values of {output.name}. {_description(output)}"
+        chart = scatter_plot(output.points, titles, label=label)
+        yield f"<figure>\n<figcaption>{escape(caption)}</figcaption>\n{chart}\n</figure>"
+    yield "</div>"
+    if len(known) > MAX_PLOTS:
+        yield f'<p class="dim">and {len(known) - MAX_PLOTS:,} more numbers</p>'
+
+
+def residuals_section(report: RegressionReport) -> Iterator[str]:
+    """Yield a table with the mean and the quantiles of each number's residuals."""
+    inner = [place for place, quantile in enumerate(QUANTILES) if 0 < quantile < 1]
+    heads = ("number", "images", "mean", *(f"{QUANTILES[place]:.0%} quantile" for place in inner))
+    rows = [
+        (
+            output.name,
+            f"{output.images:,}",
+            f"{output.mean_residual:.4g}",
+            *(f"{output.residual_quantiles[place]:.4g}" for place in inner),
+        )
+        for output in report.per_output
+        if output.mean_residual is not None
+    ]
+    yield "<h2>Residuals</h2>"
+    yield '<p class="dim">A residual is the predicted minus the true number.</p>'
+    yield table(heads, rows)
+
+
+def errors_section(report: RegressionReport, source: Source) -> Iterator[str]:
+    """Yield the largest errors, in standard deviations of the true numbers. Their pictures are read from `source`."""
+    figures = [_error(one, source) for one in report.worst[:MAX_MISTAKES]]
+    explanation = "The largest errors, in standard deviations of the true numbers."
+    yield from largest_errors(figures, explanation, "All numbers are predicted exactly.")
+
+
+def _error(error: LargeError, source: Source) -> str:
+    lines = [
+        f"true {shorten(error.name, MAX_NAME)}: {error.true:.4g}",
+        f"predicted: {error.predicted:.4g}",
+        shorten(error.key, MAX_NAME),
+    ]
+    if error.deviations is not None:
+        lines.insert(2, f"{error.deviations:.1f} standard deviations off")
+    return figure(thumbnail(picture_of(error.index, source), f"{lines[0]}, {lines[1]}"), lines)
+
+
+def _row(name: str, metric: Metric, form: str) -> tuple[str, str, str]:
+    return name, f"{metric.value:{form}}", interval_text(metric, form) or UNDEFINED
+
+
+def _description(output: OutputRow) -> str:
+    """Return a sentence that describes a scatter plot to screen readers."""
+    assert output.metrics is not None, "only outputs with known numbers are drawn"
+    return f"R² {output.metrics.r2.value:.3f}, mean absolute error {output.metrics.mean_absolute_error.value:.4g}."
+
+
+# Sections of the report for classifiers: summary, confusion matrix, classes, calibration and largest errors.
+
+
+MAX_MATRIX_CLASSES = 40
+"""Maximum number of classes for which the confusion matrix is drawn. With more classes, only the most confused pairs
+are listed."""
+
+MAX_PAIRS = 40
+PAIRS_BESIDE_MATRIX = 10
+MAX_CLASSES = 200
+MAX_MISTAKES = 20
+
+MAX_NAME = 60
+"""Maximum number of letters of a name under a picture."""
+
+UNDEFINED = "-"
+"""Text for a metric that was not computed or whose denominator is 0."""
+
+
+def headline(report: ClassificationReport) -> tuple[str, str]:
+    """Return the text of the main metric and of its interval."""
+    name, metric = "accuracy", report.accuracy
+    if report.multi_label is not None:
+        name, metric = "all labels right", report.multi_label.exact_match
+    return f"{metric.value:.2%} {name}", interval_text(metric, ".1%")
+
+
+def class_rows(report: ClassificationReport) -> list[tuple[str, str, str]]:
+    """Return table rows with the names, values and intervals of the metrics over all images."""
+    return [(one.name, one.value, one.interval or UNDEFINED) for one in named_metrics(report)]
+
+
+def picture_of(index: int, source: Source) -> Image.Image | None:
+    """Return an image of a source, or None if it cannot be decoded."""
+    try:
+        return to_pil(source[index].image, 3)
+    except DataError:
+        return None
+
+
+def confusion_section(report: ClassificationReport) -> Iterator[str]:
+    """Yield the confusion matrix of all classes that occur, and the most frequently confused pairs of classes."""
+    if report.multi_label is not None:
+        return
+    positions = {row.index: position for position, row in enumerate(report.per_class)}
+    names = [row.name for row in report.per_class]
+    cells = [(positions[true], positions[predicted], images) for true, predicted, images in report.confusion]
+    wrong = [cell for cell in cells if cell[0] != cell[1]]
+    wrong.sort(key=lambda cell: (-cell[2], -cell[2] / report.per_class[cell[0]].images))
+    fits = len(names) <= MAX_MATRIX_CLASSES
+    yield "<h2>Confusion matrix</h2>" if fits else "<h2>Most confused classes</h2>"
+    if fits:
+        yield (
+            '<p class="dim">Number of images per true class (row) and predicted class (column). The shade is the '
+            "fraction of the row.</p>"
+        )
+        label = f"Confusion matrix of {plural(len(names), 'class')}; the table below lists the most confused pairs."
+        yield f'<div class="scroll">\n{confusion_matrix(cells, names, label=label)}\n</div>'
+    if not wrong:
+        yield "<p>No image was predicted as another class.</p>"
+        return
+    shown = PAIRS_BESIDE_MATRIX if fits else MAX_PAIRS
+    rows = [
+        (names[true], names[predicted], f"{images:,}", f"{images / report.per_class[true].images:.1%}")
+        for true, predicted, images in wrong[:shown]
+    ]
+    yield f'<div class="texts">{table(("true class", "predicted as", "images", "of the class"), rows)}</div>'
+    if len(wrong) > shown:
+        yield f'<p class="dim">and {plural(len(wrong) - shown, "rarer pair")}</p>'
+
+
+def classes_section(report: ClassificationReport) -> Iterator[str]:
+    """Yield a table of at most 200 classes, worst first.
+
+    Classes are sorted by accuracy, or by average precision if images can have several labels.
+    """
+    multi_label = report.multi_label is not None
+
+    def quality(row: ClassRow) -> tuple[float, int]:
+        value = row.average_precision if multi_label else row.accuracy
+        return (math.inf if value is None else value), -row.images
+
+    classes = sorted(report.per_class, key=quality)
+    rows = [
+        (
+            row.name,
+            f"{row.images:,}",
+            *([_percent(row.average_precision)] if multi_label else []),
+            _percent(row.accuracy),
+            _percent(row.precision),
+            _percent(row.f1),
+        )
+        for row in classes[:MAX_CLASSES]
+    ]
+    first = ["average precision", "recall"] if multi_label else ["accuracy"]
+    yield "<h2>Metrics per class, worst first</h2>"
+    yield table(("class", "images", *first, "precision", "F1"), rows)
+    if len(classes) > MAX_CLASSES:
+        yield f'<p class="dim">and {plural(len(classes) - MAX_CLASSES, "better class")}</p>'
+
+
+def calibration_section(report: ClassificationReport) -> Iterator[str]:
+    """Yield the reliability diagram and the calibration metrics, before and after temperature scaling."""
+    before, after = report.calibration, report.scaled
+    if before is None:
+        return
+    columns: list[tuple[str, Calibration]] = [("uncalibrated", before)]
+    if after is not None:
+        columns.append((f"with temperature {after.temperature:.3g}", after))
+    yield "<h2>Calibration</h2>"
+    error = f"{100 * before.error.value:.1f} points"
+    scaled = "" if after is None else f", and by {100 * after.error.value:.1f} after temperature scaling"
+    yield (
+        f"<p>Confidence and accuracy differ by {error} on average{scaled}. Dots below the diagonal are images on which "
+        "the model is too confident; above it, it is not confident enough.</p>"
+    )
+    label = "Reliability diagram: accuracy over confidence. " + " ".join(
+        f"Calibration error {name}: {one.error.value:.2%}." for name, one in columns
+    )
+    chart = reliability_diagram(_filled(before), None if after is None else _filled(after), label=label)
+    names = [name for name, _ in reversed(columns)]
+    caption = f"Accuracy over confidence, with 95% intervals; a dot's area is its number of images{legend(names)}"
+    rows = [
+        ("expected calibration error", *(f"{one.error.value:.2%}" for _, one in columns)),
+        ("cross-entropy, nats", *(f"{one.cross_entropy.value:.4f}" for _, one in columns)),
+        ("Brier score", *(f"{one.brier.value:.4f}" for _, one in columns)),
+    ]
+    yield '<div class="beside">'
+    yield f'<div class="charts"><figure>\n<figcaption>{caption}</figcaption>\n{chart}\n</figure></div>'
+    yield table(("metric", *(name for name, _ in columns)), rows)
+    yield "</div>"
+    if after is not None:
+        yield (
+            '<p class="dim">The temperature was fitted on the validation split. It divides the logits, so no '
+            "prediction changes.</p>"
+        )
+
+
+def _filled(calibration: Calibration) -> list[tuple[float, float, int]]:
+    """Return confidence, accuracy and number of images of the bins that have images."""
+    return [
+        (one.confidence, one.accuracy, one.images)
+        for one in calibration.bins
+        if one.confidence is not None and one.accuracy is not None
+    ]
+
+
+def mistakes_section(report: ClassificationReport, source: Source) -> Iterator[str]:
+    """Yield the wrong predictions with the largest loss. Their pictures are read from `source`."""
+    multi_label = report.multi_label is not None
+    figures = [_mistake(one, source, multi_label=multi_label) for one in report.worst[:MAX_MISTAKES]]
+    yield from largest_errors(figures, "The wrong predictions with the largest loss.", "All predictions are right.")
+
+
+def largest_errors(figures: Sequence[str], explanation: str, without: str) -> Iterator[str]:
+    """Yield the figures of the largest errors with an explanation, or the text `without` if there are no errors."""
+    yield "<h2>Largest errors</h2>"
+    if not figures:
+        yield f"<p>{without}</p>"
+        return
+    yield f'<p class="dim">{explanation}</p>\n<div class="strip">'
+    yield from figures
+    yield "</div>"
+
+
+def _mistake(mistake: Mistake, source: Source, *, multi_label: bool) -> str:
+    lines = (
+        f"true: {shorten(', '.join(mistake.labels) or 'none', MAX_NAME)}",
+        f"predicted: {shorten(', '.join(mistake.predicted) or 'none', MAX_NAME)}",
+        f"{mistake.probability:.1%}{' for the likeliest class' if multi_label else ''}",
+        shorten(mistake.key, MAX_NAME),
+    )
+    return figure(thumbnail(picture_of(mistake.index, source), f"{lines[0]}, {lines[1]}"), lines)
+
+
+def _percent(value: float | None) -> str:
+    return UNDEFINED if value is None else f"{value:.1%}"

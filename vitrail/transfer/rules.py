@@ -17,10 +17,9 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.errors import plural
 from vitrail.models.variants import AnyConfig
-from vitrail.training.config import TrainConfig
-from vitrail.training.optimization.optimizer import OptimizerConfig
-from vitrail.training.start import StartConfig
-from vitrail.transfer.choices import (
+from vitrail.training.config import StartConfig, TrainConfig
+from vitrail.training.optimizer import OptimizerConfig
+from vitrail.transfer.facts import (
     FEW,
     MANY,
     NO_FINDINGS,
@@ -39,8 +38,6 @@ from vitrail.transfer.choices import (
     choose_task,
     scaled_size,
 )
-
-__all__ = ["MIN_STEPS", "enough_validation", "image_size_for", "plan_by_rule"]
 
 SMALL_SIZE, LARGE_SIZE = 128, 384
 """Longest side in pixels to which inputs are scaled: SMALL_SIZE for small images, as in BiT, and LARGE_SIZE for large

@@ -27,17 +27,15 @@ from vitrail.machine import Precision, pick_device, resolve_precision
 from vitrail.models.predictor import Predictor
 from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
-from vitrail.training.linear_head import linear_score
-from vitrail.training.records.lock import locked
-from vitrail.training.reporting.journal import kept_result, read_journal
-from vitrail.transfer.choices import Candidate, Search
+from vitrail.training.folder import locked
+from vitrail.training.log import kept_result, read_journal
+from vitrail.training.start import linear_score
 from vitrail.transfer.examination import on_device
-from vitrail.transfer.protocol import TRIALS_SUFFIX, complete_run
+from vitrail.transfer.facts import Candidate, Search
+from vitrail.transfer.protocols import TRIALS_SUFFIX, complete_run
 from vitrail.transfer.rules import MIN_STEPS
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bundle import Bundle, weights_sha256
-
-__all__ = ["Tried", "forget_tried", "forward_seconds", "read_tried", "search_settings", "trials_folder"]
 
 RESULTS = "trials.json"
 

@@ -13,8 +13,6 @@ from vitrail.models.tokens.reduction import TokenReduction
 from vitrail.models.variants import AnyNetwork
 from vitrail.weights.bundle import Bundle, FirstPositions
 
-__all__ = ["adapted", "in_colour", "resize_network", "with_reduction"]
-
 STANDARDISED_STEMS = ("root.before.weight", "root.stem.weight", "stem.weight")
 """Names of the first convolution of a hybrid with a convolutional stem, of another hybrid, and of a ResNet."""
 

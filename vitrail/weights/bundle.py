@@ -27,27 +27,11 @@ from vitrail.weights.prediction import (
     Images,
     NumberPrediction,
     OutputKind,
-    Prediction,
     image_list,
     rank,
     read_image,
 )
 from vitrail.weights.saved import SavedModel, StoredFormat, check_model_folder, read_model, write_model
-
-__all__ = [
-    "AnyPrediction",
-    "Bundle",
-    "FirstPositions",
-    "ImageLike",
-    "NumberPrediction",
-    "OutputKind",
-    "Prediction",
-    "check_loadable",
-    "load_bundle",
-    "weights_sha256",
-    "write_bundle",
-]
-
 
 if TYPE_CHECKING:
     LoadedNetwork = AnyNetwork  # an exported network refuses by name what it cannot do, so callers need not ask

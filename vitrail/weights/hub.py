@@ -14,8 +14,6 @@ from vitrail.hub import Repository, cached_folder, fetch, keep_branch, listing, 
 from vitrail.weights.saved import DESCRIPTION, WEIGHTS
 from vitrail.weights.tensors import SUFFIXES
 
-__all__ = ["download", "looks_like_hub_name"]
-
 PREFIXES = ("hf:", "hf-hub:")
 DESCRIPTIONS = ("config.json", "preprocessor_config.json")
 PREFERRED = (WEIGHTS, f"{WEIGHTS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")

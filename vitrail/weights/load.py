@@ -27,8 +27,6 @@ from vitrail.weights.saved import check_model_folder, is_bundle, read_object
 from vitrail.weights.shipped import SHIPPED, shipped_folder
 from vitrail.weights.tensors import SUFFIXES, open_tensors
 
-__all__ = ["LAYOUTS", "convert", "load", "model_name", "open_checkpoint"]
-
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout for layout in (GOOGLE, BIG_VISION, BIT, BIT_TORCH, HUGGINGFACE, TORCHVISION, TIMM)
 }

@@ -14,18 +14,6 @@ from torch import Tensor
 
 from vitrail.errors import ConfigError, DataError
 
-__all__ = [
-    "AnyPrediction",
-    "ImageLike",
-    "Images",
-    "NumberPrediction",
-    "OutputKind",
-    "Prediction",
-    "image_list",
-    "rank",
-    "read_image",
-]
-
 ImageLike = str | Path | bytes | np.ndarray | Image.Image
 """A path, an encoded file, a uint8 array of (h, w), (h, w, 1) or (h, w, 3), or a Pillow image."""
 

@@ -33,21 +33,8 @@ from vitrail.errors import BundleError, ConfigError, nearest
 from vitrail.files import check_new_folder, replacing_folder, sha256, write_json
 from vitrail.machine import Precision
 from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build
-from vitrail.plain import from_plain, to_plain
+from vitrail.settings import from_plain, to_plain
 from vitrail.weights.prediction import OutputKind
-
-__all__ = [
-    "DESCRIPTION",
-    "TOKENIZER",
-    "WEIGHTS",
-    "SavedModel",
-    "StoredFormat",
-    "check_model_folder",
-    "is_bundle",
-    "read_model",
-    "read_object",
-    "write_model",
-]
 
 FORMAT = 2
 WEIGHTS = "model.safetensors"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["SHIPPED", "shipped_folder"]
-
 FOLDER = Path(__file__).parent / "shipped_models"
 
 SHIPPED = ("small",)

@@ -28,8 +28,6 @@ from torch import Tensor
 from vitrail.errors import BundleError
 from vitrail.files import disk_problem, partial_path, saving
 
-__all__ = ["SUFFIXES", "TensorFile", "open_tensors", "save_tensors"]
-
 SUFFIXES = (".safetensors", ".npz", ".pth", ".pt", ".bin", ".ckpt", ".pth.tar")
 
 WRAPPERS = (

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.bench.accuracy.cell import Cell, CellResult, Point, read_cell, read_result, run_cell, write_result
 from vitrail.errors import RunError, VitrailError
+from vitrail.experiments.cells import Cell, CellResult, Point, read_cell, read_result, run_cell, write_result
 
 CELL = Cell(entry="demo", seed=1, settings={"sizes": (3, 4)}, budget=2.5, evaluations=2, device="cpu")
 
@@ -103,7 +103,7 @@ time.sleep(99)
 def test_a_process_ends_with_the_one_that_started_it() -> None:
     script = """
 import time
-from vitrail.bench.accuracy.cell import end_with_parent
+from vitrail.experiments.cells import end_with_parent
 end_with_parent()
 print("ready", flush=True)
 time.sleep(99)

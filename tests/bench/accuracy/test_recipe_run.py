@@ -9,15 +9,14 @@ import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitrail.bench.accuracy.cell import Cell, CellResult
-from vitrail.bench.accuracy.recipe_run import measure_recipe, optimizer_flops
+from vitrail.experiments.accuracy import measure_recipe, optimizer_flops
+from vitrail.experiments.cells import Cell, CellResult
 from vitrail.models.variants import build
 from vitrail.recipes import RECIPES
-from vitrail.training.assembly import make_network, make_plan, make_state
+from vitrail.training.build import make_network, make_plan, make_state
 from vitrail.training.config import TrainConfig
+from vitrail.training.job import prepare, use_patch_dropout
 from vitrail.training.loop import train_step
-from vitrail.training.setup import prepare
-from vitrail.training.steps.phases import use_patch_dropout
 
 
 def tiny(**changes: Any) -> TrainConfig:

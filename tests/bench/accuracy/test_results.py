@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from vitrail.bench.accuracy.cell import CellResult, Point
-from vitrail.bench.accuracy.results import final_accuracies, first_at, reached
+from vitrail.experiments.accuracy import final_accuracies, first_at, reached
+from vitrail.experiments.cells import CellResult, Point
 
 
 def result(*points: tuple[float, float], test: float | None = None) -> CellResult:

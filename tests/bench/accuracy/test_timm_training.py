@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from vitrail.bench.accuracy.comparison import AccuracyComparison, check_environments, peer_entries
 from vitrail.bench.peers import benchmark_script
 from vitrail.errors import ConfigError
+from vitrail.experiments.accuracy import AccuracyComparison, check_environments, peer_entries
 from vitrail.recipes import RECIPES
 
 

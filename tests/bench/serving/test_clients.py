@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from vitrail.bench.serving.clients import Load, Outcome, send_load, send_requests
-from vitrail.bench.serving.measure import summarise
+from vitrail.bench.serving import Load, Outcome, send_load, send_requests, summarise
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]"
 

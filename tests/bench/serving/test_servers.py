@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.bench.serving.servers import SERVERS, ServerKind, cpu_seconds, memory_bytes, started
+from vitrail.bench.serving import SERVERS, ServerKind, cpu_seconds, memory_bytes, started
 
 SCRIPT = """
 import subprocess, sys, time

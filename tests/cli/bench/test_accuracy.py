@@ -18,11 +18,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from vitrail.bench.accuracy.cell import CellResult, Point
-from vitrail.bench.accuracy.results import reached
 from vitrail.cli import main
-from vitrail.cli.output.accuracy_chart import accuracy_chart
-from vitrail.cli.output.accuracy_tables import ROW_COLUMNS, tables, target_rows
+from vitrail.cli.bench_accuracy import ROW_COLUMNS, accuracy_chart, tables, target_rows
+from vitrail.experiments.accuracy import reached
+from vitrail.experiments.cells import CellResult, Point
 
 TINY = ("--data", "fractals:3:24", "--evaluations", "3", "--targets", "0.05", "0.9")
 

@@ -11,13 +11,12 @@ import torch
 from rich.console import Console
 
 from vitrail.bench.compare import ALONE, Comparison, Row
-from vitrail.bench.entries import Entry
-from vitrail.bench.loading import LOADS, PROCESSES, Loading
-from vitrail.bench.measure import Spread
 from vitrail.bench.memory import LargestBatch
-from vitrail.bench.workload import Workload
+from vitrail.bench.reading import LOADS, PROCESSES, Loading
+from vitrail.bench.step import Entry
+from vitrail.bench.workload import Spread, Workload
+from vitrail.cli import bench as tables
 from vitrail.cli import main
-from vitrail.cli.output import bench_tables as tables
 from vitrail.models.variants import variant_config
 
 SHAPE = (
@@ -115,8 +114,8 @@ def test_scaling(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 
 
 def test_kinds_of_attention(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.bench.attention.SIDES", (3, 4))
-    monkeypatch.setattr("vitrail.bench.attention.measure_memory", lambda entry, workload: 10**6)
+    monkeypatch.setattr("vitrail.bench.growth.SIDES", (3, 4))
+    monkeypatch.setattr("vitrail.bench.growth.measure_memory", lambda entry, workload: 10**6)
     words = ["train", "ViT-Pico/7", *SHAPE[3:], "--batch-size", "2", "--repetitions", "1", "--warmup", "0"]
     words += ["--attention", "blocks:size=2,axial", "--scaling", "tokens"]
     found = result_of(capsys, *words)["attention"]
@@ -151,7 +150,7 @@ def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     loaded = Loading(10**10, dict.fromkeys(LOADS, 12.3), seconds, {name: [1.5, 12.5] for name in PROCESSES})
     work = Workload(name="ViT-S/16", config=variant_config("ViT-S/16"))
     found = LargestBatch(batch=1234, predicted=2345, limit=4 * 10**9, left=3 * 10**9)
-    for part in [*tables.comparison(compared, work), *tables.load(loaded), *tables.largest(found)]:
+    for part in [*tables.comparison(compared, work), *tables.load(loaded), *tables.largest_batch_line(found)]:
         Console(width=80).print(part, highlight=False)
     text = capsys.readouterr().out
     assert "…" not in text and "vitrail predict" in text and "safetensors.torch.load_file" in text

@@ -12,7 +12,7 @@ from PIL import Image
 from vitrail.cli import main
 from vitrail.data.check import Report, check_data
 from vitrail.data.sources import open_data
-from vitrail.plain import from_plain
+from vitrail.settings import from_plain
 
 
 @pytest.fixture(autouse=True)

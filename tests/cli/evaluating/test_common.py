@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 
 from vitrail.cli import main
-from vitrail.cli.evaluating.common import CommonImages, common_images
-from vitrail.cli.evaluating.data import open_for_features, open_for_head
+from vitrail.cli.evaluate import CommonImages, common_images, open_for_features, open_for_head
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, fingerprint
 from vitrail.data.sources import open_data, open_whole

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from vitrail.cli.evaluating.data import open_for_features, open_for_head
+from vitrail.cli.evaluate import open_for_features, open_for_head
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data

@@ -22,7 +22,8 @@ from vitrail.cli import main
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.resnet import ResNet
 from vitrail.models.resnet_config import ResNetConfig
-from vitrail.models.vit import VisionTransformer, ViTConfig
+from vitrail.models.vit import VisionTransformer
+from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import pytest
 
-from vitrail.cli.options.command import Command, Example
-from vitrail.cli.options.fields import Positional
+from vitrail.cli.options import Command, Example, Positional
 from vitrail.errors import BundleError, ConfigError
 
 

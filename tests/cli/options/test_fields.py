@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from vitrail.cli.options.fields import Option, Positional, convert, options_of, unknown_option
+from vitrail.cli.options import Option, Positional, convert, options_of, unknown_option
 from vitrail.errors import ConfigError
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from vitrail.cli.options.command import Command, Example
-from vitrail.cli.options.fields import Positional
-from vitrail.cli.options.help import help_page
+from vitrail.cli.options import Command, Example, Positional, help_page
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from rich.console import Console, RenderableType
 
-from vitrail.cli.output.evaluate_tables import confusion_table, metrics_table, per_class_table, suite_table
+from vitrail.cli.evaluate import confusion_table, metrics_table, per_class_table, suite_table
 from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.evaluation.predictions.report import ClassificationReport, report
 from vitrail.evaluation.truth import MultiLabels, SingleLabels

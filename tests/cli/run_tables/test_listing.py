@@ -11,7 +11,7 @@ import pytest
 
 from vitrail.cli import main
 from vitrail.training.config import TrainConfig
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.log import read_journal
 from vitrail.training.run import train
 
 

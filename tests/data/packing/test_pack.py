@@ -24,7 +24,8 @@ from vitrail.data.packing.pack import pack, packed_before
 from vitrail.data.pixels.decode import decode
 from vitrail.data.source import Sample, fingerprint
 from vitrail.data.sources import open_data
-from vitrail.data.sources.shards.shards import looks_like_shards, open_shards
+from vitrail.data.sources.shards.shard_paths import looks_like_shards
+from vitrail.data.sources.shards.shards import open_shards
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, SaveError, Stopped
 from vitrail.testing import check_source

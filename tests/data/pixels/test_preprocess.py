@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from vitrail.data.pixels.preprocess import FILTERS, Interpolation, Preprocess, Resize
+from vitrail.data.pixels.geometry import Resize
+from vitrail.data.pixels.preprocess import FILTERS, Interpolation, Preprocess
 from vitrail.errors import ConfigError, UndecodableImage
-from vitrail.plain import from_plain, to_plain
+from vitrail.settings import from_plain, to_plain
 
 Encode = Callable[..., bytes]
 

@@ -17,7 +17,7 @@ from vitrail.evaluation.classifiers import arrays, linear
 from vitrail.evaluation.classifiers.knn import knn
 from vitrail.evaluation.classifiers.linear import RIDGE_PENALTIES, linear_probe
 from vitrail.evaluation.classifiers.ridge import RidgeRegression
-from vitrail.evaluation.predictions.streaming import StreamingErrors
+from vitrail.evaluation.predictions.number_metrics import StreamingErrors
 from vitrail.evaluation.truth import Numbers, SingleLabels
 
 

@@ -23,7 +23,7 @@ from vitrail.evaluation.predictions.calibration import (
     fit_temperature,
     per_sample,
 )
-from vitrail.weights.bundle import OutputKind
+from vitrail.weights.prediction import OutputKind
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])

@@ -16,7 +16,7 @@ from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.evaluation.predictions.regression import QUANTILES, RegressionReport, regression_report
 from vitrail.evaluation.predictions.report import report
 from vitrail.evaluation.truth import Numbers, SingleLabels
-from vitrail.plain import from_plain, to_plain
+from vitrail.settings import from_plain, to_plain
 
 NAN = math.nan
 

@@ -23,7 +23,7 @@ from vitrail.evaluation.predictions.metrics import confusion, mean_average_preci
 from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.evaluation.predictions.report import ClassificationReport, absent_note, report
 from vitrail.evaluation.truth import MultiLabels, SingleLabels
-from vitrail.plain import from_plain, to_plain
+from vitrail.settings import from_plain, to_plain
 
 
 def make_predictions(count: int = 60, classes: int = 7, *, unlabelled: int = 0) -> Predictions:

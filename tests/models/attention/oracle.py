@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from vitrail.models.attention import AttentionPositions
-from vitrail.models.vit import VisionTransformer, ViTConfig
+from vitrail.models.vit import VisionTransformer
+from vitrail.models.vit_config import ViTConfig
 
 __all__ = ["SEEN", "config_of", "dense", "insides", "made_network"]
 

@@ -16,7 +16,8 @@ from vitrail.errors import ConfigError
 from vitrail.models.attention import ATTENTION, AttentionLayer, AttentionPositions
 from vitrail.models.attention.full import FullAttention, SelfAttention
 from vitrail.models.attention.kernels import attend
-from vitrail.models.vit import VisionTransformer, ViTConfig
+from vitrail.models.vit import VisionTransformer
+from vitrail.models.vit_config import ViTConfig
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

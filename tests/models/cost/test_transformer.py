@@ -20,9 +20,10 @@ from vitrail.models.cost.mixing import layer_costs
 from vitrail.models.tokens.pooling import pool
 from vitrail.models.tokens.reduction import TokenReduction
 from vitrail.models.variants import AnyConfig, build, variant_config
-from vitrail.models.vit import VisionTransformer, ViTConfig
-from vitrail.training.optimization.layers import choose_weights
-from vitrail.training.start import StartConfig
+from vitrail.models.vit import VisionTransformer
+from vitrail.models.vit_config import ViTConfig
+from vitrail.training.config import StartConfig
+from vitrail.training.start import choose_weights
 
 GMACS = {
     "ViT-Ti/16": "1.25", "ViT-S/32": "1.14", "ViT-S/16": "4.60", "ViT-M/16": "7.99", "ViT-B/32": "4.41",

@@ -20,7 +20,8 @@ from vitrail.models.linear.lora import LowRank, Projection, add_adapters, check_
 from vitrail.models.predictor import Predictor
 from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.variants import create
-from vitrail.models.vit import VisionTransformer, ViTConfig
+from vitrail.models.vit import VisionTransformer
+from vitrail.models.vit_config import ViTConfig
 
 NAMES = get_args(Projection)
 

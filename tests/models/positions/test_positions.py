@@ -30,7 +30,8 @@ from vitrail.models.positions import (
     resize_grid,
     sincos_2d,
 )
-from vitrail.models.vit import VisionTransformer, ViTConfig
+from vitrail.models.vit import VisionTransformer
+from vitrail.models.vit_config import ViTConfig
 
 ADDED: tuple[str, ...] = ("learned", "learned-2d", "sincos-2d")
 PLACES: list[tuple[str, PositionPlace]] = [

@@ -13,7 +13,8 @@ from torch import Tensor
 from vitrail.models.layers import Activation
 from vitrail.models.network import Features
 from vitrail.models.tokens.pooling import AttentionPool, Pool, pool
-from vitrail.models.vit import VisionTransformer, ViTConfig
+from vitrail.models.vit import VisionTransformer
+from vitrail.models.vit_config import ViTConfig
 
 Small = Callable[..., ViTConfig]
 Randomised = Callable[[ViTConfig], VisionTransformer]

@@ -17,7 +17,8 @@ from vitrail.models.attention.full import FullAttention
 from vitrail.models.config import ModelConfig
 from vitrail.models.predictor import Predictor
 from vitrail.models.tokens.reduction import TokenReduction
-from vitrail.models.vit import VisionTransformer, ViTConfig
+from vitrail.models.vit import VisionTransformer
+from vitrail.models.vit_config import ViTConfig
 
 Small = Callable[..., ViTConfig]
 Randomised = Callable[..., VisionTransformer]

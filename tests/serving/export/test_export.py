@@ -29,7 +29,8 @@ from vitrail.serving.export.export import Exporter, export
 from vitrail.serving.export.parity import compare, expected_outputs
 from vitrail.serving.export.program import describe
 from vitrail.serving.export.write import FORMATS
-from vitrail.weights.bundle import Bundle, NumberPrediction
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.prediction import NumberPrediction
 
 
 @pytest.mark.slow

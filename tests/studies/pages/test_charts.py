@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 
 from tests.studies.measured import measured, results_of
 from vitrail.analysis.charts import standalone
-from vitrail.studies.pages.charts import arms_chart, lines_chart
-from vitrail.studies.results import Results
+from vitrail.studies.claims import Results
+from vitrail.studies.page import arms_chart, lines_chart
 
 
 def titles(chart: str) -> list[str]:

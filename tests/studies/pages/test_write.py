@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.studies.measured import results_of
-from vitrail.page import is_our_page
+from vitrail.report.page import is_our_page
+from vitrail.studies.claims import Results, Trial
 from vitrail.studies.engine import StudyRun
-from vitrail.studies.pages.tables import edge_notes
-from vitrail.studies.pages.write import write_study
+from vitrail.studies.page import edge_notes, write_study
 from vitrail.studies.questions.head import HEAD
-from vitrail.studies.results import Results, Trial
 from vitrail.studies.study import Settings
 
 RESULTS = Results(

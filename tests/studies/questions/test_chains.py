@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.bench.accuracy.cell import write_result
-from vitrail.studies.cell import read_result
-from vitrail.studies.cell_run import DEVICE, measure_cell
+from vitrail.experiments.cells import write_result
 from vitrail.studies.engine import chain
+from vitrail.studies.grid import DEVICE, measure_cell, read_result
 from vitrail.studies.questions import STUDIES
 from vitrail.studies.study import Point, Settings, Study
 

@@ -9,9 +9,9 @@ from tests.tasks.objectives import small_network
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.processes.group import join_processes
-from vitrail.tasks.tokens.codebook import Codebook
-from vitrail.tasks.tokens.tokenizer import Tokenizer
-from vitrail.tasks.tokens.vqvae import VqVae
+from vitrail.tasks.codebook import Codebook
+from vitrail.tasks.tokenizer import Tokenizer
+from vitrail.tasks.vqvae import VqVae
 
 __all__ = ["make", "make_tokenizer", "updated"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.several import in_processes
 from tests.tasks.tokens.books import make, updated
 from vitrail.processes.group import Processes
-from vitrail.tasks.tokens.codebook import perplexity
+from vitrail.tasks.codebook import perplexity
 
 ALONE = Processes()
 

@@ -17,7 +17,7 @@ from tests.tasks.tokens.books import make_tokenizer
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, DestinationError
 from vitrail.models.variants import variant_config
-from vitrail.tasks.tokens.tokenizer import TokenizerTargets, check_grid, load_tokenizer, tokenizer_facts
+from vitrail.tasks.tokenizer import TokenizerTargets, check_grid, load_tokenizer, tokenizer_facts
 from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.load import load
 from vitrail.weights.saved import TOKENIZER

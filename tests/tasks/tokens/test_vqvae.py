@@ -17,10 +17,10 @@ from vitrail.errors import ConfigError
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.variants import variant_config
 from vitrail.processes.group import Processes
+from vitrail.tasks.codebook import join_patches
 from vitrail.tasks.task import Position
-from vitrail.tasks.tokens.coder import join_patches
-from vitrail.tasks.tokens.tokenizer import Tokenizer
-from vitrail.tasks.tokens.vqvae import VqVae, VqVaeObjective
+from vitrail.tasks.tokenizer import Tokenizer
+from vitrail.tasks.vqvae import VqVae, VqVaeObjective
 from vitrail.testing import check_task
 
 SETTINGS: dict[str, Any] = {"codes": 24, "code_width": 5, "decoder_width": 8, "decoder_depth": 1}

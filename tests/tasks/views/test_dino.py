@@ -20,11 +20,9 @@ from vitrail.errors import ConfigError
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.variants import create, variant_config
 from vitrail.processes.group import Processes
+from vitrail.tasks.dino import Dino, DinoHead, DinoObjective
 from vitrail.tasks.task import Position
-from vitrail.tasks.views.dino import Dino, DinoObjective
-from vitrail.tasks.views.dino_head import DinoHead
-from vitrail.tasks.views.mean_network import momentum_at
-from vitrail.tasks.views.view_task import effective_rank, fixed_views, uniformity
+from vitrail.tasks.views import effective_rank, fixed_views, momentum_at, uniformity
 from vitrail.testing import check_task
 from vitrail.training.config import TrainConfig
 

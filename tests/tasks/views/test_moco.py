@@ -19,9 +19,9 @@ from vitrail.errors import ConfigError
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.variants import create, variant_config
 from vitrail.processes.group import Processes
+from vitrail.tasks.moco import MoCo, MoCoObjective, key_losses
 from vitrail.tasks.task import Position
-from vitrail.tasks.views.moco import MoCo, MoCoObjective, key_losses
-from vitrail.tasks.views.view_task import fixed_views
+from vitrail.tasks.views import fixed_views
 from vitrail.testing import check_task
 
 SMALL: dict[str, Any] = {"projection_hidden": 20, "projection_width": 12}

@@ -18,8 +18,8 @@ from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.variants import variant_config
-from vitrail.tasks.views.simclr import SimClr, SimClrObjective, contrast_losses
-from vitrail.tasks.views.view_task import effective_rank, fixed_views, uniformity
+from vitrail.tasks.simclr import SimClr, SimClrObjective, contrast_losses
+from vitrail.tasks.views import effective_rank, fixed_views, uniformity
 from vitrail.testing import check_task
 from vitrail.training.config import TrainConfig
 

@@ -19,13 +19,11 @@ from vitrail.evaluation.head import Accuracy
 from vitrail.evaluation.outputs import Outputs
 from vitrail.tasks.classification import ClassificationObjective, Loss
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.examiner import Probe
-from vitrail.training.records.extension import Length
-from vitrail.training.records.record import read_record
-from vitrail.training.reporting.display import Display
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.folder import Length, read_record
+from vitrail.training.job import Probe
+from vitrail.training.log import Display, read_journal
 from vitrail.training.run import resume, train
-from vitrail.training.state.state import TrainState
+from vitrail.training.state import TrainState
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
@@ -180,7 +178,7 @@ def test_a_run_that_ended_early_and_was_killed_in_its_last_measurements_takes_no
 
     config = from_model(initial(classes=COLOURS), colour_folder, patience=2, **STILL)
     with monkeypatch.context() as patch:
-        patch.setattr("vitrail.training.finish.write_examples", fail)
+        patch.setattr("vitrail.training.run.write_examples", fail)
         with pytest.raises(MemoryError):
             train(config)
     result = resume(Path(config.run.folder or ""))

@@ -13,8 +13,8 @@ from torch import nn
 from vitrail.analysis.tracing import trace
 from vitrail.models.variants import create
 from vitrail.recipes import RECIPES
-from vitrail.training.monitoring.health import Health
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.after_step import Health
+from vitrail.training.log import read_journal
 from vitrail.training.run import train
 
 FIELDS = {"image_size": (21, 28), "width": 16, "depth": 3, "heads": 2, "mlp_width": 24, "num_classes": 4}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vitrail.errors import NonFiniteLoss
-from vitrail.training.monitoring.meter import Meter, RunningMeans
+from vitrail.training.after_step import Meter, RunningMeans
 
 
 def test_means_since_the_last_reading() -> None:

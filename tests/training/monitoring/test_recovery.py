@@ -14,13 +14,12 @@ from torch import Tensor
 
 from tests.training import ranks
 from vitrail.errors import NonFiniteLoss, Stopped
-from vitrail.training.config import TrainConfig
+from vitrail.training.checkpoint import Checkpoints
+from vitrail.training.config import FaultConfig, TrainConfig
+from vitrail.training.log import Display, read_journal
 from vitrail.training.loop import train_step
-from vitrail.training.reporting.display import Display
-from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import resume, train
-from vitrail.training.state.checkpoint import Checkpoints
-from vitrail.training.steps.faults import FaultConfig, Faults, StepFault, robust_score
+from vitrail.training.state import Faults, StepFault, robust_score
 
 PLAIN = {"steps": 10, "evaluations": 1, "checkpoints": 3, "shift": 0, "erase": 0.0, "keep": "last", "average": 0.9}
 """A run of one epoch with a checkpoint after steps 4, 8 and 10."""

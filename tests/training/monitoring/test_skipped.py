@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from vitrail.data.batch import Skipped
-from vitrail.training.monitoring.skipped import HeldOutSkips
-from vitrail.training.reporting.display import Display
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.after_step import HeldOutSkips
+from vitrail.training.log import Display, read_journal
 from vitrail.training.run import train
 
 

@@ -17,11 +17,10 @@ import pytest
 
 from vitrail.errors import Stopped
 from vitrail.training.config import TrainConfig
-from vitrail.training.monitoring.stop import StopRequest, interrupted_by_signals
-from vitrail.training.records.extension import Length
-from vitrail.training.records.record import read_record
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.folder import Length, read_record
+from vitrail.training.log import read_journal
 from vitrail.training.run import resume, train
+from vitrail.training.stop import StopRequest, interrupted_by_signals
 
 Command = Callable[..., "subprocess.Popen[str]"]
 
@@ -92,7 +91,7 @@ def test_signals_interrupt_a_computation(number: signal.Signals) -> None:
 IN_A_TERMINAL = """
 import sys, time
 from pathlib import Path
-from vitrail.training.monitoring.stop import StopRequest
+from vitrail.training.stop import StopRequest
 with StopRequest() as stop:
     print("ready", flush=True)
     while not stop.requested:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from vitrail.models.variants import create
-from vitrail.training.optimization.adafactor import factored_axes
-from vitrail.training.optimization.optimizer import OptimizerConfig, make_optimizer
+from vitrail.training.optimizer import OptimizerConfig, make_optimizer
+from vitrail.training.update_rules import factored_axes
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.training.optimization.duration import Duration, RunLength, duration_problems, steps_of
+from vitrail.training.schedule import Duration, RunLength, duration_problems, steps_of
 
 RUN = RunLength(steps=700, batch_size=48, images=1000)
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "pipeline" / "schedules.json").read_text())

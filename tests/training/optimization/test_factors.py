@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vitrail.training.optimization.factors import factor_of, factor_problems
+from vitrail.training.optimizer import factor_of, factor_problems
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from vitrail.errors import ConfigError
 from vitrail.models.layers import StochasticDepth
 from vitrail.models.linear.lora import LowRank
 from vitrail.models.variants import AnyNetwork, create, variant_config
-from vitrail.training.optimization.layers import check_choice, choose_weights
-from vitrail.training.optimization.optimizer import OptimizerConfig, make_optimizer
-from vitrail.training.start import StartConfig
+from vitrail.training.config import StartConfig
+from vitrail.training.optimizer import OptimizerConfig, make_optimizer
+from vitrail.training.start import check_choice, choose_weights
 
 KINDS: dict[str, tuple[str, dict[str, Any], int]] = {
     "class token": ("ViT-Pico/7", {"image_size": (14, 21), "width": 12, "depth": 4, "heads": 3, "mlp_width": 10}, 4),

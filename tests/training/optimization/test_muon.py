@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from vitrail.models.variants import create
 from vitrail.tasks.classification import ClassificationObjective
-from vitrail.training.optimization import muon
-from vitrail.training.optimization.layers import choose_weights
-from vitrail.training.optimization.matrices import stacks_of
-from vitrail.training.optimization.muon import Muon, orthogonalised
-from vitrail.training.optimization.optimizer import OptimizerConfig, make_optimizer
-from vitrail.training.start import StartConfig
+from vitrail.training import update_rules as muon
+from vitrail.training.config import StartConfig
+from vitrail.training.optimizer import OptimizerConfig, make_optimizer
+from vitrail.training.start import choose_weights
+from vitrail.training.update_rules import Muon, orthogonalised, stacks_of
 
 SIZES: dict[str, Any] = {"image_size": (14, 21), "num_classes": 3, "width": 12, "depth": 2, "heads": 2, "mlp_width": 20}
 

@@ -13,8 +13,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from vitrail.errors import ConfigError
 from vitrail.models.variants import create
 from vitrail.tasks.classification import ClassificationObjective
-from vitrail.training.optimization.layers import choose_weights
-from vitrail.training.optimization.optimizer import (
+from vitrail.training.config import StartConfig
+from vitrail.training.optimizer import (
     DecayRule,
     OptimizerConfig,
     OptimizerName,
@@ -22,8 +22,8 @@ from vitrail.training.optimization.optimizer import (
     make_optimizer,
     split_by_decay,
 )
-from vitrail.training.optimization.update_rules import MomentumFormat, OptaxAdam, OptaxMomentum
-from vitrail.training.start import StartConfig
+from vitrail.training.start import choose_weights
+from vitrail.training.update_rules import MomentumFormat, OptaxAdam, OptaxMomentum
 
 
 class Pair(nn.Module):

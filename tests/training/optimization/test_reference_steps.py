@@ -23,12 +23,11 @@ from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.vit import VisionTransformer
 from vitrail.tasks.classification import ClassificationObjective
+from vitrail.training.job import Plan
 from vitrail.training.loop import train_step
-from vitrail.training.optimization.duration import RunLength
-from vitrail.training.optimization.optimizer import OptimizerConfig, make_optimizer
-from vitrail.training.optimization.schedule import Schedule
-from vitrail.training.state.state import TrainState
-from vitrail.training.steps.plan import Plan
+from vitrail.training.optimizer import OptimizerConfig, make_optimizer
+from vitrail.training.schedule import RunLength, Schedule
+from vitrail.training.state import TrainState
 from vitrail.weights.layouts.google import BIG_VISION, GOOGLE
 from vitrail.weights.layouts.layout import theirs_of
 from vitrail.weights.load import load

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitrail.errors import ConfigError
-from vitrail.training.optimization.duration import RunLength
-from vitrail.training.optimization.optimizer import OptimizerConfig
-from vitrail.training.optimization.schedule import Schedule, ScheduleName
+from vitrail.training.optimizer import OptimizerConfig
+from vitrail.training.schedule import RunLength, Schedule, ScheduleName
 
 KINDS = get_args(ScheduleName)
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "pipeline" / "schedules.json").read_text())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vitrail.models.variants import create
-from vitrail.training.optimization.tables import tables_of
+from vitrail.training.update_rules import tables_of
 from vitrail.weights.layouts.google import BIG_VISION
 
 

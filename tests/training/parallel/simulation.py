@@ -23,11 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitrail.machine import autocast
 from vitrail.models.variants import AnyConfig, build
-from vitrail.processes.group import Processes
+from vitrail.processes.group import Processes, local
 from vitrail.processes.launch import Launch
-from vitrail.processes.parts import local
-from vitrail.training.parallel import sharding
-from vitrail.training.parallel.gradients import GradientSum
+from vitrail.training import sharding
+from vitrail.training.sharding import GradientSum
 
 __all__ = ["simulated"]
 

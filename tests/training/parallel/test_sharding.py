@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed.tensor import Shard
 
-from vitrail.training.parallel.sharding import divided_axis
+from vitrail.training.sharding import divided_axis
 
 
 @pytest.mark.parametrize(("shape", "shards", "axis"), [

@@ -9,7 +9,7 @@ from tests.training.parallel.simulation import HERE, simulated
 from vitrail.models.cost.transformer import block_parameters
 from vitrail.models.variants import variant_config
 from vitrail.recipes import RECIPES
-from vitrail.training.parallel.scale import scale_plans
+from vitrail.training.job import scale_plans
 
 WORLD = 64
 

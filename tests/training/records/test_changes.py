@@ -11,10 +11,8 @@ import pytest
 
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.training.config import TrainConfig
-from vitrail.training.records.changes import ALLOWED, FREE, changed_config
-from vitrail.training.records.record import read_record
-from vitrail.training.reporting.display import Display
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.folder import ALLOWED, FREE, changed_config, read_record
+from vitrail.training.log import Display, read_journal
 from vitrail.training.run import resume, train
 
 Small = Callable[..., TrainConfig]

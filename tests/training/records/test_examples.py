@@ -16,7 +16,7 @@ from vitrail.data.source import Sample
 from vitrail.data.sources.folder import FolderSource
 from vitrail.models.variants import create
 from vitrail.training.config import TrainConfig
-from vitrail.training.records.examples import write_examples
+from vitrail.training.page import write_examples
 from vitrail.training.run import train
 from vitrail.weights.bundle import Bundle
 

@@ -12,10 +12,8 @@ import pytest
 
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.training.config import TrainConfig
-from vitrail.training.records.extension import Length
-from vitrail.training.records.record import read_record
-from vitrail.training.reporting.display import Display
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.folder import Length, read_record
+from vitrail.training.log import Display, read_journal
 from vitrail.training.run import finished, resume, train
 
 Small = Callable[..., TrainConfig]

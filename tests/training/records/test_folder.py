@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vitrail.recipes import RECIPES
-from vitrail.training.records.folder import new_folder
+from vitrail.training.folder import new_folder
 
 
 def test_names_come_from_the_recipe_or_the_data_and_are_numbered(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from vitrail.analysis.pages.overview import FILES
-from vitrail.training.records.folder import ENTRIES, run_of
-from vitrail.training.records.inside import INSIDE, inside_link, link_inside
+from vitrail.analysis.pages.overview import OVERVIEW_FILES
+from vitrail.training.folder import ENTRIES, INSIDE, inside_link, link_inside, run_of
 
 LINK = '<p id="inside"><a href="inside/report.html">Look inside the model</a>: '
 
@@ -31,7 +30,7 @@ def test_the_link_is_there_while_the_page_is_newer_than_the_model(tmp_path: Path
 
 
 def test_a_run_may_hold_the_files_of_its_page() -> None:
-    assert {INSIDE, *(f"{INSIDE}/{name}" for name in FILES)} <= set(ENTRIES)
+    assert {INSIDE, *(f"{INSIDE}/{name}" for name in OVERVIEW_FILES)} <= set(ENTRIES)
 
 
 def test_the_run_of_a_model(tmp_path: Path) -> None:

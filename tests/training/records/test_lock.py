@@ -14,8 +14,8 @@ import pytest
 
 from vitrail.errors import RunError
 from vitrail.training.config import TrainConfig
-from vitrail.training.records.lock import LOCK, locked
-from vitrail.training.reporting.display import Display
+from vitrail.training.folder import LOCK, locked
+from vitrail.training.log import Display
 from vitrail.training.run import resume, train
 
 Small = Callable[..., TrainConfig]
@@ -23,7 +23,7 @@ Small = Callable[..., TrainConfig]
 HOLD = """
 import sys, time
 from pathlib import Path
-from vitrail.training.records.lock import locked
+from vitrail.training.folder import locked
 with locked(Path(sys.argv[1])):
     print("locked", flush=True)
     time.sleep(60)

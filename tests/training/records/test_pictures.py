@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 from vitrail.errors import SaveError
-from vitrail.page import is_our_page
+from vitrail.report.page import is_our_page
 from vitrail.tasks.pictures import Picture, PictureTable
-from vitrail.training.records.pictures import write_pictures
+from vitrail.training.page import write_pictures
 
 ROW = tuple(Picture(Image.new("L", (4, 3), number), (f"picture {number}", "<b>")) for number in range(3))
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from vitrail.errors import Stopped
+from vitrail.training import page as progress
 from vitrail.training.config import TrainConfig
-from vitrail.training.records import progress
-from vitrail.training.records.progress import ProgressPage
-from vitrail.training.reporting.display import Display
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.log import Display, read_journal
+from vitrail.training.page import ProgressPage
 from vitrail.training.run import resume, train
 
 

@@ -13,7 +13,7 @@ import pytest
 from vitrail.errors import RunError
 from vitrail.tasks import Classification, Regression
 from vitrail.training.config import TrainConfig
-from vitrail.training.records.record import FORMAT, read_record
+from vitrail.training.folder import FORMAT, read_record
 from vitrail.training.run import train
 
 V1 = Path(__file__).parents[2] / "formats" / "v1"

@@ -10,10 +10,10 @@ import pytest
 
 from vitrail.settings import bare_names
 from vitrail.training.config import TrainConfig
-from vitrail.training.records.lock import locked
-from vitrail.training.records.summary import (
+from vitrail.training.folder import (
     differing_settings,
     find_runs,
+    locked,
     notes_on_data,
     settings_beside,
     settings_of,

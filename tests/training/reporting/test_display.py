@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from vitrail.tasks import TASKS
-from vitrail.training.reporting import display as display_module
-from vitrail.training.reporting.display import ConsoleDisplay
+from vitrail.training import log as display_module
+from vitrail.training.log import ConsoleDisplay
 
 REPORTS = ((4.0, 10, None), (13.9, 11, 80.0), (14.1, 20, 245.4), (30.0, 31, 233.0))
 """Seconds, steps and seconds left."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vitrail.errors import SaveError
-from vitrail.training.reporting.journal import Journal, read_journal
+from vitrail.training.log import Journal, read_journal
 
 
 def test_an_event_a_line_in_order(tmp_path: Path) -> None:

@@ -13,9 +13,7 @@ import pytest
 
 from vitrail.errors import ConfigError, Stopped
 from vitrail.training.config import TrainConfig
-from vitrail.training.reporting.display import Display
-from vitrail.training.reporting.journal import read_journal
-from vitrail.training.reporting.trackers import scalars
+from vitrail.training.log import Display, read_journal, scalars
 from vitrail.training.run import resume, train
 
 

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from vitrail.cores import SharedCores, Usage
+from vitrail.training import after_step as adaptation
 from vitrail.training.config import TrainConfig
-from vitrail.training.reporting.display import Display
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.log import Display, read_journal
 from vitrail.training.run import train
-from vitrail.training.speed import adaptation
 
 
 class Notes(Display):

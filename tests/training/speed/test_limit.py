@@ -14,12 +14,11 @@ from tests.several import in_processes
 from tests.training import ranks
 from vitrail.models.variants import variant_config
 from vitrail.tasks import Classification
-from vitrail.training import execution
+from vitrail.training import clock as limit
+from vitrail.training import run as execution
 from vitrail.training.config import TrainConfig
-from vitrail.training.reporting.display import Display
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.log import Display, read_journal
 from vitrail.training.run import train
-from vitrail.training.speed import limit
 
 LIMIT = 3e12
 CPU = torch.device("cpu")

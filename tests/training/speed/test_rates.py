@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from vitrail.training.clock import SmoothedRate, TimeLeft
 from vitrail.training.config import TrainConfig
-from vitrail.training.reporting.display import Display
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.log import Display, read_journal
 from vitrail.training.run import train
-from vitrail.training.speed.rates import SmoothedRate, TimeLeft
 
 
 def test_the_start_up_is_dropped_when_more_is_known() -> None:

@@ -11,12 +11,11 @@ import pytest
 
 from vitrail.data.pipeline import default_threads
 from vitrail.errors import ConfigError, Stopped
+from vitrail.training.after_step import ReaderTrials
 from vitrail.training.config import TrainConfig
-from vitrail.training.records.record import read_record
-from vitrail.training.reporting.display import Display
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.folder import read_record
+from vitrail.training.log import Display, read_journal
 from vitrail.training.run import resume, train
-from vitrail.training.speed.readers import ReaderTrials
 
 Small = Callable[..., TrainConfig]
 

@@ -10,14 +10,11 @@ import torch
 
 from vitrail.data.augmentation.augment import Augment
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.training.optimization.duration import RunLength
-from vitrail.training.optimization.optimizer import OptimizerConfig
-from vitrail.training.speed import timing
-from vitrail.training.speed.limit import MachineLimit
-from vitrail.training.speed.rates import TimeLeft
-from vitrail.training.speed.timing import Timing
-from vitrail.training.steps.phases import Phase
-from vitrail.training.steps.plan import Plan
+from vitrail.training import clock as timing
+from vitrail.training.clock import MachineLimit, TimeLeft, Timing
+from vitrail.training.job import Phase, Plan
+from vitrail.training.optimizer import OptimizerConfig
+from vitrail.training.schedule import RunLength
 
 STEPS = 10
 PHASES = (

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from vitrail.training.state.average import Average, AverageStart
+from vitrail.training.optimizer import AverageStart
+from vitrail.training.state import Average
 
 
 def module_of() -> nn.Sequential:

@@ -12,16 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import vitrail.training.state.best as best_module
+import vitrail.training.checkpoint as best_module
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import create
 from vitrail.tasks.masked_patches import MaskedPatches, MaskedPatchesObjective
 from vitrail.tasks.own_model import BESIDE
+from vitrail.training.checkpoint import BestModel, Checkpoints
 from vitrail.training.config import TrainConfig
-from vitrail.training.reporting.display import Display
+from vitrail.training.log import Display
 from vitrail.training.run import resume, train
-from vitrail.training.state.best import BestModel
-from vitrail.training.state.checkpoint import Checkpoints
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 

@@ -17,15 +17,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import vitrail.training.state.checkpoint as checkpoint_module
+import vitrail.training.checkpoint as checkpoint_module
 from vitrail.errors import RunError, SaveError
+from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig
+from vitrail.training.job import Plan
+from vitrail.training.log import Display
 from vitrail.training.loop import train_step
-from vitrail.training.reporting.display import Display
 from vitrail.training.run import train
-from vitrail.training.state.checkpoint import Checkpoints
-from vitrail.training.state.state import Best, TrainState
-from vitrail.training.steps.plan import Plan
+from vitrail.training.state import Best, TrainState
 
 FILES = (".metadata", "__0_0.distcp", "manifest.json", "state.json")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitrail.training.state.random import random_state, restore_random_state
+from vitrail.training.state import random_state, restore_random_state
 
 Devices = list[Tensor]
 

@@ -15,17 +15,16 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-import vitrail.training.execution as run_module
-import vitrail.training.state.checkpoint as checkpoint_module
+import vitrail.training.checkpoint as checkpoint_module
+import vitrail.training.run as run_module
 from vitrail.errors import DestinationError, NonFiniteLoss, SaveError
+from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig
+from vitrail.training.job import Plan
+from vitrail.training.log import Display, read_journal
 from vitrail.training.loop import train_step
-from vitrail.training.reporting.display import Display
-from vitrail.training.reporting.journal import read_journal
 from vitrail.training.run import resume, train
-from vitrail.training.state.checkpoint import Checkpoints
-from vitrail.training.state.state import TrainState
-from vitrail.training.steps.plan import Plan
+from vitrail.training.state import TrainState
 
 Small = Callable[..., TrainConfig]
 Outcome = Callable[[Path], dict[str, Any]]

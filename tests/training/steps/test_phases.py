@@ -12,14 +12,12 @@ import torch
 from vitrail.errors import ConfigError, Stopped
 from vitrail.models.variants import create, variant_config
 from vitrail.tasks import Classification
-from vitrail.training.assembly import make_network, make_state
+from vitrail.training.build import make_network, make_state
+from vitrail.training.clock import TimeLeft
 from vitrail.training.config import TrainConfig
-from vitrail.training.reporting.display import Display
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.job import Phase, first_steps, phases_of, prepare, run_flops
+from vitrail.training.log import Display, read_journal
 from vitrail.training.run import resume, train
-from vitrail.training.setup import prepare
-from vitrail.training.speed.rates import TimeLeft
-from vitrail.training.steps.phases import Phase, first_steps, phases_of, run_flops
 
 Small = Callable[..., TrainConfig]
 

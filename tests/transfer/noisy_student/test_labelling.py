@@ -16,7 +16,7 @@ from vitrail.data.source import soft_target_of
 from vitrail.data.sources import open_data
 from vitrail.data.sources.pseudo_labels import Pool, PseudoLabels, read_info
 from vitrail.errors import BundleError, ConfigError, DataError
-from vitrail.transfer.noisy_student.labelling import Labelling, choose_rows, label_images
+from vitrail.experiments.noisy_student import Labelling, choose_rows, label_images
 from vitrail.weights.bundle import weights_sha256
 from vitrail.weights.load import load
 

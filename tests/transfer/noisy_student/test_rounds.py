@@ -18,16 +18,22 @@ import torch
 from vitrail.data.sources import open_data
 from vitrail.data.sources.pseudo_labels import Pool, read_info
 from vitrail.errors import ConfigError, DataError, RunError
-from vitrail.recipes.noisy_student import NOISY_STUDENT_RECIPES
+from vitrail.experiments.noisy_student import (
+    Events,
+    Labelling,
+    NoisyStudentConfig,
+    Round,
+    Rounds,
+    check_size,
+    run_rounds,
+)
+from vitrail.recipes.small import NOISY_STUDENT_RECIPES
 from vitrail.tasks import Classification
 from vitrail.tasks.teacher import teacher_facts
 from vitrail.training.config import TrainConfig
-from vitrail.training.records.record import read_record
-from vitrail.training.reporting.journal import read_journal
+from vitrail.training.folder import read_record
+from vitrail.training.log import read_journal
 from vitrail.training.run import train
-from vitrail.transfer.noisy_student.config import NoisyStudentConfig, Rounds, check_size
-from vitrail.transfer.noisy_student.labelling import Labelling
-from vitrail.transfer.noisy_student.rounds import Events, Round, run_rounds
 from vitrail.weights.load import load
 
 Tiny = Callable[..., TrainConfig]
@@ -114,11 +120,11 @@ def test_two_rounds_are_trained_and_not_repeated(student: TrainConfig, tmp_path:
 SCRIPT = """
 import json, os, signal, sys
 from pathlib import Path
-from vitrail.transfer.noisy_student import rounds
-from vitrail.transfer.noisy_student.config import NoisyStudentConfig, Rounds
-from vitrail.transfer.noisy_student.labelling import Labelling
+from vitrail.experiments import noisy_student as rounds
+from vitrail.experiments.noisy_student import NoisyStudentConfig, Rounds
+from vitrail.experiments.noisy_student import Labelling
 from vitrail.training.config import TrainConfig
-from vitrail.training.reporting.display import Display
+from vitrail.training.log import Display
 import torch
 torch.set_num_threads(1)
 

@@ -13,7 +13,7 @@ import torch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
-from vitrail.models.vit import ViTConfig
+from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.carried import KEPT, Table, bare_loss, carried, nested, only, other_architecture, own
 from vitrail.weights.load import LAYOUTS, load

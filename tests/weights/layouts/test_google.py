@@ -12,7 +12,7 @@ import torch
 
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError
-from vitrail.models.vit import ViTConfig
+from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.google import BIG_VISION, GOOGLE
 from vitrail.weights.load import load

@@ -20,7 +20,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError
 from vitrail.models.resnet import ResNet
 from vitrail.models.resnet_config import ResNetConfig
-from vitrail.models.vit import ViTConfig
+from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.huggingface import HUGGINGFACE

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from vitrail.errors import BundleError
 from vitrail.models.variants import VARIANTS
-from vitrail.models.vit import ViTConfig
+from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.layout import (
     Description,

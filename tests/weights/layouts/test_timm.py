@@ -18,7 +18,7 @@ from vitrail.data.pixels.geometry import scaled_side
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError
 from vitrail.models.resnet_config import RootConfig
-from vitrail.models.vit import ViTConfig
+from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.timm import TIMM
 from vitrail.weights.layouts.timm_config import written_config

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vitrail.errors import BundleError
-from vitrail.models.vit import ViTConfig
+from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.torchvision import TORCHVISION
 from vitrail.weights.load import load

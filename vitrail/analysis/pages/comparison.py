@@ -15,17 +15,15 @@ from vitrail.analysis.pages.figure import NARROW, STYLE, captioned, figure, skip
 from vitrail.analysis.statistics import HeadStatistic
 from vitrail.analysis.summaries.comparison import Comparison, Disagreement, Measured
 from vitrail.analysis.summaries.samples import Answer
-from vitrail.charts.svg import Series
 from vitrail.errors import plural
 from vitrail.evaluation.predictions.bootstrap import LEVEL
 from vitrail.evaluation.predictions.named import NamedMetric, named_metrics
 from vitrail.files import write_json
-from vitrail.page import document, escape, table
-from vitrail.plain import to_plain
+from vitrail.report.charts import Series
+from vitrail.report.page import document, escape, table
+from vitrail.settings import to_plain
 
-__all__ = ["FILES", "comparison_as_plain", "verdict", "write_comparison"]
-
-FILES = ("compare.html", "compare.json", "classes.csv", "similarity.svg", "distance.svg")
+COMPARISON_FILES = ("compare.html", "compare.json", "classes.csv", "similarity.svg", "distance.svg")
 """Files of a comparison."""
 
 SIGNIFICANT = 0.05

@@ -20,11 +20,9 @@ from vitrail.data.pixels.decode import to_pil
 from vitrail.data.pixels.geometry import Placement
 from vitrail.errors import BundleError
 from vitrail.models.vit import VisionTransformer
-from vitrail.page import escape
+from vitrail.report.page import escape
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.prediction import NumberPrediction
-
-__all__ = ["MAX_BYTES", "Explainer", "Explanation", "Written", "write_explanation"]
 
 MAX_BYTES = 5_000_000
 """Default of the largest size of a page."""

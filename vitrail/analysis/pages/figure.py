@@ -14,9 +14,7 @@ from PIL import Image
 from vitrail.analysis.charts import png
 from vitrail.data.batch import Skipped
 from vitrail.errors import plural
-from vitrail.page import escape, table
-
-__all__ = ["NARROW", "STYLE", "captioned", "figure", "image", "image_address", "skipped_part"]
+from vitrail.report.page import escape, table
 
 ImageForm = Literal["jpeg", "png"]
 """File format of an embedded picture."""

@@ -25,12 +25,10 @@ from vitrail.evaluation.predictions.bootstrap import LEVEL, Metric
 from vitrail.evaluation.predictions.named import named_metrics
 from vitrail.evaluation.predictions.report import absent_note
 from vitrail.files import write_json
-from vitrail.page import document, escape, table, thumbnail
-from vitrail.plain import to_plain
+from vitrail.report.page import document, escape, table, thumbnail
+from vitrail.settings import to_plain
 
-__all__ = ["FILES", "headline", "overview_as_plain", "write_overview"]
-
-FILES = ("report.html", "report.json", "*.csv", "*.svg", "*.png", "*.parquet")
+OVERVIEW_FILES = ("report.html", "report.json", "*.csv", "*.svg", "*.png", "*.parquet")
 """Files of an overview, as shell patterns."""
 
 FIRST = ".first figure { max-width: 28rem; } .first img { image-rendering: pixelated; }"

@@ -28,9 +28,7 @@ from vitrail.analysis.statistics import HeadStatistic
 from vitrail.analysis.summaries.embedding_map import EmbeddingMap
 from vitrail.analysis.summaries.overview import Overview
 from vitrail.analysis.summaries.samples import distances
-from vitrail.charts.svg import Series
-
-__all__ = ["charts_of", "map_script", "pictures_of"]
+from vitrail.report.charts import Series
 
 NO_LABEL = "no label"
 """Name of the images without a label in the map of embeddings."""

@@ -14,8 +14,6 @@ from vitrail.analysis.summaries.overview import Overview
 from vitrail.errors import DataError
 from vitrail.evaluation.features.files import parquet_library, printable_key
 
-__all__ = ["write_tables"]
-
 PARQUET = "embedding.parquet"
 """Table of the embeddings with all their features."""
 

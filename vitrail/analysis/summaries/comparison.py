@@ -32,8 +32,6 @@ from vitrail.evaluation.predictions.report import ClassificationReport, report
 from vitrail.evaluation.truth import SingleLabels
 from vitrail.weights.bundle import Bundle
 
-__all__ = ["Comparison", "Disagreement", "Measured", "check_comparable", "compare"]
-
 
 @dataclass(frozen=True, eq=False)
 class Measured:

@@ -14,8 +14,6 @@ from vitrail.analysis.summaries.samples import SeenImages, evenly
 from vitrail.data.pixels.decode import to_pil
 from vitrail.errors import DataError
 
-__all__ = ["EmbeddingMap", "embedding_map"]
-
 MAX_POINTS = 1000
 """Maximum number of images on the map of embeddings."""
 

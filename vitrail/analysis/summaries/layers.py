@@ -23,8 +23,6 @@ from vitrail.data.source import Source, Subset, Target
 from vitrail.errors import ConfigError, DataError
 from vitrail.weights.bundle import Bundle
 
-__all__ = ["Attempts", "LayerProbes", "LayerSummary", "summarise_layers", "summarise_probes"]
-
 READ_BATCH = 32
 """Number of training images that are decoded at once."""
 

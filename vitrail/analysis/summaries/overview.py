@@ -24,8 +24,6 @@ from vitrail.evaluation.predictions.report import ClassificationReport, report
 from vitrail.evaluation.truth import SingleLabels
 from vitrail.weights.bundle import Bundle
 
-__all__ = ["Answers", "ColouredPatches", "Error", "Overview", "overview"]
-
 COLOURED = 8
 """Number of images whose patches are shown in the colours of their principal components."""
 

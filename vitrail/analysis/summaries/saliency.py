@@ -19,9 +19,7 @@ from vitrail.analysis.faithfulness import (
 )
 from vitrail.analysis.saliency import SaliencyMaps, attention_rollout, class_relevance
 from vitrail.evaluation.predictions.bootstrap import Metric, mean_interval
-from vitrail.weights.bundle import OutputKind
-
-__all__ = ["MeasuredMethod", "SaliencySummary", "summarise_saliency"]
+from vitrail.weights.prediction import OutputKind
 
 METHODS: Mapping[str, Callable[[nn.Module, Tensor], SaliencyMaps]] = {
     "rollout": attention_rollout,

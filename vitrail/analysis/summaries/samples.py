@@ -21,19 +21,6 @@ from vitrail.data.source import Source
 from vitrail.evaluation.predictions.calibration import PerSample
 from vitrail.weights.bundle import Bundle
 
-__all__ = [
-    "Answer",
-    "SeenImages",
-    "answer_about",
-    "distances",
-    "evenly",
-    "images_at",
-    "in_batches",
-    "inputs_of",
-    "picture_of",
-    "reach_of",
-]
-
 BATCH = 16
 """Number of images whose features are computed at once."""
 

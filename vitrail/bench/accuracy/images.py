@@ -14,8 +14,6 @@ from vitrail.data.source import Source, fingerprint
 from vitrail.data.splits import Splits
 from vitrail.files import replacing_folder, write_json
 
-__all__ = ["write_images"]
-
 DONE = "images.json"
 """File with the fingerprint of the data, which is written last."""
 

@@ -31,8 +31,6 @@ from vitrail.data.rows import Crop
 from vitrail.errors import ConfigError
 from vitrail.settings import one_of
 
-__all__ = ["PRESETS", "Augment", "Preset", "Settings"]
-
 Preset = Literal[
     "none", "light1", "light2", "medium1", "medium2", "strong1", "strong2", "bp",
     "augreg-none", "augreg-light1", "augreg-light2", "augreg-medium1", "augreg-medium2", "augreg-strong1",

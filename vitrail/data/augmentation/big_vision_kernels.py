@@ -29,8 +29,6 @@ from vitrail.data.augmentation.kernels import (
 )
 from vitrail.data.augmentation.operations import GREY, blend, on_device
 
-__all__ = ["BIG_VISION"]
-
 LUMA = (0.2989, 0.587, 0.114)
 """Weights of red, green and blue in TensorFlow's grey."""
 

@@ -14,8 +14,6 @@ import numpy as np
 
 from vitrail.data.augmentation.draws import Slot, keyed_uniform
 
-__all__ = ["CROPS", "CropRule", "RandomCrop", "first_fit", "tensorflow_crop", "torchvision_crop"]
-
 CropRule = Literal["torchvision", "tensorflow"]
 
 Box = tuple[int, int, int, int]

@@ -7,8 +7,6 @@ from enum import IntEnum
 import numpy as np
 from jaxtyping import Float, Float32, Float64, Int64, UInt64
 
-__all__ = ["Slot", "keyed_uniform", "symmetric_beta"]
-
 
 class Slot(IntEnum):
     """Number of the first draw of each augmentation. The draws of an augmentation must end before the first draw of the

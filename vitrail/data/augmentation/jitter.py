@@ -11,8 +11,6 @@ from torch import Tensor
 from vitrail.data.augmentation import operations
 from vitrail.data.augmentation.operations import on_device
 
-__all__ = ["DRAWS", "colour_jitter"]
-
 DRAWS = 8
 """Random numbers per image: four for the amounts by which brightness, contrast, saturation and hue change, and four for
 the order of these changes."""

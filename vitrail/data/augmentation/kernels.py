@@ -15,18 +15,6 @@ from torch import Tensor
 from vitrail.data.augmentation import operations
 from vitrail.data.augmentation.operations import on_device
 
-__all__ = [
-    "Draws",
-    "Images",
-    "Kernel",
-    "box_kernel",
-    "changed_levels",
-    "factor_kernel",
-    "plain_kernel",
-    "signs",
-    "table_kernel",
-]
-
 Images = UInt8[Tensor, "n c h w"]
 Draws = Float32[np.ndarray, "n 4"]
 """Random numbers of an operation: one for the operation, one for its direction, and two for the centre of a box (y,

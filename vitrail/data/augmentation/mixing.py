@@ -20,8 +20,6 @@ from vitrail.data.augmentation.operations import box_mask, on_device
 from vitrail.data.batch import Batch
 from vitrail.errors import ConfigError
 
-__all__ = ["DRAWS", "MixupPer", "cut_boxes", "mix", "mixup_shares"]
-
 MixupPer = Literal["sample", "batch"]
 
 DRAWS = 5

@@ -12,25 +12,6 @@ import torch
 from jaxtyping import Bool, Float32, Float64, Int16, Int64, Shaped, UInt8
 from torch import Tensor
 
-__all__ = [
-    "GREY",
-    "autocontrast",
-    "blend",
-    "box_mask",
-    "brightness",
-    "by_table",
-    "contrast",
-    "equalize",
-    "fill",
-    "hue",
-    "on_device",
-    "saturation",
-    "sharpness",
-    "smoothed_sum",
-    "transform",
-    "window",
-]
-
 GREY = 128
 """Grey level of pixels that an operation leaves empty."""
 

@@ -24,8 +24,6 @@ from vitrail.data.augmentation.kernels import (
     table_kernel,
 )
 
-__all__ = ["PILLOW"]
-
 REFERENCE_SIDE = 224
 """Image side in pixels for which shifts and box sizes are defined. For images of another size, shifts and box sizes are
 scaled in proportion."""

@@ -18,8 +18,6 @@ from vitrail.data.augmentation.kernels import Draws, Images, Kernel
 from vitrail.data.augmentation.operations import on_device
 from vitrail.data.augmentation.pillow_kernels import PILLOW
 
-__all__ = ["DRAWS", "KERNELS", "OPERATIONS", "RandAugmentRule", "apply_operations", "randaugment"]
-
 DRAWS = 4
 """Random numbers per operation, as described for `Draws`."""
 

@@ -15,7 +15,7 @@ from vitrail.data.selection import take
 from vitrail.data.source import Source
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, listed, plural
-from vitrail.page import printable
+from vitrail.report.page import printable
 
 __all__ = ["Finding", "Report", "check_data", "quick_check"]
 

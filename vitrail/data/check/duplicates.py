@@ -16,8 +16,6 @@ from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source
 from vitrail.errors import DataError
 
-__all__ = ["Duplicates", "Neighbours", "alike", "find_duplicates", "neighbours", "same"]
-
 RADIUS = 0.05
 """Largest distance between the thumbnails of two images that may be near duplicates. Thumbnails have 8 x 8 pixels
 and are normalised to mean 0 and length 1."""

@@ -16,8 +16,6 @@ from vitrail.data.pipeline import skips_allowed
 from vitrail.data.source import Source
 from vitrail.errors import plural
 
-__all__ = ["Examined", "image_findings", "kinds_of", "sizes_of"]
-
 FEWEST = 20
 """Smallest number of images for which outliers are searched."""
 

@@ -13,8 +13,6 @@ from vitrail.data.sources.tables.number_column import holds_numbers
 from vitrail.data.splits import Splits
 from vitrail.errors import listed, plural
 
-__all__ = ["balance_of", "count", "label_findings", "named_sources"]
-
 MANY = 20
 """Smallest number of classes called by whole numbers that can be measured numbers."""
 

@@ -21,20 +21,6 @@ from vitrail.data.pixels.decode import open_file, to_pil
 from vitrail.data.source import Source
 from vitrail.errors import DataError, UndecodableImage
 
-__all__ = [
-    "DETAIL_SIDE",
-    "MOST_DETAILED",
-    "Looks",
-    "Oddity",
-    "Progress",
-    "Seen",
-    "State",
-    "examine",
-    "in_threads",
-    "look",
-    "look_at_all",
-]
-
 T = TypeVar("T")
 
 Progress = Callable[[int, int], None]

@@ -12,9 +12,7 @@ from vitrail.data.selection import take, take_per_class
 from vitrail.data.source import Source, target_kind
 from vitrail.data.splits import Splits
 from vitrail.errors import DataError, listed, plural
-from vitrail.page import document, escape, figure, table, thumbnail
-
-__all__ = ["page"]
+from vitrail.report.page import document, escape, figure, table, thumbnail
 
 MOST_GROUPS = 12
 MOST_MEMBERS = 4

@@ -7,11 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from vitrail.data.source import Source, Target, class_indices
-from vitrail.page import printable
-
-__all__ = [
-    "SEVERITIES", "Balance", "Example", "Finding", "Report", "Severity", "Sizes", "SplitCounts", "example", "first",
-]  # fmt: skip
+from vitrail.report.page import printable
 
 Severity = Literal["error", "warning", "note"]
 """Severity of a finding. An error makes training fail. With a warning, training works, but the model is worse or its
@@ -97,7 +93,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `check_data`. `vitrail.plain` converts it to plain values and back."""
+    """The result of `check_data`. `vitrail.settings` converts it to plain values and back."""
 
     classes: tuple[str, ...]
     splits: tuple[SplitCounts, ...]

@@ -13,8 +13,6 @@ from jaxtyping import Float32, Int64, UInt8
 
 from vitrail.data.check.look import DETAIL_SIDE, in_threads
 
-__all__ = ["detail_correlation", "most_similar", "shifted_copies"]
-
 NEIGHBOURS = 5
 """Number of images with which each image is compared: the images with the most similar thumbnails."""
 

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 
 from vitrail.data.splits import SPLITS
 from vitrail.errors import ConfigError, DataError, listed
-from vitrail.plain import from_plain
-
-__all__ = ["FILE", "FORMAT", "NUMBERS", "UNFINISHED", "Manifest", "Packing", "ShardRecord", "parse"]
+from vitrail.settings import from_plain
 
 FILE = "dataset.json"
 UNFINISHED = "dataset.unfinished.json"

@@ -32,8 +32,6 @@ from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, Stopped, UndecodableImage
 from vitrail.files import check_parent, saving, write_json
 
-__all__ = ["JPEG_QUALITY", "pack", "packed_before"]
-
 JPEG_QUALITY = 95
 """JPEG quality of images that are scaled down. Pillow's default of 75 is visibly worse. Above 95, files grow without a
 visible gain."""

@@ -25,18 +25,6 @@ from vitrail.data.pixels.repair import has_all_rows, jpeg_of_pixels, png_of_pixe
 from vitrail.data.pixels.signature import format_of
 from vitrail.errors import ConfigError, UndecodableImage
 
-__all__ = [
-    "MAX_PIXELS",
-    "Opened",
-    "allow_pixels",
-    "decode",
-    "image_size_of",
-    "open_file",
-    "open_image",
-    "pixel_limit",
-    "to_pil",
-]
-
 MAX_PIXELS = 89_478_485
 """Default of the largest number of pixels of an image: 256 MiB in RGB. Pillow warns about larger images. Here they are
 refused before memory is allocated."""

@@ -8,8 +8,6 @@ import threading
 
 from PIL import Image, features
 
-__all__ = ["FORMATS", "SUFFIXES", "missing_decoder", "pillow_formats"]
-
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "HEIC")
 """Formats that may be opened. Pillow also supports formats that start programs (EPS) or read other files."""
 

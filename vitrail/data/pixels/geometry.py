@@ -11,8 +11,6 @@ from jaxtyping import Bool, Float, Float64, Int64, Shaped
 
 from vitrail.errors import ConfigError
 
-__all__ = ["Box", "Placement", "Resize", "place", "place_like_big_vision", "scaled_side"]
-
 Resize = Literal["squash", "crop", "pad"]
 
 Size = tuple[int, int]

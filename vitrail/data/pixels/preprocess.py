@@ -18,8 +18,6 @@ from vitrail.data.pixels.geometry import Box, Placement, Resize, place, place_li
 from vitrail.data.pixels.tensorflow_resize import resize as tensorflow_resize
 from vitrail.errors import ConfigError, UndecodableImage
 
-__all__ = ["GEOMETRIES", "Box", "Geometry", "Interpolation", "Pixels", "Preprocess", "Resampler", "Resize"]
-
 Interpolation = Literal["nearest", "bilinear", "bicubic", "area"]
 
 Resampler = Literal["pillow", "tensorflow", "tensorflow-uint8"]

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-__all__ = ["has_all_rows", "jpeg_of_pixels", "png_of_pixels", "with_end_marker"]
-
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 TRANSPARENCY = b"tRNS"

@@ -6,8 +6,6 @@ import itertools
 
 from vitrail.data.pixels.formats import FORMATS
 
-__all__ = ["HEAD", "format_of", "is_image"]
-
 HEAD = 1000
 """Number of bytes at the beginning of a file that determine its format."""
 

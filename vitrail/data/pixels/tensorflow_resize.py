@@ -12,8 +12,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float32, Float64, Int64, UInt8
 
-__all__ = ["Filter", "resize"]
-
 Filter = Literal["nearest", "bilinear", "bicubic", "area"]
 
 WHOLE = (slice(None), slice(None))

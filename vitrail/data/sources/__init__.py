@@ -41,7 +41,7 @@ from vitrail.data.splits import (
     without_training,
 )
 from vitrail.errors import ConfigError, DataError, listed, nearest, plural
-from vitrail.page import printable
+from vitrail.report.page import printable
 
 __all__ = [
     "NAMES",

@@ -23,8 +23,6 @@ from jaxtyping import Int64
 from vitrail.errors import DataError
 from vitrail.files import saving
 
-__all__ = ["Blob", "open_blob", "write_blob"]
-
 MAGIC = b"vitrail blob v1\n"
 TAIL = 8 + len(MAGIC)
 

@@ -15,8 +15,6 @@ from vitrail.data.sources.idx import find_idx
 from vitrail.errors import DataError
 from vitrail.files import cache_folder
 
-__all__ = ["BUNDLED", "CLASSES", "locate"]
-
 CLASSES = (
     "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
 )  # fmt: skip

@@ -15,8 +15,6 @@ from vitrail.data.source import Sample, Target, TargetKind
 from vitrail.data.sources.tables.number_column import NumberColumns
 from vitrail.errors import UndecodableImage, plural
 
-__all__ = ["FileSource", "inode_of", "inodes_in", "join_files", "shared_files"]
-
 
 class FileSource:
     """Image files below a folder, named by relative paths, with one target per file.

@@ -15,8 +15,6 @@ from vitrail.data.pixels.signature import HEAD, is_image
 from vitrail.data.sources.files import FileSource, inode_of
 from vitrail.errors import DataError, listed, plural
 
-__all__ = ["FolderSource", "class_folders", "has_images", "holds_images", "other_folders", "unread_images"]
-
 ENDINGS = tuple(SUFFIXES)
 """The suffixes as the tuple that `str.endswith` expects."""
 

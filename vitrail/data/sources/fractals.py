@@ -32,8 +32,6 @@ from jaxtyping import Bool, Float32, Float64, Int, UInt8
 from vitrail.data.source import Sample
 from vitrail.errors import DataError
 
-__all__ = ["FractalSource", "FunctionSystem", "dots_of", "open_fractals", "system_of"]
-
 MAX_SAMPLES = 2**31 - 1
 """Maximum number of images of one source."""
 MAX_SEED = 2**32 - 1

@@ -24,8 +24,6 @@ from vitrail.errors import DataError, listed, nearest
 from vitrail.files import cache_folder, saving
 from vitrail.hub import Repository, cached_folder, client, fetch, keep_branch, listing, parse
 
-__all__ = ["PREFIX", "open_hub_data"]
-
 PREFIX = "hf:"
 CONVERTED = "refs/convert/parquet"
 README = "README.md"

@@ -16,8 +16,6 @@ from jaxtyping import UInt8
 from vitrail.data.source import Sample, TargetKind
 from vitrail.errors import DataError, listed
 
-__all__ = ["IdxSource", "find_idx", "has_idx", "read_idx", "unlabelled_idx"]
-
 SPLIT_PREFIXES = {"train": ("train",), "test": ("t10k", "test"), "validation": ("val", "validation")}
 
 

@@ -21,21 +21,7 @@ from vitrail.data.source import Sample, SoftTarget, Source, TargetKind, fingerpr
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError
 from vitrail.files import replacing_folder, write_json
-from vitrail.plain import from_plain, to_plain
-
-__all__ = [
-    "FILES",
-    "ClassCounts",
-    "LabelKind",
-    "LabelledRows",
-    "Pool",
-    "PseudoLabelInfo",
-    "PseudoLabels",
-    "looks_like_pseudo_labels",
-    "open_pseudo_labels",
-    "read_info",
-    "write_pseudo_labels",
-]
+from vitrail.settings import from_plain, to_plain
 
 INFO, TABLE, PROBABILITIES = "labels.json", "labels.csv", "probabilities.npy"
 

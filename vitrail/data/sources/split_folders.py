@@ -27,8 +27,6 @@ from vitrail.data.splits import (
 )
 from vitrail.errors import DataError, listed, plural
 
-__all__ = ["has_classes", "open_folders", "wrapped"]
-
 IMAGES = frozenset({"images", "image", "imgs", "img", "jpegimages", "jpgimages"})
 """Names of folders that hold all images of a data set or of a class, without case and punctuation."""
 

@@ -13,17 +13,6 @@ from vitrail.data.augmentation.draws import keyed_uniform
 from vitrail.errors import DataError
 from vitrail.evaluation.truth import Truth
 
-__all__ = [
-    "check_finite",
-    "check_pair",
-    "check_same_kind",
-    "check_truth",
-    "class_ranks",
-    "moments",
-    "parts",
-    "tensor",
-]
-
 PART = 2**23
 """Number of float64 values in a slice (64 MB)."""
 

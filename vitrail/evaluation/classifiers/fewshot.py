@@ -18,16 +18,6 @@ from vitrail.evaluation.classifiers.arrays import check_pair, check_same_kind, c
 from vitrail.evaluation.classifiers.linear import LinearMap
 from vitrail.evaluation.truth import SingleLabels
 
-__all__ = [
-    "FewShotResult",
-    "FewShotRow",
-    "check_counts",
-    "check_settings",
-    "draw_shots",
-    "few_shot",
-    "fit_least_squares",
-]
-
 CONSTANT = 100.0
 """Value of the constant feature that gives the intercept. A large constant needs only a small weight, so that
 regularisation hardly affects the intercept."""

@@ -15,8 +15,6 @@ from vitrail.evaluation.classifiers.arrays import check_finite, check_pair, chec
 from vitrail.evaluation.predictions.streaming import streaming_metrics
 from vitrail.evaluation.truth import Numbers, Truth
 
-__all__ = ["NeighbourRow", "Neighbours", "check_settings", "knn", "nearest"]
-
 QUERIES = 8192
 """Number of queries per pass over the stored features."""
 ROWS, STORED = 1024, 16384

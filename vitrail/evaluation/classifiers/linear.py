@@ -29,17 +29,6 @@ from vitrail.evaluation.classifiers.ridge import RidgeRegression
 from vitrail.evaluation.predictions.streaming import SELECTING, merit, streaming_metrics
 from vitrail.evaluation.truth import MultiLabels, Numbers, SingleLabels, Truth
 
-__all__ = [
-    "PENALTIES",
-    "RIDGE_PENALTIES",
-    "LinearFit",
-    "LinearMap",
-    "LinearResult",
-    "SweepRow",
-    "fit_linear",
-    "linear_probe",
-]
-
 PENALTIES = tuple(10 ** (-step / 2) for step in range(13))
 """Default penalties of logistic regression, from 1 to 0.000001, two per decade."""
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from vitrail.evaluation.truth import MultiLabels, SingleLabels
 
-__all__ = ["Fit", "LogisticRegression"]
-
 MEMORY = 10
 """Number of previous steps that L-BFGS uses."""
 PART = 2**20

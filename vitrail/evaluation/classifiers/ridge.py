@@ -13,8 +13,6 @@ from vitrail.evaluation.classifiers.arrays import parts
 from vitrail.evaluation.classifiers.logistic import Fit
 from vitrail.evaluation.truth import Numbers
 
-__all__ = ["RidgeRegression"]
-
 
 @dataclass(frozen=True)
 class _System:

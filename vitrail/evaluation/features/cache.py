@@ -28,9 +28,7 @@ from vitrail.errors import DataError
 from vitrail.evaluation.features.identity import Identity
 from vitrail.evaluation.features.partial import DONE, FEATURES, THERE, UNDECODABLE, Partial, npy_header
 from vitrail.files import cache_folder, saving
-from vitrail.plain import from_plain, to_plain
-
-__all__ = ["Entry", "Kept", "Lock", "default_cache", "map_features"]
+from vitrail.settings import from_plain, to_plain
 
 ABOUT = "entry.json"
 

@@ -21,7 +21,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, Subset
 from vitrail.errors import ConfigError, DataError, Interrupted, SaveError, UndecodableImage, plural
 from vitrail.evaluation.features import partial as feature_rows
-from vitrail.evaluation.features.cache import Entry, Kept, default_cache
+from vitrail.evaluation.features.cache import Entry, Kept
 from vitrail.evaluation.features.identity import Identity, data_fingerprint, weights_fingerprint
 from vitrail.evaluation.features.precision import SAFE_COSINE, compare_precisions
 from vitrail.evaluation.truth import Truth, truth_of
@@ -30,8 +30,6 @@ from vitrail.models.cost.batch import prediction_batch
 from vitrail.models.network import Network
 from vitrail.models.predictor import Predictor
 from vitrail.weights.bundle import finite
-
-__all__ = ["FeatureSet", "Layer", "default_cache", "existing_layer", "extract"]
 
 Layer = Literal["embedding", "head-inputs"]
 """Layer of a network whose outputs are the features. The two layers differ if the network has a hidden layer before its

@@ -20,18 +20,7 @@ from vitrail.evaluation.features.cache import map_features
 from vitrail.evaluation.features.extract import FeatureSet
 from vitrail.evaluation.truth import Truth, target_from_plain, truth_of_targets
 from vitrail.files import check_new_folder, partial_path, replacing_folder, saving
-from vitrail.plain import from_plain, to_plain
-
-__all__ = [
-    "about_features",
-    "check_features_folder",
-    "feature_folders",
-    "load_features",
-    "parquet_library",
-    "printable_key",
-    "save_features",
-    "save_parquet",
-]
+from vitrail.settings import from_plain, to_plain
 
 FORMAT = 2
 """Version of the files. Version 1, which has `several_labels` instead of `target_kind`, can also be read."""

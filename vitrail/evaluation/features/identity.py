@@ -14,8 +14,6 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, fingerprint, stamp_of
 from vitrail.weights.bundle import weights_sha256
 
-__all__ = ["Identity", "data_fingerprint", "weights_fingerprint"]
-
 FORMAT = 2
 """Version of the entries and of the computation in `embed`. Entries of other versions are ignored."""
 

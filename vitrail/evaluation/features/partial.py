@@ -17,8 +17,6 @@ from jaxtyping import Bool, Float32, UInt8
 
 from vitrail.files import saving
 
-__all__ = ["DONE", "FEATURES", "RECORD_SECONDS", "THERE", "UNDECODABLE", "Partial", "npy_header"]
-
 FEATURES = "features.npy"
 DONE = "done"
 THERE, UNDECODABLE = 1, 2

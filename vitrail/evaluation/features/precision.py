@@ -15,8 +15,6 @@ from vitrail.data.source import Source
 from vitrail.errors import UndecodableImage
 from vitrail.models.predictor import Predictor
 
-__all__ = ["SAFE_COSINE", "Comparison", "compare_precisions"]
-
 COMPARED = 8
 """Largest number of images whose features are compared."""
 

@@ -22,17 +22,6 @@ from vitrail.errors import ConfigError
 from vitrail.evaluation.predictions.calibration import BINS, calibration_gaps, expected_calibration_error
 from vitrail.evaluation.predictions.metrics import balanced_accuracy
 
-__all__ = [
-    "LEVEL",
-    "Metric",
-    "balanced_accuracy_interval",
-    "calibration_error_interval",
-    "interval",
-    "mean_interval",
-    "resampled_means",
-    "wilson_interval",
-]
-
 LEVEL = 0.95
 """Fraction of the resamples that an interval contains."""
 

@@ -15,20 +15,7 @@ from jaxtyping import Bool, Float, Float32, Float64, Int64, UInt8
 
 from vitrail.errors import ConfigError
 from vitrail.evaluation.predictions.metrics import check_labels
-from vitrail.weights.bundle import OutputKind
-
-__all__ = [
-    "BINS",
-    "CalibrationBin",
-    "PerSample",
-    "binary_cross_entropy",
-    "binary_logits",
-    "calibration_bins",
-    "calibration_gaps",
-    "expected_calibration_error",
-    "fit_temperature",
-    "per_sample",
-]
+from vitrail.weights.prediction import OutputKind
 
 BINS = 15
 """Number of bins of equal width (Guo et al. 1706.04599, section 2 and table 1)."""

@@ -23,19 +23,6 @@ from vitrail.evaluation.predictions.bootstrap import Metric, mean_interval
 from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.files import cache_folder, partial_path, saving
 
-__all__ = [
-    "ClassMap",
-    "MappedSource",
-    "RealAccuracy",
-    "Synset",
-    "imagenet_columns",
-    "map_classes",
-    "read_real",
-    "read_synsets",
-    "real_accuracy",
-    "real_labels",
-]
-
 T = TypeVar("T")
 
 REAL_URL = "https://github.com/google-research/reassessed-imagenet/raw/master/real.json"

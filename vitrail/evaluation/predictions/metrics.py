@@ -13,20 +13,6 @@ from jaxtyping import Bool, Float, Float64, Int64, UInt8
 
 from vitrail.errors import DataError
 
-__all__ = [
-    "ClassMetrics",
-    "average_precision",
-    "balanced_accuracy",
-    "check_labels",
-    "confusion",
-    "exact_match",
-    "f1_scores",
-    "mean_average_precision",
-    "per_class",
-    "per_class_of_targets",
-    "top_k",
-]
-
 
 def check_labels(labels: Int64[np.ndarray, " n"], num_classes: int) -> None:
     """Raise `DataError` unless there are labels and all of them are in [0, num_classes)."""

@@ -7,8 +7,6 @@ from typing import NamedTuple
 from vitrail.evaluation.predictions.bootstrap import Metric
 from vitrail.evaluation.predictions.report import ClassificationReport
 
-__all__ = ["NamedMetric", "interval_text", "named_metrics"]
-
 
 class NamedMetric(NamedTuple):
     """A metric with its name and number format."""

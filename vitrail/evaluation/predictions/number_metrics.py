@@ -22,8 +22,6 @@ from vitrail.errors import DataError
 from vitrail.evaluation.predictions.bootstrap import LEVEL, Metric, interval, resampled_means
 from vitrail.evaluation.truth import Numbers, Truth
 
-__all__ = ["MeanMetrics", "NumberMetrics", "StreamingErrors", "number_metrics"]
-
 T = TypeVar("T", "MeanMetrics", "NumberMetrics")
 
 

@@ -11,8 +11,6 @@ from jaxtyping import Bool
 
 from vitrail.evaluation.predictions.bootstrap import LEVEL, Metric
 
-__all__ = ["PairedDifference", "difference_interval", "mcnemar", "paired_difference"]
-
 
 @dataclass(frozen=True)
 class PairedDifference:

@@ -15,8 +15,6 @@ from vitrail.evaluation.predictions.number_metrics import MeanMetrics, NumberMet
 from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.evaluation.truth import Numbers
 
-__all__ = ["QUANTILES", "LargeError", "OutputRow", "RegressionReport", "regression_report"]
-
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 """Quantiles of the residuals that a report contains."""
 
@@ -62,7 +60,7 @@ class LargeError:
 
 @dataclass(frozen=True)
 class RegressionReport:
-    """The result of `regression_report`. `vitrail.plain.to_plain` converts it to JSON values."""
+    """The result of `regression_report`. `vitrail.settings.to_plain` converts it to JSON values."""
 
     images: int
     """Number of measured images."""

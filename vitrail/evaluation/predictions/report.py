@@ -36,8 +36,6 @@ from vitrail.evaluation.predictions.metrics import (
 from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.evaluation.truth import MultiLabels, Numbers, SingleLabels
 
-__all__ = ["Calibration", "ClassRow", "ClassificationReport", "Mistake", "MultiLabel", "absent_note", "report"]
-
 
 @dataclass(frozen=True)
 class ClassRow:
@@ -98,7 +96,7 @@ class Mistake:
 
 @dataclass(frozen=True)
 class ClassificationReport:
-    """The result of `report`. `vitrail.plain.to_plain` converts it to JSON values. Fractions are in [0, 1]."""
+    """The result of `report`. `vitrail.settings.to_plain` converts it to JSON values. Fractions are in [0, 1]."""
 
     images: int
     """Number of measured images."""

@@ -13,8 +13,6 @@ from vitrail.evaluation.predictions.metrics import mean_average_precision
 from vitrail.evaluation.predictions.number_metrics import StreamingErrors
 from vitrail.evaluation.truth import MultiLabels, Numbers, Truth
 
-__all__ = ["SELECTING", "StreamingAccuracy", "StreamingMetrics", "merit", "streaming_metrics"]
-
 SELECTING: dict[TargetKind, str] = {"class": "accuracy", "classes": "mean_average_precision", "numbers": "r2"}
 """The metric by which the best model is chosen, for each kind of target. A larger value is better."""
 

@@ -19,8 +19,6 @@ from vitrail.models.attention.sparse import SparseAttention
 from vitrail.models.cost.footprint import FootprintPrecision, bytes_each
 from vitrail.models.linear.dense import Linear
 
-__all__ = ["AxialAttention", "AxialSettings", "SummedAttention"]
-
 
 @dataclass(frozen=True)
 class AxialSettings:

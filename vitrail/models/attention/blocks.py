@@ -14,8 +14,6 @@ from vitrail.errors import ConfigError
 from vitrail.models.attention.groups import Axis, Group, GroupSize, axis_of, windows
 from vitrail.models.attention.sparse import SparseAttention
 
-__all__ = ["BlockAttention", "BlockSettings"]
-
 
 @dataclass(frozen=True)
 class BlockSettings:

@@ -15,8 +15,6 @@ from vitrail.models.layers import in_format_of
 from vitrail.models.linear.dense import Linear, can_split
 from vitrail.models.linear.kernels import fuses
 
-__all__ = ["FullAttention", "SelfAttention", "rotate"]
-
 
 class FullAttention(AttentionKind):
     """Full attention as an `AttentionKind`: its layer, validation and cost for a config."""

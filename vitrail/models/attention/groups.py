@@ -17,8 +17,6 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-__all__ = ["Axis", "Group", "GroupSize", "axis_of", "grouped", "make_group", "whole_axis", "windows"]
-
 
 class GroupSize(NamedTuple):
     """The numbers of groups, of queries in each group, and of keys in each group without class token and registers."""

@@ -10,8 +10,6 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["attend", "attend_fused", "attend_plainly"]
-
 
 def attend(
     q: Float[Tensor, "*batch m d"],

@@ -21,16 +21,6 @@ from vitrail.models.tokens.reduction import Removal
 if TYPE_CHECKING:
     from vitrail.models.vit_config import ViTConfig
 
-__all__ = [
-    "AttentionContext",
-    "AttentionKind",
-    "AttentionLayer",
-    "AttentionOperands",
-    "AttentionPositions",
-    "OffsetKeys",
-    "as_numbers",
-]
-
 
 class OffsetKeys(NamedTuple):
     """Keys of the offsets between patches. Their products with the queries are added to the attention logits."""

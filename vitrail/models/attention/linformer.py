@@ -21,8 +21,6 @@ from vitrail.models.attention.kind import AttentionContext, AttentionLayer, Atte
 from vitrail.models.cost.footprint import FootprintPrecision, bytes_each
 from vitrail.models.tokens.grids import GridResize, resize_grid
 
-__all__ = ["LinformerAttention", "LinformerContext", "LinformerSelfAttention", "LinformerSettings"]
-
 Share = Literal["none", "heads", "keys-values", "layers"]
 
 

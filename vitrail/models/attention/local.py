@@ -16,8 +16,6 @@ from vitrail.models.attention.full import SelfAttention
 from vitrail.models.attention.groups import Axis, Group, GroupSize, axis_of, windows
 from vitrail.models.attention.sparse import PaddedSelfAttention, SparseAttention, SparseSelfAttention
 
-__all__ = ["LocalAttention", "LocalSettings"]
-
 
 @dataclass(frozen=True)
 class LocalSettings:

@@ -31,8 +31,6 @@ from vitrail.models.attention.kind import (
 from vitrail.models.cost.footprint import FootprintPrecision, bytes_each
 from vitrail.models.linear.dense import Linear
 
-__all__ = ["LshAttention", "LshContext", "LshSelfAttention", "LshSettings", "hashed"]
-
 SELF = -1e5
 """Logit that is added for the pair of a token with itself, as in the paper."""
 

@@ -8,8 +8,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from vitrail.errors import ConfigError
 
-__all__ = ["NoSettings", "attention_name", "settings_of"]
-
 SWITCHES = {"on": True, "off": False}
 
 

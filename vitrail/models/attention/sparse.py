@@ -22,8 +22,6 @@ from vitrail.models.attention.kind import (
 )
 from vitrail.models.cost.footprint import FootprintPrecision, bytes_each
 
-__all__ = ["GroupContext", "PaddedSelfAttention", "SparseAttention", "SparseSelfAttention"]
-
 
 class SparseAttention(FullAttention):
     """An `AttentionKind` in which each patch sees some patches, and class token and registers see all tokens and are

@@ -15,8 +15,6 @@ from torch import Tensor
 from vitrail.models.attention.groups import Group, GroupSize, make_group
 from vitrail.models.attention.sparse import SparseAttention
 
-__all__ = ["FixedAttention", "FixedSettings", "StridedAttention", "StridedSettings"]
-
 
 @dataclass(frozen=True)
 class StridedSettings:

@@ -9,8 +9,6 @@ import torch
 from vitrail.machine import Precision, resolve_precision, total_memory
 from vitrail.models.cost.footprint import FootprintPrecision, prediction_bytes
 
-__all__ = ["prediction_batch"]
-
 LARGEST = {"cpu": 64, "cuda": 256}
 """Largest default batch size for each type of device. On a CPU, larger batches are not faster."""
 

@@ -5,17 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, NamedTuple
 
-__all__ = [
-    "Footprint",
-    "FootprintPrecision",
-    "activation_bytes",
-    "bytes_each",
-    "checkpointed_bytes",
-    "prediction_bytes",
-    "tensor_bytes",
-    "training_bytes",
-]
-
 FootprintPrecision = Literal["float32", "bf16"]
 
 

@@ -11,8 +11,6 @@ from vitrail.errors import ConfigError
 if TYPE_CHECKING:
     from vitrail.models.vit_config import ViTConfig
 
-__all__ = ["LayerCost", "attention_costs", "layer_costs", "of_pixels"]
-
 
 class LayerCost(NamedTuple):
     """The cost of one class of layer over a sequence."""

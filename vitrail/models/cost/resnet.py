@@ -13,25 +13,6 @@ from vitrail.models.cost.footprint import Footprint, FootprintPrecision, bytes_e
 if TYPE_CHECKING:
     from vitrail.models.resnet_config import ResNetConfig, RootConfig
 
-__all__ = [
-    "BASIC_EXPANSION",
-    "EXPANSION",
-    "BasicUnit",
-    "Unit",
-    "cells",
-    "filter_bytes",
-    "footprint",
-    "macs",
-    "parameters",
-    "predicting_bytes",
-    "root_bytes",
-    "root_first_macs",
-    "root_macs",
-    "root_parameters",
-    "standardised_bytes",
-    "training_flops",
-    "units",
-]
 
 EXPANSION = 4
 """Ratio of a bottleneck's output channels to the channels of its 3 x 3 convolution."""

@@ -16,7 +16,6 @@ from vitrail.models.linear.kernels import ONEDNN
 if TYPE_CHECKING:
     from vitrail.models.vit_config import ViTConfig
 
-__all__ = ["block_parameters", "footprint", "inference_flops", "macs", "parameters", "training_flops"]
 
 GAPS = {"float32": 1 / 12, "bf16": 1 / 5}
 """Unused bytes between tensors, as a fraction of the activations. `footprint` adds the bytes that one block keeps.

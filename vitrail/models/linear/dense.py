@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from vitrail.models.linear.kernels import Gelu, fuses, gelu_linear, linear
 from vitrail.models.shortcuts import has_plain_type, is_plain, skippable
 
-__all__ = ["Linear", "Product", "can_split"]
-
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """A function that computes a dense layer from the input, the weight and the bias, like `kernels.linear`."""
 

@@ -24,17 +24,6 @@ from vitrail.errors import ConfigError
 from vitrail.machine import cpu_flags, cpu_vendor
 from vitrail.models.shortcuts import can_fuse
 
-__all__ = [
-    "VARIABLE",
-    "Float32Products",
-    "Library",
-    "float32_linear",
-    "float32_products",
-    "has_onednn",
-    "resolve_float32_products",
-    "uses_onednn",
-]
-
 Library = Literal["mkl", "onednn"]
 """A library of matrix products. "mkl" stands for PyTorch's own choice, which is MKL on x86 processors."""
 

@@ -16,8 +16,6 @@ from vitrail.models.network import HasLayers
 from vitrail.models.shortcuts import has_plain_type, is_transformed
 from vitrail.models.variants import AnyConfig, build
 
-__all__ = ["check_float8", "float8_linear", "use_float8"]
-
 OPERAND, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 """The two 8-bit formats: e4m3 has the precision that weights and activations need, and e5m2 has the range that
 gradients need (2209.05433, section 3)."""

@@ -12,12 +12,10 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
+from vitrail.models.block import Block
 from vitrail.models.linear.dense import Linear, can_split
 from vitrail.models.linear.kernels import linear
 from vitrail.models.variants import AnyConfig, build
-from vitrail.models.vit import Block
-
-__all__ = ["Int8Product", "check_int8", "use_int8"]
 
 LARGEST = 127
 """Largest magnitude of a rounded number. Numbers are symmetric around 0."""

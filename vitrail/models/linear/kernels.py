@@ -19,8 +19,6 @@ from vitrail.errors import ConfigError
 from vitrail.models.linear.float32 import float32_linear, has_onednn, uses_onednn
 from vitrail.models.shortcuts import can_fuse
 
-__all__ = ["ONEDNN", "Gelu", "fuses", "gelu_linear", "linear"]
-
 Gelu = Literal["none", "tanh"]
 """PyTorch's names for the exact GELU and for its approximation."""
 

@@ -19,11 +19,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
+from vitrail.models.block import Block
 from vitrail.models.linear.dense import Linear
 from vitrail.models.variants import AnyConfig, AnyNetwork, build
-from vitrail.models.vit import Block
-
-__all__ = ["ADAPTER", "LowRank", "Projection", "add_adapters", "check_adapters", "merged"]
 
 Projection = Literal["query", "key", "value", "out", "up", "down"]
 """Names of a block's weights: the projections to queries, keys and values, attention's output, and the MLP's two

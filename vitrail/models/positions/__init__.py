@@ -29,16 +29,10 @@ from vitrail.models.positions.added import (
     SinCosPositions,
     sincos_2d,
 )
-from vitrail.models.positions.embedding import (
-    Covered,
-    PositionEmbedding,
-    PositionPlace,
-    PositionResize,
-    Positions,
-    resize_grid,
-)
+from vitrail.models.positions.embedding import Covered, PositionEmbedding, PositionPlace, PositionResize, Positions
 from vitrail.models.positions.inside import Relative, RelativeBias, Rotary, RotaryPositions
 from vitrail.models.positions.relative_keys import RelativeKeyPositions, RelativeKeys
+from vitrail.models.tokens.grids import resize_grid
 
 __all__ = [
     "POSITIONS",

@@ -10,25 +10,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from vitrail.models.positions.embedding import (
-    PositionEmbedding,
-    PositionPlace,
-    PositionResize,
-    Positions,
-    patch_places,
-    resize_grid,
-)
-
-__all__ = [
-    "Learned",
-    "Learned2d",
-    "LearnedPositions",
-    "LearnedPositions2d",
-    "SinCos",
-    "SinCosMae",
-    "SinCosPositions",
-    "sincos_2d",
-]
+from vitrail.models.positions.embedding import PositionEmbedding, PositionPlace, PositionResize, Positions, patch_places
+from vitrail.models.tokens.grids import resize_grid
 
 
 class Learned(PositionEmbedding):

@@ -11,20 +11,11 @@ from torch import Tensor, nn
 
 from vitrail.models.attention.kind import AttentionPositions
 from vitrail.models.cost.footprint import FootprintPrecision
-from vitrail.models.tokens.grids import GridResize, resize_grid
+from vitrail.models.tokens.grids import GridResize
 
 if TYPE_CHECKING:
     from vitrail.models.vit_config import ViTConfig
 
-__all__ = [
-    "Covered",
-    "PositionEmbedding",
-    "PositionPlace",
-    "PositionResize",
-    "Positions",
-    "patch_places",
-    "resize_grid",
-]
 
 PositionPlace = Literal["stem", "every-layer", "shared"]
 """Layers that add positions (Table 8). "stem" adds them once, before the first block. "every-layer" adds separate

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from vitrail.models.attention.kind import AttentionPositions
 from vitrail.models.cost.footprint import FootprintPrecision
-from vitrail.models.positions.embedding import PositionEmbedding, PositionResize, Positions, patch_places, resize_grid
-
-__all__ = ["Relative", "RelativeBias", "Rotary", "RotaryPositions"]
+from vitrail.models.positions.embedding import PositionEmbedding, PositionResize, Positions, patch_places
+from vitrail.models.tokens.grids import resize_grid
 
 
 class Relative(PositionEmbedding):

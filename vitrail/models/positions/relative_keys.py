@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from vitrail.models.attention.kind import AttentionPositions, OffsetKeys
 from vitrail.models.cost.footprint import FootprintPrecision, bytes_each
-from vitrail.models.positions.embedding import PositionEmbedding, PositionResize, Positions, resize_grid
-
-__all__ = ["RelativeKeyPositions", "RelativeKeys"]
+from vitrail.models.positions.embedding import PositionEmbedding, PositionResize, Positions
+from vitrail.models.tokens.grids import resize_grid
 
 
 class RelativeKeys(PositionEmbedding):

@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-__all__ = ["GridResize", "image_sides", "resize_grid"]
-
 GridResize = Literal["linear-corners", "bilinear", "bicubic", "bicubic-offset", "bicubic-corners", "bicubic-antialias"]
 
 RESIZES: dict[str, tuple[str, bool, bool]] = {  # mode, corners aligned, antialias

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from vitrail.models.linear.dense import Linear
 from vitrail.models.tokens.grids import image_sides
 
-__all__ = ["PatchEmbedding", "PrefixTokens", "Replace", "cut_patches", "mask_tokens"]
-
 Replace = Callable[[Tensor], Tensor]
 """A function that receives patch embeddings (b, n, width), before positions are added, and returns their
 replacements."""

@@ -14,8 +14,6 @@ from vitrail.models.linear.dense import Linear
 from vitrail.models.network import Features
 from vitrail.models.tokens.reduction import size_bias
 
-__all__ = ["AttentionPool", "FinalNorm", "Pool", "pool"]
-
 Pool = Literal["cls", "gap", "map", "cls+gap", "cls+dist"]
 FinalNorm = Literal["tokens", "pooled"]
 

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from vitrail.errors import ConfigError
 
-__all__ = ["ReductionMethod", "ReductionSchedule", "Removal", "TokenReduction", "size_bias"]
-
 ReductionMethod = Literal["merge", "prune"]
 ReductionSchedule = Literal["constant", "decreasing"]
 

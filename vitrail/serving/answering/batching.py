@@ -16,8 +16,6 @@ import torch
 from vitrail.cores import compute_threads
 from vitrail.serving.answering.threads import ThreadChoice
 
-__all__ = ["LARGEST", "Batcher", "Compute", "Row", "Run", "TooLate", "choose_batch"]
-
 LARGEST = 16
 """Largest batch that is tried when the largest batch size is measured."""
 

@@ -7,8 +7,6 @@ import sys
 import time
 from typing import Any
 
-__all__ = ["log_line"]
-
 
 def log_line(**values: Any) -> None:
     """Write a line with the time and these values."""

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
-__all__ = ["FOLDER", "Metrics"]
-
 FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 """Variable with a folder in which several processes keep their metrics. It must be set before they start."""
 

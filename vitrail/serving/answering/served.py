@@ -22,8 +22,6 @@ from vitrail.weights.bundle import Bundle, finite, weights_sha256
 from vitrail.weights.exported.description import output_names
 from vitrail.weights.exported.network import ExportedNetwork
 
-__all__ = ["ModelOutputs", "OverlayMaker", "ServedModel", "Task"]
-
 Task = Literal["classes", "embedding"]
 """Task of a model: to predict the classes (or the numbers of a regression) of an image, or to compute its embedding."""
 

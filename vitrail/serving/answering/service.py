@@ -23,8 +23,6 @@ from vitrail.serving.answering.served import OverlayMaker, ServedModel, Task
 from vitrail.serving.answering.settings import ServeSettings
 from vitrail.weights.bundle import Bundle
 
-__all__ = ["Refused", "Service"]
-
 Parsed = TypeVar("Parsed")
 
 MOST_WORKERS = 8

@@ -7,9 +7,7 @@ import re
 from dataclasses import dataclass
 
 from vitrail.errors import ConfigError
-from vitrail.plain import byte_count
-
-__all__ = ["TOKEN_VARIABLE", "ServeSettings", "is_loopback"]
+from vitrail.settings import byte_count
 
 TOKEN_VARIABLE = "VITRAIL_TOKEN"
 """Environment variable with the default token of a server."""

@@ -14,8 +14,6 @@ import numpy as np
 
 from vitrail.cores import compute_threads
 
-__all__ = ["ThreadChoice", "measured_choice"]
-
 NEARLY = 1.15
 """Largest ratio of the time of an image with the chosen number of threads to its time with the best number. Threads
 that gain less are left to other batches and programs."""

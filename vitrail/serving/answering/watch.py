@@ -24,8 +24,6 @@ from vitrail.weights.saved import DESCRIPTION, WEIGHTS
 from vitrail.weights.shipped import shipped_folder
 from vitrail.weights.tensors import SUFFIXES
 
-__all__ = ["ModelFiles", "State", "Watcher"]
-
 INTERVAL = 0.5
 """Seconds between two checks of the files. Files are read when two checks find the same state."""
 

@@ -36,8 +36,6 @@ from vitrail.weights.exported.description import Contents
 from vitrail.weights.exported.network import ExportedNetwork
 from vitrail.weights.exported.read import load_exported
 
-__all__ = ["ExportResult", "Exporter", "check_export", "export"]
-
 
 @dataclass(frozen=True)
 class ExportResult:

@@ -19,18 +19,6 @@ from vitrail.data.source import Sample
 from vitrail.errors import ConfigError, ExportFailed
 from vitrail.weights.exported.runtimes import optional_module
 
-__all__ = [
-    "CALIBRATION_BATCH",
-    "CALIBRATION_IMAGES",
-    "MAX_DROP",
-    "PRECISIONS",
-    "Int8",
-    "check_precision",
-    "quantise_onnx",
-    "quantise_openvino",
-    "without_telemetry",
-]
-
 PRECISIONS = ("float32", "int8")
 """Number formats of exported files."""
 

@@ -23,24 +23,6 @@ from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported.description import Exported, output_names
 from vitrail.weights.exported.network import ExportedNetwork, on_canvas
 
-__all__ = [
-    "BATCHES",
-    "RESIZING_TOLERANCE",
-    "TOLERANCE",
-    "Expected",
-    "Parity",
-    "batch_dependence",
-    "compare",
-    "compare_int8",
-    "compare_other_size",
-    "describe_drop",
-    "expected_outputs",
-    "levels_of",
-    "network_run",
-    "spread_samples",
-    "undecided_drop",
-]
-
 BATCHES = (1, 2, 5)
 """Batch sizes that are compared, in turn. The program was traced with two images."""
 

@@ -19,8 +19,6 @@ from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.exported.description import Contents, Exported, output_names
 from vitrail.weights.exported.network import ExportedNetwork
 
-__all__ = ["EndToEnd", "describe", "trace"]
-
 EXAMPLES = 2
 """Number of images in the batch that is traced. PyTorch would treat a batch size of 1 as a constant."""
 

@@ -16,8 +16,6 @@ from vitrail.data.pixels.geometry import scaled_side
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
 
-__all__ = ["Resizing", "check_resizing"]
-
 FILTERS = ("bilinear", "bicubic")
 """Filters of the resampler "pillow" that can be expressed."""
 

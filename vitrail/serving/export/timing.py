@@ -8,9 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from vitrail.bench.measure import interleave, timed
-
-__all__ = ["TIMED_BATCHES", "batch_seconds"]
+from vitrail.bench.workload import interleave, timed
 
 TIMED_BATCHES = (1, 8)
 """Batch sizes that are timed."""

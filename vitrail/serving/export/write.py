@@ -23,8 +23,6 @@ from vitrail.weights.exported.description import KEY, Exported, output_names, te
 from vitrail.weights.exported.runtimes import OUTPUTS, openvino_core, optional_module, pt2_parts
 from vitrail.weights.exported.seal import BLANK, SEAL, digest, sealed
 
-__all__ = ["FORMATS", "OPSETS", "Format", "Options", "write_onnx", "write_openvino", "write_pt2", "write_triton"]
-
 OPSETS = (20, 23)
 """Versions of ONNX's operators that can be written."""
 

@@ -17,8 +17,6 @@ from vitrail.serving.http.app import make_app
 from vitrail.serving.http.guard import CLIENT_GONE, Message
 from vitrail.weights.load import load
 
-__all__ = ["ModelDeployment"]
-
 
 class ModelDeployment:
     """A replica that answers the requests of `vitrail serve`: all paths, batches, limits and errors.

@@ -22,8 +22,6 @@ from vitrail.serving.http.server import Server
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load, model_name
 
-__all__ = ["Job", "Worker", "named_models", "serve"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:

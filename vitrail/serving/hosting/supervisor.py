@@ -26,8 +26,6 @@ from vitrail.errors import ProcessError, VitrailError
 from vitrail.serving.answering.log import log_line
 from vitrail.serving.answering.metrics import FOLDER
 
-__all__ = ["Supervisor", "Work"]
-
 Work = Callable[[int, socket.socket, Connection], None]
 """The function of a worker: its number, the socket, and a connection to which it sends None when it listens, or the
 `VitrailError` for which it cannot. It can be pickled."""

@@ -29,8 +29,6 @@ from vitrail.serving.http.routes_explain import routes_explain
 from vitrail.serving.http.routes_images import routes_images
 from vitrail.serving.http.routes_v2 import routes_v2
 
-__all__ = ["make_app"]
-
 EXPOSED = ("X-Model", "X-Model-SHA256", HEADER, "Retry-After")
 """Headers of answers that pages of other origins may read."""
 

@@ -10,8 +10,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vitrail.serving.answering.service import Service
 
-__all__ = ["LimitedProtocol"]
-
 LINGER = 1.0
 """Seconds in which a refused client can read the answer before its connection is closed."""
 

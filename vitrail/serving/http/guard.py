@@ -16,8 +16,6 @@ from vitrail.serving.answering.log import log_line
 from vitrail.serving.answering.service import RETRY, Refused, Service
 from vitrail.serving.answering.settings import is_loopback
 
-__all__ = ["CLIENT_GONE", "PROBES", "PROBE_PATHS", "Guard", "Message"]
-
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]

@@ -13,8 +13,6 @@ import numpy as np
 from vitrail.serving.answering.batching import Row
 from vitrail.serving.http.requests import check_names, parse_base64
 
-__all__ = ["HEADER", "BadRequest", "InferRequest", "format_answer", "parse_request"]
-
 HEADER = "inference-header-content-length"
 """HTTP header with the length of the JSON part of a message that has binary tensors behind it."""
 

@@ -17,11 +17,6 @@ from starlette.routing import Route
 from vitrail.serving.answering.served import ServedModel
 from vitrail.serving.answering.service import Refused, Service
 
-__all__ = [
-    "Operation", "check_names", "model_headers", "parse_base64", "parse_data_uri", "parse_json",
-    "parse_top", "service_of",
-]  # fmt: skip
-
 URL_SAFE = str.maketrans("-_", "+/")
 """Characters of the base64 for addresses, and those of the usual one."""
 

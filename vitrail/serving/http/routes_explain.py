@@ -12,8 +12,6 @@ from vitrail.serving.answering.served import ServedModel
 from vitrail.serving.answering.service import Refused
 from vitrail.serving.http.requests import Operation, model_headers, service_of
 
-__all__ = ["routes_explain"]
-
 
 def routes_explain() -> list[Operation]:
     """Return the path. The model is chosen by `?model=NAME`, and the class by `?label=CLASS`."""

@@ -27,8 +27,6 @@ from vitrail.serving.http.requests import (
     service_of,
 )
 
-__all__ = ["routes_images"]
-
 JSON = "application/json"
 
 IMAGES = ("image/*", "application/octet-stream")

@@ -15,8 +15,6 @@ from vitrail.serving.answering.service import Refused
 from vitrail.serving.http.protocol_v2 import HEADER, BadRequest, InferRequest, format_answer, parse_request
 from vitrail.serving.http.requests import Operation, model_headers, service_of
 
-__all__ = ["routes_v2"]
-
 BODIES = ("application/json", "application/octet-stream")
 
 

@@ -21,8 +21,6 @@ from vitrail.serving.answering.watch import Watcher
 from vitrail.serving.http.app import make_app
 from vitrail.serving.http.connections import LimitedProtocol
 
-__all__ = ["Server", "open_socket"]
-
 FILES = 256
 """Number of files that a process opens in addition to its connections."""
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vitrail.recipes.vit import pretraining
+from vitrail.recipes.papers import pretraining
 from vitrail.studies.claims import Better, Claim
-from vitrail.studies.small import patch_side, point, small_config
-from vitrail.studies.study import Point, Settings, Study
-
-__all__ = ["ATTENTION"]
+from vitrail.studies.study import Point, Settings, Study, patch_side, point, small_config
 
 ARMS = {
     "full": "full",

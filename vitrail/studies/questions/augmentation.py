@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vitrail.recipes.vit import pretraining
+from vitrail.recipes.papers import pretraining
 from vitrail.studies.claims import Better, Claim
-from vitrail.studies.small import point, small_config
-from vitrail.studies.study import Point, Settings, Study
-
-__all__ = ["AUGMENTATION"]
+from vitrail.studies.study import Point, Settings, Study, point, small_config
 
 PRESETS = {"none": "none", "light": "light1", "medium": "medium1", "strong": "strong1"}
 """Augmentation of each arm: presets of AugReg."""

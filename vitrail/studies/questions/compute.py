@@ -5,13 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from vitrail.recipes.vit import pretraining
-from vitrail.studies.claims import Claim
-from vitrail.studies.frontier import LessCompute, PowerLawFit
-from vitrail.studies.small import point, run_cost, small_config
-from vitrail.studies.study import Point, Settings, Study
-
-__all__ = ["COMPUTE"]
+from vitrail.recipes.papers import pretraining
+from vitrail.studies.claims import Claim, LessCompute, PowerLawFit
+from vitrail.studies.study import Point, Settings, Study, point, run_cost, small_config
 
 SIZES = {"small": (32, 6), "medium": (64, 10), "large": (96, 14)}
 """Width of the transformers and of the ResNet by size."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vitrail.recipes.vit import pretraining
+from vitrail.recipes.papers import pretraining
 from vitrail.studies.claims import Better, Claim
-from vitrail.studies.small import NETWORKS, point, small_config
-from vitrail.studies.study import Point, Settings, Study
-
-__all__ = ["DATA_SIZE"]
+from vitrail.studies.study import NETWORKS, Point, Settings, Study, point, small_config
 
 REGULARISED: dict[str, Any] = {"weight_decay": 0.1, "label_smoothing": 0.1, "erase": 0.5, "shift": 2, "mixup": 0.2}
 """Settings of the arms with strong regularisation."""

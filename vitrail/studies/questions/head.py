@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vitrail.recipes.vit import pretraining
+from vitrail.recipes.papers import pretraining
 from vitrail.studies.claims import Alike, Better, Claim
-from vitrail.studies.small import VIT, patch_side, point, small_config
-from vitrail.studies.study import Point, Settings, Study
-
-__all__ = ["HEAD"]
+from vitrail.studies.study import VIT, Point, Settings, Study, patch_side, point, small_config
 
 POOLS = {"class-token": "cls", "mean": "gap", "attention": "map"}
 """Pooling of each arm."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vitrail.recipes.vit import pretraining
+from vitrail.recipes.papers import pretraining
 from vitrail.studies.claims import Better, Claim
-from vitrail.studies.small import NETWORKS, finetuning_config, fractals, small_config
-from vitrail.studies.study import Point, Settings, Stage, Study
-
-__all__ = ["OPTIMIZER"]
+from vitrail.studies.study import NETWORKS, Point, Settings, Stage, Study, finetuning_config, fractals, small_config
 
 ARMS: dict[str, dict[str, Any]] = {
     "Adam": {"optimizer": "adamw"},

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vitrail.recipes.vit import pretraining
+from vitrail.recipes.papers import pretraining
 from vitrail.studies.claims import Alike, Better, Claim
-from vitrail.studies.small import point, small_config
-from vitrail.studies.study import Point, Settings, Study
-
-__all__ = ["POSITIONS"]
+from vitrail.studies.study import Point, Settings, Study, point, small_config
 
 ARMS: dict[str, dict[str, Any]] = {
     "none": {"positions": "none"},

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vitrail.recipes.vit import pretraining
+from vitrail.recipes.papers import pretraining
 from vitrail.studies.claims import Better, Claim
-from vitrail.studies.small import patch_side, point, small_config
-from vitrail.studies.study import Point, Settings, Study
-
-__all__ = ["SHAPE"]
+from vitrail.studies.study import Point, Settings, Study, patch_side, point, small_config
 
 BASE: dict[str, Any] = {"width": 64, "depth": 4, "heads": 2, "mlp_width": 256}
 

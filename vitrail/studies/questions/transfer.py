@@ -7,14 +7,22 @@ from dataclasses import replace
 from typing import Any
 
 from vitrail.models.config import ModelConfig
-from vitrail.recipes.self_supervised.masked_patches import masked_patches_jft
-from vitrail.recipes.vit import pretraining
+from vitrail.recipes.papers import pretraining
+from vitrail.recipes.self_supervised import masked_patches_jft
 from vitrail.studies.claims import Better, Claim, GainShrinks
-from vitrail.studies.small import VIT, data_config, finetuning_config, fractals, patch_side, small_config
-from vitrail.studies.study import Point, Settings, Stage, Study
+from vitrail.studies.study import (
+    VIT,
+    Point,
+    Settings,
+    Stage,
+    Study,
+    data_config,
+    finetuning_config,
+    fractals,
+    patch_side,
+    small_config,
+)
 from vitrail.training.config import TrainConfig
-
-__all__ = ["TRANSFER"]
 
 TASKS: dict[str, dict[str, Any]] = {
     "masked-patches": {"task": "masked-patches", "patch_target": "colours"},

@@ -10,10 +10,8 @@ from vitrail.data.pixels.geometry import scaled_side
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError
 from vitrail.models.variants import ARCHITECTURES, AnyConfig
-from vitrail.plain import from_plain, to_plain
+from vitrail.settings import from_plain, to_plain
 from vitrail.weights.prediction import OutputKind
-
-__all__ = ["KEY", "Contents", "Exported", "output_names", "parse", "text_of"]
 
 KEY = "vitrail"
 """Name of the description among a file's metadata."""

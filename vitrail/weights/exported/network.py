@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from vitrail.errors import BundleError, ConfigError
 from vitrail.weights.exported.description import Exported
 
-__all__ = ["ExportedNetwork", "Session", "on_canvas"]
-
 
 @runtime_checkable
 class Session(Protocol):

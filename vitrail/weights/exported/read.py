@@ -13,8 +13,6 @@ from vitrail.weights.exported.description import parse
 from vitrail.weights.exported.network import ExportedNetwork
 from vitrail.weights.exported.runtimes import Loaded, open_onnx, open_openvino, open_pt2
 
-__all__ = ["exported_file", "load_exported"]
-
 OPENERS: dict[str, Callable[[Path], Loaded]] = {".onnx": open_onnx, ".pt2": open_pt2, ".xml": open_openvino}
 """The function that opens a file, by the suffix of the file's name."""
 

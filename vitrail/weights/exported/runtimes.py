@@ -19,17 +19,6 @@ from vitrail.weights.exported.description import KEY
 from vitrail.weights.exported.network import Session
 from vitrail.weights.exported.seal import SEAL, altered, check_seal, digest
 
-__all__ = [
-    "OUTPUTS",
-    "Loaded",
-    "open_onnx",
-    "open_openvino",
-    "open_pt2",
-    "openvino_core",
-    "optional_module",
-    "pt2_parts",
-]
-
 OUTPUTS = "outputs"
 """Name of the text in a file of torch.export that names its outputs."""
 

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 from vitrail.errors import BundleError
 
-__all__ = ["BLANK", "SEAL", "altered", "check_seal", "digest", "sealed"]
-
 SEAL = "vitrail_sha256"
 """Name of the hash among a file's metadata."""
 

@@ -19,8 +19,6 @@ from vitrail.weights.layouts.layout import (
 )
 from vitrail.weights.tensors import TensorFile, save_tensors
 
-__all__ = ["BIT", "BIT_TORCH", "Bit"]
-
 CARRIED: Table = {
     "image_size": KEPT, "channels": KEPT, "depths": KEPT, "width": KEPT, "num_classes": KEPT, "norm_eps": own(1e-5),
     "weight_eps": own(1e-10), "weight_eps_on": only("variance"), "stem": only("7x7+pool"), "unit": only("bottleneck"),

@@ -13,20 +13,6 @@ from typing import Any
 from vitrail.errors import BundleError
 from vitrail.weights.bundle import Bundle
 
-__all__ = [
-    "KEPT",
-    "SHAPE",
-    "Rule",
-    "Table",
-    "bare_loss",
-    "carried",
-    "nested",
-    "only",
-    "other_architecture",
-    "output_loss",
-    "own",
-]
-
 
 @dataclass(frozen=True)
 class Rule:

@@ -21,7 +21,7 @@ from vitrail.errors import BundleError
 from vitrail.models.positions import Covered
 from vitrail.models.resnet_config import RootConfig
 from vitrail.models.tokens.pooling import Pool
-from vitrail.models.vit import ViTConfig
+from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.carried import (
     KEPT,
@@ -46,8 +46,6 @@ from vitrail.weights.layouts.layout import (
     theirs_of,
 )
 from vitrail.weights.tensors import TensorFile, save_tensors
-
-__all__ = ["BIG_VISION", "GOOGLE", "Google"]
 
 BESIDE_TEXT = ("params/img/", "opt/target/img/")
 """Prefixes of an image network that was trained together with a text network."""

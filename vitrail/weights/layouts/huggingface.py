@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vitrail.errors import BundleError, ConfigError
 from vitrail.files import replacing_folder, write_json
-from vitrail.models.vit import ViTConfig
+from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.carried import KEPT, SHAPE, Table, carried, only, other_architecture, output_loss, own
 from vitrail.weights.layouts.huggingface_config import (
@@ -49,8 +49,6 @@ from vitrail.weights.layouts.layout import (
     theirs_of,
 )
 from vitrail.weights.tensors import TensorFile, save_tensors
-
-__all__ = ["HUGGINGFACE", "HuggingFace"]
 
 MASK = "embeddings.mask_token"
 DECODER = "decoder."

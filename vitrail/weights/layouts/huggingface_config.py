@@ -10,28 +10,11 @@ from typing import Any
 from vitrail.errors import BundleError
 from vitrail.models.layers import Activation
 from vitrail.models.positions import PositionResize
-from vitrail.models.vit import ViTConfig
-from vitrail.weights.bundle import Bundle, OutputKind
+from vitrail.models.vit_config import ViTConfig
+from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.layout import Hints, depth_of, file_grid, heads_of
+from vitrail.weights.prediction import OutputKind
 from vitrail.weights.tensors import TensorFile
-
-__all__ = [
-    "BLOCK",
-    "DINOV2",
-    "DINOV2_REGISTERS",
-    "FAMILIES",
-    "OUTPUTS",
-    "PATCHES",
-    "POSITIONS",
-    "VIT",
-    "Family",
-    "Settings",
-    "classes_of",
-    "config_json",
-    "config_of",
-    "mlp_ratio",
-    "output_of",
-]
 
 PATCHES = "embeddings.patch_embeddings.projection"
 POSITIONS = "embeddings.position_embeddings"

@@ -11,13 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vitrail.data.pixels.geometry import scaled_side
-from vitrail.data.pixels.preprocess import Interpolation, Preprocess, Resize
+from vitrail.data.pixels.geometry import Resize, scaled_side
+from vitrail.data.pixels.preprocess import Interpolation, Preprocess
 from vitrail.errors import BundleError
-from vitrail.models.vit import ViTConfig
+from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.layouts.carried import KEPT, Table
-
-__all__ = ["PREPROCESS", "ReadPreprocess", "preprocess_of", "preprocessor_config"]
 
 RESAMPLE: dict[int, Interpolation] = {0: "nearest", 2: "bilinear", 3: "bicubic", 4: "area"}
 """Our names of the interpolation filters by their numbers in Pillow."""

@@ -19,28 +19,10 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError
 from vitrail.models.positions import Covered
 from vitrail.models.variants import VARIANTS, AnyConfig, AnyNetwork, Variant, build
-from vitrail.models.vit import ViTConfig
-from vitrail.weights.bundle import Bundle, OutputKind
+from vitrail.models.vit_config import ViTConfig
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.prediction import OutputKind
 from vitrail.weights.tensors import TensorFile
-
-__all__ = [
-    "PRODUCER",
-    "Checkpoint",
-    "Description",
-    "Hints",
-    "Layout",
-    "Pair",
-    "assemble",
-    "default_preprocess",
-    "depth_of",
-    "dinov2_size",
-    "file_grid",
-    "heads_of",
-    "moved_positions",
-    "patch_pair",
-    "theirs_of",
-]
-
 
 DINOV2_GIANT = Variant(1536, 40, 4096, 24)
 DINOV2_POSITIONS, DINOV2_IMAGES = (518, 518), (224, 224)

@@ -18,7 +18,7 @@ from vitrail.models.positions import Covered
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.tokens.pooling import Pool
 from vitrail.models.variants import AnyConfig
-from vitrail.models.vit import ViTConfig
+from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.carried import KEPT, SHAPE, Table, bare_loss, carried, nested, only, output_loss, own
 from vitrail.weights.layouts.layout import (
@@ -50,8 +50,6 @@ from vitrail.weights.layouts.timm_config import (
     written_config,
 )
 from vitrail.weights.tensors import TensorFile, save_tensors
-
-__all__ = ["TIMM", "Timm"]
 
 BACKBONE = "patch_embed.backbone."
 PRETRAINING = (

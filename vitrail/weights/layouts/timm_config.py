@@ -9,29 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from vitrail.data.pixels.geometry import scaled_side
-from vitrail.data.pixels.preprocess import Interpolation, Preprocess, Resize
+from vitrail.data.pixels.geometry import Resize, scaled_side
+from vitrail.data.pixels.preprocess import Interpolation, Preprocess
 from vitrail.errors import BundleError
 from vitrail.models.layers import Activation
 from vitrail.models.variants import AnyConfig
 from vitrail.weights.bundle import Bundle
-
-__all__ = [
-    "ACTIVATIONS",
-    "POOLS",
-    "STORED",
-    "architecture_of",
-    "arguments_of",
-    "check_arguments",
-    "classes_of",
-    "family_of",
-    "lost_preprocess",
-    "preprocess_of",
-    "settings_of",
-    "size_of",
-    "stored_config",
-    "written_config",
-]
 
 STORED = "vitrail_timm_config"
 """Key of the content of `config.json` in the metadata of a bare file. Only Vitrail reads it."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.errors import BundleError
-from vitrail.models.vit import ViTConfig
+from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.carried import KEPT, SHAPE, Table, bare_loss, carried, only, other_architecture, own
 from vitrail.weights.layouts.layout import (
@@ -24,8 +24,6 @@ from vitrail.weights.layouts.layout import (
     theirs_of,
 )
 from vitrail.weights.tensors import save_tensors
-
-__all__ = ["TORCHVISION", "Torchvision"]
 
 CARRIED: Table = {
     **SHAPE, "head_hidden": KEPT, "positions_cover": KEPT, "root": only(None), "pool": only("cls"),

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from vitrail.data.sources import open_data
 from vitrail.data.sources.shards import shards as shards_module
 from vitrail.data.sources.shards import tar_index
-from vitrail.data.sources.shards.shard_paths import locate
-from vitrail.data.sources.shards.shards import ShardSource, looks_like_shards, open_shards
+from vitrail.data.sources.shards.shard_paths import locate, looks_like_shards
+from vitrail.data.sources.shards.shards import ShardSource, open_shards
 from vitrail.data.sources.shards.tar_index import open_shard
 from vitrail.data.sources.shards.tar_members import members
 from vitrail.errors import DataError

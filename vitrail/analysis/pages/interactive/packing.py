@@ -16,8 +16,6 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Float32, Float64, UInt8
 
-__all__ = ["BITS", "PackedMaps", "Rows", "dequantise", "pack", "quantise", "unpack"]
-
 BITS = (8, 7, 6, 5, 4)
 """Precisions of codes, from the finest to the coarsest."""
 

@@ -16,9 +16,7 @@ from vitrail.analysis.charts import SCALE
 from vitrail.analysis.pages.figure import image_address
 from vitrail.analysis.pages.interactive.packing import BITS, PackedMaps, pack
 from vitrail.errors import plural
-from vitrail.page import document, escape
-
-__all__ = ["AttentionMaps", "InteractivePage", "make_page", "script_text"]
+from vitrail.report.page import document, escape
 
 PICTURE_SIDE = 1024
 """Longest side of the picture on the page in pixels. The PNG files have the size of the image."""

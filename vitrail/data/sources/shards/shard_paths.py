@@ -18,8 +18,6 @@ from vitrail.data.pixels.formats import SUFFIXES as IMAGE_SUFFIXES
 from vitrail.data.splits import SPLITS, Split, SplitNames, by_split, split_of
 from vitrail.errors import DataError
 
-__all__ = ["Located", "locate", "looks_like_shards"]
-
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
 """File suffixes of tar files. Compressed ones are recognised so that a message can explain why they are refused."""
 

@@ -21,13 +21,11 @@ from vitrail.data import remote
 from vitrail.data.faults import Fault, unknown_class
 from vitrail.data.labels import check_names, class_name
 from vitrail.data.source import Sample, Target, TargetKind
-from vitrail.data.sources.shards.shard_paths import Located, locate, looks_like_shards
+from vitrail.data.sources.shards.shard_paths import Located, locate
 from vitrail.data.sources.shards.tar_index import RawLabel, Shard, Version, is_numbers, open_shard, version_of
 from vitrail.data.sources.tables.number_column import places_of
 from vitrail.data.splits import SPLITS, Split, SplitNames, Splits, splits_from
 from vitrail.errors import DataError, nearest, plural
-
-__all__ = ["ShardSource", "looks_like_shards", "open_shards"]
 
 OPEN_FILES = 64
 """Maximum number of shards that a source has open at once."""

@@ -29,8 +29,6 @@ from vitrail.data.sources.shards.tar_members import Member, Read, members
 from vitrail.errors import DataError
 from vitrail.files import cache_folder
 
-__all__ = ["RawLabel", "Shard", "ShardIndex", "Version", "is_numbers", "open_shard", "version_of"]
-
 RawLabel = int | str | tuple[int | str, ...] | tuple[float | None, ...]
 """A label as stored in a shard: the number or name of a class, a tuple of class numbers or names, or a tuple of numbers
 to learn. An unknown number is None."""

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from vitrail.errors import DataError
 
-__all__ = ["BLOCK", "Member", "Read", "members"]
-
 Read = Callable[[int, int], bytes]
 """A function of an offset and a number of bytes that returns those bytes of a file. It returns fewer bytes at the end
 of the file."""

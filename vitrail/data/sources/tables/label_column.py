@@ -15,8 +15,6 @@ from vitrail.data.source import Target
 from vitrail.data.splits import Split
 from vitrail.errors import DataError, listed
 
-__all__ = ["LabelColumn", "join", "number"]
-
 HIGHEST = 100_000
 """Limit for labels without class names. A column with a label of this number or more does not hold class numbers."""
 

@@ -13,8 +13,6 @@ from jaxtyping import Float64
 from vitrail.data.labels import is_missing
 from vitrail.errors import DataError, nearest
 
-__all__ = ["MissingColumn", "NumberColumns", "holds_numbers", "number_of", "places_of"]
-
 
 class MissingColumn(DataError):
     """Raised if a table or a file has no column of a given name."""

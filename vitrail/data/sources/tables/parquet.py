@@ -35,15 +35,6 @@ from vitrail.data.splits import CHOICE, Split, Splits, by_split, check_chosen, s
 from vitrail.errors import DataError, SaveError, listed, plural
 from vitrail.files import cache_folder, saving
 
-__all__ = [
-    "ParquetFile",
-    "ParquetSource",
-    "identity_of",
-    "looks_like_parquet",
-    "open_files",
-    "open_parquet",
-]
-
 SUFFIX = ".parquet"
 
 

@@ -20,8 +20,6 @@ from vitrail.data.sources.tables.label_column import LabelColumn, text_column
 from vitrail.data.sources.tables.number_column import places_of
 from vitrail.errors import DataError, nearest
 
-__all__ = ["ParquetColumns"]
-
 IMAGES = ("image", "img")
 LABELS = ("label", "labels", "fine_label")
 BATCH_BYTES = 2**23

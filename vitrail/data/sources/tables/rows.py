@@ -19,8 +19,6 @@ from vitrail.data.sources.tables.split_column import FALSE, NAMES, TRUE, divide,
 from vitrail.data.splits import CHOICE, Split, SplitNames, named_splits
 from vitrail.errors import DataError, listed, nearest, plural
 
-__all__ = ["SUFFIXES", "Row", "Table", "divided", "has_paths", "read"]
-
 SUFFIXES = (".csv", ".tsv", ".jsonl")
 PATHS = ("path", "file", "file_name", "filename", "filepath", "image", "image_path", "image_id")
 LABELS = ("label", "labels", "class", "class_name", "category", "target")

@@ -8,8 +8,6 @@ from typing import Any
 from vitrail.data.splits import CHOICE, SPLITS, Split, SplitNames, check_chosen, left_out, split_of
 from vitrail.errors import DataError, listed
 
-__all__ = ["FALSE", "NAMES", "TRUE", "divide", "find_split"]
-
 USUAL = "split"
 """The column that always divides a table. Others do so only if all their values are names of splits."""
 

@@ -32,8 +32,6 @@ from vitrail.data.sources.tables.rows import SUFFIXES, Row, Table, divided, has_
 from vitrail.data.splits import CHOICE, Split, SplitNames, Splits, by_split, split_of, splits_from
 from vitrail.errors import DataError, listed, nearest, plural
 
-__all__ = ["open_table", "tables_in"]
-
 MOST_SHOWN = 5
 """Number of rows that the message about a fault names."""
 

@@ -1,1 +1,0 @@
-"""Speed of the HTTP server under load, beside a naive server and prediction without a server."""

@@ -1,1 +1,0 @@
-"""Elements of charts that several subpackages use."""

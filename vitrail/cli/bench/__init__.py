@@ -1,1 +1,0 @@
-"""The commands that measure speed: `bench`, `bench data` and `bench accuracy`."""

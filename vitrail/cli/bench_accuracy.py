@@ -1,0 +1,443 @@
+"""`vitrail bench accuracy`: measure the time and operations that recipes need to reach validation accuracies."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from rich.console import Console
+from rich.markup import escape as escape_markup
+from rich.table import Table
+
+from vitrail.bench.workload import Spread
+from vitrail.cli.bench import parse_environments, plain_table
+from vitrail.cli.options import Call, Command, Example, Positional, convert
+from vitrail.cli.run_options import run_options
+from vitrail.errors import ConfigError, Interrupted, nearest
+from vitrail.experiments.accuracy import (
+    AccuracyComparison,
+    Curves,
+    Quantity,
+    Reached,
+    check_environments,
+    final_accuracies,
+    peer_entries,
+    reached,
+)
+from vitrail.experiments.cells import Cell, CellResult, Point
+from vitrail.files import saving, write_json
+from vitrail.machine import pick_device
+from vitrail.recipes import RECIPES
+from vitrail.report.charts import Axis, log_ticks, make_axis, short_number
+from vitrail.report.page import escape
+from vitrail.training.config import TrainConfig
+from vitrail.training.stop import interrupted_by_signals
+from vitrail.transfer.facts import FACTORS, seconds_of
+
+SET_BY_THE_COMPARISON = ("checkpoints", "device", "evaluations", "overwrite", "run", "seed", "task")
+"""Settings of a run that an entry cannot change. The settings of the data are the same for all entries too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchAccuracy:
+    """Options of `vitrail bench accuracy`."""
+
+    recipes: Annotated[tuple[str, ...], Positional("RECIPE...")]
+    """Recipes to compare, also with changed settings, such as demo:epochs=5,learning_rate=0.001. Ratios refer to the
+    first one. vitrail recipes lists all."""
+    data: str | None = None
+    """Data set that all entries train on. By default that of the first recipe."""
+    validation_share: float | None = None
+    """Fraction of the training images held out for validation. By default that of the first recipe."""
+    against: str = ""
+    """Other libraries to compare with, separated by commas. timm is both timm-defaults, the defaults of its training
+    script, and timm-small, published settings for images of 32 pixels."""
+    environment: tuple[str, ...] = ()
+    """Python of a library's own environment, such as timm=/opt/timm/bin/python. By default the Python of Vitrail."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Random seeds. Every entry runs once with each of them."""
+    targets: tuple[float, ...] = (0.8, 0.85, 0.9)
+    """Validation accuracies to reach, between 0 and 1."""
+    budget: str | None = None
+    """Time of training of each run, such as 90s or 20m. Runs that would take longer are shortened before they start,
+    with their whole learning rate schedule. By default each run has the length that its settings state."""
+    evaluations: int = 20
+    """Number of evaluations on the validation split during each run."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to train on. auto is the GPU if there is one."""
+    out: Path = Path("runs/bench-accuracy")
+    """Folder of the results. Runs that it already has are not repeated."""
+    json: bool = False
+    """Print JSON instead of tables, with every evaluation of every run."""
+
+
+COMMAND = Command(
+    name="bench accuracy",
+    summary="""Measure the time and the counted operations that recipes need to reach given accuracies on the validation
+    split, and compare them with each other and with other libraries.
+
+    Runs follow one another, each in a process of its own, with the same data, seeds and budget. The folder --out has
+    the curves as CSV and SVG. If the command is stopped, the same command continues. The test split is measured once,
+    at the end of each run.""",
+    examples=(
+        Example("vitrail bench accuracy demo", "Measure the demo with three seeds."),
+        Example("vitrail bench accuracy demo demo:epochs=5 --targets 0.8", "Compare two lengths of a run."),
+        Example(
+            "vitrail bench accuracy demo --against timm --environment timm=timm/bin/python --budget 5m",
+            "Compare with timm within five minutes per run.",
+        ),
+    ),
+    options=(BenchAccuracy,),
+    essential={
+        "Data and entries": ("data", "validation_share", "against", "environment"),
+        "Measurement": ("seeds", "targets", "budget", "evaluations", "device"),
+        "Output": ("out", "json"),
+    },
+)
+
+
+def main(call: Call) -> int:
+    options = BenchAccuracy(**call.options)
+    _check(options)
+    entries = peer_entries([name.strip() for name in options.against.split(",") if name.strip()])
+    recipes = _recipes(options)
+    libraries = check_environments(entries, parse_environments(options.environment))
+    comparison = AccuracyComparison(
+        recipes=recipes,
+        peers=entries,
+        libraries=libraries,
+        seeds=options.seeds,
+        budget=_budget(options.budget),
+        evaluations=options.evaluations,
+        device=pick_device(options.device),
+    )
+    console = Console(stderr=options.json, highlight=False, soft_wrap=True)
+
+    def show(cell: Cell, result: CellResult) -> None:
+        last = result.points[-1]
+        console.print(
+            f"{cell.entry}, seed {cell.seed}: {result.validation_accuracy:.2%} of the validation images after "
+            f"{result.epochs:,.1f} epochs, {last.seconds:,.0f} s, {last.flops / 1e12:,.3g} TFLOP",
+            markup=False,
+        )
+
+    try:
+        with interrupted_by_signals():
+            curves = comparison.measure(options.out, show)
+    except KeyboardInterrupt:
+        raise Interrupted(f"stopped; the finished runs stay in {options.out}") from None
+    plain = _write(options, comparison, curves)
+    if options.json:
+        print(json.dumps(plain))
+        return 0
+    for table in tables(curves, reached(curves, options.targets, comparison.budget)):
+        console.print()
+        console.print(table, soft_wrap=False)
+    console.print(f"\nwritten to {options.out}: results.json, targets.csv, curves.csv, curves.svg", markup=False)
+    return 0
+
+
+def _check(options: BenchAccuracy) -> None:
+    """Raise `ConfigError` for values out of range."""
+    for name in ("recipes", "seeds", "targets"):
+        values: Sequence[Any] = getattr(options, name)
+        if twice := [value for value in values if list(values).count(value) > 1]:
+            raise ConfigError(f"{name}: {twice[0]} is given twice; give each value once")
+    for target in options.targets:
+        if not 0 < target < 1:
+            raise ConfigError(f"targets={target} is not between 0 and 1; give a fraction, such as 0.85 for 85 %")
+    for seed in options.seeds:
+        if not 0 <= seed < 2**32:
+            raise ConfigError(f"seeds={seed} is not between 0 and 2**32 - 1")
+    if options.evaluations < 1:
+        raise ConfigError(f"evaluations={options.evaluations} is less than 1")
+
+
+def _budget(text: str | None) -> float | None:
+    """Return the seconds of a budget. Raise `ConfigError` for a text that is not a time."""
+    if text is None:
+        return None
+    if text in FACTORS:
+        raise ConfigError(f"budget={text!r} is not a time; give a number above 0 with a unit, such as 90s or 20m")
+    return seconds_of(text, usual=0.0)
+
+
+def _recipes(options: BenchAccuracy) -> dict[str, TrainConfig]:
+    """Return the configs of the recipes on the chosen data."""
+    changes: dict[str, Any] = {"data": options.data, "validation_share": options.validation_share}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    configs = {}
+    for entry in options.recipes:
+        name, _, settings = entry.partition(":")
+        if name not in RECIPES:
+            raise ConfigError(f"recipe {name!r} does not exist; {nearest(name, RECIPES)}")
+        config = RECIPES[name]().override(**changes)
+        if (task := config.task.name) != "classification":
+            raise ConfigError(f"recipe {name!r} trains the task {task}, which has no accuracy; choose another recipe")
+        try:
+            configs[entry] = config.override(**_changed(settings))
+        except ConfigError as error:
+            raise ConfigError(f"recipe {entry!r}: {error}") from None
+    return configs
+
+
+def _changed(settings: str) -> dict[str, Any]:
+    """Return the values of the settings of an entry, such as `epochs=5,flip=off`. Raise `ConfigError` for others."""
+    known = {option.name: option for option in run_options() if option.section != "data"}
+    for setting in SET_BY_THE_COMPARISON:
+        del known[setting]
+    changes: dict[str, Any] = {}
+    for part in settings.split(",") if settings else ():
+        setting, equals, value = (word.strip() for word in part.partition("="))
+        setting = setting.replace("-", "_")
+        if setting not in known:
+            raise ConfigError(f"{setting!r} is no setting to compare; {nearest(setting, known)}")
+        option = known[setting]
+        if option.is_flag and value not in ("on", "off"):
+            raise ConfigError(f"{setting}={value!r} is neither on nor off")
+        if not equals or not value:
+            raise ConfigError(f"{setting} has no value; give {setting}=VALUE")
+        changes[setting] = value == "on" if option.is_flag else convert(option, value.split())
+    return changes
+
+
+def _write(options: BenchAccuracy, comparison: AccuracyComparison, curves: Curves) -> dict[str, Any]:
+    """Write the results into the folder, and return them as JSON values."""
+    folder = options.out
+    rows = reached(curves, options.targets, comparison.budget)
+    shared = json.loads((folder / "bench.json").read_text(encoding="utf-8"))
+    plain = {**shared, **plain_accuracy(curves, rows)}
+    with saving("the results", folder):
+        write_json(folder / "results.json", plain)
+        _write_csv(folder / "targets.csv", ROW_COLUMNS, list(target_rows(rows)))
+        _write_csv(folder / "curves.csv", POINT_COLUMNS, list(point_rows(curves)))
+        chart = accuracy_chart(curves, options.targets, comparison.budget)
+        (folder / "curves.svg").write_text(chart, encoding="utf-8")
+    return plain
+
+
+def _write_csv(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+# The curves of `vitrail bench accuracy` as an SVG file: accuracy over time, and over counted operations.
+
+
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM, GAP = 440.0, 300.0, 52.0, 16.0, 44.0, 24.0
+"""Size of one of the two charts in pixels, with its margins."""
+
+LINE = 18.0
+"""Height of a line of the legend."""
+
+COLOURS = ("#2d6cb5", "#c2571a", "#2f8f5b", "#8d4bb0", "#b8322f", "#6b6b1f", "#17808a", "#a3477f")
+"""Colours of the entries, with a contrast of at least 3 to 1 on white and on the dark background."""
+
+DASHES = ("", "6 3", "2 3", "8 3 2 3", "", "6 3", "2 3", "8 3 2 3")
+"""Dashes of the entries, so that lines differ not only in their colours."""
+
+STYLE = """
+svg { font: 12px system-ui, sans-serif; background: #fff; }
+text { fill: #444; } .strong { fill: #000; } .grid { stroke: #ddd; } .axis { stroke: #777; }
+.target { stroke: #777; stroke-dasharray: 1 3; } path { fill: none; } .line { stroke-width: 1.6; }
+@media (prefers-color-scheme: dark) {
+  svg { background: #161614; } text { fill: #b5b5b0; } .strong { fill: #fff; } .grid { stroke: #383835; }
+}
+"""
+
+
+def accuracy_chart(curves: Curves, targets: Sequence[float], budget: float | None) -> str:
+    """Return an SVG picture with a line for each cell. Both x axes are logarithmic. Evaluations after the budget are
+    not drawn."""
+    height = HEIGHT + LINE * len(curves) + 12
+    charts = (("seconds of training", lambda point: point.seconds), ("counted FLOPs", lambda point: point.flops))
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH + GAP:g} {height:g}" role="img">',
+        "<title>Validation accuracy over seconds of training and over counted FLOPs</title>",
+        f"<style>{STYLE}</style>",
+    ]
+    for number, (label, cost) in enumerate(charts):
+        left = number * (WIDTH + GAP)
+        parts.append(f'<g transform="translate({left:g} 0)">{_chart(curves, targets, budget, label, cost)}</g>')
+    for number, (entry, cells) in enumerate(curves.items()):
+        y = HEIGHT + LINE * (number + 0.7)
+        seeds = f"seed {next(iter(cells))}" if len(cells) == 1 else f"{len(cells)} seeds"
+        parts.append(
+            f'<path class="line" {_stroke(number)} d="M{LEFT:g} {y - 4:g}h34"/>'
+            f'<text class="strong" x="{LEFT + 42:g}" y="{y:g}">{escape(entry)}, {seeds}</text>'
+        )
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _chart(
+    curves: Curves, targets: Sequence[float], budget: float | None, label: str, cost: Callable[[Point], float]
+) -> str:
+    """Return one chart: a line for each cell, and a dotted line for each target."""
+    lines = [
+        (number, [(cost(one), 100 * one.accuracy) for one in result.points if budget is None or one.seconds <= budget])
+        for number, cells in enumerate(curves.values())
+        for result in cells.values()
+    ]
+    points = [(x, y) for _, line in lines for x, y in line if x > 0]
+    if not points:
+        return f'<text x="{LEFT:g}" y="{TOP + 20:g}">no evaluation within the budget</text>'
+    y_axis = make_axis([*(y for _, y in points), *(100 * target for target in targets)], bounds=(0.0, 100.0))
+    low, high = math.log10(min(x for x, _ in points)), math.log10(max(x for x, _ in points))
+    if high - low < 0.1:
+        low, high = low - 0.1, high + 0.1
+    right, bottom = WIDTH - 12, HEIGHT - BOTTOM
+
+    def at_x(value: float) -> float:
+        return LEFT + (math.log10(value) - low) / (high - low) * (right - LEFT)
+
+    def at_y(value: float) -> float:
+        return bottom - y_axis.fraction(value) * (bottom - TOP)
+
+    parts = [_grid(y_axis, at_y, right, bottom)]
+    for tick in log_ticks(low, high):
+        x = at_x(tick)
+        parts.append(f'<path class="axis" d="M{x:.1f} {bottom:g}v4"/>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 17:g}" text-anchor="middle">{short_number(tick)}</text>')
+    middle = (LEFT + right) / 2
+    parts.append(f'<text x="{middle:g}" y="{bottom + 36:g}" text-anchor="middle">{label}</text>')
+    parts += [f'<path class="target" d="M{LEFT:g} {at_y(100 * target):.1f}H{right:g}"/>' for target in targets]
+    for number, line in lines:
+        path = "L".join(f"{at_x(x):.1f} {at_y(y):.1f}" for x, y in line if x > 0)
+        if path:
+            parts.append(f'<path class="line" {_stroke(number)} d="M{path}"/>')
+    return "\n".join(parts)
+
+
+def _grid(y_axis: Axis, at_y: Callable[[float], float], right: float, bottom: float) -> str:
+    lines = "".join(f"M{LEFT:g} {at_y(tick):.1f}H{right:g}" for tick in y_axis.ticks)
+    labels = (
+        f'<text x="{LEFT - 6:g}" y="{at_y(tick) + 4:.1f}" text-anchor="end">{y_axis.label(tick, "%")}</text>'
+        for tick in y_axis.ticks
+    )
+    return f'<path class="grid" d="{lines}"/><path class="axis" d="M{LEFT:g} {bottom:g}H{right:g}"/>' + "".join(labels)
+
+
+def _stroke(number: int) -> str:
+    """Return the attributes of the line of an entry."""
+    dashes = DASHES[number % len(DASHES)]
+    return f'stroke="{COLOURS[number % len(COLOURS)]}"' + (f' stroke-dasharray="{dashes}"' if dashes else "")
+
+
+# The table, JSON and CSV values of `vitrail bench accuracy`.
+
+
+POINT_COLUMNS = ("entry", "seed", "step", "seconds", "cpu_seconds", "flops", "accuracy")
+STATISTICS = ("median", "low", "high", "ratio_median", "ratio_low", "ratio_high", "ratio_is_bound")
+ROW_COLUMNS = (
+    "entry", "target", "reached", "seeds",
+    *(f"{quantity}_{name}" for quantity in ("seconds", "cpu_seconds", "flops") for name in STATISTICS),
+)  # fmt: skip
+
+CAPTION = (
+    "Medians over the seeds, with lowest..highest. seconds: time of training before the first evaluation that reaches "
+    "the validation accuracy. TFLOP: counted operations in 10^12 until then. times: cost of the entry divided by the "
+    "cost of the first entry with the same seed; > means that a seed does not reach it, so the ratio is a lower bound."
+)
+
+
+def tables(curves: Curves, rows: Sequence[Reached]) -> list[Table]:
+    """Return the costs of each target in seconds and in operations, and the accuracy and length of the finished models.
+
+    Each table fits 80 columns.
+    """
+    seconds, operations = (
+        plain_table(("accuracy", "entry", "seeds", unit, "times"), caption)
+        for unit, caption in (("seconds", None), ("TFLOP", CAPTION))
+    )
+    for row in rows:
+        described = f"{row.target:.1%}", escape_markup(row.entry), f"{row.reached} of {row.seeds}"
+        seconds.add_row(*described, _cost(row.costs["seconds"]), _ratio(row, "seconds"))
+        operations.add_row(*described, _cost(row.costs["flops"], 1e12), _ratio(row, "flops"))
+    accuracies = plain_table(("finished model", "validation", "test", "parameters"))
+    lengths = plain_table(("finished model", "seconds", "epochs", "of its own length"))
+    for entry, cells in curves.items():
+        validation, test = final_accuracies(cells)
+        results = list(cells.values())
+        accuracies.add_row(
+            escape_markup(entry),
+            _accuracy(validation),
+            "" if test is None else _accuracy(test),
+            f"{results[0].parameters:,}",
+        )
+        lengths.add_row(
+            escape_markup(entry), _cost(Spread.of([one.points[-1].seconds for one in results])),
+            f"{Spread.of([one.epochs for one in results]).median:,.1f}",
+            f"{Spread.of([one.steps / one.own_steps for one in results]).median:.0%}",
+        )  # fmt: skip
+    return [seconds, operations, accuracies, lengths]
+
+
+def plain_accuracy(curves: Curves, rows: Sequence[Reached]) -> dict[str, Any]:
+    """Return the comparison as JSON values. A cost that is not known, because a target is not reached, is null."""
+    return {
+        "targets": list(target_rows(rows)),
+        "entries": {
+            entry: {str(seed): asdict(result) for seed, result in cells.items()} for entry, cells in curves.items()
+        },
+    }
+
+
+def point_rows(curves: Curves) -> Iterator[dict[str, Any]]:
+    """Yield a row for each evaluation of each cell."""
+    for entry, cells in curves.items():
+        for seed, result in cells.items():
+            for point in result.points:
+                yield {"entry": entry, "seed": seed, **asdict(point)}
+
+
+def target_rows(rows: Sequence[Reached]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each target and entry."""
+    for row in rows:
+        values: dict[str, Any] = {
+            "entry": row.entry, "target": row.target, "reached": row.reached, "seeds": row.seeds,
+        }  # fmt: skip
+        for quantity, spread in row.costs.items():
+            values |= {f"{quantity}_{name}": _finite(value) for name, value in asdict(spread).items()}
+            ratio = row.ratios.get(quantity)
+            for name in ("median", "low", "high"):
+                values[f"{quantity}_ratio_{name}"] = None if ratio is None else getattr(ratio.spread, name)
+            values[f"{quantity}_ratio_is_bound"] = None if ratio is None else ratio.is_bound
+        yield values
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _cost(spread: Spread, unit: float = 1.0) -> str:
+    if not math.isfinite(spread.low):
+        return "not reached"
+    low, middle, high = (_number(value / unit) for value in (spread.low, spread.median, spread.high))
+    return middle if low == high else f"{middle} ({low}..{high})"
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return "not reached"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _ratio(row: Reached, quantity: Quantity) -> str:
+    if (ratio := row.ratios.get(quantity)) is None:
+        return ""
+    low, middle, high = (f"{value:.2f}" for value in (ratio.spread.low, ratio.spread.median, ratio.spread.high))
+    sign = "> " if ratio.is_bound else ""
+    return f"{sign}{middle}" if low == high else f"{sign}{middle} ({low}..{high})"
+
+
+def _accuracy(spread: Spread) -> str:
+    if spread.low == spread.high:
+        return f"{spread.median:.2%}"
+    return f"{spread.median:.2%} ({spread.low:.2%}..{spread.high:.2%})"

@@ -1,0 +1,185 @@
+"""`vitrail bench data`: measure how fast images are read from the disk into batches."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from rich.console import Console
+
+from vitrail.bench.reading import (
+    DECODING,
+    LOOP,
+    Opening,
+    Reading,
+    measure_opening,
+    measure_reading,
+    write_parquet,
+    write_photographs,
+)
+from vitrail.bench.workload import Spread
+from vitrail.cli.bench import header, plain_table
+from vitrail.cli.options import Call, Command, Example, Positional
+from vitrail.data.packing.pack import pack
+from vitrail.data.pipeline import Readers, default_threads
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Source
+from vitrail.data.sources import open_data
+from vitrail.errors import ConfigError, plural
+from vitrail.machine import describe
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchData:
+    """Options of `vitrail bench data`."""
+
+    data: Annotated[str, Positional("[SPEC]")] = ""
+    """Data set to read. By default generated images of 500 x 375 pixels, as a folder, as shards and as Parquet."""
+    images: int = 512
+    """Images per round."""
+    image_size: tuple[int, int] = (224, 224)
+    """Image height and width in pixels after scaling."""
+    channels: int = 3
+    """Number of image channels: 3 for RGB, 1 for grey."""
+    scaled_decode: bool = False
+    """Decode large JPEG files at a reduced size, which stays at least twice the size needed."""
+    batch_size: int = 32
+    """Images per batch."""
+    threads: int | None = None
+    """Number of threads that read and decode. By default one per core."""
+    processes: int = 0
+    """Number of worker processes, with --threads threads each. 0 reads in the main process."""
+    repetitions: int = 5
+    """Number of timed rounds. Each round reads every data set once."""
+    warmup: int = 1
+    """Number of untimed rounds before the timed ones."""
+    entries: int | None = None
+    """Measure only the time and memory of opening a folder with this many images."""
+    json: bool = False
+    """Print JSON instead of a table, with the time of every round."""
+
+
+COMMAND = Command(
+    name="bench data",
+    summary="""Measure how fast images are read from the disk into batches. Two references are measured too: decoding
+    without reading, and a plain loop with Pillow.""",
+    examples=(
+        Example("vitrail bench data", "Read generated images in three formats."),
+        Example("vitrail bench data flowers --batch-size 128", "Read your own data set."),
+        Example("vitrail bench data --entries 1000000", "Measure opening a folder of a million images."),
+    ),
+    options=(BenchData,),
+    essential={
+        "Workload": ("images", "image_size", "channels", "scaled_decode", "batch_size", "threads", "processes"),
+        "Measurement and output": ("repetitions", "warmup", "entries", "json"),
+    },
+)
+
+
+def main(call: Call) -> int:
+    options = BenchData(**call.options)
+    for name, low in (
+        ("images", 1), ("batch_size", 1), ("threads", 0), ("processes", 0), ("repetitions", 1), ("warmup", 0),
+        ("entries", 2),
+    ):  # fmt: skip
+        value = getattr(options, name)
+        if value is not None and value < low:
+            raise ConfigError(f"{name}={value} is less than {low}")
+    if options.entries is not None and (unused := [name for name in call.options if name not in ("entries", "json")]):
+        raise ConfigError(
+            f"--entries: it measures only the opening of a folder; leave {COMMAND.known[unused[0]].label} out"
+        )
+    machine = describe(torch.device("cpu"))
+    console = Console()
+    if options.entries is not None:
+        opening = measure_opening(options.entries)
+        plain: dict[str, Any] = {"machine": machine, **asdict(opening)}
+        shown = _opened(opening)
+    else:
+        preprocess = Preprocess(
+            image_size=options.image_size, channels=options.channels, scaled_decode=options.scaled_decode
+        )
+        with _sources(options) as sources:
+            reading = measure_reading(
+                sources,
+                preprocess,
+                images=options.images,
+                batch_size=options.batch_size,
+                readers=Readers(options.threads, options.processes),
+                repetitions=options.repetitions,
+                warmup=options.warmup,
+            )
+        plain = {"machine": machine, **asdict(reading)}
+        rounds = {"repetitions": options.repetitions, "warmup": options.warmup}
+        console.print(header(machine, _what(reading, options), rounds)) if not options.json else None
+        shown = _read(reading)
+    if options.json:
+        print(json.dumps(plain))
+    else:
+        console.print(shown, highlight=False)
+    return 0
+
+
+@contextmanager
+def _sources(options: BenchData) -> Iterator[dict[str, Source]]:
+    """Yield the data sets to read, by name. Generated images are deleted afterwards."""
+    if options.data:
+        yield {options.data: open_data(options.data, validation_share=0.0).train}
+        return
+    with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as name:
+        root = Path(name)
+        folder = write_photographs(root / "folder", options.images)
+        places = {"folder": folder, "shards": root / "shards"}
+        splits = open_data(str(folder), validation_share=0.0)
+        pack(splits, places["shards"])
+        if importlib.util.find_spec("pyarrow") is not None:
+            places["Parquet"] = write_parquet(splits.train, root / "images.parquet")
+        yield {kind: open_data(str(place), validation_share=0.0).train for kind, place in places.items()}
+
+
+def _what(reading: Reading, options: BenchData) -> str:
+    height, width = options.image_size
+    threads = default_threads() if options.threads is None else options.threads
+    readers = plural(threads, "thread") + (
+        f" in each of {plural(options.processes, 'process')}" * bool(options.processes)
+    )
+    return (
+        f"{reading.images} images of {reading.image_bytes / 1e3:,.0f} kB to {height} x {width}, in batches of "
+        f"{options.batch_size}, {readers}"
+    )
+
+
+def _read(reading: Reading) -> Any:
+    caption = (
+        "In each round, every row was timed once. images/s and ratios are medians over rounds. grown: memory "
+        "that the process gained after the first quarter of a round (median over rounds)."
+    )
+    table = plain_table(("", "images/s", "low..high", "to decoding alone", "to the loop", "grown"), caption)
+    for name, seconds in reading.seconds.items():
+        speed = Spread.of([reading.images / each for each in seconds])
+        ratios = [_ratio(reading.seconds.get(other, []), seconds) for other in (DECODING, LOOP)]
+        grown = f"{reading.grown[name] / 1e6:+,.0f} MB" if name in reading.grown else ""
+        table.add_row(name, f"{speed.median:,.0f}", f"{speed.low:,.0f}..{speed.high:,.0f}", *ratios, grown)
+    return table
+
+
+def _ratio(theirs: list[float], ours: list[float]) -> str:
+    """Return our speed divided by theirs, as the median over rounds. Return "" if theirs was not measured."""
+    ratios = [other / mine for other, mine in zip(theirs, ours, strict=False)]
+    return f"{Spread.of(ratios).median:.2f}x" if ratios else ""
+
+
+def _opened(opening: Opening) -> Any:
+    table = plain_table(("images", "opened in", "again", "memory at most"))
+    table.add_row(
+        f"{opening.images:,}", f"{opening.first_seconds:.2f} s", f"{opening.again_seconds:.2f} s",
+        f"{opening.peak_bytes / 1e6:,.0f} MB",
+    )  # fmt: skip
+    return table

@@ -1,0 +1,223 @@
+"""`vitrail bench serve`: measure the HTTP server under load."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console
+
+from vitrail.bench.peers import BENCHMARKS
+from vitrail.bench.reading import write_photographs
+from vitrail.bench.serving import (
+    BUSY,
+    SERVERS,
+    Bare,
+    Load,
+    Measured,
+    MemoryPoint,
+    Overhead,
+    check_pythons,
+    measure_bare,
+    measure_memory,
+    measure_overhead,
+    measure_servers,
+)
+from vitrail.cli.bench import header, parse_environments, plain_table
+from vitrail.cli.options import Call, Command, Example, Positional
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.errors import ConfigError, nearest
+from vitrail.machine import Precision, describe
+from vitrail.models.variants import build, config_type, variant_config
+from vitrail.training.stop import interrupted_by_signals
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.exported.runtimes import optional_module
+from vitrail.weights.load import load
+
+IMAGES = 32
+"""Number of generated photographs that the clients send in turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchServe:
+    """Options of `vitrail bench serve`."""
+
+    model: Annotated[str, Positional("[MODEL]")] = "ViT-S/16"
+    """Folder of a model or a run, an exported file, a name on the hub, or the name of a network (vitrail models), which
+    gets random weights and 1,000 classes."""
+    clients: tuple[int, ...] = (1, 8, 32)
+    """Numbers of clients of closed loops, in which each client sends the next request after an answer."""
+    rates: tuple[float, ...] = (0.2, 0.5, 0.8, 1.0, 1.2)
+    """Rates of open loops, in which requests arrive at random times, as fractions of the throughput of prediction
+    without a server."""
+    seconds: float = 5.0
+    """Seconds per server and load."""
+    rounds: int = 1
+    """Number of rounds in which the servers take turns under each load. The seconds are divided among them."""
+    against: str = "naive" if BENCHMARKS.exists() else "none"
+    """Other servers to measure, with commas between them: naive computes each request alone, on the threads of its
+    framework; litserve computes batches; litserve-workers has a process per core; none measures Vitrail only. An
+    installed package has no other servers: they are in the repository."""
+    environment: tuple[str, ...] = ()
+    """Python of a library's own environment, such as litserve=/opt/litserve/bin/python. By default the Python of
+    Vitrail."""
+    requests: int = 0
+    """Measure the memory instead: after each tenth of this number of requests, from the largest of `clients`."""
+    precision: Precision = "float32"
+    """Number format of matrix products in all servers."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+
+COMMAND = Command(
+    name="bench serve",
+    summary="""Measure the HTTP server under load: latency, throughput, errors, processor time per request, and memory.
+    The servers run in processes of their own, and the clients in this process. Only one server is under load at a
+    time.""",
+    examples=(
+        Example("vitrail bench serve", "Measure a ViT-S/16 with random weights."),
+        Example(
+            "vitrail bench serve --against litserve --environment litserve=litserve/bin/python",
+            "Compare with LitServe, which is installed in an environment of its own.",
+        ),
+        Example("vitrail bench serve runs/flowers --requests 50000", "See whether the memory of the servers grows."),
+    ),
+    options=(BenchServe,),
+    essential={
+        "Load": ("clients", "rates", "seconds", "rounds"),
+        "Measurement and output": ("against", "environment", "requests", "precision", "json"),
+    },
+)
+
+
+def main(call: Call) -> int:
+    options = BenchServe(**call.options)
+    _check(options)
+    optional_module("uvicorn", "serve")
+    names = _names(options.against)
+    pythons = parse_environments(options.environment)
+    check_pythons(names, pythons)
+    with (
+        interrupted_by_signals(),  # otherwise SIGTERM leaves the servers running
+        _model(options.model) as (folder, bundle),
+        tempfile.TemporaryDirectory(prefix="vitrail-bench-") as name,
+    ):
+        images = [path.read_bytes() for path in sorted(write_photographs(Path(name), IMAGES).rglob("*.jpg"))]
+        shared: dict[str, Any] = {"precision": options.precision, "pythons": pythons}
+        if options.requests:
+            clients = max(options.clients)
+            points = measure_memory(names, folder, images, requests=options.requests, clients=clients, **shared)
+            _show_memory(options, bundle, list(points))
+            return 0
+        bare = measure_bare(bundle, images, options.precision, options.seconds / 4)
+        loads = [Load(clients=count) for count in options.clients]
+        loads += [Load(rate=share * bare.images_per_second) for share in options.rates]
+        timing: dict[str, Any] = {"seconds": options.seconds, "rounds": options.rounds}
+        measured = list(measure_servers(names, loads, folder, images, **timing, **shared))
+        overheads = list(measure_overhead(names, folder, bundle, images, bare, seconds=options.seconds, **shared))
+    machine = describe(bundle.device)
+    if options.json:
+        found = {"servers": [asdict(one) for one in measured], "overheads": [asdict(one) for one in overheads]}
+        print(json.dumps({"machine": machine, "bare": asdict(bare), **found}))
+        return 0
+    console = Console()
+    console.print(header(machine, _subject(options, bundle)), highlight=False)
+    console.print(_table(bare, measured), highlight=False)
+    console.print(_overhead_table(overheads), highlight=False)
+    return 0
+
+
+def _check(options: BenchServe) -> None:
+    for name, values in (("clients", options.clients), ("rates", options.rates), ("seconds", (options.seconds,))):
+        if any(not value > 0 for value in values):
+            raise ConfigError(f"{name}={getattr(options, name)} has a value that is not above 0")
+    if not options.clients and not options.rates:
+        raise ConfigError("clients=() and rates=() leave nothing to measure; give at least one of them")
+    if options.rounds < 1:
+        raise ConfigError(f"rounds={options.rounds} is less than 1")
+    if options.requests < 0:
+        raise ConfigError(f"requests={options.requests} is less than 0")
+    if options.requests and not options.clients:
+        raise ConfigError(f"requests={options.requests} needs a number of clients, but clients=() has none")
+
+
+def _names(against: str) -> list[str]:
+    """Return the servers to measure. Raise `ConfigError` for a name that is none."""
+    choices = [*SERVERS, "none"][1:]
+    given = [name.strip() for name in against.split(",") if name.strip()]
+    for name in given:
+        if name not in choices:
+            raise ConfigError(f"against={name!r} is not a server; {nearest(name, choices)}")
+    return ["vitrail", *(name for name in given if name != "none")]
+
+
+@contextmanager
+def _model(name: str) -> Iterator[tuple[Path, Bundle]]:
+    """Yield a model with the path under which the servers find it."""
+    try:
+        config_type(name)
+    except ConfigError:
+        yield Path(name), load(name)
+        return
+    config = variant_config(name, num_classes=1000)
+    bundle = Bundle(build(config), tuple(map(str, range(1000))), Preprocess(image_size=config.image_size))
+    with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as folder:
+        yield bundle.save(Path(folder) / "model"), bundle
+
+
+def _subject(options: BenchServe, bundle: Bundle) -> str:
+    height, width = bundle.preprocess.image_size
+    return f"{options.model}, {options.precision}, images of 500 x 375 pixels to {height} x {width}"
+
+
+def _show_memory(options: BenchServe, bundle: Bundle, points: Sequence[MemoryPoint]) -> None:
+    machine = describe(bundle.device)
+    if options.json:
+        print(json.dumps({"machine": machine, "memory": [asdict(point) for point in points]}))
+        return
+    caption = "MB: memory of the server's processes. Pages that several processes share are divided among them."
+    table = plain_table(("server", "requests", "errors", "MB"), caption)
+    for point in points:
+        table.add_row(point.server, f"{point.requests:,}", f"{point.errors}", f"{point.memory / 1e6:,.1f}")
+    console = Console()
+    console.print(header(machine, _subject(options, bundle)), highlight=False)
+    console.print(table, highlight=False)
+
+
+def _table(bare: Bare, measured: Sequence[Measured]) -> Any:
+    caption = (
+        f"Without a server: {bare.images_per_second:.1f} images/s in batches of {bare.batch}, and "
+        f"{1000 * bare.seconds:.1f} ms for one image. p50, p95 and p99: time to the answer in ms, from the moment when "
+        "a request was due. per s: answers per second. good: answers within a second, per second. CPU: processor time "
+        "of the server per request, in ms."
+    )
+    headings = ("load", "server", "requests", "per s", "good", "p50", "p95", "p99", "errors", "CPU", "MB")
+    table = plain_table(headings, caption)
+    for one in measured:
+        times = [f"{1000 * value:,.0f}" for value in (one.p50, one.p95, one.p99)]
+        table.add_row(
+            one.load, one.server, f"{one.requests:,}", f"{one.throughput:.1f}", f"{one.goodput:.1f}", *times,
+            f"{one.errors}", f"{1000 * one.cpu_seconds:.0f}", f"{one.memory / 1e6:,.0f}",
+        )  # fmt: skip
+    return table
+
+
+def _overhead_table(overheads: Sequence[Overhead]) -> Any:
+    caption = (
+        "Each server in turns with prediction without a server; medians. one client and alone: time for an image with "
+        "and without the server on the same number of threads, in ms. added: their difference. "
+        f"{BUSY} clients and batches: images per second with "
+        "and without the server. of it: their ratio."
+    )
+    headings = ("server", "threads", "one client", "alone", "added", f"{BUSY} clients", "batches", "of it", "errors")
+    table = plain_table(headings, caption)
+    for one in overheads:
+        times = [f"{1000 * value:.1f}" for value in (one.alone, one.bare, one.added)]
+        speeds = [f"{value:.1f}" for value in (one.throughput, one.bare_throughput)]
+        table.add_row(one.server, f"{one.threads}", *times, *speeds, f"{100 * one.fraction:.0f} %", f"{one.errors}")
+    return table

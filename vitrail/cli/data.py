@@ -1,0 +1,332 @@
+"""`vitrail data check` finds problems in a data set, and `vitrail data pack` writes the data set as tar shards."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+from rich.text import Text
+
+from vitrail.cli.console import images_bar
+from vitrail.cli.options import Call, Command, Example, Positional
+from vitrail.data.check import Finding, Report, check_data
+from vitrail.data.check.look import Progress
+from vitrail.data.check.page import page
+from vitrail.data.check.report import Sizes
+from vitrail.data.config import DataConfig
+from vitrail.data.packing.manifest import Manifest
+from vitrail.data.packing.pack import pack
+from vitrail.data.selection import SLICE
+from vitrail.data.source import has_soft_targets
+from vitrail.data.sources import open_data
+from vitrail.data.splits import Splits
+from vitrail.errors import ConfigError, DataError, DestinationError, Stopped, plural
+from vitrail.files import check_new_file, saving
+from vitrail.report.page import is_our_page
+from vitrail.settings import byte_count, to_plain
+from vitrail.training.stop import StopRequest
+
+STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+
+MOST_CLASSES = 20
+"""Largest number of rows in the printed table. The HTML page shows more rows."""
+
+MOST_SHOWN = 3
+"""Largest number of groups of images that are printed for a finding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """Options of `vitrail data check`."""
+
+    data: Annotated[str, Positional("SPEC")]
+    """Data set, in any form that `vitrail train --data` accepts."""
+    numbers: tuple[str, ...] = ()
+    """Numeric columns of a table that are the targets instead of classes, such as --numbers age height."""
+    unlabelled: bool = False
+    """Accept data without classes, such as a folder of photographs."""
+    sample: int | None = None
+    """Number of images to inspect, sampled from each split and class in proportion to its size. By default all
+    images."""
+    validation: str = "auto"
+    """Validation images, chosen as by `vitrail train`: auto, train or a slice such as train[99%:]."""
+    validation_share: float = 0.1
+    """Fraction of the training images to hold out for validation, if the data has no validation split. 0 holds out
+    no images."""
+    max_skipped: float = 0.01
+    """Fraction of the training images that may fail to decode before training stops."""
+    threads: int | None = None
+    """Number of threads that read and decode images. By default one per core."""
+    page: Path | None = Path("data-check.html")
+    """HTML page to write, with pictures of the problems. Use None to write no page."""
+    json: bool = False
+    """Print the report as JSON instead of tables."""
+
+
+CHECK = Command(
+    name="data check",
+    summary="""Find problems in a data set before training: images that cannot be decoded, duplicates (also between
+    training and test images), missing or rare classes, and images that look unlike all others. The report explains how
+    training handles each problem.
+
+    If training on the data would fail, the exit code is 2.""",
+    examples=(
+        Example("vitrail data check flowers", "Inspect every image, and write data-check.html."),
+        Example("vitrail data check flowers --sample 2000", "Inspect 2,000 images of a large data set."),
+        Example("vitrail data check labels.csv --json --page None", "Print the report as JSON, and write no page."),
+    ),
+    options=(Check,),
+    essential={
+        "Data": ("numbers", "unlabelled", "validation", "validation_share"),
+        "Settings": ("sample", "max_skipped", "threads"),
+        "Output": ("page", "json"),
+    },
+)
+
+
+def run_check(call: Call) -> int:
+    options = Check(**call.options)
+    if "validation_share" in call.options and SLICE.fullmatch(options.validation):
+        raise ConfigError(
+            f"validation_share={options.validation_share} has no effect, because --validation {options.validation} "
+            "chooses the images; give only one of them"
+        )
+    data = DataConfig(
+        spec=options.data,
+        numbers=options.numbers,
+        validation=options.validation,
+        validation_share=options.validation_share,
+        max_skipped=options.max_skipped,
+    )
+    if options.page is not None and not options.page.absolute().parent.is_dir():
+        raise ConfigError(f"page={str(options.page)!r} cannot be written: there is no folder {options.page.parent}")
+    if options.page is not None:
+        _check_page(options.page)
+    console = Console(stderr=options.json)
+    splits = data.open(unlabelled=options.unlabelled, tolerant=True)
+    with _progress(console) as progress:
+        report = check_data(
+            splits,
+            sample=options.sample,
+            threads=options.threads,
+            max_skipped=options.max_skipped,
+            progress=progress,
+        )
+    if options.json:
+        print(json.dumps(to_plain(report)))
+    else:
+        _show(report, console)
+    if options.page is not None:
+        with saving("the page", options.page):
+            options.page.write_text(page(report, splits, options.data), encoding="utf-8", errors="backslashreplace")
+        _say(console, f"pictures of it: {options.page}")
+    if report.errors:
+        reasons = "; ".join(finding.text for finding in report.errors)
+        raise DataError(f"training on {options.data!r} would fail: {reasons}")
+    return 0
+
+
+def _check_page(path: Path) -> None:
+    """Raise `DestinationError` if the page would replace a file that is not an earlier page."""
+    check_new_file(path, overwrite=True)
+    if path.exists() and not is_our_page(path):
+        raise DestinationError(f"{path} exists already and is not an earlier page of data check; choose another --page")
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Progress | None]:
+    """Show the progress if the output is a terminal."""
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("looking at images"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=console, transient=True, refresh_per_second=4) as bar:
+        task = bar.add_task("")
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _show(report: Report, console: Console) -> None:
+    for note in report.notes:
+        console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=not console.is_terminal)
+    console.print(_counts(report))
+    if report.sizes is not None:
+        _say(console, f"sizes    {_sizes(report.sizes)}")
+    _say(console, f"formats  {', '.join(f'{kind} ({count:,})' for kind, count in report.kinds.items()) or 'none'}")
+    if report.classes and not report.splits[0].per_class:
+        _say(console, f"numbers  {', '.join(report.classes)}")
+    if report.balance is not None:
+        balance = report.balance
+        _say(
+            console,
+            f"classes  {balance.smallest:,} to {balance.largest:,} training images per class; effective number of "
+            f"classes {balance.effective:.1f} of {len(report.classes):,} (exponential of the entropy of the labels)\n",
+        )
+    for finding in report.findings:
+        _show_finding(finding, console)
+    if not report.findings:
+        _say(console, f"Nothing wrong found in {report.looked_at:,} images.")
+
+
+def _show_finding(finding: Finding, console: Console) -> None:
+    head = Text.assemble((finding.severity, STYLES[finding.severity]), " ", finding.text)
+    console.print(head, soft_wrap=not console.is_terminal, highlight=False)
+    for group in finding.groups[:MOST_SHOWN]:
+        shown = " = ".join(f"{one.split}: {one.key}" for one in group[:MOST_SHOWN])
+        _say(console, f"    {shown}{f' ({group[0].detail})' if group[0].detail else ''}")
+    if len(finding.groups) > MOST_SHOWN:
+        _say(console, f"    and {len(finding.groups) - MOST_SHOWN:,} more")
+    _say(console, f"  training: {finding.training}")
+    _say(console, f"  advice: {finding.advice}\n")
+
+
+def _counts(report: Report) -> Table:
+    table = Table("class" if report.splits[0].per_class else "", box=SIMPLE_HEAD, pad_edge=False)
+    for split in report.splits:
+        table.add_column(split.name, justify="right")
+    largest = sorted(range(len(report.splits[0].per_class)), key=lambda one: -report.splits[0].per_class[one])
+    for one in largest[:MOST_CLASSES]:
+        table.add_row(Text(report.classes[one]), *(f"{split.per_class[one]:,}" for split in report.splits))
+    if len(largest) > MOST_CLASSES:
+        rest = largest[MOST_CLASSES:]
+        sums = (f"{sum(split.per_class[one] for one in rest):,}" for split in report.splits)
+        table.add_row(f"{len(rest):,} more", *sums)
+    if any(split.unlabelled for split in report.splits):
+        table.add_row("no label", *(f"{split.unlabelled:,}" for split in report.splits))
+    table.add_section()
+    table.add_row("images", *(f"{split.images:,}" for split in report.splits))
+    return table
+
+
+def _sizes(sizes: Sizes) -> str:
+    def named(size: tuple[int, ...]) -> str:
+        return f"{size[0]:,} x {size[1]:,}"
+
+    if sizes.different == 1:
+        return f"all {named(sizes.median)} (width x height)"
+    common = ", ".join(f"{named(one)} ({one[2]:,})" for one in sizes.common)
+    return (
+        f"{named(sizes.smallest)} to {named(sizes.largest)} (width x height), median {named(sizes.median)}; "
+        f"most common: {common}"
+    )
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)
+
+
+# `vitrail data pack`: write a data set as tar shards.
+
+
+SHOWN = 10
+"""Maximum number of unreadable images that are printed. The file dataset.json lists all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack:
+    """Options of `vitrail data pack`."""
+
+    data: Annotated[str, Positional("SPEC")]
+    """Data set, in any form that `vitrail train --data` accepts."""
+    destination: Annotated[Path, Positional("DST")]
+    """Folder for the shards. It must be new, empty, or left by the same command when it was stopped."""
+    numbers: tuple[str, ...] = ()
+    """Numeric columns of a table to store as the targets, instead of classes."""
+    unlabelled: bool = False
+    """Accept data without classes, such as a folder of photographs."""
+    shard_size: str = "256MB"
+    """Largest size of a shard, such as 256MB, 1GiB or 250000000."""
+    max_side: int | None = None
+    """Largest side in pixels. Larger images are scaled down and saved as JPEG of quality 95; all other images are
+    copied unchanged. By default images keep their size."""
+    workers: int = min(16, os.cpu_count() or 1)
+    """Number of threads that read and encode images. It does not change the shards."""
+
+
+PACK = Command(
+    name="data pack",
+    summary="""Write a data set as tar shards in the WebDataset convention: few large files instead of many small
+    ones. If the command is stopped, run the same command again to continue.""",
+    examples=(
+        Example("vitrail data pack photos shards", "Copy a folder of images into shards."),
+        Example("vitrail data pack photos shards --max-side 512", "Scale large images down to 512 pixels."),
+        Example("vitrail train --data shards", "Train on the shards."),
+    ),
+    options=(Pack,),
+    essential={"Data": ("numbers", "unlabelled"), "Settings": ("shard_size", "max_side", "workers")},
+)
+
+
+def run_pack(call: Call) -> int:
+    options = Pack(**call.options)
+    shard_size = byte_count(options.shard_size, "shard_size")
+    console = Console()
+    splits = open_data(options.data, validation_share=0.0, numbers=options.numbers, unlabelled=options.unlabelled)
+    for note in splits.notes:
+        console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=not console.is_terminal)
+    if has_soft_targets(splits.train):
+        console.print(
+            "The pseudo labels are soft, but shards store classes: only the most likely class of each image is packed. "
+            "To train on the probabilities, use the folder of labels itself.",
+            style="yellow", highlight=False, soft_wrap=not console.is_terminal,
+        )  # fmt: skip
+    manifest = _pack(splits, options, shard_size, console, call.arguments)
+    _report(manifest, options, console)
+    return 0
+
+
+def _pack(splits: Splits, options: Pack, shard_size: int, console: Console, arguments: Sequence[str]) -> Manifest:
+    total = sum(len(source) for source in (splits.train, splits.validation, splits.test) if source is not None)
+    bar = images_bar(console)
+    with StopRequest() as request, bar:
+        task = bar.add_task("packing", total=total)
+        try:
+            return pack(
+                splits,
+                options.destination,
+                shard_size=shard_size,
+                max_side=options.max_side,
+                workers=options.workers,
+                progress=lambda done: bar.update(task, completed=done),
+                stop=lambda: request.requested,
+            )
+        except Stopped as stop:
+            raise Stopped(f"{stop}\nContinue with: vitrail data pack {shlex.join(arguments)}", stop.run) from None
+
+
+def _report(manifest: Manifest, options: Pack, console: Console) -> None:
+    unreadable: dict[str, str] = {}
+    for split, records in manifest.shards.items():
+        size = sum(record.size for record in records)
+        rescaled = sum(record.rescaled for record in records)
+        scaled = f", {rescaled:,} of them scaled down" if options.max_side else ""
+        console.print(
+            f"{split}: {plural(manifest.samples[split], 'image')}{scaled}, in {plural(len(records), 'shard')} of "
+            f"{size / 1e6:,.1f} MB in all",
+            highlight=False,
+            soft_wrap=True,
+        )
+        for record in records:
+            unreadable |= record.unreadable
+    if unreadable:
+        text = f"{len(unreadable):,} of the images cannot be read and were copied as they are:"
+        lines = [f"  {key}: {reason}" for key, reason in list(unreadable.items())[:SHOWN]]
+        more = [f"  and {len(unreadable) - SHOWN:,} more, in dataset.json"] if len(unreadable) > SHOWN else []
+        console.print("\n".join([text, *lines, *more]), style="yellow", highlight=False, markup=False, soft_wrap=True)
+    console.print(
+        f"The shards are in {options.destination}. Train on them: vitrail train --data "
+        f"{shlex.quote(str(options.destination))}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )

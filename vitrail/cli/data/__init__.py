@@ -1,1 +1,0 @@
-"""The commands that examine and pack data: `data check` and `data pack`."""

@@ -1,0 +1,448 @@
+"""`vitrail embed` saves the features of every image of a data set, and `vitrail nearest` finds similar images."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from jaxtyping import Float32
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from vitrail.cli.console import image_paths, images_bar
+from vitrail.cli.options import Call, Command, Example, Positional
+from vitrail.data.colour import colour_note, images_of
+from vitrail.data.pipeline import Ranks, Readers, queue_bytes
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Source
+from vitrail.data.sources import open_whole
+from vitrail.data.sources.files import FileSource
+from vitrail.errors import ConfigError, DataError, Interrupted, UndecodableImage
+from vitrail.evaluation.classifiers.knn import nearest
+from vitrail.evaluation.features.cache import default_cache
+from vitrail.evaluation.features.extract import FeatureSet, extract
+from vitrail.evaluation.features.files import (
+    about_features,
+    check_features_folder,
+    feature_folders,
+    load_features,
+    parquet_library,
+    save_features,
+    save_parquet,
+)
+from vitrail.files import check_new_file
+from vitrail.machine import Precision, check_memory, keep_freed_memory
+from vitrail.models.cost.batch import prediction_batch
+from vitrail.models.cost.footprint import prediction_bytes
+from vitrail.processes.group import Processes, join_processes
+from vitrail.settings import from_plain, to_plain
+from vitrail.training.stop import interrupted_by_signals
+from vitrail.weights.bundle import Bundle, weights_sha256
+from vitrail.weights.load import load
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nearest:
+    """Options of `vitrail nearest`."""
+
+    features: Annotated[Path, Positional("FEATURES")]
+    """Folder that `vitrail embed` wrote. If it holds several splits, all of them are searched."""
+    images: Annotated[tuple[Path, ...], Positional("IMAGE...")]
+    """Image files, folders that are searched for images, or tables of paths."""
+    top: int = 5
+    """Number of neighbours to show for each image."""
+    model: str | None = None
+    """Model that computed the features. The default is the path or name that the features record."""
+    device: str = "auto"
+    """Device to run on: auto, cpu, cuda or cuda:N."""
+    csv: bool = False
+    """Print CSV: a header, and one line per neighbour with both paths, the rank, the cosine and the label."""
+    json: bool = False
+    """Print one line of JSON per image, with its path and its neighbours."""
+
+
+NEAREST = Command(
+    name="nearest",
+    summary="""Find the images of a folder of features that resemble given images most, by the cosine of their
+    features. An image that is itself among them is skipped.""",
+    examples=(
+        Example("vitrail embed facebook/dinov2-small --data photos --out features", "Compute the features first."),
+        Example("vitrail nearest features rose.jpg", "Show the five images that resemble one image."),
+        Example("vitrail nearest features holiday/ --top 1 --csv", "Print the best match of every image in a folder."),
+    ),
+    options=(Nearest,),
+    essential={"Output": ("top", "csv", "json"), "Model": ("model", "device")},
+)
+
+
+@dataclass(frozen=True)
+class _Neighbour:
+    """A stored image that resembles a query."""
+
+    image: str
+    similarity: float
+    """Cosine of the features."""
+    label: Any
+    """Name of the class, names of the classes, or numbers by name. None if the image has no label."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Stored:
+    """The features of all splits."""
+
+    features: Float32[np.ndarray, "n d"]
+    images: tuple[str, ...]
+    """Paths of the images, or their keys if they are not files."""
+    labels: tuple[Any, ...]
+
+
+def run_nearest(call: Call) -> int:
+    options = Nearest(**call.options)
+    if options.csv and options.json:
+        raise ConfigError("--csv and --json exclude each other; give only one of them")
+    if options.top < 1:
+        raise ConfigError(f"top={options.top} is less than 1; choose the number of neighbours for each image")
+    paths = image_paths(options.images)
+    folders = feature_folders(options.features)
+    stored = _stored(folders)
+    bundle = _model(options, folders)
+    results = [(path, _neighbours(bundle, path, stored, options.top)) for path in paths]
+    if options.json:
+        for path, result in results:
+            print(json.dumps(_plain(path, result), ensure_ascii=False))
+    elif options.csv:
+        _print_csv(results)
+    else:
+        _print_table(results)
+    broken = [result for _, result in results if isinstance(result, UndecodableImage)]
+    for error in broken:
+        print(f"vitrail: {error}", file=sys.stderr)
+    return UndecodableImage.exit_code if broken else 0
+
+
+def _stored(folders: Sequence[Path]) -> _Stored:
+    """Return the features in these folders. Raise `DataError` if there are none, or if their widths differ."""
+    parts = [(load_features(folder), about_features(folder).get("folder")) for folder in folders]
+    widths = sorted({part.width for part, _ in parts})
+    if len(widths) > 1:
+        raise DataError(
+            f"{folders[0].parent} holds features of different widths ({', '.join(map(str, widths))}), so of different "
+            "models; name the folder of one split"
+        )
+    images = [str(Path(root) / key) if isinstance(root, str) else key for part, root in parts for key in part.keys]
+    if not images:
+        raise DataError(f"{folders[0]} holds the features of no image")
+    labels = [_label(part, row) for part, _ in parts for row in range(len(part))]
+    features = parts[0][0].features if len(parts) == 1 else np.concatenate([part.features for part, _ in parts])
+    return _Stored(features, tuple(images), tuple(labels))
+
+
+def _label(features: FeatureSet, row: int) -> Any:
+    """Return the class, the classes or the numbers of a stored image by their names, or None."""
+    value: Any = features.truth.plain(row)
+    names = features.classes
+    if value is None:
+        return None
+    if features.truth.kind == "numbers":
+        return dict(zip(names, value, strict=True))
+    return [names[number] for number in value] if isinstance(value, list) else names[value]
+
+
+def _model(options: Nearest, folders: Sequence[Path]) -> Bundle:
+    """Return the model that computed the features, with their preprocessing.
+
+    Raise `ConfigError` if the model is not found or has other weights.
+    """
+    about = about_features(folders[0])
+    recorded = about.get("weights_sha256")
+    for other in folders[1:]:
+        if about_features(other).get("weights_sha256") != recorded:
+            raise DataError(f"{other} and {folders[0]} hold features of different models; name the folder of one split")
+    place = options.model or about.get("model")
+    if not isinstance(place, str):
+        raise ConfigError(f"{folders[0]} does not record the model that computed its features; name it with --model")
+    size = about.get("image_size")
+    size = (int(size[0]), int(size[1])) if isinstance(size, list) and len(size) == 2 else None
+    if options.model is None and Path(place).is_absolute() and not Path(place).exists():
+        raise ConfigError(
+            f"{folders[0]}: the model that computed the features, {place}, does not exist any more; name its new path "
+            "with --model"
+        )
+    bundle = load(place, device=options.device, image_size=size)
+    if recorded is None:
+        print(
+            f"vitrail: {folders[0]} does not record the weights of its model, so they are not compared with {place}",
+            file=sys.stderr,
+        )
+        return bundle
+    if weights_sha256(bundle.network) != recorded:
+        raise ConfigError(
+            f"{place} has other weights than the model that computed the features in {folders[0]}, so their cosines "
+            "cannot be compared; name that model with --model, or compute the features again with vitrail embed"
+        )
+    return replace(bundle, preprocess=from_plain(Preprocess, about["preprocess"]))
+
+
+def _neighbours(bundle: Bundle, path: Path, stored: _Stored, top: int) -> list[_Neighbour] | UndecodableImage:
+    """Return the stored images that resemble an image, the most similar one first, or the reason why it cannot be
+    decoded."""
+    try:
+        query = bundle.embed([path]).numpy()
+    except UndecodableImage as error:
+        return error
+    (found,) = nearest(stored.features, query, min(top + 1, len(stored.images)))
+    own = _place(path)
+    return [
+        _Neighbour(stored.images[row], float(cosine), stored.labels[row])
+        for row, cosine in zip(found.indices[0].tolist(), found.similarities[0].tolist(), strict=True)
+        if not Path(stored.images[row]).is_absolute() or _place(Path(stored.images[row])) != own
+    ][:top]
+
+
+def _place(path: Path) -> Path:
+    """Return the path of an image with its folder resolved, because the same folder can be spelled in several ways."""
+    return path.parent.resolve() / path.name
+
+
+Result = tuple[Path, list[_Neighbour] | UndecodableImage]
+
+
+def _print_table(results: Sequence[Result]) -> None:
+    """Print a table with all paths in full. The table may be wider than the terminal."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for column in ("image", "nearest", "cosine", "label"):
+        table.add_column(column, no_wrap=True, justify="right" if column == "cosine" else "left")
+    for path, result in results:
+        if isinstance(result, UndecodableImage):
+            continue
+        for rank, each in enumerate(result):
+            label = Text("" if each.label is None else _text(each.label))
+            table.add_row(Text(str(path) if rank == 0 else ""), Text(each.image), f"{each.similarity:.4f}", label)
+    if table.row_count:
+        console = Console()
+        needed = console.measure(table, options=console.options.update(max_width=sys.maxsize)).maximum
+        console.width = max(console.width, needed)  # rich would shorten the paths to fit the width
+        console.print(table)
+
+
+def _print_csv(results: Sequence[Result]) -> None:
+    """Print CSV. An image that cannot be decoded has one line with the reason in the last column, `error`."""
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(["image", "rank", "nearest", "cosine", "label", "error"])
+    for path, result in results:
+        if isinstance(result, UndecodableImage):
+            writer.writerow([str(path), "", "", "", "", str(result)])
+            continue
+        for rank, each in enumerate(result, start=1):
+            label = "" if each.label is None else _text(each.label)
+            writer.writerow([str(path), rank, each.image, each.similarity, label, ""])
+
+
+def _text(label: Any) -> str:
+    if isinstance(label, dict):
+        return ", ".join(f"{name} {value}" for name, value in label.items())
+    return ", ".join(label) if isinstance(label, list) else str(label)
+
+
+def _plain(path: Path, result: list[_Neighbour] | UndecodableImage) -> dict[str, Any]:
+    if isinstance(result, UndecodableImage):
+        return {"image": str(path), "error": str(result)}
+    return {
+        "image": str(path),
+        "nearest": [{"image": each.image, "cosine": each.similarity, "label": each.label} for each in result],
+    }
+
+
+# `vitrail embed`: save the features of every image of a data set.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embed:
+    """Options of `vitrail embed`."""
+
+    model: Annotated[str, Positional("MODEL")]
+    """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
+    data: str
+    """Data set, in any form that `vitrail train` accepts, or a folder of images without classes."""
+    out: Path
+    """Output folder. Each split is written to a folder (npy) or a file (parquet) in it."""
+    split: Literal["all", "train", "validation", "test"] = "all"
+    """Split to embed. all embeds every split of the data, and holds out no validation images."""
+    format: Literal["npy", "parquet"] = "npy"
+    """Output format: npy (features.npy, keys.jsonl, features.json) or parquet."""
+    image_size: tuple[int, int] | None = None
+    """Image height and width in pixels. The default is the model's size. Position embeddings are resized for other
+    sizes."""
+    batch_size: int | None = None
+    """Images per forward pass. The default follows from the model's arithmetic and memory, and becomes smaller if a
+    batch takes more than five seconds."""
+    device: str = "auto"
+    """Device to run on: auto, cpu, cuda or cuda:N."""
+    precision: Precision = "auto"
+    """Number format of matrix products. auto is bf16 if the processor has units for it and the features of a few images
+    hardly change, else float32."""
+    cache: Path | None = None
+    """Folder that keeps extracted features for later commands. By default $VITRAIL_DATA/features or
+    ~/.cache/vitrail/features."""
+    no_cache: bool = False
+    """Do not use the cache of features. A stopped extraction then starts again from the beginning."""
+    overwrite: bool = False
+    """Replace earlier features of the same splits."""
+    json: bool = False
+    """Print JSON instead of text."""
+
+
+EMBED = Command(
+    name="embed",
+    summary="""Save the features of every image of a data set. Features are the vectors that the model's head
+    receives. If the command is stopped, run the same command again to continue.""",
+    examples=(
+        Example("vitrail embed runs/flowers --data flowers --out features", "Write NumPy files for every split."),
+        Example(
+            "vitrail embed runs/flowers --data flowers --out features --format parquet", "Write a table per split."
+        ),
+        Example("vitrail embed facebook/dino-vits16 --data photos --out features", "Use a model from the hub."),
+    ),
+    options=(Embed,),
+    essential={
+        "Data": ("data", "split", "image_size"),
+        "Output": ("out", "format", "overwrite", "json"),
+        "Speed": ("batch_size", "device", "precision", "cache", "no_cache"),
+    },
+)
+
+
+def run_embed(call: Call) -> int:
+    processes = join_processes()
+    with processes.reporting():
+        return _embed(Embed(**call.options), processes)
+
+
+def _embed(options: Embed, processes: Processes) -> int:
+    if options.no_cache and options.cache is not None:
+        raise ConfigError("--cache and --no-cache exclude each other; give only one of them")
+    if options.batch_size is not None and options.batch_size < 1:
+        raise ConfigError(f"batch_size={options.batch_size} is less than 1")
+    if options.format == "parquet":
+        parquet_library()
+    console = Console(stderr=options.json, highlight=False, soft_wrap=True)
+    keep_freed_memory()
+    sources, notes = _sources(options)
+    targets = processes.on_first(lambda: {split: _target(options, split) for split in sources})
+    bundle = load(options.model, device=processes.device_name(options.device), image_size=options.image_size)
+    colour = colour_note(images_of(next(iter(sources.values()))), bundle.preprocess.channels)
+    for note in (*bundle.notes, *notes, *filter(None, [colour])):
+        console.print(EMBED.note(note), style="yellow", markup=False, soft_wrap=not console.is_terminal)
+    console.print(_memory(bundle, options), markup=False)
+    summary: dict[str, dict[str, int | str]] = {}
+    for split, source in sources.items():
+        try:
+            with interrupted_by_signals():
+                features = _extract(bundle, split, source, options, console, processes)
+        except Interrupted as stop:
+            replace = ["--overwrite"] if summary and not options.overwrite else []  # for the splits that are written
+            raise Interrupted(str(stop), tuple(replace)) from None
+        processes.on_first(functools.partial(_save, features, targets[split], bundle, split, source, options))
+        for item in features.skipped:
+            console.print(f"skipped {item.key}: {item.reason}", style="yellow", markup=False)
+        summary[split] = {"images": len(features), "skipped": len(features.skipped), "width": features.width,
+                          "written": str(targets[split])}  # fmt: skip
+        if not options.json:
+            text = (
+                f"{split}: features of {len(features):,} images, {features.width:,} numbers each, in {targets[split]}"
+            )
+            console.print(text, markup=False)
+    if options.json:
+        print(json.dumps(summary))
+    return 0
+
+
+def _sources(options: Embed) -> tuple[dict[str, Source], tuple[str, ...]]:
+    """Return the splits to embed by their names, and notes for the user."""
+    opened = open_whole(options.data, unlabelled=True, needs_training=False)
+    splits = opened.splits(validation_share=0.0)
+    named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
+    there = {name: source for name, source in named.items() if source is not None and len(source)}
+    if options.split == "all":
+        return there, splits.notes
+    if options.split not in there:
+        raise DataError(
+            f"data {options.data!r} has no {options.split} split; choose one that it has: {', '.join(there)}"
+        )
+    return {options.split: there[options.split]}, splits.notes
+
+
+def _target(options: Embed, split: str) -> Path:
+    """Return the output path of a split. Raises `DestinationError` if that path must not be replaced."""
+    if options.format == "parquet":
+        target = options.out / f"{split}.parquet"
+        check_new_file(target, overwrite=options.overwrite)
+        return target
+    target = options.out / split
+    check_features_folder(target, overwrite=options.overwrite)
+    return target
+
+
+def _save(features: FeatureSet, target: Path, bundle: Bundle, split: str, source: Source, options: Embed) -> None:
+    if options.format == "parquet":
+        save_parquet(features, target)
+    else:
+        save_features(features, target, _about(bundle, split, source, options, features.precision))
+
+
+def _extract(
+    bundle: Bundle, split: str, source: Source, options: Embed, console: Console, processes: Processes
+) -> FeatureSet:
+    bar = images_bar(console)
+    with bar:
+        task = bar.add_task(f"embedding {split}", total=len(source))
+        return extract(
+            bundle.network,
+            source,
+            bundle.preprocess,
+            batch_size=options.batch_size,
+            precision=options.precision,
+            cache=None if options.no_cache else options.cache or default_cache(),
+            ranks=Ranks(processes.rank, processes.world),
+            gather=processes.gather if processes.are_several else None,
+            on_progress=lambda done: bar.update(task, completed=done),
+            on_note=lambda note: console.print(
+                f"{split}: {EMBED.note(note)}", style="yellow", markup=False, soft_wrap=not console.is_terminal
+            ),
+        )
+
+
+def _memory(bundle: Bundle, options: Embed) -> str:
+    """Return a sentence about the memory that the command needs, besides the model itself. Raises `ConfigError` if it
+    is more than is free."""
+    network, preprocess = bundle.network, bundle.preprocess
+    size = preprocess.image_size
+    batch = options.batch_size or prediction_batch(network, size, bundle.device, options.precision)
+    weights = prediction_bytes(network.config, 0, size)
+    needed = prediction_bytes(network.config, batch, size) - weights + queue_bytes(preprocess, batch, Readers())
+    work = f"embedding images of {size[0]} x {size[1]} pixels in batches of {batch}"
+    return check_memory(needed, bundle.device, work, "try a smaller --image-size or --batch-size")
+
+
+def _about(bundle: Bundle, split: str, source: Source, options: Embed, precision: str) -> dict[str, Any]:
+    """Return a description of the model, the data and the settings, which is saved with the features.
+
+    `vitrail nearest` finds and checks the model by it, and finds the images.
+    """
+    model = Path(options.model).expanduser()
+    root = source.root.absolute() if isinstance(source, FileSource) else None
+    return {
+        "model": str(model.absolute()) if model.exists() else options.model,
+        "weights_sha256": weights_sha256(bundle.network), "preprocess": to_plain(bundle.preprocess),
+        "data": options.data, "split": split, "folder": None if root is None else str(root), "precision": precision,
+        "image_size": list(bundle.preprocess.image_size),
+    }  # fmt: skip

@@ -1,0 +1,414 @@
+"""Looking inside models: `vitrail explain` one image, `vitrail compare` two models, `vitrail report` on one model."""
+
+from __future__ import annotations
+
+import glob
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from rich.console import Console
+from rich.progress import Progress
+
+from vitrail.analysis.cka import SMALLEST_BATCH
+from vitrail.analysis.pages.comparison import COMPARISON_FILES, comparison_as_plain, verdict, write_comparison
+from vitrail.analysis.pages.explanation import MAX_BYTES, Explainer, write_explanation
+from vitrail.analysis.pages.overview import OVERVIEW_FILES, headline, overview_as_plain, write_overview
+from vitrail.analysis.summaries.comparison import check_comparable, compare
+from vitrail.analysis.summaries.overview import overview
+from vitrail.analysis.tracing import transformer_of
+from vitrail.cli.console import image_paths, images_bar
+from vitrail.cli.evaluate import common_images, open_for_features, open_for_head
+from vitrail.cli.options import Call, Command, Example, Positional
+from vitrail.data.batch import Skipped
+from vitrail.data.source import Mixture, Source
+from vitrail.errors import ConfigError, UndecodableImage, nearest
+from vitrail.evaluation.outputs import Outputs
+from vitrail.files import check_new_folder, replacing_folder, write_json
+from vitrail.training.folder import INSIDE, link_inside, run_of
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.load import load
+from vitrail.weights.prediction import read_image
+
+CONTENTS = "explain.json"
+"""File of a folder of explanations that lists its other files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explain:
+    """Options of `vitrail explain`."""
+
+    model: Annotated[str, Positional("MODEL")]
+    """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
+    images: Annotated[tuple[Path, ...], Positional("IMAGE...")]
+    """Image files, folders that are searched for images, or tables of paths. They need no labels."""
+    out: Path = Path("explained")
+    """Folder to write to."""
+    label: str | None = None
+    """Class to explain. The default is the most probable class of each image."""
+    layers: tuple[int, ...] = (-1,)
+    """Blocks whose heads are written as PNG files, from 0, or backward from -1. The default is the last one."""
+    heads: tuple[int, ...] | None = None
+    """Heads that are written as PNG files, from 0, or backward from -1. The default is all of them."""
+    top: int = 5
+    """Number of the likeliest classes on the page. The first 10 have their relevance."""
+    page_size: float = MAX_BYTES / 1e6
+    """Largest size of a page in MB. A page that would be larger has coarser attention, or fewer layers or heads."""
+    image_size: tuple[int, int] | None = None
+    """Image height and width in pixels. The default is the model's size. A larger size gives finer maps."""
+    device: str = "auto"
+    """Device to run on: auto, cpu, cuda or cuda:N."""
+    overwrite: bool = False
+    """Replace earlier explanations in the folder."""
+
+
+EXPLAIN = Command(
+    name="explain",
+    summary="""Show which parts of an image a Vision Transformer attends to, and which parts support a class. One
+    interactive HTML page and several PNG files are written for each image.""",
+    examples=(
+        Example("vitrail explain runs/flowers rose.jpg", "Explain the prediction for one image."),
+        Example("vitrail explain runs/flowers rose.jpg --label tulip", "Show which parts support another class."),
+        Example("vitrail explain runs/flowers photos/ --out maps --layers 0 -1", "Write the heads of two layers."),
+    ),
+    options=(Explain,),
+    essential={
+        "Maps": ("label", "layers", "heads", "image_size"),
+        "Output": ("out", "top", "page_size", "overwrite"),
+        "Speed": ("device",),
+    },
+)
+
+
+def run_explain(call: Call) -> int:
+    options = Explain(**call.options)
+    if options.top < 1:
+        raise ConfigError(f"top={options.top} is less than 1; choose the number of classes to show")
+    if not 0 < options.page_size < math.inf:
+        raise ConfigError(f"page_size={options.page_size} is not above 0; choose a number of MB, such as 5")
+    paths = image_paths(options.images)
+    earlier = _earlier(options.out)
+    check_new_folder(options.out, (CONTENTS, *earlier), overwrite=options.overwrite, recognise=_is_ours)
+    bundle = load(options.model, device=options.device, image_size=options.image_size)
+    transformer_of(bundle.network)
+    target = _target(options, bundle)
+    for note in bundle.notes:
+        print(f"vitrail: {EXPLAIN.note(note)}", file=sys.stderr)
+    explainer = Explainer(bundle, target=target, layers=options.layers, heads=options.heads, top=options.top)
+    broken, names = [], _names(paths)
+    with replacing_folder("explanations", options.out, (CONTENTS, *earlier)) as partial:
+        files: list[str] = []
+        pages: list[tuple[Path, str]] = []
+        for path, name in zip(paths, names, strict=True):
+            try:
+                explanation = explainer.explain(read_image(path))
+            except UndecodableImage as error:
+                broken.append(f"{path} {error}")
+                continue
+            written = write_explanation(
+                explanation, partial, name, title=path.name, max_bytes=round(1e6 * options.page_size)
+            )
+            files += written.files
+            pages.append((path, written.files[0]))
+            for note in written.notes:
+                print(f"vitrail: {written.files[0]}: {note}", file=sys.stderr)
+        write_json(partial / CONTENTS, {"files": files})
+    for path, name in pages:
+        print(f"{path}: {options.out / name}")
+    for message in broken:
+        print(f"vitrail: {message}", file=sys.stderr)
+    return UndecodableImage.exit_code if broken else 0
+
+
+def _target(options: Explain, bundle: Bundle) -> int | None:
+    """Return the number of the class to explain, or None for the most probable class. Raise `ConfigError`."""
+    if options.label is None:
+        return None
+    if options.label not in bundle.classes:
+        choices = nearest(options.label, bundle.classes) if bundle.classes else "it has no head"
+        raise ConfigError(f"label={options.label!r} is not a class of this model; {choices}")
+    return bundle.classes.index(options.label)
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Return a different name for each image, which its files start with."""
+    names: list[str] = []
+    for path in paths:
+        name, number = path.stem, 2
+        while name.lower() in {one.lower() for one in names}:
+            name, number = f"{path.stem}-{number}", number + 1
+        names.append(name)
+    return names
+
+
+def _earlier(folder: Path) -> list[str]:
+    """Return shell patterns of the files that an earlier command wrote into a folder. Each pattern matches one name."""
+    try:
+        files = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [glob.escape(name) for name in files if isinstance(name, str)] if isinstance(files, list) else []
+
+
+def _is_ours(folder: Path) -> bool:
+    return (folder / CONTENTS).is_file()
+
+
+# Options and steps that `vitrail report` and `vitrail compare` share.
+
+
+LEAST = {"images": SMALLEST_BATCH, "examples": 0, "bootstrap": 0, "batch_size": 1}
+"""Smallest value of each option that is a number."""
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model with the images to measure it on."""
+
+    name: str
+    bundle: Bundle
+    source: Source
+    train: Source | None
+    """The training images, or None if there are none, or if they are among the images to measure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummaryOptions:
+    """Options of `vitrail report` and `vitrail compare`."""
+
+    data: str = ""
+    """Data set, in any form that `vitrail train` accepts."""
+    split: Literal["held-out", "train", "validation", "test", "all"] = "held-out"
+    """Split to measure. held-out is the test split if there is one, else images that no model learned from. all
+    measures every image, including training images."""
+    out: Path
+    """Folder to write to."""
+    images: int = 64
+    """Number of images whose features and attention are computed. The accuracy is measured on all images of the
+    split."""
+    examples: int
+    """Number of example images on the page."""
+    bootstrap: int = 1000
+    """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
+    batch_size: int | None = None
+    """Images per forward pass. The default follows from the model's cost."""
+    device: str = "auto"
+    """Device to run on: auto, cpu, cuda or cuda:N."""
+    overwrite: bool = False
+    """Replace earlier results in the folder."""
+    json: bool = False
+    """Print all numbers as JSON."""
+
+    def check(self, files: Sequence[str], **least: int) -> None:
+        """Raise `ConfigError` for options that are out of range, before a model or data is read.
+
+        `files` are the files of the results. If a folder has the first one, it holds earlier results. `least` has the
+        smallest values of a command's own options.
+        """
+        if not self.data:
+            raise ConfigError("--data is missing: name a data set with the classes of the model")
+        for name, bound in (LEAST | least).items():
+            if (number := getattr(self, name)) is not None and number < bound:
+                raise ConfigError(f"{name}={number}: give at least {bound}")
+        check_new_folder(
+            self.out, files, overwrite=self.overwrite, recognise=lambda folder: (folder / files[0]).is_file()
+        )
+
+    def console(self) -> Console:
+        """Return the console for messages. With --json, standard output is for the numbers alone."""
+        return Console(stderr=self.json, highlight=False, soft_wrap=True)
+
+    def open(self, bundles: dict[str, Bundle], command: Command, console: Console) -> list[OpenedModel]:
+        """Open the data for each model, by name, and print notes. Several models are measured on the same images."""
+        common = common_images(bundles, self.data, self.split, None) if len(bundles) > 1 else None
+        opened, notes = [], {}
+        for name, bundle in bundles.items():
+            if bundle.classes:
+                found = open_for_head(bundle, self.data, self.split, "", None, common)
+            else:
+                found = open_for_features(bundle, self.data, self.split, (), common)
+            train = found.train if len(found.train) and "train" not in found.sources else None
+            opened.append(OpenedModel(name, bundle, _joined(tuple(found.sources.values())), train))
+            notes[name] = [command.note(note) for note in (*bundle.notes, *found.notes)]
+        if common is not None and common.note:
+            console.print(common.note, style="yellow", markup=False, soft_wrap=not console.is_terminal)
+        for note in _named(notes):
+            console.print(note, style="yellow", markup=False, soft_wrap=not console.is_terminal)
+        return opened
+
+    def outputs(self, opened: OpenedModel, bar: Progress) -> Outputs:
+        """Return the outputs of a model, whose progress `bar` shows."""
+        task = bar.add_task(opened.name, total=None)
+        return Outputs(
+            opened.bundle,
+            batch_size=self.batch_size,
+            precision=opened.bundle.precision,
+            on_progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+
+    def show(
+        self, console: Console, sentence: str, page: str, plain: dict[str, Any], skipped: Iterable[Skipped]
+    ) -> None:
+        """Print the skipped images, and then the numbers as JSON, or a sentence and the path of the page."""
+        for item in skipped:
+            console.print(f"skipped {item.key}: {item.reason}", style="yellow", markup=False)
+        if self.json:
+            print(json.dumps(plain))
+            return
+        console.print(sentence, markup=False)
+        console.print(str(self.out / page), markup=False)
+
+
+def _joined(sources: tuple[Source, ...]) -> Source:
+    """Return all splits as one source. If there are several, each key begins with the number of its split."""
+    return sources[0] if len(sources) == 1 else Mixture(sources, [1 / len(sources)] * len(sources))
+
+
+def _named(notes: dict[str, list[str]]) -> list[str]:
+    """Return the notes about models without repetitions. A note that is not about all models begins with the name."""
+    every = list(notes.values())
+    shared = [note for note in every[0] if all(note in each for each in every)]
+    own = [f"{name}: {note}" for name, each in notes.items() for note in each if note not in shared]
+    return list(dict.fromkeys([*shared, *own]))
+
+
+# `vitrail compare`: compare two models on the same images, as one HTML page with its numbers and figures.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare(SummaryOptions):
+    """Options of `vitrail compare`."""
+
+    models: Annotated[tuple[str, ...], Positional("MODEL...")]
+    """Two models: each a folder of a model or a run, a file or folder of another library's model, or a name on the
+    Hugging Face hub. Both must have the same classes."""
+    out: Path = Path("compared")
+    """Folder to write to."""
+    examples: int = 6
+    """Number of images on the page on which one model alone is right."""
+
+
+COMPARE = Command(
+    name="compare",
+    summary="""Compare two models on the same images: their accuracy with a paired test, the images on which they
+    disagree, the similarity of their layers, and their cost. One HTML page and its figures and numbers are written.""",
+    examples=(
+        Example("vitrail compare runs/vit runs/bit --data flowers", "Compare two trained models on held-out images."),
+        Example("vitrail compare runs/a runs/b --data flowers --out a-b --examples 20", "Show more images."),
+        Example("vitrail compare vit.npz runs/flowers --data flowers --json", "Print the numbers."),
+    ),
+    options=(Compare,),
+    essential={
+        "Measurements": ("data", "split", "images", "examples", "bootstrap"),
+        "Output": ("out", "overwrite", "json"),
+        "Speed": ("batch_size", "device"),
+    },
+)
+
+
+def run_compare(call: Call) -> int:
+    options = Compare(**call.options)
+    if len(options.models) != 2 or options.models[0] == options.models[1]:
+        raise ConfigError(f"MODEL: name two different models to compare, not {' '.join(options.models)}")
+    options.check(COMPARISON_FILES)
+    console = options.console()
+    bundles = [load(name, device=options.device) for name in options.models]
+    check_comparable(bundles[0], bundles[1])
+    opened = options.open(dict(zip(_model_names(options.models), bundles, strict=True)), COMPARE, console)
+    first, second = opened
+    with images_bar(console, transient=True) as bar:
+        found = compare(
+            (options.outputs(first, bar), options.outputs(second, bar)),
+            (first.source, second.source),
+            (first.name, second.name),
+            images=options.images,
+            examples=options.examples,
+            bootstrap=options.bootstrap,
+        )
+    with replacing_folder("the comparison", options.out, COMPARISON_FILES) as partial:
+        write_comparison(found, partial)
+    options.show(console, verdict(found), "compare.html", comparison_as_plain(found), found.skipped)
+    return 0
+
+
+def _model_names(models: tuple[str, ...]) -> tuple[str, str]:
+    """Return short names of both models: the last parts of their paths, if these differ."""
+    first, second = (Path(name).name or name for name in models)
+    return (models[0], models[1]) if first == second else (first, second)
+
+
+# `vitrail report`: report the metrics, layers and errors of a model on a data set, as one HTML page.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(SummaryOptions):
+    """Options of `vitrail report`."""
+
+    model: Annotated[str, Positional("MODEL")]
+    """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
+    out: Path = Path("report")
+    """Folder to write to. The default is inside/ in the folder of a run, whose report then links to the page, and
+    report/ for any other model."""
+    probe_images: int = 500
+    """Number of training images that the linear model of each layer learns from. 0 skips these models."""
+    saliency_images: int = 16
+    """Number of images on which saliency maps are measured: by deleting and inserting patches, and with random weights.
+    0 skips this."""
+    examples: int = 12
+    """Number of errors on the page."""
+
+
+REPORT = Command(
+    name="report",
+    summary="""Report the metrics, layers and errors of a model on a data set: filters and positions, attention
+    distance, similarity of layers, a linear model of each layer, measurements of saliency maps, a map of the
+    embeddings, and the most certain errors. A model without a head has no metrics and no errors. One HTML page and its
+    figures and numbers are written.""",
+    examples=(
+        Example("vitrail report runs/flowers --data flowers", "Report on held-out images, in runs/flowers/inside."),
+        Example("vitrail report runs/flowers --data flowers --examples 50", "Show more errors."),
+        Example("vitrail report vit.npz --data flowers --probe-images 0 --json", "Print the numbers."),
+    ),
+    options=(Report,),
+    defaults=lambda given: {"out": "RUN/inside or report"},
+    essential={
+        "Measurements": ("data", "split", "images", "probe_images", "saliency_images", "examples", "bootstrap"),
+        "Output": ("out", "overwrite", "json"),
+        "Speed": ("batch_size", "device"),
+    },
+)
+
+
+def run_report(call: Call) -> int:
+    run = run_of(Path(call.options["model"]))
+    options = Report(**{**({} if run is None else {"out": run / INSIDE}), **call.options})
+    options.check(OVERVIEW_FILES, probe_images=0, saliency_images=0)
+    console = options.console()
+    name = (Path(options.model) if run is None else run.resolve()).name or options.model
+    (opened,) = options.open({name: load(options.model, device=options.device)}, REPORT, console)
+    with images_bar(console, transient=True) as bar:
+        found = overview(
+            options.outputs(opened, bar),
+            opened.source,
+            opened.train,
+            name,
+            images=options.images,
+            probe_images=options.probe_images,
+            saliency_images=options.saliency_images,
+            examples=options.examples,
+            bootstrap=options.bootstrap,
+        )
+    linked = run if run is not None and options.out.resolve() == (run / INSIDE).resolve() else None
+    with replacing_folder("the report", options.out, OVERVIEW_FILES) as partial:
+        has_report = linked is not None and (linked / "report.html").is_file()
+        notes = write_overview(found, partial, "../report.html" if has_report else None)
+    if linked is not None:
+        link_inside(linked)
+    for note in notes:
+        console.print(note, style="yellow", markup=False, soft_wrap=not console.is_terminal)
+    options.show(console, headline(found), "report.html", overview_as_plain(found), found.skipped)
+    return 0

@@ -1,0 +1,302 @@
+"""`vitrail models` and `vitrail recipes`: what can be trained, its cost, and results that papers published."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from vitrail.bench.growth import layer_times
+from vitrail.cli.options import Call, Command, Example, Positional, flag
+from vitrail.cli.runs import setting_text
+from vitrail.errors import ConfigError, nearest
+from vitrail.machine import total_memory
+from vitrail.models.attention import ATTENTION
+from vitrail.models.cost.footprint import training_bytes
+from vitrail.models.cost.mixing import attention_costs, layer_costs, of_pixels
+from vitrail.models.variants import PUBLISHED, variant_config
+from vitrail.models.vit_config import ViTConfig
+from vitrail.recipes import PAPER_RECIPES, RECIPES
+from vitrail.recipes.papers import TRANSFERS
+from vitrail.training.config import TrainConfig
+from vitrail.training.folder import settings_beside
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """Options of `vitrail models`."""
+
+    image_size: tuple[int, int] | None = None
+    """Image height and width in pixels. By default each variant's own size, which the table shows."""
+    num_classes: int = 1000
+    """Number of outputs of the head."""
+    batch_size: int = 32
+    """Batch size for which the memory of a training step is estimated (AdamW, bf16)."""
+    layers: bool = False
+    """Compare only the costs of layers: kinds of attention, recurrence and convolution, of patches and of pixels."""
+    measure: bool = False
+    """With --layers, also measure each layer on this machine: float32, one image, forward pass."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+OWN_SIZES = {
+    "ViT-Pico/7": (28, 28), "ViT-Nano/8": (64, 64), "Conv+ViT-Pico/8": (32, 32),
+    "BiT-Pico": (32, 32), "BiT-Nano": (32, 32),
+}  # fmt: skip
+
+
+MODELS = Command(
+    name="models",
+    summary="""List network sizes with their parameters, the cost of one image in billions of multiply-accumulates
+    (GMAC; one multiply-accumulate is two FLOPs), and the memory of a training step.
+
+    Any patch size that divides the image works: ViT-S/8 has patches of 8 x 8 pixels, ViT-S/16x8 has patches of 16
+    rows and 8 columns. A hybrid has a ResNet before the transformer: R101x3+ViT-L/32.""",
+    examples=(
+        Example("vitrail models", "List published and small networks at 224 x 224 pixels."),
+        Example("vitrail models --image-size 384 384 --batch-size 8", "Estimate cost and memory for larger images."),
+        Example("vitrail models --layers --measure", "Compare attention with recurrence and convolution."),
+    ),
+    options=(Models,),
+    essential={"Settings": ("image_size", "num_classes", "batch_size"), "Output": ("layers", "measure", "json")},
+)
+
+
+def run_models(call: Call) -> int:
+    options = Models(**call.options)
+    if options.batch_size < 1:
+        raise ConfigError(f"batch_size={options.batch_size} is less than 1")
+    if options.image_size is not None and min(options.image_size) < 1:
+        raise ConfigError(f"image_size={options.image_size} must be at least 1")
+    if options.layers and (unused := [flag(name) for name in ("num_classes", "batch_size") if name in call.options]):
+        raise ConfigError(f"{unused[0]}: --layers compares single layers, which do not have it; leave it out")
+    if options.measure and not options.layers:
+        raise ConfigError("--measure: only single layers are measured here; add --layers, or use vitrail bench train")
+    rows = _layer_rows(options) if options.layers else [_row(name, options) for name in PUBLISHED]
+    if options.json:
+        print(json.dumps(rows))
+        return 0
+    Console().print(_layer_table(rows) if options.layers else _models_table(rows, options))
+    return 0
+
+
+def _models_table(rows: Sequence[dict[str, Any]], options: Models) -> Table:
+    here = total_memory()
+    caption = (
+        "shape: width/depth/MLP/heads, or units of a ResNet's stages. px: image side. GB: memory of a training step"
+    )
+    caption += f" of {options.batch_size} images"
+    if any(row["training_bytes"] > here for row in rows):
+        caption += f"; * is more than the {here / 1e9:,.0f} GB here"
+    table = Table(
+        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), caption=caption, caption_justify="left"
+    )
+    for heading in ("name", "shape", "px", "tokens", "parameters", "GMAC", "GB"):
+        table.add_column(heading, justify="left" if heading == "name" else "right", no_wrap=True)
+    for row in rows:
+        memory, too_much = row["training_bytes"] / 1e9, "*" if row["training_bytes"] > here else " "
+        table.add_row(
+            row["name"],
+            row["shape"],
+            _side(*row["image_size"]),
+            str(row["tokens"]),
+            f"{row['parameters']:,}",
+            _short(row["macs"] / 1e9, places=2),
+            _short(memory) + too_much,
+        )
+    return table
+
+
+def _short(value: float, places: int = 1) -> str:
+    """Return a number as text. Larger numbers have fewer decimals, so that columns stay narrow."""
+    if value < 100:
+        return f"{value:.{places}f}"
+    return f"{value:.{places - 1}f}" if value < 1000 else f"{value:.0f}" if value < 10_000 else f"{value / 1000:.0f}k"
+
+
+def _side(height: int, width: int) -> str:
+    return str(height) if height == width else f"{height}x{width}"
+
+
+def _row(name: str, options: Models) -> dict[str, Any]:
+    config = variant_config(name, num_classes=options.num_classes, image_size=_size(name, options))
+    return {
+        "name": name,
+        "shape": config.summary,
+        "image_size": list(config.image_size),
+        "tokens": config.tokens,
+        "parameters": config.parameters(),
+        "macs": config.macs(),
+        "training_flops": config.training_flops(),
+        "training_bytes": training_bytes(config, options.batch_size, precision="bf16"),
+    }
+
+
+def _size(name: str, options: Models) -> tuple[int, int]:
+    """Return the requested image size, or the nearest size that the variant's patches divide."""
+    wanted = options.image_size or OWN_SIZES.get(name, (224, 224))
+    config = variant_config(name, image_size=32 * int(name.rpartition("/")[2] if "/" in name else 1))
+    return config.nearest_size(*wanted)
+
+
+def _layer_rows(options: Models) -> list[dict[str, Any]]:
+    """Return the costs of layers that mix the patches of an image, and of layers that mix its pixels."""
+    base = ViTConfig()  # ViT-B/16
+    config = base.with_image_size(base.nearest_size(*(options.image_size or (224, 224))))
+    pixels, width = math.prod(config.image_size), config.width
+    kinds = tuple(name for name in (*ATTENTION, "axial:sum=on") if name != "full")
+    rows = [
+        *((cost, config.tokens) for cost in layer_costs(config.tokens, width)),
+        *((cost, config.tokens) for cost in attention_costs(config, kinds)),
+        *((cost._replace(kind=of_pixels(cost.kind)), pixels) for cost in layer_costs(pixels, width)),
+    ]
+    found = [{**cost._asdict(), "tokens": tokens, "width": width} for cost, tokens in rows]
+    if not options.measure:
+        return found
+    times = layer_times(config, kinds)
+    return [
+        {**row, "seconds": times[row["kind"]].seconds, "computed_tokens": times[row["kind"]].computed} for row in found
+    ]
+
+
+def _layer_table(rows: Sequence[dict[str, Any]]) -> Table:
+    title = f"Mixing {rows[0]['tokens']} tokens of width {rows[0]['width']}, as in ViT-B/16"
+    is_measured = "seconds" in rows[0]
+    caption = (
+        "steps: in sequence. path: the longest of a signal. ms: one image, float32, without dense projections. *: "
+        "measured for some of the tokens, and scaled to all of them"
+    )
+    table = Table(
+        title=title, title_justify="left", caption=caption if is_measured else None, caption_justify="left",
+        box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    headings = ("layer", "GMAC", "steps", "path", "ms", "GFLOP/s") if is_measured else (
+        "layer", "GMAC", "steps in sequence", "longest path"
+    )  # fmt: skip
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=True)
+    for row in rows:
+        cells = [row["kind"], f"{row['macs'] / 1e9:,.3f}", str(row["sequential"]), str(row["path"])]
+        if is_measured:
+            mark = "*" if row["computed_tokens"] < row["tokens"] else " "
+            cells += [f"{1000 * row['seconds']:,.2f}{mark}", f"{2 * row['macs'] / row['seconds'] / 1e9:,.0f}"]
+        table.add_row(*cells)
+    return table
+
+
+# `vitrail recipes`: list recipes, the papers' runs among them, with their commands and published results.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipes:
+    """Options of `vitrail recipes`."""
+
+    recipe: Annotated[str, Positional("[RECIPE]")] = ""
+    """Recipe whose settings are shown. By default all recipes are listed."""
+    transfers: bool = False
+    """List the papers' fine-tuning runs instead, with commands of vitrail finetune."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+RECIPES_LIST = Command(
+    name="recipes",
+    summary="""List the recipes of vitrail train. Recipes of papers are shown with the result that was published.
+
+    Train with vitrail train NAME. The papers' data sets are large: --data names your copy, and options on the command
+    line replace those of the recipe. None of the papers' runs was repeated here.""",
+    examples=(
+        Example("vitrail recipes plain-vit-s16-90", "Show the settings of one recipe."),
+        Example("vitrail recipes --transfers", "List the papers' fine-tuning runs with their commands."),
+        Example("vitrail train plain-vit-s16-90 --data imagenet --accumulation 8", "Train one of them."),
+    ),
+    options=(Recipes,),
+    essential={"Output": ("transfers", "json")},
+)
+
+
+def run_recipes_list(call: Call) -> int:
+    options = Recipes(**call.options)
+    if options.recipe:
+        _show(options)
+        return 0
+    rows = _transfer_rows() if options.transfers else _recipe_rows()
+    if options.json:
+        print(json.dumps(rows))
+        return 0
+    console = Console(highlight=False, markup=False)
+    for source, group in itertools.groupby(rows, key=lambda row: (row["source"], row["measured"])):
+        console.print(", ".join(filter(None, source)), style="bold", soft_wrap=True)
+        if options.transfers:
+            for row in group:
+                console.print(f"  {row['result']:8}  {row['network']}, {row['data']}", soft_wrap=True)
+                console.print(f"            {row['command']}", style="dim", soft_wrap=True)
+        else:
+            console.print(_recipes_table(list(group)))
+    return 0
+
+
+def _show(options: Recipes) -> None:
+    """Print a recipe with all settings that are not the defaults. Raise `ConfigError` if the recipe does not exist."""
+    if options.transfers:
+        raise ConfigError("--transfers: the list of fine-tuning runs has no recipes of vitrail train; leave RECIPE out")
+    if options.recipe not in RECIPES:
+        raise ConfigError(f"recipe {options.recipe!r} does not exist; {nearest(options.recipe, RECIPES)}")
+    row = next(row for row in _recipe_rows() if row["name"] == options.recipe)
+    usual, own = settings_beside([TrainConfig(), RECIPES[options.recipe]()])
+    settings = {name: value for name, value in own.items() if value is not None and repr(value) != repr(usual[name])}
+    if options.json:
+        print(json.dumps({**row, "settings": settings}))
+        return
+    console = Console(highlight=False, markup=False)
+    published = f"{row['result']} {row['measured']}".strip()
+    console.print(": ".join(filter(None, (row["source"], published))), style="bold", soft_wrap=True)
+    for name, value in settings.items():
+        console.print(f"  {setting_text(name, value)}", soft_wrap=True)
+    console.print(
+        f"All other settings have their defaults, which vitrail train {row['name']} --help-all shows. Options replace "
+        f"settings: {row['command']} --seed 1"
+    )
+
+
+def _recipes_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 1, 0, 2))
+    for heading in ("name", "network", "data", "epochs", "result"):
+        # A name that is cut off cannot be typed again.
+        width = max(len(row["name"]) for row in rows) if heading == "name" else None
+        justify: Literal["left", "right"] = "right" if heading == "epochs" else "left"
+        table.add_column(heading, justify=justify, header_style="dim", min_width=width)
+    for row in rows:
+        table.add_row(row["name"], row["network"], row["data"], f"{row['epochs']:g}", row["result"])
+    return table
+
+
+def _recipe_rows() -> list[dict[str, Any]]:
+    rows = []
+    for name, recipe in RECIPES.items():
+        config, paper = recipe(), PAPER_RECIPES.get(name)
+        rows.append(
+            {
+                "name": name,
+                "network": config.model.name,
+                "data": "your own folder" if name == "folder" else config.data.spec,
+                "epochs": config.run.epochs,
+                "result": paper.result if paper else "",
+                "measured": paper.measured if paper else "",
+                "source": paper.source if paper else "Recipes of this project",
+                "command": f"vitrail train {name}",
+            }
+        )
+    return rows
+
+
+def _transfer_rows() -> list[dict[str, Any]]:
+    return [{**asdict(row), "measured": ""} for row in TRANSFERS]

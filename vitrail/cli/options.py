@@ -1,0 +1,681 @@
+"""The commands of the command line: their options, the values of these options, help, and names in messages."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import re
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import cache, cached_property
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from vitrail.errors import ConfigError, UserError, nearest
+from vitrail.training.schedule import Duration
+
+Options = Mapping[str, Any]
+"""Values of the options that the user typed, by field name."""
+
+SMALL_NEGATIVE = re.compile(r"-\d*\.?\d+[eE][+-]?\d+")
+"""Pattern of negative numbers that argparse would mistake for options."""
+
+VALUE = r"\([^()]*\)|'[^']*'|\"[^\"]*\"|[^\s,;:()]+"
+"""Pattern of a value in a message."""
+
+ADVICE = re.compile(r"\b(such as|choose|give|use|try) $")
+"""Words that precede a recommended value in a message."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call of a command."""
+
+    arguments: tuple[str, ...]
+    """Arguments after the command, as they were typed."""
+    options: Options
+    """Values of the options that the user typed, by field name. Options with default values are not included."""
+    started: float
+    """Start of the process, as a value of `time.perf_counter`."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """An example command for the help, with a sentence about its effect."""
+
+    command: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command with its options and help."""
+
+    name: str
+    """Name without `vitrail`, such as "predict" or "data check"."""
+    summary: str
+    """One or two paragraphs that describe the command."""
+    examples: tuple[Example, ...]
+    options: tuple[type, ...]
+    """Dataclasses whose fields are the command's own options."""
+    settings: Callable[[], Iterable[Option]] = tuple
+    """More options, such as the settings of a run for commands that train."""
+    depends: Callable[[Options], Mapping[str, Option]] = lambda given: {}
+    """Function that returns the options that depend on the typed options, such as a task's settings. They replace
+    `known`."""
+    essential: Mapping[str, tuple[str, ...]]
+    """Options that `--help` shows, by the heading of their group."""
+    defaults: Callable[[Options], Mapping[str, str]] = lambda given: {}
+    """Function that returns default texts that depend on the typed options or differ from the fields' defaults."""
+    required: tuple[str, ...] = ()
+    """Options that are required although their fields have a default."""
+    hidden: tuple[str, ...] = ()
+    """Options that the help does not show."""
+    spelled: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Fields that this command spells in another way. For example, finetune spells `init` as `MODEL`."""
+
+    @cached_property
+    def known(self) -> dict[str, Option]:
+        """Every option, by field name."""
+        own = (option for cls in self.options for option in options_of(cls))
+        found = {option.name: option for option in (*own, *self.settings())}
+        choices = list(options_of(DataChoice, section=found["data"].section)) if "data" in found else []
+        decodes = not found.keys().isdisjoint(("data", "images", "models"))
+        if decodes and "max_pixels" not in found:  # in commands that train, it is a setting of the run
+            choices += options_of(ImageChoice, section=found["data"].section if "data" in found else "")
+        return found | {option.name: option for option in choices}
+
+    def options_for(self, given: Options) -> dict[str, Option]:
+        """Return every option by field name. Some options depend on the typed options, such as a task's settings."""
+        return {**self.known, **self.depends(given)}
+
+    @property
+    def positionals(self) -> list[Option]:
+        return [option for option in self.known.values() if option.positional]
+
+    @property
+    def usage(self) -> str:
+        parts = [option.label for option in self.positionals]
+        parts += [f"{option.label} {option.metavar}" for option in self._required() if not option.positional]
+        return " ".join(["vitrail", self.name, *parts, "[options]"])
+
+    def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """Return the values of the typed options. The choice of splits becomes a part of the data's name, and the limit
+        on pixels applies to the process. Raise `ConfigError` for an unknown option or a wrong value."""
+        typed = list(arguments)
+        end = typed.index("--") if "--" in typed else len(typed)
+        parser, by_name = self._parser(), self.known
+        try:
+            found, rest = parser.parse_known_args(list(_with_widths([_plain(word) for word in typed[:end]])))
+        except argparse.ArgumentError as error:
+            option = by_name[str(error.argument_name).split("/")[0].lstrip("-").replace("-", "_")]
+            needs = f"needs {option.metavar}" if option.metavar else "takes no value"
+            raise ConfigError(f"{option.label}: {needs}") from None
+        if unknown := [word.partition("=")[0] for word in rest if word.startswith("-") and not _is_number(word)]:
+            names = [name for name, option in by_name.items() if name not in self.hidden]
+            names = [name for name in names if not by_name[name].positional or name in DESTINATIONS]
+            raise ConfigError("\n".join(unknown_option(word, self.name, names) for word in unknown))
+        given = self._places([*rest, *typed[end + 1 :]])
+        words = vars(found)
+        typed_as = {name: " ".join(values) if isinstance(values, list) else values for name, values in words.items()}
+        by_name = self.options_for(given | typed_as)
+        for name, values in words.items():
+            given[name] = values if isinstance(values, bool) else convert(by_name[name], values)
+        if "max_pixels" in given and by_name["max_pixels"].owner is ImageChoice:
+            from vitrail.data.pixels.decode import allow_pixels  # without Pillow, --help is faster
+
+            allow_pixels(given.pop("max_pixels"))
+        return _with_choice(given)
+
+    def check_required(self, given: Options) -> None:
+        """Raise `ConfigError` if a required option is missing."""
+        if "resume" in given:
+            return
+        if missing := [option.label for option in self._required() if option.name not in given]:
+            are = "is" if len(missing) == 1 else "are"
+            raise ConfigError(f"{' and '.join(missing)} {are} missing; usage: {self.usage}")
+
+    def _required(self) -> list[Option]:
+        missing = dataclasses.MISSING
+        return [one for one in self.known.values() if one.default is missing or one.name in self.required]
+
+    def message(self, error: UserError, given: Options) -> str:
+        """Return the message of an error with field names replaced by option names.
+
+        For example, `batch_size=0 is less than 1` becomes `--batch-size: 0 is less than 1`, and `layers=(9,): block 9
+        does not exist` becomes `--layers 9: block 9 does not exist`. Inside a line, `name=value` is replaced only if
+        the user typed that option or the message recommends the value. For errors other than `ConfigError`, only the
+        start of a line is replaced, because the rest can name fields of files.
+        """
+        about_settings = isinstance(error, ConfigError)
+        return "\n".join(self._line(line, about_settings, given) for line in str(error).split("\n"))
+
+    def note(self, text: str) -> str:
+        """Return a note with the values that it recommends spelled as options, such as `--image-size 224 224` for
+        `image_size=(224, 224)`. Other values can name fields of files, so they stay as they are."""
+
+        def spelled(found: re.Match[str]) -> str:
+            recommended = ADVICE.search(text[: found.start()])
+            return f"{self._label(found[1])} {_typed(found[2])}" if recommended else found[0]
+
+        return re.sub(rf"\b({self._names})=({VALUE})", spelled, text)
+
+    @cached_property
+    def _names(self) -> str:
+        """A pattern of the names of all fields."""
+        return "|".join(sorted({*self.known, *self.spelled}, key=len, reverse=True))
+
+    def _line(self, line: str, about_settings: bool, given: Options) -> str:
+        names, value = self._names, VALUE
+
+        def first(found: re.Match[str]) -> str:
+            label, typed = self._label(found[1]), _typed(found[2])
+            return f"{label} {typed}: " if found[3] else f"{label}: {typed} "
+
+        def inside(found: re.Match[str]) -> str:
+            is_typed = found[1] in given or found[1] in self.spelled or ADVICE.search(line[: found.start()])
+            return f"{self._label(found[1])} {_typed(found[2])}" if is_typed else found[0]
+
+        line = re.sub(rf"^({names})=({value})(:?) ", first, line)
+        line = re.sub(rf"^({names}): ", lambda found: f"{self._label(found[1])}: ", line)
+        if not about_settings:
+            return line
+        before, after = r"(?<![\w/.'-])", r"(?![\w=('/])"
+        line = re.sub(rf"{before}({names})=({value})", inside, line)
+        return re.sub(rf"{before}([a-z0-9]+(?:_[a-z0-9]+)+){after}", lambda found: self._label(found[1]), line)
+
+    def _label(self, name: str) -> str:
+        return self.spelled.get(name) or (self.known[name].label if name in self.known else name)
+
+    def _parser(self) -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser(
+            add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
+        )
+        for option in self.known.values():
+            if option.positional:
+                continue
+            if option.is_flag:
+                negative = not option.name.startswith("no_")
+                action: Any = argparse.BooleanOptionalAction if negative else "store_true"
+                parser.add_argument(flag(option.name), dest=option.name, action=action)
+            else:
+                nargs: Any = "*" if option.arity is None else option.arity
+                parser.add_argument(flag(option.name), dest=option.name, nargs=nargs)
+        return parser
+
+    def _places(self, words: Sequence[str]) -> dict[str, Any]:
+        """Return the positional arguments. If the last one accepts several values, it takes all remaining words."""
+        given, rest = {}, list(words)
+        for option in self.positionals:
+            taken, rest = (rest, []) if option.arity is None else (rest[:1], rest[1:])
+            if taken:
+                given[option.name] = convert(option, taken)
+        if rest:
+            raise ConfigError(f"{rest[0]!r} is one argument too many; usage: {self.usage}")
+        return given
+
+
+def _with_choice(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with the choice about the data as a part of its name. Raise `ConfigError` if it is wrong."""
+    found = {field.name: given.pop(field.name) for field in dataclasses.fields(DataChoice) if field.name in given}
+    if not found:
+        return given
+    options = " and ".join(flag(name) for name in found)
+    if given.get("suite"):
+        raise ConfigError(f"{options}: no effect on the data sets of --suite; leave it out")
+    if "data" not in given:
+        raise ConfigError(f"{options}: the choice is a part of the data's name; give --data, too")
+    from vitrail.data.sources import with_choice  # without PyTorch, --help is faster
+
+    if found.get("label_separator") == "":
+        raise ConfigError("--label-separator is empty; give the text between the labels, such as '|'")
+    splits = found["splits"].split(",") if "splits" in found else ()
+    separator, keep = found.get("label_separator", ""), found.get("keep_missing_words", False)
+    return given | {"data": with_choice(str(given["data"]), splits, separator, keep_missing=keep)}
+
+
+def _plain(word: str) -> str:
+    """Return a word that argparse understands.
+
+    In option names dashes replace underscores, and small negative numbers are written without an exponent.
+    """
+    if word.startswith("--"):
+        name, equals, value = word.partition("=")
+        return name.replace("_", "-") + equals + value
+    return f"{Decimal(word):f}" if SMALL_NEGATIVE.fullmatch(word) else word
+
+
+def _with_widths(words: Sequence[str]) -> Iterator[str]:
+    """Yield the words, with a single number after an option of `SQUARES` twice, as argparse expects two numbers."""
+    squares = {flag(name) for name in SQUARES}
+    for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
+        name, equals, value = word.partition("=")
+        if name in squares and equals:
+            yield from (name, value, value)
+            continue
+        yield word
+        if before in squares and _is_number(word) and not _is_number(after):
+            yield word
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _typed(value: str) -> str:
+    """Return a value as a user types it. The elements of a tuple are separated by spaces."""
+    return " ".join(value[1:-1].replace(",", " ").split()) or "none" if value.startswith("(") else value
+
+
+# Command-line options from the fields of frozen dataclasses, with names, types, defaults and help texts.
+
+
+METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH", Duration: "LENGTH"}
+"""Placeholders for values, by type."""
+
+SQUARES = ("image_size", "patch_size", "crop_from", "local_size")
+"""Options with a height and a width. One number is both."""
+
+NAMED_METAVARS = {
+    "body_memory": "SIZE",
+    "data": "SPEC",
+    "device": "DEVICE",
+    "init": "MODEL",
+    "label_separator": "TEXT",
+    "layout": "LAYOUT",
+    "max_body": "SIZE",
+    "memory_limit": "SIZE",
+    "name": "NAME",
+    "run": "RUN",
+    "shard_size": "SIZE",
+    "splits": "SPLIT=NAME,...",
+    "to": "LAYOUT",
+    **dict.fromkeys(SQUARES, "H [W]"),
+}
+"""Placeholders for the values of some options, by option name."""
+
+WITH_COMMAS = ("numbers", "seeds")
+"""Options with a variable number of values that may also be separated by commas."""
+
+WITHOUT_VALUES = ("clients", "rates")
+"""Options with a variable number of values that can be given without any, although some values are the default."""
+
+HABITS = {"lr": "learning-rate", "bs": "batch-size", "wd": "weight-decay", "workers": "processes"}
+"""Option names of other programs or commands, each with the name of the option that means the same."""
+
+DESTINATIONS = ("run", "out", "page", "destination")
+"""Options and arguments that name the place that a command writes to."""
+
+WRITING = (*DESTINATIONS, "name", "output", "output-dir", "folder")
+"""Names that users try for this place."""
+
+
+@dataclass(frozen=True)
+class Positional:
+    """Annotation of a field that is a positional argument on the command line."""
+
+    metavar: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataChoice:
+    """Options of every command that has a data set. They become a part of its name."""
+
+    splits: str = ""
+    """Folders, files or values of a split column that form the splits, such as train=Training,test=Testing. By default
+    the usual names are recognised; none reads no name as that of a split, so that all folders are classes."""
+    label_separator: str = ""
+    """Text between several labels in a cell of a table, such as '|' for cat|fox. none: each text is one class."""
+    keep_missing_words: bool = False
+    """Take words for a missing value in a table, such as None, NA and nan, as names of classes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageChoice:
+    """Options of every command that decodes images. They apply to the whole process."""
+
+    max_pixels: int | None = None
+    """Largest number of pixels of an image that is decoded. The default is 89478485, or the environment variable
+    VITRAIL_MAX_PIXELS."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option or positional argument of a command."""
+
+    name: str
+    """Name of the option, with underscores. It is the name in the field's metadata, or else the field's name."""
+    field: str
+    """Name of the field."""
+    kind: Any
+    """Type of the value, without None."""
+    accepts_none: bool
+    default: Any
+    """Default of the field, or `dataclasses.MISSING` if the option is required."""
+    owner: type
+    """Dataclass that defines the field."""
+    section: str
+    """Section of the config, such as "optimizer", or "" for an option of the command itself."""
+    positional: Positional | None
+
+    @property
+    def label(self) -> str:
+        """The option as a user types it: `--batch-size`, or the name of a positional argument."""
+        return self.positional.metavar if self.positional else flag(self.name)
+
+    @property
+    def is_flag(self) -> bool:
+        return self.kind is bool
+
+    @property
+    def arity(self) -> int | None:
+        """Number of values, or None if any number is accepted."""
+        if get_origin(self.kind) is not tuple:
+            return 1
+        kinds = get_args(self.kind)
+        return None if kinds[-1] is ... else len(kinds)
+
+    @property
+    def metavar(self) -> str:
+        """Placeholder for the values in the help and in messages."""
+        if self.is_flag:
+            return ""
+        if self.name in NAMED_METAVARS:
+            return NAMED_METAVARS[self.name]
+        kinds = get_args(self.kind) if get_origin(self.kind) is tuple else (self.kind,)
+        texts = [_metavar(kind) if kind is not ... else "..." for kind in kinds]
+        return " ".join(texts)
+
+    @property
+    def help(self) -> str:
+        """The docstring under the field."""
+        return field_texts(self.owner).get(self.field, "")
+
+
+def flag(name: str) -> str:
+    """Return the option name for a field name, such as `--batch-size`."""
+    return "--" + name.replace("_", "-")
+
+
+def options_of(cls: type, *, section: str = "") -> Iterator[Option]:
+    """Yield an option for each field of a dataclass. Nested dataclasses are replaced by their own fields."""
+    kinds = get_type_hints(cls, include_extras=True)
+    for field in dataclasses.fields(cls):
+        kind, positional = kinds[field.name], None
+        if get_origin(kind) is Annotated:
+            kind, *marks = get_args(kind)
+            positional = next((mark for mark in marks if isinstance(mark, Positional)), None)
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            yield from options_of(kind, section=field.name)
+            continue
+        kind, accepts_none = without_none(kind)
+        name = field.metadata.get("bare_name", field.name)
+        yield Option(name, field.name, kind, accepts_none, field.default, cls, section, positional)
+
+
+@cache
+def field_texts(cls: type) -> dict[str, str]:
+    """Return the docstring under each field of a dataclass, by field name. It is read from the source code."""
+    texts: dict[str, str] = {}
+    for owner in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(owner):
+            texts |= _own_texts(owner)
+    return texts
+
+
+def _own_texts(cls: type) -> dict[str, str]:
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(node, ast.ClassDef)
+    texts = {}
+    for statement, following in zip(node.body, node.body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            match following:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[statement.target.id] = _for_users(text)
+    return texts
+
+
+def _for_users(text: str) -> str:
+    """Return a docstring as one line of help, without backquotes and sentences about exceptions."""
+    line = " ".join(text.split())
+    line = re.sub(r"\s*Raises? `\w+`[^.]*\.", "", line)
+    return re.sub(r"`([^`]*)`", lambda found: found[0] if " " in found[1] else found[1], line).strip()
+
+
+def convert(option: Option, values: Sequence[str]) -> Any:
+    """Return the value of an option from its words. Raise `ConfigError` if the words do not fit the option's type.
+
+    Without words, the value is an empty tuple if that is the default, so that a setting can be made empty again, or if
+    the option is one of `WITHOUT_VALUES`. One number is both values of the options `SQUARES`.
+    """
+    if option.name in SQUARES and option.arity == 2 and len(values) == 1:
+        values = [*values, *values]
+    if option.accepts_none and list(values) in (["None"], ["none"]):
+        return None
+    none_needed = option.default == () or option.name in WITHOUT_VALUES
+    if option.arity not in (None, len(values)) if values else not none_needed:
+        raise ConfigError(f"{option.label}: needs {option.metavar}")
+    try:
+        if get_origin(option.kind) is not tuple:
+            (value,) = values
+            return _value(option.kind, value)
+        kinds = get_args(option.kind)
+        if kinds[-1] is ...:
+            if option.name in WITH_COMMAS:
+                values = [word for value in values for word in value.split(",") if word]
+            return tuple(_value(kinds[0], value) for value in values)
+        return tuple(_value(kind, value) for kind, value in zip(kinds, values, strict=True))
+    except ValueError as error:
+        raise ConfigError(f"{option.label}: {error}") from None
+
+
+def _value(kind: Any, text: str) -> Any:
+    """Convert one word to a type. Raise `ValueError` with the broken rule if that is impossible."""
+    if get_origin(kind) is Literal:
+        choices = {str(choice): choice for choice in get_args(kind)}
+        if text not in choices:
+            raise ValueError(f"{text!r} is not one of {', '.join(choices)}")
+        return choices[text]
+    if get_origin(kind) in (Union, UnionType):
+        return _first_that_fits(get_args(kind), text)
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not a {'whole number' if kind is int else 'number'}") from None
+    assert kind in (str, Path), f"the command line has no values of type {kind}"
+    return kind(text)
+
+
+def _first_that_fits(kinds: Sequence[Any], text: str) -> Any:
+    problems = []
+    for kind in kinds:
+        try:
+            return _value(kind, text)
+        except ValueError as error:
+            problems.append(str(error).removeprefix(f"{text!r} is "))
+    raise ValueError(f"{text!r} is {' and '.join(problems)}")
+
+
+def shown(value: object) -> str:
+    """Return a default as a user would type it, or "" for defaults that mean "not set"."""
+    if value is dataclasses.MISSING or value is None or value is False or value in ("", ()):
+        return ""
+    if value is True:
+        return "on"
+    if isinstance(value, tuple):
+        return " ".join(shown(each) or str(each) for each in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def without_none(kind: Any) -> tuple[Any, bool]:
+    """Return a type without None, and True if None was one of its alternatives."""
+    if get_origin(kind) not in (Union, UnionType):
+        return kind, False
+    kinds = [each for each in get_args(kind) if each is not NoneType]
+    return (kinds[0] if len(kinds) == 1 else Union[tuple(kinds)]), len(kinds) < len(get_args(kind))  # noqa: UP007
+
+
+def _metavar(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "|".join(map(str, get_args(kind)))
+    if kind not in METAVARS and get_origin(kind) in (Union, UnionType):
+        return "|".join(_metavar(each) for each in get_args(kind))
+    return METAVARS[kind]
+
+
+def unknown_option(typed: str, command: str, names: Sequence[str]) -> str:
+    """Return the error message for an unknown option, with the nearest options of the command."""
+    name = typed.lstrip("-").replace("_", "-")
+    labels = [each.replace("_", "-") for each in names]
+    if name in WRITING:
+        return f"{typed}: vitrail {command} has no such option; {_place_advice(command, labels)}"
+    habit = [each for each in labels if each == HABITS.get(name)]
+    likely = habit or [each for each in labels if each.startswith(f"{name}-") or each.endswith(f"-{name}")]
+    close = nearest(name, labels)
+    found = likely or (close.removeprefix("nearest: ").split(", ") if close.startswith("nearest: ") else [])
+    advice = (
+        f"nearest: {', '.join(f'--{each}' for each in found[:3])}" if found else f"see vitrail {command} --help-all"
+    )
+    return f"{typed}: vitrail {command} has no such option; {advice}"
+
+
+def _place_advice(command: str, labels: Sequence[str]) -> str:
+    """Return the end of a message that names the option for the place that a command writes to."""
+    place = next((each for each in DESTINATIONS if each in labels), None)
+    if place is None:
+        return "it writes no file, and > FILE keeps what it prints"
+    return "the place is its last argument, DST" if place == "destination" else f"nearest: --{place}"
+
+
+# The help of a command: `--help` shows about one screen, `--help-all` shows every option.
+
+
+TEXT_AT = 26
+"""Column at which the texts of options start."""
+
+OF_DEFAULT = ("By default", "The default is")
+"""Beginnings of the sentence about the default in the text of an option."""
+
+WIDEST = 120
+"""Largest line length, even on wider terminals."""
+
+
+def help_page(command: Command, given: Mapping[str, Any], *, everything: bool, width: int | None = None) -> str:
+    """Return the help of a command.
+
+    `given` holds the options that were typed together with `--help`, since a few options and defaults depend on
+    others. The default of `width` is the width of the terminal.
+    """
+    width = min(width or shutil.get_terminal_size().columns, WIDEST)
+    defaults = command.defaults(given)
+    lines = [*_wrapped(f"usage: {command.usage}", width, "       "), ""]
+    for paragraph in command.summary.split("\n\n"):
+        lines += [*_wrapped(paragraph, width), ""]
+    lines.append("Examples:")
+    for example in command.examples:
+        lines += [*_wrapped(example.command, width, "      ", "  "), *_wrapped(example.text, width, "      ", "      ")]
+    for heading, options in _groups(command, given, everything=everything):
+        lines += ["", f"{heading}:"]
+        for option in options:
+            lines += _entry(option, _text(option, command), defaults, width, everything=everything)
+    if not everything:
+        lines += ["", f"vitrail {command.name} --help-all shows every option with its whole text."]
+    return "\n".join(lines) + "\n"
+
+
+def _groups(command: Command, given: Mapping[str, Any], *, everything: bool) -> Iterator[tuple[str, Sequence[Option]]]:
+    """Yield headings with their options: first the essential options, then all others by section."""
+    if command.positionals:
+        yield "Arguments", command.positionals
+    known, of_task = command.options_for(given), command.depends(given)
+    if of_task and not everything:  # the settings of other tasks have no effect
+        known = {
+            name: option
+            for name, option in known.items()
+            if option.section != "task" or name in of_task or name == "task"
+        }
+    essential = {name for names in command.essential.values() for name in names}
+    for heading, names in command.essential.items():
+        yield heading, [known[name] for name in names if name in known]
+    if not everything:
+        return
+    rest: dict[str, list[Option]] = {}
+    for option in known.values():
+        if not option.positional and option.name not in essential and option.name not in command.hidden:
+            rest.setdefault(option.section, []).append(option)
+    for section, options in rest.items():
+        yield f"More of {section}" if section else "More options", options
+
+
+def _text(option: Option, command: Command) -> str:
+    """Return the text of an option for a command. Option names that the command spells in another way are replaced."""
+    text = option.help
+    for name, spelled in command.spelled.items():
+        text = text.removeprefix(f"With {flag(name)}: ").replace(flag(name), spelled)
+    return text[:1].upper() + text[1:] if text != option.help else text
+
+
+def _entry(option: Option, text: str, defaults: Mapping[str, str], width: int, *, everything: bool) -> Iterator[str]:
+    """Yield the lines of an option: the name, the placeholder of the value, the text and the default."""
+    text = text if everything else _short(text)
+    default = defaults[option.name] if option.name in defaults else shown(option.default)
+    if default and default != ("off" if option.default is False else shown(option.default)):
+        text = _without_default(text)
+    if default and "efault" not in text:
+        text += f" Default: {default}."
+    indent = " " * TEXT_AT
+    head = f"  {_head(option, default)}"
+    lines = list(_wrapped(text, width, indent, indent))
+    if len(head) <= TEXT_AT - 2 and lines:
+        lines[0] = head.ljust(TEXT_AT) + lines[0][TEXT_AT:]
+        yield from lines
+    else:
+        pieces = head.strip().replace("|", "| ")  # a long list of choices is broken after a choice
+        is_long = len(head.split()[-1]) > width - 6
+        yield from (
+            line.replace("| ", "|") for line in _wrapped(pieces if is_long else head.strip(), width, "      ", "  ")
+        )
+        yield from lines
+
+
+def _head(option: Option, default: str) -> str:
+    if option.positional:
+        return option.label
+    if option.is_flag:
+        is_off = option.default is False and not default
+        return option.label if is_off else f"{option.label}, --no-{option.label[2:]}"
+    return f"{option.label} {option.metavar}"
+
+
+def _short(text: str) -> str:
+    """Return the first sentence of a text and the sentence about the default."""
+    first, *rest = _sentences(text)
+    return " ".join([first, *(sentence for sentence in rest if sentence.startswith(OF_DEFAULT))])
+
+
+def _without_default(text: str) -> str:
+    """Return a text without what it says about the usual default."""
+    kept = (sentence for sentence in _sentences(text) if not sentence.startswith(OF_DEFAULT))
+    return " ".join(kept).replace(" (the default)", "")
+
+
+def _sentences(text: str) -> list[str]:
+    return re.split(r"(?<=[.])\s+(?=[A-Za-z0-9\"-])", text)
+
+
+def _wrapped(text: str, width: int, indent: str = "", first: str = "") -> list[str]:
+    return textwrap.wrap(
+        " ".join(text.split()), width, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False,
+        break_long_words=False,
+    )  # fmt: skip

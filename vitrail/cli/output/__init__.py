@@ -1,1 +1,0 @@
-"""Tables and progress bars of the command line."""

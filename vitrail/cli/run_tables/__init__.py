@@ -1,1 +1,0 @@
-"""The commands that show runs: `runs` and `runs compare`."""

@@ -1,0 +1,348 @@
+"""`vitrail runs` lists runs, and `vitrail runs compare` shows where their settings and metrics differ."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape as escape_markup
+from rich.table import Table
+
+from vitrail.analysis.charts import STYLE, series_chart
+from vitrail.cli.options import Call, Command, Example, Positional, flag
+from vitrail.errors import ConfigError, RunError
+from vitrail.evaluation.predictions.streaming import merit
+from vitrail.files import check_new_file, partial_path, saving
+from vitrail.report.charts import Series
+from vitrail.report.page import document, escape
+from vitrail.training.config import TrainConfig
+from vitrail.training.folder import (
+    RunSummary,
+    differing_settings,
+    find_runs,
+    notes_on_data,
+    settings_beside,
+    summarise,
+)
+from vitrail.training.log import read_journal
+from vitrail.training.page import averaged
+from vitrail.transfer.protocols import is_trial
+
+STYLES = {"training": "cyan", "finished": "green", "failed": "red", "unreadable": "red"}
+
+MOST_SETTINGS = 6
+"""Largest number of settings that are printed for a run. JSON has all of them."""
+
+MOST_LETTERS = 200
+"""Largest number of letters of a problem that are printed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """Options of `vitrail runs`."""
+
+    folder: Annotated[Path, Positional("[FOLDER]")] = Path("runs")
+    """Folder that holds the runs."""
+    trials: bool = False
+    """Include the short trials that chose the settings of other runs."""
+    sort: Literal["name", "metric", "time"] = "name"
+    """Order of the runs: by name, from the best to the worst metric on the validation split, or from the newest to the
+    oldest."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+COMMAND = Command(
+    name="runs",
+    summary="""List the runs in a folder: state, steps, metrics, and the settings in which a run differs from most of
+    the others.
+
+    To continue a run that is stopped or interrupted, use vitrail train --resume RUN.""",
+    examples=(
+        Example("vitrail runs", "List the runs in the folder runs."),
+        Example("vitrail runs --sort metric", "Show the best run first."),
+        Example("vitrail runs experiments --json", "Print everything as JSON, for other programs."),
+    ),
+    options=(Runs,),
+    essential={"Runs": ("trials", "sort"), "Output": ("json",)},
+)
+
+
+def main(call: Call) -> int:
+    options = Runs(**call.options)
+    found = summaries_in(options.folder, trials=options.trials)
+    found.sort(key=_order(options.sort))
+    settings = _settings(found)
+    if options.json:
+        print(json.dumps(rows_of(found, settings)))
+        return 0
+    console = Console(highlight=False)
+    console.print(_table(found, options.folder))
+    for run, differing in zip(found, settings, strict=True):
+        name = _name(run, options.folder)
+        if run.problem:
+            problem = textwrap.shorten(run.problem, MOST_LETTERS, placeholder=" ...")
+            console.print(f"{name}: {problem}", style="yellow", markup=False, soft_wrap=True)
+        if texts := [setting_text(name, value) for name, value in differing.items() if value is not None]:
+            rest = f" and {len(texts) - MOST_SETTINGS} more" if len(texts) > MOST_SETTINGS else ""
+            console.print(f"{name}: {', '.join(texts[:MOST_SETTINGS])}{rest}", markup=False, soft_wrap=True)
+    for note in notes_on_data(found):
+        console.print(note, style="yellow", markup=False)
+    return 0
+
+
+def summaries_in(folder: Path, *, trials: bool) -> list[RunSummary]:
+    """Return the summaries of the runs in a folder. Raise `ConfigError` if it does not exist or holds no run."""
+    if not folder.is_dir():
+        raise ConfigError(f"folder={str(folder)!r} is not a folder; give the folder that holds your runs")
+    found = [summarise(path) for path in find_runs(folder) if trials or not is_trial(path)]
+    if not found:
+        raise ConfigError(f"folder={str(folder)!r} holds no run: no folder in it has a run.json")
+    return found
+
+
+def rows_of(runs: Sequence[RunSummary], settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the runs as plain JSON values. `settings` are those that differ, one dictionary per run."""
+    return [
+        {
+            "run": str(run.folder),
+            "state": run.state,
+            "problem": run.problem,
+            "step": run.step,
+            "steps": run.steps,
+            "started": run.started,
+            "changed": run.changed,
+            "metrics": run.metrics or {},
+            "data_fingerprint": run.fingerprint,
+            "settings": dict(differing),
+        }
+        for run, differing in zip(runs, settings, strict=True)
+    ]
+
+
+def setting_text(name: str, value: Any) -> str:
+    """Return a setting as the words of the command line."""
+    if isinstance(value, bool):
+        return flag(name) if value else flag(name).replace("--", "--no-", 1)
+    words = value if isinstance(value, tuple | list) else (value,)
+    return f"{flag(name)} {shlex.join(map(str, words))}"
+
+
+def _settings(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
+    """Return the settings of each run that differ from those of most runs. Runs that cannot be read have none."""
+    found = iter(differing_settings([run.config for run in runs if run.config is not None]))
+    return [{} if run.config is None else next(found) for run in runs]
+
+
+def _order(sort: str) -> Any:
+    """Return the sorting key of runs."""
+    if sort == "name":
+        return lambda run: str(run.folder)
+    if sort == "time":
+        return lambda run: -(run.changed or 0.0)
+    return lambda run: tuple(-part for part in _merit(run))
+
+
+def _merit(run: RunSummary) -> tuple[float, float]:
+    """Return the `merit` of a run by the task's first metric that the validation split has."""
+    if run.config is not None and run.metrics:
+        for metric in run.config.task.metrics:
+            if (value := run.metrics.get(f"validation_{metric.name}")) is not None:
+                loss = run.metrics.get(f"validation_{run.config.task.loss_metric}")
+                return merit(value, loss, higher_is_better=metric.higher_is_better)
+    return merit(None, None)
+
+
+def _name(run: RunSummary, folder: Path) -> str:
+    return str(run.folder if run.folder == folder else run.folder.relative_to(folder))
+
+
+def _table(runs: Sequence[RunSummary], folder: Path) -> Table:
+    splits = [split for split in ("validation", "test") if any(run.texts(split) for run in runs)]
+    texts = [[text for split in splits for text in run.texts(split)[:1]] for run in runs]
+    names = {text.rpartition(" ")[0] for found in texts for text in found}
+    shared = names.pop() if len(names) == 1 else ""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("run", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    table.add_column("steps", justify="right", overflow="fold")
+    for split in splits:
+        table.add_column(f"{split} {shared}".strip() + ", images", justify="right", overflow="fold")
+    table.add_column("changed", justify="right", no_wrap=True)
+    for run in runs:
+        style = STYLES.get(run.state, "yellow")
+        table.add_row(
+            escape_markup(_name(run, folder)),
+            f"[{style}]{run.state}[/]",
+            f"{run.step:,}" if run.step == run.steps else f"{run.step:,} of {run.steps:,}",
+            *(escape_markup(_measured(run, split, shared)) for split in splits),
+            "" if run.changed is None else f"{datetime.fromtimestamp(run.changed):%m-%d %H:%M}",
+        )
+    return table
+
+
+def _measured(run: RunSummary, split: str, shared: str) -> str:
+    """Return the main metric of a split without its name if that is `shared`, and the number of images."""
+    if not (texts := run.texts(split)):
+        return ""
+    images = run.images(split)
+    return texts[0].removeprefix(shared).strip() + ("" if images is None else f" on {images:,}")
+
+
+# `vitrail runs compare`: the settings and metrics in which a few runs differ, side by side.
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareRuns:
+    """Options of `vitrail runs compare`."""
+
+    runs: Annotated[tuple[Path, ...], Positional("RUN...")]
+    """Folders of two or more runs."""
+    page: Path | None = None
+    """HTML file for the curves of all runs in the same charts."""
+    overwrite: bool = False
+    """Replace the file that --page names if it exists."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+COMPARE = Command(
+    name="runs compare",
+    summary="""Compare runs: the settings in which they differ, their lengths and their metrics, with a column for each
+    run.""",
+    examples=(
+        Example("vitrail runs compare runs/flowers runs/flowers-2", "Compare two runs."),
+        Example("vitrail runs compare runs/* --page curves.html", "Also draw the curves of all runs."),
+        Example("vitrail runs compare runs/* --json", "Print the comparison as JSON."),
+    ),
+    options=(CompareRuns,),
+    essential={"Output": ("page", "json")},
+)
+
+
+def run_compare(call: Call) -> int:
+    options = CompareRuns(**call.options)
+    if len(options.runs) < 2:
+        raise ConfigError("RUN: a comparison needs two runs or more; give the folders of both")
+    found = [summarise(folder) for folder in options.runs]
+    for run in found:
+        if run.config is None:
+            raise RunError(run.problem)
+    if options.page is not None:
+        check_new_file(options.page, overwrite=options.overwrite)
+        metrics = (metric.name for run in found if run.config is not None for metric in run.config.task.metrics)
+        write_overlay(options.page, options.runs, metrics=list(dict.fromkeys(metrics)))
+    settings = _different([run.config for run in found if run.config is not None])
+    if options.json:
+        print(json.dumps(rows_of(found, settings)))
+        return 0
+    console = Console(highlight=False)
+    console.print(_comparison_table(found, settings))
+    for note in notes_on_data(found):
+        console.print(note, style="yellow", markup=False)
+    return 0
+
+
+def _different(configs: Sequence[TrainConfig]) -> list[dict[str, Any]]:
+    """Return the settings of each run whose values are not the same in all runs. A missing setting is None."""
+    settings = settings_beside(configs)
+    names = [name for name in settings[0] if len({repr(one[name]) for one in settings}) > 1]
+    return [{name: one[name] for name in names} for one in settings]
+
+
+def _comparison_table(runs: Sequence[RunSummary], settings: Sequence[dict[str, Any]]) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("")
+    for run in runs:
+        table.add_column(escape_markup(str(run.folder)), overflow="fold")
+    for name in settings[0]:
+        table.add_row(flag(name), *(escape_markup(_text(one[name])) for one in settings))
+    if settings[0]:
+        table.add_section()
+    table.add_row("state", *(run.state for run in runs))
+    table.add_row("steps", *(f"{run.step:,} of {run.steps:,}" for run in runs))
+    for split in ("validation", "test"):
+        texts = itertools.zip_longest(*(run.texts(split) for run in runs), fillvalue="")
+        for number, row in enumerate(texts):
+            table.add_row("" if number else split, *map(escape_markup, row))
+        images = [run.images(split) for run in runs]
+        if any(images):
+            table.add_row(f"{split} images", *("" if count is None else f"{count:,}" for count in images))
+    return table
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+# The curves of several runs in the same charts, as one HTML page.
+
+
+CURVES = {
+    "loss": "training loss",
+    "learning_rate": "learning rate",
+    "gradient_norm": "norm of the gradients",
+    "update_ratio": "relative update of the weights",
+    "images_per_second": "images per second",
+}
+"""Numbers of the events `step` that are drawn, with the names of their axes."""
+
+
+def write_overlay(path: Path, folders: Sequence[Path], *, metrics: Sequence[str]) -> None:
+    """Write a page with these validation metrics and the training curves of all runs. Raises `SaveError`."""
+    journals = {str(folder): read_journal(folder / "journal.jsonl") for folder in folders}
+    page = document(
+        "Curves of " + ", ".join(journals),
+        _parts(journals, metrics),
+        style=STYLE + ".scroll svg { max-width: 100%; height: auto; }",
+    )
+    with saving("the page", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = partial_path(path)
+        partial.write_text(page, encoding="utf-8")
+        partial.replace(path)
+
+
+def _parts(journals: Mapping[str, Sequence[dict[str, Any]]], metrics: Sequence[str]) -> Iterator[str]:
+    readers = {f"validation {name.replace('_', ' ')}": _of("evaluation", name) for name in metrics}
+    readers |= {name: _of("step", field) for field, name in CURVES.items()}
+    yield '<div class="beside">'
+    for name, value in readers.items():
+        if chart := _chart(journals, name, value):
+            yield f'<section><h2>{escape(name[0].upper() + name[1:])}</h2>\n<div class="scroll">{chart}</div></section>'
+    yield "</div>"
+
+
+def _of(kind: str, name: str) -> Callable[[Mapping[str, Any]], float | None]:
+    """Return a function that returns a number of an event of this kind. Evaluations are those on the validation split,
+    without that of the finished model."""
+
+    def value(event: Mapping[str, Any]) -> float | None:
+        is_other = event["event"] != kind or event.get("split", "validation") != "validation" or event.get("kept")
+        return None if is_other else event.get(name)
+
+    return value
+
+
+def _chart(
+    journals: Mapping[str, Sequence[dict[str, Any]]], name: str, value: Callable[[Mapping[str, Any]], float | None]
+) -> str:
+    """Return a chart with a line for each run, or "" if no run has the number."""
+    lines = []
+    for run, events in journals.items():  # also those without the number, so that a run has one colour on the page
+        points = [(float(event["step"]), float(found)) for event in events if (found := value(event)) is not None]
+        lines.append(Series(run, averaged(points)[0]))
+    return series_chart(lines, label=f"{name} of each run over steps", x_name="step", y_name=name)

@@ -1,0 +1,509 @@
+"""The rounds of Noisy Student: a teacher labels images, a student learns from them, and becomes the next teacher.
+
+The folder of all rounds has `noisy-student.json` (the settings), and for each round `round-N/labels` (pseudo labels as
+a data set) and `round-N/run` (the student's run). Round 0 has only the run of the first teacher, unless the user names
+a teacher. A stopped command continues from these folders: what is finished is not repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float32, Int64
+from torch import Tensor
+
+from vitrail.data.batch import Batch
+from vitrail.data.confidence import balanced_copies, is_confident
+from vitrail.data.overlap import shared_images
+from vitrail.data.pipeline import Readers
+from vitrail.data.source import Source, fingerprint
+from vitrail.data.sources import absolute_spec, has_amount, open_pool
+from vitrail.data.sources.pseudo_labels import (
+    ClassCounts,
+    LabelKind,
+    LabelledRows,
+    Pool,
+    PseudoLabelInfo,
+    looks_like_pseudo_labels,
+    read_info,
+    write_pseudo_labels,
+)
+from vitrail.data.splits import Splits
+from vitrail.errors import BundleError, ConfigError, DataError, RunError, plural
+from vitrail.evaluation.predictions.predict import each_batch, predict_all
+from vitrail.files import check_parent, saving, write_json
+from vitrail.machine import Precision
+from vitrail.models.cost.batch import prediction_batch
+from vitrail.models.variants import AnyConfig, transformer_config
+from vitrail.report.page import printable
+from vitrail.settings import above_zero, at_least, one_of, raise_problems, to_plain
+from vitrail.tasks import Classification
+from vitrail.tasks.teacher import TeacherFacts, check_classifier, check_teacher, load_teacher, teacher_facts
+from vitrail.training.config import TrainConfig
+from vitrail.training.folder import locked
+from vitrail.training.job import prepare
+from vitrail.training.log import Display
+from vitrail.training.run import RunResult, finished, resume, train
+from vitrail.training.start import open_initial
+
+RECORD = "noisy-student.json"
+
+FORMAT = 1
+"""Version of the record."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """A finished round. Round 0 is the first teacher."""
+
+    number: int
+    model: str
+    """The round's model: a folder, or the teacher that the user named."""
+    metrics: dict[str, float]
+    """Metrics of the model on the held-out splits, such as `validation_accuracy`. The test split is measured by the
+    last round only."""
+    labels: PseudoLabelInfo | None = None
+    """The pseudo labels that the model learned from."""
+
+
+class Events:
+    """Receives the events of rounds. This class shows nothing; subclasses override the events that they show."""
+
+    display: Display = Display()
+    """The display of each run."""
+
+    def labelling(self, number: int, teacher: str) -> None:
+        """Called before a teacher labels the images of a round."""
+
+    def labelling_progress(self, done: int, total: int) -> None:
+        """Receive the number of labelled images, and the number of all images."""
+
+    def labelled(self, number: int, info: PseudoLabelInfo) -> None:
+        """Receive the counts of a round's pseudo labels."""
+
+    def training(self, number: int) -> None:
+        """Called before the run of a round starts or continues."""
+
+    def finished(self, result: Round) -> None:
+        """Receive a finished round."""
+
+
+def run_rounds(config: NoisyStudentConfig, folder: Path, events: Events | None = None) -> list[Round]:
+    """Run all rounds in `folder`, and return them with the first teacher in front. Finished rounds are not repeated.
+
+    All settings are checked before anything is written. Raises `UserError` for settings, data and teachers that cannot
+    work, and for a folder with rounds of other settings. Raises the errors of `train` and `label_images`.
+    """
+    events = events or Events()
+    splits = _checked(config)
+    teacher_sha256 = None if config.rounds.teacher is None else teacher_facts(config.rounds.teacher).sha256
+    _check_folder(folder, config, teacher_sha256)
+    with saving("the rounds", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder):
+        with saving("the settings", folder):
+            write_json(folder / RECORD, {"format": FORMAT, "teacher": teacher_sha256, **_settings(config)})
+        rounds = [_first(config, folder, splits, events)]
+        events.finished(rounds[0])
+        for number in range(1, config.rounds.rounds + 1):
+            rounds.append(_round(config, folder, number, rounds[-1].model, events))
+            events.finished(rounds[-1])
+    return rounds
+
+
+def _checked(config: NoisyStudentConfig) -> Splits:
+    """Check the settings, the data and the teacher, and return the splits of the labelled data."""
+    student = config.student
+    setup = prepare(student, model=open_initial(student.start))
+    splits = setup.splits
+    if splits.target_kind != "class":
+        raise DataError(
+            f"{splits.title} has images with several labels, which Noisy Student cannot learn: a teacher predicts one "
+            "class; choose data with one label per image"
+        )
+    if splits.validation is None:
+        raise ConfigError(
+            f"validation_share={student.data.validation_share}: Noisy Student compares its rounds on validation "
+            "images, but the data has none; choose a fraction above 0"
+        )
+    assert setup.network is not None, "the config names a network"
+    check_noise(student, setup.network)
+    if (teacher := config.rounds.teacher) is not None:
+        check_size(setup.network, check_teacher(teacher, splits.classes, splits.title), teacher)
+    pool = open_pool(config.pool)
+    for split, held_out in (("validation", splits.validation), ("test", splits.test)):
+        if held_out is not None and (shared := shared_images(pool, held_out)):
+            raise DataError(
+                f"unlabelled={config.pool.spec!r} contains {plural(len(shared), 'image')} of the {split} split of "
+                f"{splits.title}, such as {printable(held_out.key(shared[0]))}; held-out images must not be labelled: "
+                "remove them, or name other images"
+            )
+    return splits
+
+
+def _check_folder(folder: Path, config: NoisyStudentConfig, teacher_sha256: str | None) -> None:
+    """Raise `RunError` if a folder is not empty and has no rounds with these settings."""
+    if not folder.exists():
+        check_parent(folder)
+        return
+    path = folder / RECORD
+    if not path.is_file():
+        if folder.is_dir() and not any(folder.iterdir()):
+            return
+        raise RunError(f"{str(folder)!r} exists and has no rounds of Noisy Student; choose another --run")
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        number, sha256 = before.pop("format"), before.pop("teacher")
+    except (ValueError, KeyError, AttributeError) as error:
+        raise RunError(f"{path} is damaged: {error}; choose another --run") from error
+    if number != FORMAT:
+        raise RunError(
+            f"{path} has format {number}, but this version of Vitrail reads format {FORMAT}; install a newer version "
+            "to continue these rounds"
+        )
+    if changed := list(_differences(before, json.loads(json.dumps(_settings(config))))):
+        raise RunError(
+            f"{str(folder)!r} has rounds with other settings: {'; '.join(changed[:5])}. Give the same settings to "
+            "continue, or choose another --run"
+        )
+    if sha256 != teacher_sha256:
+        raise RunError(
+            f"{str(folder)!r} has rounds of a teacher with other weights than {config.rounds.teacher} has now; put the "
+            "earlier model there again, or choose another --run"
+        )
+
+
+def _settings(config: NoisyStudentConfig) -> dict[str, Any]:
+    return {"settings": config.to_plain()}
+
+
+def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
+    """Yield a text for every value that differs between two trees of JSON values."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in {**before, **now}:
+            yield from _differences(before.get(key), now.get(key), key)
+    elif before != now:
+        yield f"{name} was {before!r} and is {now!r}"
+
+
+def _first(config: NoisyStudentConfig, folder: Path, splits: Splits, events: Events) -> Round:
+    """Return round 0: the teacher that the user named, or the student's network after training on labelled images."""
+    if (teacher := config.rounds.teacher) is not None:
+        assert splits.validation is not None, "the data was checked"
+        return Round(0, teacher, {"validation_accuracy": _accuracy(teacher, splits.validation, config.student)})
+    events.training(0)
+    place = folder / "round-0" / "run"
+    result = _trained(config.round_config(str(place), None), events.display, measure_test=False)
+    return Round(0, str(place), dict(result.metrics))
+
+
+def _round(config: NoisyStudentConfig, folder: Path, number: int, teacher: str, events: Events) -> Round:
+    """Return a round that `teacher` begins: an earlier one, the rest of one that was stopped, or a new one."""
+    place = folder / f"round-{number}"
+    labels = place / "labels"
+    if not looks_like_pseudo_labels(labels):
+        events.labelling(number, teacher)
+        info = label_images(
+            teacher, config.pool, config.labelling, labels, seed=config.student.run.seed,
+            device=config.student.run.device, readers=config.student.run.readers,
+            precision="float32" if config.student.run.precision == "float32" else "auto",
+            on_progress=events.labelling_progress,
+        )  # fmt: skip
+    else:
+        info = read_info(labels)
+    events.labelled(number, info)
+    events.training(number)
+    run = config.round_config(str(place / "run"), str(labels))
+    result = _trained(run, events.display, measure_test=number == config.rounds.rounds)
+    return Round(number, str(place / "run"), dict(result.metrics), info)
+
+
+def _trained(config: TrainConfig, display: Display, *, measure_test: bool) -> RunResult:
+    """Return a finished run: an earlier one, the rest of one that was stopped, or a new one."""
+    folder = Path(config.run.folder or "")
+    if (folder / "run.json").exists():
+        done = finished(folder)
+        return done or resume(folder, measure_test=measure_test, max_time=config.run.max_time, display=display)
+    shutil.rmtree(folder, ignore_errors=True)  # stopped before the run was recorded
+    return train(config, measure_test=measure_test, display=display)
+
+
+def _accuracy(model: str, source: Source, config: TrainConfig) -> float:
+    """Return the accuracy of a teacher on the images of a source that have a label."""
+    bundle = load_teacher(model, config.run.device)
+    found = predict_all(bundle.network, source, bundle.preprocess, readers=config.run.readers).labelled()
+    order = np.array([source.classes.index(name) for name in bundle.classes])
+    return float(found.truth.hits(order[found.logits.argmax(axis=1)]).mean())
+
+
+# Pseudo labels: a teacher predicts classes, and equally many confident images of each class are chosen.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labelling:
+    """The choice of pseudo labels. Raises `ConfigError` if fields have invalid values. The message names all of
+    them."""
+
+    pseudo_labels: LabelKind = "soft"
+    """Part of the teacher's predictions that is learned: all probabilities (soft), or the most likely class (hard)."""
+    confidence: float = 0.3
+    """Least probability of the teacher's most likely class. Images below it are not used."""
+    balance: bool = True
+    """Use equally many images of each predicted class. A class with too many keeps the most confident ones, and a class
+    with too few repeats them."""
+    images_per_class: int | None = None
+    """Images of each predicted class, with repetitions. By default the mean over the classes. The paper has 130,000."""
+
+    def __post_init__(self) -> None:
+        problems = [*at_least(self, images_per_class=1), *one_of(self, pseudo_labels=LabelKind)]
+        if not 0 <= self.confidence <= 1:
+            problems.append(f"confidence={self.confidence} is not in [0, 1]")
+        if self.images_per_class is not None and not self.balance:
+            problems.append(
+                f"images_per_class={self.images_per_class} has no effect without balance; leave one of them out"
+            )
+        raise_problems(problems)
+
+
+def label_images(
+    teacher: str,
+    pool: Pool,
+    labelling: Labelling,
+    folder: Path,
+    *,
+    seed: int = 0,
+    device: str = "auto",
+    precision: Precision = "auto",
+    readers: Readers = Readers(),
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> PseudoLabelInfo:
+    """Label the images of a pool, and write the chosen ones into `folder` as a data set. Return what was written.
+
+    The teacher predicts without noise: in evaluation mode, and with its own preprocessing. Images that cannot be
+    decoded are skipped. Raises `ConfigError` for a model that cannot be a teacher, `DataError` if no image is confident
+    enough, `BundleError` if predictions are not finite, and `SaveError`.
+    """
+    facts = check_classifier(teacher)
+    source = open_pool(pool)
+    predicted = _Predicted(source, facts.classes, labelling.confidence, teacher, on_progress)
+    bundle = load_teacher(teacher, device)
+    skipped = each_batch(
+        bundle.network,
+        source,
+        bundle.preprocess,
+        predicted.take,
+        batch_size=prediction_batch(bundle.network, bundle.preprocess.image_size, bundle.device, precision),
+        readers=readers,
+        precision=precision,
+        on_skip=None,
+    )
+    positions, probabilities = predicted.confident()
+    rows = choose_rows(positions, probabilities, labelling, seed)
+    info = PseudoLabelInfo(
+        pool=pool, fingerprint=fingerprint(source), teacher=_place_of(teacher), teacher_sha256=facts.sha256,
+        labels=labelling.pseudo_labels, confidence=labelling.confidence, balance=labelling.balance,
+        images_per_class=labelling.images_per_class, seed=seed, images=len(source), unreadable=len(skipped),
+        counts=tuple(_counts(facts.classes, predicted.counts, probabilities, rows)),
+    )  # fmt: skip
+    write_pseudo_labels(folder, info, rows, source)
+    return info
+
+
+def choose_rows(
+    positions: Int64[np.ndarray, " n"],
+    probabilities: Float32[np.ndarray, "n classes"],
+    labelling: Labelling,
+    seed: int,
+) -> LabelledRows:
+    """Return the rows that are learned from confident predictions. `positions` are the images' indices in their pool,
+    in rising order."""
+    labels, confidences = probabilities.argmax(axis=1), probabilities.max(axis=1)
+    copies = np.ones(len(labels), np.int64)
+    if labelling.balance:
+        copies = balanced_copies(
+            labels, confidences, classes=probabilities.shape[1], per_class=labelling.images_per_class, seed=seed
+        )
+    used = copies > 0
+    soft = probabilities[used] if labelling.pseudo_labels == "soft" else None
+    return LabelledRows(positions[used], labels[used], confidences[used], copies[used], soft)
+
+
+class _Predicted:
+    """Collects the confident predictions of a teacher from the batches of a source, which come in order."""
+
+    def __init__(
+        self,
+        source: Source,
+        classes: tuple[str, ...],
+        confidence: float,
+        teacher: str,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        self.counts = np.zeros(len(classes), np.int64)
+        self.least, self.highest = confidence, 0.0
+        self._source, self._teacher, self._on_progress = source, teacher, on_progress
+        self._done = 0
+        self._parts: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def take(self, batch: Batch, outputs: Tensor) -> None:
+        """Add a batch. Raise `BundleError` if an output is not finite."""
+        valid = batch.valid.cpu()
+        logits = outputs.double().cpu()[valid]
+        positions = batch.samples.cpu()[valid].numpy()
+        if not (finite := torch.isfinite(logits).all(dim=1)).all():
+            key = self._source.key(int(positions[int(finite.int().argmin())]))
+            raise BundleError(
+                f"teacher {self._teacher} has outputs that are not finite, such as for {key!r}; its weights are "
+                "damaged, or its training diverged"
+            )
+        probabilities = logits.softmax(dim=1).float().numpy()
+        self.counts += np.bincount(probabilities.argmax(axis=1), minlength=len(self.counts))
+        self.highest = max(self.highest, float(probabilities.max(initial=0.0)))
+        chosen = is_confident(probabilities, self.least)
+        self._parts.append((positions[chosen], probabilities[chosen]))
+        self._done += len(batch)
+        self._on_progress(self._done, len(self._source))
+
+    def confident(self) -> tuple[Int64[np.ndarray, " n"], Float32[np.ndarray, "n classes"]]:
+        """Return the positions and the probabilities of the confident images. Raise `DataError` if there are none."""
+        positions, probabilities = (np.concatenate(part) for part in zip(*self._parts, strict=True))
+        if not len(positions):
+            raise DataError(
+                f"confidence={self.least} is reached by none of {plural(len(self._source), 'image')}: the highest is "
+                f"{self.highest:.3f}; choose a lower confidence, or a better teacher"
+            )
+        return positions, probabilities
+
+
+def _counts(
+    classes: tuple[str, ...],
+    predicted: Int64[np.ndarray, " classes"],
+    confident: Float32[np.ndarray, "n classes"],
+    rows: LabelledRows,
+) -> Iterator[ClassCounts]:
+    """Yield the numbers of images of each class."""
+    count = len(classes)
+    columns = (
+        predicted,
+        np.bincount(confident.argmax(axis=1), minlength=count),
+        np.bincount(rows.labels, minlength=count),
+        np.bincount(rows.labels, rows.copies, minlength=count).astype(np.int64),
+    )
+    for label, *numbers in zip(classes, *(column.tolist() for column in columns), strict=True):
+        yield ClassCounts(
+            label=label, predicted=numbers[0], confident=numbers[1], different=numbers[2], chosen=numbers[3]
+        )
+
+
+def _place_of(model: str) -> str:
+    """Return the absolute path of a model on the disk, or its name."""
+    path = Path(model).expanduser()
+    return str(path.absolute()) if path.exists() else model
+
+
+# The settings of Noisy Student: the student's run, the images without labels, and the rounds.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """The rounds of Noisy Student. Raises `ConfigError` if fields have invalid values. The message names all of
+    them."""
+
+    teacher: str | None = None
+    """Model that labels images in the first round: a run, a model's folder or file, or a name on the hub. By default,
+    the student's network is first trained on the labelled images alone."""
+    unlabelled: str | None = None
+    """Images to label, in any form of --data; their own labels are not used. By default the training images that an
+    amount such as --data bundled[:500] or --per-class does not select."""
+    rounds: int = 3
+    """Number of students. Each student is the teacher of the next one."""
+    pseudo_ratio: float = 3.0
+    """Images with pseudo labels per labelled image of a batch. The paper has 14 for its largest networks."""
+
+    def __post_init__(self) -> None:
+        raise_problems([*at_least(self, rounds=1), *above_zero(self, "pseudo_ratio")])
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisyStudentConfig:
+    """The whole config of Noisy Student. Raises `ConfigError` if its parts contradict each other."""
+
+    student: TrainConfig
+    """The run of each student, on the labelled images. Pseudo-labelled images are mixed in."""
+    rounds: Rounds = field(default_factory=Rounds)
+    labelling: Labelling = field(default_factory=Labelling)
+
+    def __post_init__(self) -> None:
+        raise_problems(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        task, data = self.student.task, self.student.data
+        if task.name != Classification.name:
+            yield f"task={task.name!r} has no pseudo labels; Noisy Student needs task={Classification.name!r}"
+        if self.rounds.unlabelled is None and data.per_class is None and not has_amount(data.spec):
+            yield (
+                f"unlabelled: data {data.spec!r} is labelled and used whole, so there are no other images; name images "
+                "to label, or select a part of the data, such as [:10%]"
+            )
+
+    @property
+    def pool(self) -> Pool:
+        """The images to label."""
+        data = self.student.data
+        if self.rounds.unlabelled is not None:
+            return Pool(spec=absolute_spec(self.rounds.unlabelled))
+        return Pool(
+            spec=absolute_spec(data.spec), rest=True, per_class=data.per_class, subset_seed=data.subset_seed,
+            validation=data.validation, validation_share=data.validation_share, cut_method=data.cut_method,
+        )  # fmt: skip
+
+    def round_config(self, folder: str, labels: str | None) -> TrainConfig:
+        """Return the config of a round's run in `folder`. `labels` is the folder of its pseudo labels, or None for the
+        first teacher."""
+        own = self.student.override(run=folder, name="", overwrite=False)
+        if labels is None:
+            return own
+        ratio = self.rounds.pseudo_ratio
+        others = 1 - sum(float(text.partition(":")[0]) for text in own.data.mix)
+        fraction = others * ratio / (1 + ratio)
+        return own.override(mix=(*own.data.mix, f"{fraction:.6f}:{labels}"))
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the settings that all rounds share as plain JSON values, without the number of rounds and the time
+        after which a process stops."""
+        student = self.student.override(run=None, name="", overwrite=False, max_time=None).to_plain()
+        rounds = {name: value for name, value in to_plain(self.rounds).items() if name != "rounds"}
+        return {"student": student, "rounds": rounds, "labelling": to_plain(self.labelling)}
+
+
+def check_noise(config: TrainConfig, network: AnyConfig) -> None:
+    """Raise `ConfigError` if nothing is random in the training of a student."""
+    transformer = transformer_config(network)
+    rates = () if transformer is None else (transformer.dropout, transformer.stochastic_depth)
+    if not config.augment.is_random and not any(rates):
+        raise ConfigError(
+            "the student learns without noise, so it would only repeat its teacher; give augmentation such as "
+            "randaugment_layers=2, or dropout=0.1, or stochastic_depth=0.1"
+        )
+
+
+def check_size(network: AnyConfig, teacher: TeacherFacts, model: str) -> None:
+    """Raise `ConfigError` if the student's network is smaller than its teacher. Heads and image sizes do not count."""
+    height, width = teacher.preprocess.image_size
+    student, other = (
+        config.with_head(0).with_image_size(config.nearest_size(height, width)).parameters()
+        for config in (network, teacher.network)
+    )
+    if student < other:
+        raise ConfigError(
+            f"teacher={model!r} has {other:,} weights without its head, and the student has only {student:,}, but a "
+            "student of Noisy Student is as large as its teacher or larger: choose a larger network, or distil the "
+            "teacher with vitrail train --task distillation"
+        )

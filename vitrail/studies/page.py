@@ -1,0 +1,356 @@
+"""The page of a study: figures as SVG, tables, and their CSV and JSON."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vitrail.analysis.charts import COLOURS, STYLE, series_look, standalone
+from vitrail.analysis.pages.figure import NARROW, captioned
+from vitrail.files import saving, write_json
+from vitrail.report.charts import (
+    DIGIT_WIDTH,
+    Axis,
+    PlotArea,
+    dot,
+    horizontal_text,
+    log_ticks,
+    make_axis,
+    path_data,
+    short_number,
+    svg_picture,
+    vertical_text,
+)
+from vitrail.report.page import document, escape, table
+from vitrail.studies.claims import Estimate, Finding, PointResult, Results
+from vitrail.studies.engine import RECORD, StudyRun
+
+WIDTH, ROW, TOP, BOTTOM = 640.0, 24.0, 12.0, 40.0
+HEIGHT, LEGEND_LINE = 320.0, 16.0
+
+
+def arms_chart(results: Results, metric: str, name: str) -> str:
+    """Return a row for each point: a small dot for each seed, a large dot for the mean, and a line for its 95 %
+    interval. An interval that is wider than the range of all seeds is cut at the edge of the chart."""
+    found = [(point, point.estimate(metric)) for point in results.points]
+    values = [100 * value for point, _ in found for value in point.values(metric).values()]
+    if not values:
+        return ""
+    margin = max(0.25, 0.25 * (max(values) - min(values)))
+    x_axis = make_axis([max(0.0, min(values) - margin), min(100.0, max(values) + margin)])
+    left = 16 + DIGIT_WIDTH * max(len(point.name) for point, _ in found)
+    bottom = TOP + ROW * len(found)
+    area = PlotArea(left, TOP, WIDTH - 16, bottom, x_axis, Axis(0.0, float(len(found)), 1.0, ()))
+    parts = [area.grid(x_unit="%")]
+    parts += [f'<path class="grid" d="M{area.x(tick):.2f} {TOP:g}V{bottom:g}"/>' for tick in x_axis.ticks]
+    for number, (point, mean) in enumerate(found):
+        place = len(found) - number - 0.5
+        y = area.y(place)
+        parts.append(horizontal_text(left - 8, y + 4, point.name, "end"))
+        if mean is None:
+            parts.append(horizontal_text(left + 8, y + 4, "diverged"))
+            continue
+        colour = COLOURS[results.arms.index(point.arm) % len(COLOURS)]
+        low, high = (min(max(100 * end, x_axis.low), x_axis.high) for end in (mean.low, mean.high))
+        if mean.count > 1:
+            parts.append(f'<path class="series" stroke="{colour}" d="M{area.x(low):.2f} {y:.2f}H{area.x(high):.2f}"/>')
+        for seed, value in point.values(metric).items():
+            parts.append(_dot(area, (100 * value, place), colour, f"{point.name}, seed {seed}: {value:.2%}", 2.0))
+        title = f"{point.name}: {_text(mean)}"
+        parts.append(_dot(area, (100 * mean.mean, place), colour, title, 4.0))
+    parts.append(horizontal_text((left + area.right) / 2, bottom + 34, name, "middle"))
+    return svg_picture(WIDTH, bottom + BOTTOM, f"{name} of every arm, with 95 % intervals", parts, fixed_size=True)
+
+
+def lines_chart(results: Results, metric: str, name: str, x_name: str) -> str:
+    """Return a line for each arm over a logarithmic x axis, with a band of one standard deviation over seeds."""
+    points = [(point, point.estimate(metric)) for point in results.points if point.x]
+    known = [(point, mean) for point, mean in points if mean is not None]
+    if not known:
+        return ""
+    ends = [100 * end for _, mean in known for end in _band(mean)]
+    y_axis = make_axis(ends, bounds=(0.0, 100.0))
+    logs = [math.log10(point.x or 1.0) for point, _ in known]
+    low, high = min(logs), max(logs)
+    if high - low < 0.1:
+        low, high = low - 0.1, high + 0.1
+    left = 40 + DIGIT_WIDTH * max(len(y_axis.label(tick)) for tick in y_axis.ticks)
+    area = PlotArea(left, TOP, WIDTH - 16, HEIGHT - BOTTOM, Axis(low, high, 1.0, ()), y_axis)
+    parts = [area.grid(y_unit="%")]
+    for tick in log_ticks(low, high):
+        x = area.x(math.log10(tick))
+        parts.append(f'<path class="axis" d="M{x:.2f} {area.bottom:g}v4"/>')
+        parts.append(horizontal_text(x, area.bottom + 17, short_number(tick), "middle"))
+    parts.append(horizontal_text((left + area.right) / 2, HEIGHT - 6, x_name, "middle"))
+    parts.append(vertical_text(12.0, (area.top + area.bottom) / 2, name))
+    for number, arm in enumerate(results.arms):
+        line = sorted(
+            ((math.log10(point.x or 1.0), mean, point) for point, mean in known if point.arm == arm),
+            key=lambda one: one[0],
+        )
+        parts.append(_line(area, line, number))
+    return svg_picture(
+        WIDTH, HEIGHT + LEGEND_LINE * len(results.arms), f"{name} over {x_name}",
+        [*parts, *_legend(results.arms)], fixed_size=True,
+    )  # fmt: skip
+
+
+def _line(area: PlotArea, line: Sequence[tuple[float, Estimate, PointResult]], number: int) -> str:
+    colour, dashes = series_look(number)
+    bands = [(x, *_band(mean)) for x, mean, _ in line]
+    upper = path_data(area, [(x, 100 * high) for x, _, high in bands])
+    lower = path_data(area, [(x, 100 * low) for x, low, _ in reversed(bands)]).replace("M", "L")
+    band = f'<path fill="{colour}" fill-opacity="0.15" d="{upper}{lower}Z"/>' if len(bands) > 1 else ""
+    path = path_data(area, [(x, 100 * mean.mean) for x, mean, _ in line])
+    dots = "".join(
+        _dot(area, (x, 100 * mean.mean), colour, f"{point.name}: {_text(mean)}", 3.0) for x, mean, point in line
+    )
+    return f'{band}<path class="series" stroke="{colour}"{dashes} d="{path}"/>{dots}'
+
+
+def _legend(arms: Sequence[str]) -> list[str]:
+    parts = []
+    for number, arm in enumerate(arms):
+        y = HEIGHT + LEGEND_LINE * (number + 0.6)
+        colour, dashes = series_look(number)
+        parts.append(f'<path class="series" stroke="{colour}"{dashes} d="M14 {y - 4:g}h24"/>')
+        parts.append(horizontal_text(44.0, y, arm))
+    return parts
+
+
+def _band(mean: Estimate) -> tuple[float, float]:
+    """Return the mean minus and plus one standard deviation. With one seed, both are the mean."""
+    deviation = 0.0 if math.isnan(mean.deviation) else mean.deviation
+    return max(0.0, mean.mean - deviation), min(1.0, mean.mean + deviation)
+
+
+def _text(mean: Estimate) -> str:
+    if mean.count < 2:
+        return f"{mean.mean:.2%} with one seed"
+    return f"mean {mean.mean:.2%}, 95 % interval {mean.low:.2%} to {mean.high:.2%} ({mean.count} seeds)"
+
+
+def _dot(area: PlotArea, point: tuple[float, float], colour: str, title: str, radius: float) -> str:
+    return dot(area, point, radius, "", title).replace('class="dot "', f'class="dot" fill="{escape(colour)}"')
+
+
+# The numbers of a study as rows: for the page, for CSV and for JSON.
+
+
+def point_rows(results: Results, metrics: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return a row for each point, with the mean, the deviation and the interval of every metric."""
+    return [_point_row(point, metrics) for point in results.points]
+
+
+def _point_row(point: PointResult, metrics: Mapping[str, str]) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "arm": point.arm,
+        "place": point.label,
+        "x": point.x,
+        "learning_rates": " ".join(f"{rate:g}" for rate in point.rates),
+        "seeds": len(point.cells),
+        "diverged": len(point.diverged),
+        "parameters": point.parameters,
+        "flops": point.flops,
+    }
+    for metric in metrics:
+        found = point.estimate(metric)
+        for field in ("mean", "deviation", "low", "high"):
+            row[f"{metric}_{field}"] = None if found is None else finite(getattr(found, field))
+    return row
+
+
+def finite(value: float) -> float | None:
+    """Return the value, or None if it is infinite or NaN, which JSON does not have."""
+    return value if abs(value) < float("inf") else None
+
+
+def cell_rows(results: Results, metrics: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return a row for each point and seed."""
+    return [
+        {
+            "arm": point.arm,
+            "place": point.label,
+            "x": point.x,
+            "seed": seed,
+            "cell": cell,
+            "seconds": round(point.seconds[seed], 1),
+            "diverged": point.diverged.get(seed, ""),
+            **{metric: point.metrics.get(seed, {}).get(metric) for metric in metrics},
+        }
+        for point in results.points
+        for seed, cell in point.cells.items()
+    ]
+
+
+def trial_rows(results: Results) -> list[dict[str, Any]]:
+    """Return a row for each trial of a learning rate."""
+    return [
+        {
+            "point": trial.tuning,
+            "stage": trial.stage + 1,
+            "learning_rate": trial.rate,
+            "validation_accuracy": trial.value,
+            "chosen": trial.chosen,
+            "cell": trial.cell,
+        }
+        for trial in results.trials
+    ]
+
+
+def edge_notes(results: Results) -> list[str]:
+    """Return a sentence for the points whose chosen learning rate is the lowest or the highest that was tried, because
+    a better one may lie beyond it."""
+    edges: dict[str, list[str]] = {"lowest": [], "highest": []}
+    for name in dict.fromkeys(trial.tuning for trial in results.trials):
+        trials = [trial for trial in results.trials if trial.tuning == name]
+        for stage in {trial.stage for trial in trials}:
+            rates = sorted(trial.rate for trial in trials if trial.stage == stage)
+            chosen = next(trial.rate for trial in trials if trial.stage == stage and trial.chosen)
+            if len(rates) > 2 and chosen in (rates[0], rates[-1]):
+                place = f"{name} (stage {stage + 1})" if stage else name
+                edges["lowest" if chosen == rates[0] else "highest"].append(place)
+    return [
+        f"The chosen learning rate is the {end} of those tried, so a better one may lie beyond: {', '.join(names)}."
+        for end, names in edges.items()
+        if names
+    ]
+
+
+def plain_results(results: Results, findings: list[Finding], metrics: Mapping[str, str]) -> dict[str, Any]:
+    """Return everything as JSON values."""
+    return {
+        "points": point_rows(results, metrics),
+        "cells": cell_rows(results, metrics),
+        "trials": trial_rows(results),
+        "verdict": [{"claim": one.claim, "outcome": one.outcome, "evidence": list(one.evidence)} for one in findings],
+        "notes": edge_notes(results),
+    }
+
+
+# Writing a study: one page with its figure and verdict, the figure as SVG, and the numbers as CSV and JSON.
+
+
+PAGE, FIGURE, RESULTS = "study.html", "figure.svg", "results.json"
+
+TONES = {"shown": "note", "not shown": "warning", "contradicted": "error"}
+"""Colour of each verdict on the page."""
+
+
+def write_study(folder: Path, run: StudyRun, results: Results) -> dict[str, Any]:
+    """Write the page, the figure and the numbers of a study into its folder, and return the numbers as JSON values."""
+    study = run.study
+    findings = [claim.check(results) for claim in study.claims(run.points)]
+    shared = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    plain = {**shared, "machines": list(results.machines), **plain_results(results, findings, study.metrics)}
+    figures = [_figure(results, metric, name, study.x_name) for metric, name in study.metrics.items()]
+    with saving("the results", folder):
+        write_json(folder / RESULTS, plain)
+        _write_csv(folder / "points.csv", point_rows(results, study.metrics))
+        _write_csv(folder / "cells.csv", cell_rows(results, study.metrics))
+        _write_csv(folder / "trials.csv", trial_rows(results))
+        for metric, figure in zip(study.metrics, figures, strict=True):
+            if figure:
+                path = FIGURE if metric == next(iter(study.metrics)) else f"figure-{metric}.svg"
+                (folder / path).write_text(standalone(figure), encoding="utf-8")
+        (folder / PAGE).write_text(_page(run, results, findings, figures, plain), encoding="utf-8")
+    return plain
+
+
+def estimate_text(found: Estimate | None) -> str:
+    """Return a mean in percent with its deviation, or an empty text if no seed has the metric."""
+    if found is None:
+        return ""
+    return f"{100 * found.mean:.2f}" if found.count < 2 else f"{100 * found.mean:.2f} ± {100 * found.deviation:.2f}"
+
+
+def _figure(results: Results, metric: str, name: str, x_name: str) -> str:
+    return lines_chart(results, metric, name, x_name) if x_name else arms_chart(results, metric, name)
+
+
+def _page(
+    run: StudyRun, results: Results, findings: Sequence[Finding], figures: Sequence[str], plain: Mapping[str, Any]
+) -> str:
+    study, settings = run.study, run.settings
+    amount = f"{len(run.seeds)} seeds" if len(run.seeds) != 1 else "1 seed"
+    parts = [
+        f"<p>{escape(study.question)}</p>",
+        f'<p class="dim">{escape(study.paper)}</p>',
+        f"<p>{escape(_conditions(settings.scale, settings.data, amount, plain))}</p>",
+        "<h2>Verdict</h2>",
+        *map(_finding, findings),
+        *(f'<p class="dim">{escape(note)}</p>' for note in plain["notes"]),
+        "<h2>Results</h2>",
+        *(captioned(figure, _caption(study.x_name)) for figure in figures if figure),
+        table(
+            ("", "learning rate", *study.metrics.values(), "GFLOP", "diverged"),
+            [_row(point, study.metrics) for point in results.points],
+        ),
+    ]
+    if results.trials:
+        parts += ["<h2>Choice of the learning rate</h2>", _trials(results)]
+    return document(f"Study: {study.name}", parts, style=STYLE + NARROW)
+
+
+def _conditions(scale: str, data: str, amount: str, plain: Mapping[str, Any]) -> str:
+    size = (
+        "This is the quick version of the study. Its results are less certain than those of the default version. "
+        if scale == "quick"
+        else ""
+    )
+    return (
+        f"{size}Data: {data}. Accuracies are percentages of the test images: means and standard deviations over "
+        f"{amount}. Learning rates were chosen on a cut of the training images. "
+        f"Machine: {'; '.join(plain['machines'])}."
+    )
+
+
+def _finding(finding: Finding) -> str:
+    evidence = "".join(f"<p>{escape(text)}</p>" for text in finding.evidence)
+    return (
+        f'<article class="{TONES[finding.outcome]}"><h3><span class="tag">{finding.outcome}</span>: '
+        f"{escape(finding.claim)}</h3>{evidence}</article>"
+    )
+
+
+def _caption(x_name: str) -> str:
+    if x_name:
+        return "Lines are means over seeds, and bands are one standard deviation on both sides."
+    return "Small dots are seeds, large dots their means, and lines the 95 % intervals of the means."
+
+
+def _row(point: PointResult, metrics: Mapping[str, str]) -> tuple[str, ...]:
+    return (
+        point.name,
+        ", ".join(f"{rate:g}" for rate in point.rates),
+        *(estimate_text(point.estimate(metric)) for metric in metrics),
+        f"{point.flops / 1e9:,.0f}",
+        f"{len(point.diverged)} of {len(point.cells)}" if point.diverged else "",
+    )
+
+
+def _trials(results: Results) -> str:
+    has_stages = any(trial.stage for trial in results.trials)
+    rows = [
+        (
+            trial.tuning,
+            *([f"{trial.stage + 1}"] if has_stages else []),
+            f"{trial.rate:g}",
+            "diverged" if trial.value is None else f"{100 * trial.value:.2f}",
+            "chosen" if trial.chosen else "",
+        )
+        for trial in results.trials
+    ]
+    return table(("", *(["stage"] if has_stages else []), "learning rate", "validation accuracy", ""), rows)
+
+
+def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        if rows:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)

@@ -1,1 +1,0 @@
-"""The files of a study: its page with the figure, and its numbers as CSV and JSON."""

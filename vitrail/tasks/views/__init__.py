@@ -1,1 +1,0 @@
-"""Tasks that compare views of the same image, without labels."""

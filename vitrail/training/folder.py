@@ -1,0 +1,633 @@
+"""The folder of a run: its lock, its record `run.json`, and what lists of runs read from it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import fnmatch
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from vitrail.data.config import DataConfig
+from vitrail.errors import ConfigError, RunError, nearest
+from vitrail.files import check_parent, partial_path, saving, write_json
+from vitrail.machine import pick_device
+from vitrail.models.config import ModelConfig
+from vitrail.settings import bare_names, raise_problems
+from vitrail.tasks import Classification
+from vitrail.training.checkpoint import Checkpoints
+from vitrail.training.config import RunConfig, TrainConfig
+from vitrail.training.log import read_journal
+from vitrail.training.optimizer import OptimizerConfig
+from vitrail.training.start import Origin
+
+FORMAT = 2
+"""Version of the format. Format 1 has no "format" field, a flat config, and classification as its only task. The model
+section of format 1 lists every field that could be overridden. Fields that were not overridden are null."""
+
+
+class Record(NamedTuple):
+    """The part of `run.json` that resuming needs."""
+
+    config: TrainConfig
+    fingerprint: str
+    """A hash of the keys and targets of all samples."""
+    images: int
+    """Number of training images."""
+    origin: Origin | None
+    """The model that the run started from, or None."""
+    objects: tuple[str, ...] = ()
+    """Names of the Python objects that the run was started with: "data", "network", both or none."""
+    models: tuple[tuple[str, str], ...] = ()
+    """SHA-256 of the weights of each model that the run learns from, after the name of its setting. Older records have
+    none."""
+
+
+def read_record(folder: Path) -> Record:
+    """Read `run.json` from the folder of a run.
+
+    Raises `RunError` if the folder has no `run.json`, or if that file is damaged or has a newer format.
+    """
+    path = folder / "run.json"
+    if not path.is_file():
+        near = Path("runs") / folder
+        hint = f"; did you mean {str(near)!r}?" if (near / "run.json").is_file() else ""
+        raise RunError(f"{str(folder)!r} is not the folder of a run: it has no run.json{hint}")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RunError(f"{path} is damaged: {error}") from error
+    if not isinstance(values, dict):
+        raise RunError(f"{path} is damaged: it holds {type(values).__name__}, not an object of named fields")
+    number = values.get("format", 1)
+    if not isinstance(number, int) or number < 1:
+        raise RunError(f"{path} is damaged: format={number!r} is not a whole number above 0")
+    if number > FORMAT:
+        raise RunError(
+            f"{path} has format {number}, but this version of Vitrail reads formats up to {FORMAT}; install a "
+            "newer version to use this run"
+        )
+    config = _part(path, values, "config")
+    data = _part(path, values, "data")
+    try:
+        return Record(
+            TrainConfig.from_plain(_with_older_defaults(_sections(config) if number == 1 else config)),
+            str(_field(path, data, "data.fingerprint")),
+            int(_field(path, data, "data.train")),
+            Origin.from_plain(values.get("init")),
+            tuple(values.get("objects", ())),
+            tuple((name, str(sha256)) for name, sha256 in dict(values.get("models", {})).items()),
+        )
+    except (ConfigError, TypeError, KeyError) as error:
+        raise RunError(f"{path} is damaged: {error}") from error
+
+
+def replace_config(folder: Path, config: TrainConfig) -> None:
+    """Replace the config in the `run.json` of a run's folder. Raises `SaveError`."""
+    path = folder / "run.json"
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    with saving("the run", folder):
+        write_json(path, values | {"format": FORMAT, "config": config.to_plain()})
+
+
+def _part(path: Path, values: dict[str, Any], name: str) -> dict[str, Any]:
+    part = _field(path, values, name)
+    if not isinstance(part, dict):
+        raise RunError(f"{path} is damaged: {name!r} is not an object of named fields")
+    return part
+
+
+def _field(path: Path, values: dict[str, Any], name: str) -> Any:
+    """Return the value of the field whose name is the last part of the dotted `name`. Raises `RunError` if the field is
+    missing."""
+    if (last := name.rpartition(".")[2]) not in values:
+        raise RunError(f"{path} is damaged: the field {name!r} is missing")
+    return values[last]
+
+
+def _with_older_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """Add the settings that an older config lacks and whose defaults have changed since then, with their old defaults.
+
+    In older runs, `cut_method` was "threshold", `average_start` was "capped", and `float32_products` was "mkl".
+    """
+    added: dict[str, dict[str, Any]] = {}
+    data, optimizer, run = config.get("data"), config.get("optimizer"), config.get("run")
+    if isinstance(run, dict):
+        added["run"] = {"float32_products": "mkl"} | run
+    if isinstance(data, dict):
+        added["data"] = {"cut_method": "threshold"} | data
+    if isinstance(optimizer, dict) and optimizer.get("average"):
+        added["optimizer"] = {"average_start": "capped"} | optimizer
+    return config | added
+
+
+def _sections(flat: dict[str, Any]) -> dict[str, Any]:
+    """Return the flat config of format 1, divided into the sections of format 2."""
+    rest = dict(flat)
+    sections: dict[str, Any] = {name: rest.pop(name) for name in ("start", "images", "augment") if name in rest}
+    if "model" in rest:
+        overrides = {name: value for name, value in rest.pop("model").items() if value is not None}
+        sections["model"] = {"variant": overrides.pop("variant", None), "overrides": overrides}
+        if str(sections["model"]["variant"]).startswith("BiT"):
+            overrides.pop("position_std", None)  # recipes set it for every variant, and ResNets ignored it
+    if "optimization" in rest:
+        sections["optimizer"] = _renamed(rest.pop("optimization"), OptimizerConfig)
+    for name, cls in (("data", DataConfig), ("run", RunConfig), ("task", Classification)):
+        names = bare_names(cls)
+        sections[name] = _renamed({bare: rest.pop(bare) for bare in names if bare in rest}, cls)
+    sections["task"]["name"] = Classification.name
+    if rest:
+        raise ConfigError(f"unknown field {min(rest)!r}")
+    return sections
+
+
+def _renamed(values: dict[str, Any], cls: type[Any]) -> dict[str, Any]:
+    """Return the values under the names of the fields of `cls`, instead of the bare names."""
+    names = bare_names(cls)
+    return {names.get(name, name): value for name, value in values.items()}
+
+
+# Settings of a run that may change when it is resumed. A run keeps its settings, because its curve would otherwise
+# not be that of one experiment. Settings that change no number are free. Settings that change nothing but rounding,
+# and the place of the same data, must be allowed by name.
+
+
+FREE = ("threads", "processes", "process_timeout", "track", "background_checkpoints")
+"""Settings that change no number of training."""
+
+ROUNDING = "numbers then round differently"
+
+ALLOWED = {
+    "data": "its images and labels must be those of the run",
+    "device": ROUNDING,
+    "precision": ROUNDING,
+    "float32_products": ROUNDING,
+    "compute_threads": ROUNDING,
+    "compile": ROUNDING,
+    "shard": ROUNDING,
+    "accumulation": ROUNDING,
+    "checkpoint_activations": ROUNDING,
+}
+"""Settings that may change if the user allows it, and what a change means."""
+
+
+def changed_config(
+    folder: Path, config: TrainConfig, changes: Mapping[str, Any], allow: Collection[str] = ()
+) -> tuple[TrainConfig, dict[str, tuple[Any, Any]]]:
+    """Return the config of a run in `folder` with some settings changed, and the settings that differ from those of the
+    run, with their values before and now.
+
+    Raises `ConfigError` for settings that a run keeps, and for differences that are not among the names in `allow`. The
+    message names all of them.
+    """
+    raise_problems(
+        f"allow={name!r} is not a setting that may change; {nearest(name, ALLOWED)}"
+        for name in allow
+        if name not in ALLOWED
+    )
+    sections = config.settings()
+    found = {name: _value(config, sections[name], name) for name in changes if name in sections}
+    differences = {name: (before, changes[name]) for name, before in found.items() if before != changes[name]}
+    raise_problems(_problems(folder, changes, differences, allow))
+    return config.override(**dict(changes)), differences
+
+
+def _problems(
+    folder: Path, changes: Mapping[str, Any], differences: Mapping[str, tuple[Any, Any]], allow: Collection[str]
+) -> list[str]:
+    missing = [name for name in differences if name in ALLOWED and name not in allow]
+    together = ",".join(dict.fromkeys([*allow, *missing]))
+    return [
+        *(
+            f"{name}={value!r} cannot change, because run {folder} keeps the settings that it began with; leave {name} "
+            "out, or start a new run"
+            for name, value in changes.items()
+            if name not in ALLOWED and name not in FREE
+        ),
+        *(
+            f"{name}={differences[name][1]!r} differs from {differences[name][0]!r}, with which run {folder} began, "
+            f"and {ALLOWED[name]}; leave {name} out, or accept the change with --allow {together}"
+            for name in missing
+        ),
+    ]
+
+
+def _value(config: TrainConfig, section: str, name: str) -> Any:
+    """Return the value of a setting by its bare name."""
+    if name == "data":
+        return config.data.spec
+    return getattr(getattr(config, section), name)
+
+
+# Extension of a run beyond its length: the longer config, and its record in run.json.
+
+
+@dataclass(frozen=True)
+class Length:
+    """A new length of a run, in epochs or in optimizer steps. Raises `ConfigError` if both or none is given."""
+
+    epochs: float | None = None
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.epochs is None) == (self.steps is None):
+            raise ConfigError(
+                f"epochs={self.epochs} and steps={self.steps}: a run is extended to a number of epochs or of steps; "
+                "give one of them"
+            )
+
+    def apply(self, config: TrainConfig) -> TrainConfig:
+        """Return the config of the longer run. Raises `ConfigError` for a length that is not above 0."""
+        if self.steps is not None:
+            return config.override(steps=self.steps)
+        return config.override(steps=None, epochs=self.epochs)
+
+
+def check_extension(folder: Path, record: Record, steps: int, finished_at: int | None) -> None:
+    """Raise `RunError` unless a run can be extended to `steps` optimizer steps in total.
+
+    `finished_at` is the last step of a finished run, whose checkpoint is needed, or None.
+    """
+    before = record.config.total_steps(record.images)
+    if steps <= before:
+        epochs = before * record.config.mean_batch_size / record.images
+        raise RunError(
+            f"run {folder} has {before:,} steps ({epochs:.3g} epochs), and {steps:,} steps are not more; a run can "
+            "only be made longer: choose a larger total"
+        )
+    checkpoints = Checkpoints(folder / "checkpoints")
+    if finished_at is not None and finished_at not in checkpoints.steps():
+        raise RunError(
+            f"run {folder} cannot be extended, because the checkpoint of its end, {checkpoints.folder}/step-"
+            f"{finished_at}, is gone; to train its model further, start a new run with --init {folder}/model"
+        )
+
+
+def record_extension(folder: Path, config: TrainConfig, *, step: int, before: int, steps: int) -> None:
+    """Replace the config and the length of a run in run.json, and add the extension to its list. Raises
+    `SaveError`."""
+    path = folder / "run.json"
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    extensions = [*values.get("extensions", ()), {"after": step, "from": before, "to": steps}]
+    changed = {"format": FORMAT, "config": config.to_plain(), "steps": steps, "extensions": extensions}
+    with saving("the run", folder):
+        write_json(path, values | changed)
+
+
+# The link from the report of a run to the page on which `vitrail report` looks inside its model.
+
+
+INSIDE = "inside"
+"""Folder in a run's folder for the page of `vitrail report` on its model."""
+
+PAGE = f"{INSIDE}/report.html"
+"""Path of the page of `vitrail report` in a run's folder."""
+
+PLACE = re.compile(rb'<p id="inside">.*?</p>', re.DOTALL)
+"""The paragraph of a run's report that has the link."""
+
+
+def inside_link(run: Path) -> str:
+    """Return the paragraph with the link. It is empty unless the run has a page that is newer than its model."""
+    page, model = run / PAGE, run / "model" / "model.json"
+    is_current = page.is_file() and not (model.is_file() and model.stat().st_mtime > page.stat().st_mtime)
+    text = f'<a href="{PAGE}">Look inside the model</a>: its layers, saliency maps, embeddings and errors.'
+    return f'<p id="inside">{text if is_current else ""}</p>'
+
+
+def link_inside(run: Path) -> None:
+    """Put the link into the report of a run, if there is one. Raise `SaveError` if it cannot be written."""
+    path = run / "report.html"
+    if not path.is_file():
+        return
+    with saving("the report", path):
+        before = path.read_bytes()
+        after = PLACE.sub(lambda _: inside_link(run).encode(), before, count=1)
+        if after != before:
+            partial = partial_path(path)
+            partial.write_bytes(after)
+            partial.replace(path)
+
+
+# The lock of a run's folder. Only the process that holds it may train the run or replace the folder.
+
+
+LOCK = "run.lock"
+"""Name of the file in the run's folder that is locked. The file names the process that holds the lock."""
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run's folder inside the `with` block. The operating system releases the lock if the process
+    ends in any other way.
+
+    Raises `RunError` if another process or thread holds the lock. On a file system without locks, nothing is locked.
+    """
+    path = folder / LOCK
+    with saving("the lock", path):
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        if not _acquire(file):
+            raise RunError(_in_use(folder))
+        with contextlib.suppress(OSError):  # the lock holds even if the disk is too full for this text
+            os.ftruncate(file, 0)
+            os.write(file, json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode())
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
+    finally:
+        os.close(file)
+
+
+def check_unlocked(folder: Path) -> None:
+    """Raise `RunError` if a process holds the lock of a run's folder."""
+    if is_locked(folder):
+        raise RunError(_in_use(folder))
+
+
+def is_locked(folder: Path) -> bool:
+    """Return True if a process holds the lock of a run's folder."""
+    try:
+        file = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not _acquire(file)
+    finally:
+        os.close(file)
+
+
+def _acquire(file: int) -> bool:
+    """Acquire the lock of an open file. Return False if it is held elsewhere, or if its holder has deleted the file."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return os.fstat(file).st_nlink > 0
+
+
+def _in_use(folder: Path) -> str:
+    """Return the message about a run that another process trains."""
+    try:
+        holder = json.loads((folder / LOCK).read_text(encoding="utf-8"))
+        process, host = int(holder["process"]), str(holder["host"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return (
+            f"run {folder} is in use: another process trains it, and two processes must not train one run; wait until "
+            "that process ends"
+        )
+    there = "" if host == socket.gethostname() else f" on {host}"
+    return (
+        f"run {folder} is in use: process {process}{there} trains it, and two processes must not train one run; wait "
+        f"until that process ends, or stop it with kill {process}{there}"
+    )
+
+
+# The folder of a run: its path, and the rules for replacing an existing one.
+
+
+ENTRIES = (
+    "run.json", LOCK, "journal.jsonl", "progress.html", "report.html", "checkpoints", "checkpoints/*",
+    "model", "model/model.*", "model/tokenizer.safetensors", "beside.safetensors", ".best-*",
+    "examples", "examples/*.png",
+    INSIDE, *(f"{INSIDE}/{name}" for name in ("report.html", "report.json", "*.csv", "*.svg", "*.png", "*.parquet")),
+    "tensorboard", "tensorboard/*", "wandb", "wandb/*", "*.vitrail-partial", "*.vitrail-replaced",
+)  # fmt: skip
+"""All files that a run writes into its folder, as shell patterns. A folder with any other file is not deleted."""
+
+
+def new_folder(config: TrainConfig) -> Path:
+    """Make the run's folder, and return its path. Raises `RunError` if the folder exists and may not be replaced."""
+    folder = place_of(config)
+    check_place(folder, config)
+    if folder.exists():
+        shutil.rmtree(folder)
+    with saving("the run", folder):
+        folder.mkdir(parents=True)
+    return folder
+
+
+def check_place(folder: Path, config: TrainConfig) -> None:
+    """Raise `RunError` if the folder exists and the run may not replace it, and `DestinationError` if it cannot be
+    made."""
+    if not folder.exists():
+        check_parent(folder)
+        return
+    if not config.run.overwrite:
+        raise RunError(
+            f"run folder {str(folder)!r} exists; choose another --run, continue it with --resume "
+            f"{shlex.quote(str(folder))}, or replace it with --overwrite"
+        )
+    if not (folder / "run.json").is_file():
+        raise RunError(
+            f"{str(folder)!r} is not the folder of a run (it has no run.json), so it is not overwritten; choose "
+            "another --run"
+        )
+    entries = (entry.relative_to(folder).as_posix() for entry in folder.rglob("*"))
+    if foreign := sorted(name for name in entries if not any(fnmatch.fnmatchcase(name, one) for one in ENTRIES)):
+        raise RunError(
+            f"run folder {str(folder)!r} also holds files that a run does not write ({', '.join(foreign[:3])}), "
+            "so it is not overwritten; move them elsewhere, or choose another --run"
+        )
+    check_unlocked(folder)
+
+
+def run_of(model: Path) -> Path | None:
+    """Return the folder of the run whose model a path names, or None. The path is that of the run or of its model."""
+    folders = (folder for folder in (model, model.parent) if (folder / "run.json").is_file())
+    return next((folder for folder in folders if folder == model or model.name == "model"), None)
+
+
+def check_request(config: TrainConfig) -> None:
+    """Check what needs neither the initial model nor the data: the device and the run's folder.
+
+    Raises `ConfigError`, `RunError` or `DestinationError`.
+    """
+    pick_device(config.run.device)
+    check_place(place_of(config), config)
+
+
+def place_of(config: TrainConfig) -> Path:
+    """Return the folder that `--run` names. By default return the first of runs/NAME, runs/NAME-2, ... that does not
+    exist.
+    """
+    if config.run.folder is not None:
+        return Path(config.run.folder)
+    data = Path(config.data.spec.partition("?")[0])  # without the choice of splits or columns
+    name = re.sub(r"[^\w.-]+", "-", config.run.name or data.resolve().name).strip("-.") or "run"
+    numbers = (f"{name}-{number}" if number > 1 else name for number in range(1, 1_000_000))
+    return next(path for path in (Path("runs") / numbered for numbered in numbers) if not path.exists())
+
+
+# Summaries of runs, from the files in their folders: state, metrics, and the settings in which they differ.
+
+
+RunState = Literal["training", "finished", "stopped", "failed", "interrupted", "unreadable"]
+"""State of a run. A run that was stopped saved its state on request. A run that was interrupted ended without recording
+why, for example because the machine was switched off."""
+
+ENDS: dict[str, RunState] = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
+"""State of a run whose last event is the key, while no process trains it."""
+
+RECORD = "run.json"
+
+PARTS = ("model", "checkpoints", "examples")
+"""Folders inside a run's folder, which hold no runs."""
+
+DEPTH = 3
+"""Number of levels of folders in which runs are looked for."""
+
+OF_THE_MACHINE = (
+    "run", "name", "overwrite", "threads", "processes", "compute_threads", "float32_products", "device", "compile",
+    "checkpoints", "max_time",
+)  # fmt: skip
+"""Settings that do not change what a run learns."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run as its folder describes it."""
+
+    folder: Path
+    state: RunState
+    problem: str = ""
+    """Reason why the run cannot be read, or why it failed."""
+    config: TrainConfig | None = None
+    step: int = 0
+    """Optimizer steps that were done."""
+    steps: int = 0
+    """Optimizer steps of the whole run."""
+    started: float | None = None
+    """Time of the first event, in seconds since 1970."""
+    changed: float | None = None
+    """Time of the last event, in seconds since 1970."""
+    metrics: dict[str, float] | None = None
+    """Metrics of the saved model such as "validation_accuracy", or of the best evaluation so far, with the number of
+    images that were measured, such as "validation_images". None without any."""
+    fingerprint: str = ""
+    """Hash of the names and targets of all images, or "" if it is unknown."""
+
+    def texts(self, split: str) -> list[str]:
+        """Return the metrics of a split as texts with their names."""
+        if self.config is None or self.metrics is None:
+            return []
+        start = f"{split}_"
+        values = {name.removeprefix(start): value for name, value in self.metrics.items() if name.startswith(start)}
+        return self.config.task.texts(values)
+
+    def images(self, split: str) -> int | None:
+        """Return the number of images of a split on which the metrics were measured, or None if it is unknown."""
+        found = (self.metrics or {}).get(f"{split}_images")
+        return None if found is None else int(found)
+
+
+def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
+    """Yield the folders of runs in a folder, in alphabetical order. The folder itself can be a run.
+
+    Folders inside a run, hidden folders and folders that cannot be opened hold no runs.
+    """
+    if (folder / RECORD).is_file():
+        yield folder
+        return
+    if depth == 0:
+        return
+    try:
+        inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except OSError:
+        return
+    for path in inside:
+        if path.name not in PARTS:
+            yield from find_runs(path, depth - 1)
+
+
+def summarise(folder: Path) -> RunSummary:
+    """Return the summary of the run in a folder. A run that cannot be read has the state "unreadable"."""
+    try:
+        record = read_record(folder)
+        events = read_journal(folder / "journal.jsonl")
+    except (RunError, OSError) as error:
+        return RunSummary(folder, "unreadable", str(error))
+    last = events[-1] if events else {}
+    state = "training" if is_locked(folder) else ENDS.get(last.get("event", ""), "interrupted")
+    begun = [event for event in events if event["event"] in ("started", "resumed")]
+    return RunSummary(
+        folder,
+        state,
+        str(last.get("reason", "")) if state == "failed" else "",
+        record.config,
+        step=max((int(event.get("step", 0)) for event in events), default=0),
+        steps=int(begun[-1]["steps"]) if begun else record.config.total_steps(record.images),
+        started=events[0]["time"] if events else None,
+        changed=last.get("time"),
+        metrics=_metrics(events),
+        fingerprint=record.fingerprint,
+    )
+
+
+def settings_of(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings of a config by their bare names, with the values that are in effect. Settings of the machine,
+    and fields of the network that the config leaves to the variant, are not included."""
+    found = ["task"]
+    for section in fields(config):
+        value = getattr(config, section.name)
+        found += ["variant", *value.overrides] if isinstance(value, ModelConfig) else bare_names(type(value))
+    return {name: config.in_effect(name) for name in found if name not in OF_THE_MACHINE}
+
+
+def settings_beside(configs: Sequence[TrainConfig]) -> list[dict[str, Any]]:
+    """Return the settings of each config that one of them has (`settings_of`), by their bare names. A setting that a
+    config does not have is None."""
+    names = dict.fromkeys(name for config in configs for name in settings_of(config))
+    return [{name: config.in_effect(name) for name in names} for config in configs]
+
+
+def differing_settings(configs: Sequence[TrainConfig]) -> list[dict[str, Any]]:
+    """Return the settings of each config that are not the most frequent ones among the configs, by their bare names.
+
+    Of equally frequent values, the first one counts as the usual value. A setting that a config does not have is None.
+    """
+    settings = settings_beside(configs)
+    names = settings[0] if settings else ()
+    usual = {name: Counter(repr(one[name]) for one in settings).most_common(1)[0][0] for name in names}
+    return [{name: value for name, value in one.items() if repr(value) != usual[name]} for one in settings]
+
+
+def notes_on_data(runs: Sequence[RunSummary]) -> Iterator[str]:
+    """Yield a note for each data set that had other images, labels or splits in some of the runs, although its name
+    and the settings of its splits are the same."""
+    groups: dict[str, dict[str, list[str]]] = {}
+    for run in runs:
+        if run.config is not None and run.fingerprint:
+            groups.setdefault(repr(run.config.data), {}).setdefault(run.fingerprint, []).append(run.folder.name)
+    specs = {repr(run.config.data): run.config.data.spec for run in runs if run.config is not None}
+    for data, found in groups.items():
+        if len(found) > 1:
+            runs_of_each = "; ".join(", ".join(names) for names in found.values())
+            yield (
+                f"the images, labels or splits of data {specs[data]!r} changed between these runs, so their metrics "
+                f"are not comparable: {runs_of_each}"
+            )
+
+
+def _metrics(events: Sequence[dict[str, Any]]) -> dict[str, float] | None:
+    """Return the metrics of the saved model, or those of the best evaluation on the validation split so far."""
+    for event in reversed(events):
+        if event["event"] == "finished":
+            return {f"{one['split']}_images": one["images"] for one in events if one.get("kept")} | event["metrics"]
+        if event["event"] == "evaluation" and event.get("best"):
+            return {f"validation_{name}": value for name, value in event.items() if isinstance(value, float)}
+    return None

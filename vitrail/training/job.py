@@ -1,0 +1,978 @@
+"""Preparation of a run from its config: checks of its settings, its open data, its steps and its memory.
+
+All of this happens before any file is written, so a run whose settings cannot work leaves no files behind.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vitrail.data.augmentation.augment import Augment
+from vitrail.data.pipeline import Readers, check_divisible, default_threads, queue_bytes
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Source, Target, TargetKind, fingerprint, target_kind
+from vitrail.data.sources import OpenedData
+from vitrail.data.splits import Splits
+from vitrail.errors import ConfigError, UndecodableImage
+from vitrail.evaluation.evaluators import Evaluator, Together, evaluators_of
+from vitrail.machine import TrainingPrecision, check_memory, describe, pick_device, resolve_precision, total_memory
+from vitrail.models.compiled import Compiled, resolve_compile
+from vitrail.models.config import ModelConfig
+from vitrail.models.cost.footprint import (
+    Footprint,
+    FootprintPrecision,
+    activation_bytes,
+    checkpointed_bytes,
+    prediction_bytes,
+    training_bytes,
+)
+from vitrail.models.cost.transformer import block_parameters
+from vitrail.models.linear.float8 import check_float8
+from vitrail.models.linear.float32 import resolve_float32_products
+from vitrail.models.variants import AnyConfig, AnyNetwork, transformer, transformer_config
+from vitrail.processes.group import Processes
+from vitrail.settings import raise_problems
+from vitrail.tasks.own_model import has_known_architecture, own_config
+from vitrail.tasks.task import Position, StepCost, Task
+from vitrail.training.config import KINDS, FaultConfig, RunConfig, Shard, TrainConfig
+from vitrail.training.folder import FORMAT
+from vitrail.training.log import check_trackers
+from vitrail.training.schedule import RunLength, Schedule
+from vitrail.training.sharding import shard_problems
+from vitrail.training.start import Origin, check_choice, fitted
+from vitrail.training.state import TrainState
+from vitrail.weights.bundle import Bundle, check_loadable
+
+
+@dataclass(frozen=True)
+class OwnObjects:
+    """Data and a network that the user passes as Python objects, instead of naming them in the config.
+
+    `OpenedData` does not count as the user's own object: it is the config's data set, opened earlier.
+    """
+
+    data: Source | Splits | OpenedData | None = None
+    network: nn.Module | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the objects that were passed, as `run.json` records them."""
+        own = {"data": None if isinstance(self.data, OpenedData) else self.data, "network": self.network}
+        return [name for name, value in own.items() if value is not None]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A config that has been checked on this machine, with its open data."""
+
+    config: TrainConfig
+    """The checked config. This machine's precision, library of float32 products and number of threads replace the
+    defaults, and a run that is resumed on another machine keeps them."""
+    device: torch.device
+    compile: Compiled
+    splits: Splits
+    fingerprint: str
+    """A hash of the keys and targets of all splits."""
+    steps: int
+    origin: Origin | None
+    """The model that the weights come from, or None."""
+    probes: tuple[Probe, ...]
+    objects: OwnObjects
+    network: AnyConfig | None
+    """The config of the run's network with a head for two classes, or None for a network of the user's own."""
+    phases: tuple[Phase, ...]
+    processes: Processes = Processes()
+
+    @property
+    def shards(self) -> bool:
+        """True if each process keeps only a part of the weights."""
+        return self.config.run.shard != "none" and self.processes.are_several
+
+    @property
+    def first_device(self) -> torch.device:
+        """Device of the network before the first step. Weights that are divided among processes are first in main
+        memory, because they may not fit on one device."""
+        return torch.device("cpu") if self.shards else self.device
+
+    @property
+    def readers(self) -> Readers:
+        """The worker threads and processes that read and decode images in each process of the run."""
+        readers, here = self.config.run.readers, self.processes.place.local_world
+        if readers.threads is not None or here == 1:
+            return readers
+        return replace(readers, threads=max(1, default_threads() // here))
+
+
+def prepare(
+    config: TrainConfig,
+    *,
+    model: Bundle | None = None,
+    origin: Origin | None = None,
+    objects: OwnObjects = OwnObjects(),
+    measure_test: bool = True,
+    processes: Processes = Processes(),
+) -> Setup:
+    """Check a config and open its data. Raises `UserError` for settings and data that cannot work.
+
+    `model` is the model to start from. If a run continues, `origin` is the record of that model in run.json. Without
+    `measure_test` the run has no test split. Several `processes` must find the same data.
+    """
+    check_trackers(config.run.track)
+    device = pick_device(processes.device_name(config.run.device))
+    precision = resolve_precision(config.run.precision, device)
+    config = config.override(
+        precision=precision,
+        float32_products=resolve_float32_products(config.run.float32_products),
+        compute_threads=_fixed_threads(config.run, precision, device),
+    )
+    compiled: Compiled = "off"
+    network_config: AnyConfig | None = None
+    if objects.network is not None:
+        check_settings(config)
+        config = replace(config, model=ModelConfig())
+    else:  # before opening the data, whose number of classes changes none of these checks
+        network_config = network_config_of(config, model, origin, num_classes=2)
+        _check_network_settings(config, network_config)
+        compiled = resolve_compile(config.run.compile, device, network_config)
+    config, splits = _opened(config, objects.data)
+    config.task.check_data(splits)
+    config.task.selection(splits)
+    _check_choosing(config, splits)
+    steps = config.total_steps(len(splits.train))
+    schedule_of(config, splits, steps)  # checks that its parts fit into the run
+    phases = phases_of(config, network_config, steps)
+    raise_problems(shard_problems(config.run.shard, config.optimizer, processes))
+    check_divisible((phase.batch_size for phase in phases), processes.world)
+    found = fingerprint(splits.train, splits.validation, splits.test)
+    _check_equal(processes, found, config)
+    if network_config is None:
+        config.task.check_network(own_config(objects.network))
+    return Setup(
+        config=config,
+        device=device,
+        compile=compiled,
+        splits=splits if measure_test else replace(splits, test=None),
+        fingerprint=found,
+        steps=steps,
+        origin=origin,
+        probes=_probes(config, splits, steps),
+        objects=objects,
+        network=network_config,
+        phases=with_flops(phases, config, network_config, len(config.task.output_names(splits))),
+        processes=processes,
+    )
+
+
+def _check_network_settings(config: TrainConfig, network: AnyConfig) -> None:
+    """Raise `ConfigError` for settings that do not fit the kind of network."""
+    if config.run.precision == "float8":
+        check_float8(network)
+    check_choice(config.start, network)
+    if config.run.checkpoint_activations and not network.recomputes_blocks:
+        raise ConfigError(
+            "checkpoint_activations=True computes blocks of a transformer again, but a ResNet has none; leave it out"
+        )
+    if getattr(network, "reversible", False):
+        if config.run.checkpoint_activations:
+            raise ConfigError(
+                "checkpoint_activations=True keeps the inputs of blocks, but reversible=True keeps none of them; leave "
+                "checkpoint_activations out"
+            )
+        if config.run.shard != "none":
+            raise ConfigError(
+                f"shard={config.run.shard!r} gathers the weights of a block when it is called, but with "
+                "reversible=True the backward pass computes its branches one by one; choose shard='none'"
+            )
+
+
+def _opened(config: TrainConfig, data: Source | Splits | OpenedData | None) -> tuple[TrainConfig, Splits]:
+    """Return the config with the name of the data, and the splits. `data` replaces the data that the config names."""
+    if data is None:
+        check_columns(config)
+        return config, config.data.open(unlabelled="none" in config.task.targets)
+    if isinstance(data, OpenedData):
+        return config, config.data.cut(data)
+    own = named_splits(data)
+    config = config.override(data=own.title)
+    return config, config.data.cut(own)
+
+
+def _check_equal(processes: Processes, found: str, config: TrainConfig) -> None:
+    """Raise `ConfigError` if several processes found different data or chose different precisions."""
+    everyone = processes.gather((found, config.run.precision))
+    for rank, (data, precision) in enumerate(everyone):
+        if data != everyone[0][0]:
+            raise ConfigError(
+                f"data={config.data.spec!r} is not the same for all processes: process {rank} finds other images or "
+                "labels than process 0; give all machines the same data"
+            )
+        if precision != everyone[0][1]:
+            raise ConfigError(
+                f"precision: process {rank} would compute in {precision} and process 0 in {everyone[0][1]}; choose one "
+                "with --precision"
+            )
+
+
+def check_columns(config: TrainConfig) -> None:
+    """Raise `ConfigError` if the task learns numbers, and the config names no columns of numbers."""
+    if config.task.targets == ("numbers",) and not config.data.numbers:
+        raise ConfigError(
+            f"numbers: the task {config.task.name} needs the names of numeric columns, such as numbers=('age',)"
+        )
+
+
+def record_of(setup: Setup) -> dict[str, Any]:
+    """Return the content of `run.json`: the config, the data and the machine, which are enough to repeat the run."""
+    splits = {"train": setup.splits.train, "validation": setup.splits.validation, "test": setup.splits.test}
+    return {
+        "format": FORMAT,
+        "config": setup.config.to_plain(),
+        "objects": setup.objects.names,
+        "steps": setup.steps,
+        "init": None if setup.origin is None else setup.origin.to_plain(),
+        "models": setup.config.task.models(),
+        "data": {
+            **{name: 0 if source is None else len(source) for name, source in splits.items()},
+            "fingerprint": setup.fingerprint,
+            "classes": list(setup.splits.classes),
+            "notes": list(setup.splits.notes),
+        },
+        "machine": describe(setup.device),
+    }
+
+
+def network_config_of(
+    config: TrainConfig, model: Bundle | None, origin: Origin | None, *, num_classes: int
+) -> AnyConfig:
+    """Return the config of the run's network: that of the model to start from, or of its record, or of the settings."""
+    images = config.images
+    if model is not None:
+        return fitted(model.network.config, config.start.init, images, config.model.overrides, num_classes)
+    if origin is not None:
+        return origin.network
+    return config.model.resolve(num_classes=num_classes, image_size=images.image_size, channels=images.channels)
+
+
+def _fixed_threads(run: RunConfig, precision: TrainingPrecision, device: torch.device) -> int | None:
+    """Return the number of compute threads that the whole run uses, or None if the number follows the free cores.
+
+    Sums depend on the number of threads, so a float32 run that is resumed uses the same number.
+    """
+    if run.compute_threads is None and (run.deterministic or (precision == "float32" and device.type == "cpu")):
+        return torch.get_num_threads()
+    return run.compute_threads
+
+
+def schedule_of(config: TrainConfig, splits: Splits, steps: int) -> Schedule:
+    """Return the schedule of the learning rate. Raises `ConfigError` if parts of it do not fit into the run."""
+    optimizer = config.optimizer.for_batch_size(config.run.batch_size)
+    return optimizer.schedule_of(RunLength(steps, config.mean_batch_size, len(splits.train)))
+
+
+def _probes(config: TrainConfig, splits: Splits, steps: int) -> tuple[Probe, ...]:
+    """Return the probes that the config asks for. Raise `ConfigError` if no image has a label to measure them by."""
+    run = config.run
+    if not run.probe:
+        return ()
+    if splits.target_kind == "none":
+        raise ConfigError(
+            f"probe={run.probe!r} is measured by labels, but the images of {splits.title} have none; leave --probe out"
+        )
+    every = run.probe_every or math.ceil(steps / max(run.evaluations, 1))
+    evaluators = evaluators_of(
+        run.probe, {"fewshot": {"allow_fewer": True}}
+    )  # allow_fewer: small classes have few images
+    return (Probe(run.probe, every, Together(evaluators)),)
+
+
+def _check_choosing(config: TrainConfig, splits: Splits) -> None:
+    """Raise `ConfigError` if the run has to choose the best weights but never evaluates any."""
+    run = config.run
+    if splits.validation is not None and run.evaluations:
+        return
+    reason = (
+        "needs a validation split and evaluations, but this run does not have both: "
+        f"validation_share={config.data.validation_share} and evaluations={run.evaluations}."
+    )
+    if run.keep == "best":
+        raise ConfigError(f"keep='best' {reason} Change one of these, or choose keep='last'")
+    if run.patience is not None:
+        raise ConfigError(f"patience={run.patience} {reason} Change one of these, or leave patience out")
+
+
+# Forecast of the memory that a run needs, before it starts.
+
+
+EVALUATION_BATCH = 256
+"""Largest number of images per forward pass in evaluations during a run."""
+
+MEMORY_FRACTION = 1 / 8
+"""Fraction of the machine's memory that an evaluation's batches may need."""
+
+
+def check_run_memory(
+    config: TrainConfig, network: AnyConfig | None, device: torch.device, processes: Processes = Processes()
+) -> str:
+    """Return a sentence about the memory that a run needs. Raises `ConfigError` if a run on the CPU needs more than is
+    free.
+
+    The need of a network of the user's own class (`network` is None) is unknown and not counted. Each of several
+    processes has its part of every batch, and all processes of this machine share its memory.
+    """
+    run = config.run
+    part = replace(run, batch_size=max(run.batch_size // processes.world, run.accumulation))
+    parts = f" and --accumulation above {run.accumulation}" if run.accumulation < run.batch_size else ""
+    size = " x ".join(map(str, config.images.image_size))
+    return check_memory(
+        processes.place.local_world * run_bytes(replace(config, run=part), network),
+        device,
+        f"training with {size} pixels and batches of {run.batch_size} images",
+        f"try a smaller --image-size, a smaller --batch-size{parts}, or a smaller network",
+    )
+
+
+def run_bytes(config: TrainConfig, network: AnyConfig | None) -> int:
+    """Return the bytes that a run needs on a CPU. They are those of the training step by its closed form, of the
+    batches that are read ahead, of the batches of an evaluation, and of the copy of the state from which checkpoints in
+    the background are written. An evaluation begins while training batches are read ahead."""
+    run, images = config.run, config.images
+    queue = queue_bytes(images, run.batch_size * config.task.views, run.readers)
+    if (local := config.task.local_views_of(images, config.augment, run.seed)) is not None:
+        queue += queue_bytes(local.preprocess, run.batch_size * local.count, run.readers)
+    if network is None:
+        return queue
+    size = images.image_size
+    cost = _cost(config, network)
+    evaluation = evaluation_batch(config, network)
+    predicting = prediction_bytes(network, evaluation, size) + queue_bytes(images, evaluation, run.readers)
+    predicting += evaluation * cost.image_bytes + cost.fixed_bytes
+    state = (12 + 4 * (config.optimizer.average > 0)) * (network.parameters() + cost.parameters)
+    copied = state if run.background_checkpoints else 0
+    return queue + copied + max(_step_bytes(config, network), state + predicting)
+
+
+def evaluation_batch(config: TrainConfig, network: AnyConfig | None) -> int:
+    """Return the number of images per forward pass in evaluations during a run. It is smaller than 256 only if batches
+    of 256 images would need more than an eighth of the machine's memory. It is a power of two."""
+    batch = EVALUATION_BATCH
+    if network is None:
+        return batch
+    images, readers, each = config.images, config.run.readers, _cost(config, network).image_bytes
+    while batch > 1:
+        needed = prediction_bytes(network, batch, images.image_size) + queue_bytes(images, batch, readers)
+        needed += batch * each
+        if needed <= MEMORY_FRACTION * total_memory():
+            break
+        batch //= 2
+    return batch
+
+
+def _precision(config: TrainConfig) -> FootprintPrecision:
+    return "float32" if config.run.precision == "float32" else "bf16"
+
+
+def _cost(config: TrainConfig, network: AnyConfig) -> StepCost:
+    """Return what the task adds to the network."""
+    return config.task.step_cost(network.with_image_size(config.images.image_size), _precision(config))
+
+
+def _step_bytes(config: TrainConfig, network: AnyConfig) -> int:
+    """Return the bytes of a training step. Frozen weights have no moments, and frozen blocks keep no activations."""
+    run, start, size, precision = config.run, config.start, config.images.image_size, _precision(config)
+    rows = config.task.views * math.ceil(run.batch_size / run.accumulation)
+    cost = _cost(config, network)
+    network = cost.network
+    whole = training_bytes(network, rows, size, precision) + rows * cost.image_bytes
+    whole += 16 * cost.parameters + cost.fixed_bytes
+    if config.optimizer.average:
+        whole += 4 * (network.parameters() + cost.parameters)
+    if run.checkpoint_activations:
+        whole -= rows * (activation_bytes(network, size, precision) - checkpointed_bytes(network, size, precision))
+    if start.lora_rank is not None:
+        return whole - 8 * network.parameters()
+    if start.train_blocks is not None and start.train_blocks < network.num_blocks:
+        frozen = prediction_bytes(network, rows, size, precision)
+        return frozen + int(start.train_blocks / network.num_blocks * whole)
+    return whole
+
+
+# Checks of the user's own data and network before a run starts.
+
+
+EXAMPLES = 8
+"""Number of samples that are read to check a source."""
+
+
+def named_splits(data: Any) -> Splits:
+    """Return the user's data as splits, with a title for messages.
+
+    Raises `ConfigError` with the broken rule if an object breaks the contract of `Source`.
+    """
+    splits = data if isinstance(data, Splits) else Splits(data, None, None)
+    for source in (splits.train, splits.validation, splits.test):
+        if source is not None:
+            check_source(source)
+    if splits.title == Splits.title:
+        return Splits(splits.train, splits.validation, splits.test, splits.notes, type(splits.train).__name__)
+    return splits
+
+
+def check_source(source: Any) -> None:
+    """Raise `ConfigError` with the broken rule if an object breaks the contract of `Source`.
+
+    Up to 8 samples, spread evenly over the source, are read. `vitrail.testing.check_source` checks the whole contract.
+    """
+    if not isinstance(source, Source):
+        lacking = [name for name in ("classes", "__len__", "__getitem__", "key", "target") if not hasattr(source, name)]
+        raise _broken(source, f"a source must have {' and '.join(lacking)}")
+    classes, count = source.classes, len(source)
+    if not isinstance(classes, tuple) or not all(isinstance(name, str) for name in classes):
+        raise _broken(source, f"classes must be a tuple of names, not {classes!r:.60}")
+    if not count:
+        raise _broken(source, "a source must have at least one sample")
+    kind = target_kind(source)
+    for index in np.unique(np.linspace(0, count - 1, min(count, EXAMPLES)).astype(np.int64)).tolist():
+        key, target = source.key(index), source.target(index)
+        if not isinstance(key, str):
+            raise _broken(source, f"key({index}) must be a name, not {key!r:.60}")
+        if not _fits(target, kind, len(classes)):
+            raise _broken(source, f"target({index}) is {target!r:.60}, but {_rule(kind, len(classes))}")
+        try:
+            sample = source[index]
+        except UndecodableImage:
+            continue
+        if sample.key != key or repr(sample.target) != repr(target):
+            raise _broken(
+                source, f"source[{index}] must have the key and the target that key({index}) and target({index}) return"
+            )
+        image = sample.image
+        is_array = isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3
+        if not isinstance(image, bytes) and not (is_array and image.shape[2] in (1, 3)):
+            raise _broken(source, f"the image of {key!r} must be bytes or a uint8 array of (height, width, 1 or 3)")
+
+
+def check_settings(config: TrainConfig) -> None:
+    """Raise `ConfigError` for settings that work only with a network of this package."""
+    start = config.start
+    for name, value, used in (
+        ("init", start.init, start.init is not None),
+        ("optimizer", config.optimizer.kind, config.optimizer.kind == "muon"),
+        ("layer_decay", config.optimizer.layer_decay, config.optimizer.layer_decay < 1),
+        ("precision", config.run.precision, config.run.precision == "float8"),
+        ("compile", config.run.compile, config.run.compile in ("on", "graphs")),
+        ("shard", config.run.shard, config.run.shard != "none"),
+        ("checkpoint_activations", True, config.run.checkpoint_activations),
+        ("probe", config.run.probe, bool(config.run.probe)),
+    ):
+        if used:
+            raise ConfigError(
+                f"{name}={value!r} cannot be combined with network=...; {name} works only for networks that are "
+                "built from a config"
+            )
+
+
+def check_network(network: nn.Module, images: Preprocess, outputs: int) -> None:
+    """Raise `ConfigError` with the broken rule if the run's task cannot train this network. With 0 `outputs`, the task
+    does not use the outputs of the network, and `BundleError` if a network of this package was changed so that it
+    cannot be saved.
+
+    The network is called once, in evaluation mode, with two images of zeros.
+    """
+    if not any(parameter.requires_grad for parameter in network.parameters()):
+        raise _broken(network, "a network must have a parameter that requires gradients")
+    device = next(network.parameters()).device
+    shape = (2, images.channels, *images.image_size)
+    was_training = network.training
+    network.eval()
+    try:
+        with torch.no_grad():
+            made = network(torch.zeros(shape, device=device))
+    except Exception as error:
+        rule = f"a network must take images of (b, channels, height, width), here {shape}, but it raised"
+        raise _broken(network, f"{rule} {type(error).__name__}: {error}") from error
+    finally:
+        network.train(was_training)
+    if (
+        not isinstance(made, Tensor)
+        or made.shape[:1] != (2,)
+        or made.ndim != 2
+        or outputs not in (0, made.shape[1])
+        or not made.is_floating_point()
+    ):
+        found = f"a tensor of {tuple(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+        raise _broken(
+            network, f"a network must return floats of (b, {outputs}), one for each output, but it returned {found}"
+        )
+    config: Any = getattr(network, "config", None)
+    if has_known_architecture(network) and config.image_size != images.image_size:
+        raise ConfigError(
+            f"image_size={images.image_size} differs from the network's image_size, {config.image_size}; make the "
+            "two equal"
+        )
+    if has_known_architecture(network):
+        check_loadable(cast(AnyNetwork, network))
+
+
+def _broken(thing: Any, rule: str) -> ConfigError:
+    name = "network" if isinstance(thing, nn.Module) else "data"
+    return ConfigError(f"{name}: {type(thing).__name__} breaks a rule of its contract: {rule}")
+
+
+def _fits(target: Target, kind: TargetKind, count: int) -> bool:
+    if target is None or kind == "none":
+        return target is None
+    if kind == "class":
+        return _is_class(target, count)
+    if not isinstance(target, tuple):
+        return False
+    if kind == "numbers":
+        return len(target) == count and all(isinstance(number, float) for number in target)
+    return all(_is_class(one, count) for one in target)
+
+
+def _is_class(value: Any, count: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < count
+
+
+def _rule(kind: TargetKind, count: int) -> str:
+    if kind == "numbers":
+        return f"the targets of this source must be None or tuples of {count} floats, one for each name in classes"
+    if kind == "classes":
+        return f"the targets of this source must be None or tuples of indices from 0 to {count - 1}"
+    return f"the targets of this source must be None or an index from 0 to {count - 1}"
+
+
+# Phases of a run: steps with the same image size, patch dropout and batch size.
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Steps of a run with the same image size, patch dropout and batch size."""
+
+    first: int
+    """Number of the first step, counted from 0."""
+    steps: int
+    image_size: tuple[int, int]
+    patch_dropout: float
+    batch_size: int
+    cost: float = 1.0
+    """FLOPs of a step as a fraction of those of a step in the last phase."""
+    flops: int = 0
+    """FLOPs of a step of all processes. Frozen layers have no backward pass. 0 if the FLOPs are unknown."""
+
+    def step_flops(self, network: AnyConfig, task: Task, trained_blocks: int | None = None) -> int:
+        """Return the FLOPs of one step. By default all blocks are trained, otherwise the last `trained_blocks`."""
+        cost = task.step_cost(self.network(network), "float32")
+        each = cost.network.training_flops(trained_blocks=trained_blocks) + cost.flops
+        return self.batch_size * task.views * each
+
+    def network(self, network: AnyConfig) -> AnyConfig:
+        """Return the config of the run's network with the image size and the patch dropout of this phase."""
+        fields: dict[str, Any] = {"patch_dropout": self.patch_dropout} if hasattr(network, "patch_dropout") else {}
+        return replace(network, image_size=self.image_size, **fields)
+
+
+def phases_of(config: TrainConfig, network: AnyConfig | None, steps: int) -> tuple[Phase, ...]:
+    """Return the phases of a run of this many steps. A run without early settings has one phase.
+
+    `network` is the config of the run's network, or None for a network of the user's own class. Raises `ConfigError`
+    for settings that do not fit the run's own settings or the network, and if the task cannot train the network.
+    """
+    own: dict[str, Any] = {
+        "early_image_size": config.images.image_size,
+        "early_patch_dropout": getattr(network, "patch_dropout", 0.0),
+        "early_batch_size": config.run.batch_size,
+    }
+    courses = {name: config.early.course(name) for name in KINDS}
+    raise_problems(_phase_problems(config, network, own))
+    firsts = sorted({0, *(round(end * steps) for course in courses.values() for _, end in course)} - {steps})
+    found = []
+    for first, after in itertools.pairwise((*firsts, steps)):
+        size, dropout, batch_size = (
+            next((value for value, end in course if first < round(end * steps)), own[name])
+            for name, course in courses.items()
+        )
+        found.append(Phase(first, after - first, size, dropout, batch_size))
+    last = found[-1]
+    if network is None:
+        return tuple(replace(phase, cost=phase.batch_size / last.batch_size) for phase in found)
+    for phase in found:
+        config.task.check_network(phase.network(network))
+    flops = last.step_flops(network, config.task)
+    return tuple(replace(phase, cost=phase.step_flops(network, config.task) / flops) for phase in found)
+
+
+def with_flops(
+    phases: Sequence[Phase], config: TrainConfig, network: AnyConfig | None, outputs: int
+) -> tuple[Phase, ...]:
+    """Return the phases with the FLOPs of their steps, for a network with this number of outputs.
+
+    The phases stay as they are if no formula gives the FLOPs: for networks of the user's own class, with adapters, and
+    with frozen blocks in a task that also trains on views of another size.
+    """
+    start, task = config.start, config.task
+    has_local = task.local_views_of(config.images, config.augment, config.run.seed) is not None
+    if network is None or start.lora_rank is not None or (start.train_blocks is not None and has_local):
+        return tuple(phases)
+    headed = network.with_head(outputs)
+    return tuple(replace(phase, flops=phase.step_flops(headed, task, start.train_blocks)) for phase in phases)
+
+
+def first_steps(phases: Sequence[Phase], steps: int) -> tuple[Phase, ...]:
+    """Return the phases of the first `steps` steps of a run. The last phase is shortened."""
+    return tuple(replace(phase, steps=min(phase.steps, steps - phase.first)) for phase in phases if phase.first < steps)
+
+
+def run_flops(phases: Sequence[Phase], network: AnyConfig, task: Task) -> int:
+    """Return the FLOPs of all training steps of a run. Evaluations are not counted."""
+    return sum(phase.steps * phase.step_flops(network, task) for phase in phases)
+
+
+def cost_text(phases: Sequence[Phase], network: AnyConfig, task: Task) -> str:
+    """Return a sentence about the arithmetic of the training steps."""
+    flops, steps = run_flops(phases, network, task), sum(phase.steps for phase in phases)
+    whole = steps * phases[-1].step_flops(network, task)
+    return (
+        f"the steps in {len(phases)} phases compute {flops / 1e12:,.3g} TFLOP, {flops / whole:.0%} of as many steps of "
+        "the last phase"
+    )
+
+
+def use_patch_dropout(module: nn.Module, rate: float) -> None:
+    """Set the patch dropout of the transformer in an objective. A network without patch dropout stays as it is."""
+    for part in module.modules():
+        vit = transformer(part)
+        if vit is not None:
+            vit.patch_dropout = rate
+
+
+def _phase_problems(config: TrainConfig, network: AnyConfig | None, own: Mapping[str, Any]) -> Iterator[str]:
+    """Yield messages about settings that do not fit the run's own settings or the network."""
+    early = config.early
+    for name, last in own.items():
+        yield from early.conflicts(name, last)
+    if early.early_image_size and config.augment.crop_from is not None:
+        yield (
+            f"early_image_size and crop_from={config.augment.crop_from} cannot be combined, because the boxes of "
+            "crop_from have the network's image size; choose crop_area, or leave one of them out"
+        )
+    for name in ("early_image_size", "early_patch_dropout"):
+        if getattr(early, name) and network is None:
+            yield f"{name} cannot be combined with network=...; it works only for networks that are built from a config"
+    if early.early_patch_dropout and network is not None and not hasattr(network, "patch_dropout"):
+        yield "early_patch_dropout drops patches of a transformer, but a ResNet has none; leave it out"
+    if network is not None:
+        for size, _ in early.course("early_image_size"):
+            try:
+                network.grid_of(*size)
+            except ConfigError as error:
+                yield f"early_image_size: {error}"
+
+
+# The plan of a run: all settings that stay the same from step to step.
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The settings of a run's steps, and the conditions that end the run."""
+
+    steps: int
+    schedule: Schedule
+    accumulation: int
+    clip: float
+    seed: int
+    augment: Augment
+    preprocess: Preprocess
+    precision: TrainingPrecision
+    device: torch.device
+    decay_factor: Callable[[int, int], float] = lambda step, steps: 1.0
+    """Function that returns the factor of the weight decay at a step of a run with this many steps."""
+    batch_size: int = 1
+    images: int = 1
+    """Number of training images, which is the length of an epoch."""
+    classes: int = 0
+    """Number of classes in the data, which is the number of columns of the targets that mixup and CutMix make."""
+    patience: int | None = None
+    """Number of consecutive evaluations without a better result after which the run ends."""
+    most_skipped: int = 0
+    """Maximum number of training samples that may fail to decode."""
+    adapts_threads: bool = False
+    """True if the number of compute threads follows the cores that other programs leave."""
+    chooses_readers: bool = False
+    """True if the first steps decide by their time whether threads or the main thread reads the images."""
+
+    processes: Processes = Processes()
+    """The processes that share every batch."""
+
+    faults: FaultConfig = field(default_factory=FaultConfig)
+    """Reactions to faults of steps."""
+
+    phases: tuple[Phase, ...] = ()
+    """The phases of the run, in order. Without phases, all steps have the settings above."""
+
+    def phase_of(self, step: int) -> Phase | None:
+        """Return the phase of a step, counted from 0."""
+        return next((phase for phase in reversed(self.phases) if phase.first <= step), None)
+
+    def augment_at(self, step: int, *, height: int | None = None) -> Augment:
+        """Return the augmentation of a step. Shifts are proportional to the height of the images, which is by default
+        that of the step's phase."""
+        phase, whole = self.phase_of(step), self.preprocess.image_size[0]
+        if height is None:
+            height = whole if phase is None else phase.image_size[0]
+        if height == whole:
+            return self.augment
+        return replace(self.augment, shift=round(self.augment.shift * height / whole))
+
+    def weight_decay(self, step: int) -> float:
+        """Return the factor of the weight decay at a step."""
+        return self.decay_factor(step, self.steps)
+
+    def position(self, step: int) -> Position:
+        """Return the position of a step in the run."""
+        drawn = sum(phase.batch_size * min(max(step - phase.first, 0), phase.steps) for phase in self.phases)
+        return Position(step, self.steps, (drawn or step * self.batch_size) / self.images)
+
+    def work(self, step: int) -> float:
+        """Return the cost of the steps before this one, in steps of the last phase."""
+        return sum(phase.cost * min(max(step - phase.first, 0), phase.steps) for phase in self.phases) or float(step)
+
+    def flops(self, step: int) -> int:
+        """Return the FLOPs of a step, counted from 0, of all processes. Return 0 if they are unknown."""
+        phase = self.phase_of(step)
+        return 0 if phase is None else phase.flops
+
+    def is_over(self, state: TrainState) -> bool:
+        """Return True after the last step, or if patience is exhausted.
+
+        The answer depends on the training state alone. A run that ended early therefore also ends when it is resumed
+        from its last checkpoint.
+        """
+        return state.step >= self.steps or (self.patience is not None and state.best.waited >= self.patience)
+
+
+# Forecast of a training step on many GPUs by closed forms: memory, communication and bounds of the speed. Nothing is
+# measured. The weights and their moments are counted exactly. The activations are those of the closed form for a CPU
+# (`models/cost/footprint.py`), which keeps about what fused attention keeps on a GPU. The bounds of the speed follow
+# from the numbers of the GPU's data sheet.
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU in a machine of several, by the numbers of its data sheet."""
+
+    name: str
+    memory: float
+    """Bytes of memory."""
+    flops: float
+    """Dense bfloat16 FLOPs per second."""
+    per_machine: int
+    within: float
+    """Bytes per second that a GPU sends to the other GPUs of its machine."""
+    between: float
+    """Bytes per second that a GPU sends to other machines."""
+
+
+H100 = Gpu("H100 SXM", 80e9, 989e12, 8, 450e9, 50e9)
+"""NVLink sends 450 GB/s in each direction. Each GPU is assumed to have a network adapter of 400 Gbit/s."""
+
+
+@dataclass(frozen=True)
+class ScalePlan:
+    """Memory, communication and FLOPs of one process in a training step."""
+
+    processes: int
+    shard: Shard
+    checkpoints_activations: bool
+    batch_size: int
+    """Images per step of all processes."""
+    images: int
+    """Images that a process computes at once: its part of the batch, divided by the number of accumulated parts."""
+    state_bytes: int
+    """Bytes of this process's parts of the weights, their gradients, moments and mean."""
+    whole_bytes: int
+    """Bytes of whole weights: in bf16, of the blocks that are gathered at once, and of the copy that evaluations use.
+    The copy of a transformer has no blocks, which evaluations gather one after the other."""
+    activation_bytes: int
+    bucket_bytes: int
+    """Bytes of the copies of gradients that are sent, at a time when all activations are freed."""
+    sent_within: float
+    """Bytes that a process sends within its machine in a step."""
+    sent_between: float
+    """Bytes that a process sends to other machines in a step."""
+    flops: float
+    """FLOPs of a process in a step."""
+    checkpoint_bytes: int
+    gpu: Gpu
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that a process needs at the peak of a step."""
+        return self.state_bytes + max(self.whole_bytes + self.activation_bytes, self.bucket_bytes)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Time of a step's products at the GPU's peak."""
+        return self.flops / self.gpu.flops
+
+    @property
+    def sending_seconds(self) -> float:
+        """Time of a step's communication at the full rate of the links."""
+        return max(self.sent_within / self.gpu.within, self.sent_between / self.gpu.between)
+
+    @property
+    def fractions(self) -> tuple[float, float]:
+        """Bounds of the fraction of peak that the communication leaves: if nothing of it overlaps with products, and if
+        all of it does. The products themselves do not reach the peak, so a real run is below both."""
+        compute, sending = self.compute_seconds, self.sending_seconds
+        return compute / (compute + sending), compute / max(compute, sending)
+
+    @property
+    def images_per_second(self) -> float:
+        """Images per second of all processes at the upper bound, which is the rate at which data must arrive."""
+        return self.batch_size / max(self.compute_seconds, self.sending_seconds)
+
+
+def scale_plans(
+    config: TrainConfig, network: AnyConfig, processes: Sequence[int], *, gpu: Gpu = H100
+) -> Iterator[ScalePlan]:
+    """Yield the plan of a run for each number of processes. Raises `ConfigError` if a number does not divide the
+    batch size or the processes of a machine."""
+    for world in processes:
+        raise_problems(_scale_problems(config, network, world, gpu))
+        yield _plan(config, network, world, gpu)
+
+
+def _scale_problems(config: TrainConfig, network: AnyConfig, world: int, gpu: Gpu) -> Iterator[str]:
+    if world < 1 or (world > gpu.per_machine and world % gpu.per_machine):
+        yield f"plan={world} is not a number of GPUs in machines of {gpu.per_machine}; choose a multiple"
+    elif config.run.batch_size % world:
+        yield f"batch_size={config.run.batch_size} is not a multiple of the number of processes ({world})"
+    if config.run.checkpoint_activations and not network.recomputes_blocks:
+        yield "checkpoint_activations=True is for transformers; leave it out"
+
+
+def _plan(config: TrainConfig, network: AnyConfig, world: int, gpu: Gpu) -> ScalePlan:
+    cost = config.task.step_cost(network.with_image_size(config.images.image_size), "bf16")
+    run, network, weights = config.run, cost.network, 4 * (network.parameters() + cost.parameters)
+    footprint: Footprint = network.footprint(config.images.image_size, "bf16")
+    here = min(world, gpu.per_machine)
+    machines = world // here
+    shard: Shard = "none" if world == 1 else "full" if run.shard == "hybrid" and machines == 1 else run.shard
+    shards = {"none": 1, "full": world, "hybrid": here}[shard]
+    part = run.batch_size // world
+    images = math.ceil(part / run.accumulation)
+    kept, flops = footprint.activations, cost.all_flops
+    if run.checkpoint_activations:
+        kept = checkpointed_bytes(network, config.images.image_size, "bf16")
+        flops += 2 * network.macs()  # every block is computed twice
+    copies = 4 + (config.optimizer.average > 0)  # weights, gradients, two moments, mean
+    vit = transformer_config(network) if config.start.lora_rank is None else None
+    copied = (
+        weights if vit is None or vit.reduction is not None or vit.reversible else weights - 4 * block_parameters(vit)
+    )
+    gathered = 2 * weights // network.num_blocks + copied  # two blocks at a time, and the copy for evaluations
+    within, between = _sent(weights, shard, here, machines, run.accumulation)
+    return ScalePlan(
+        world,
+        shard,
+        run.checkpoint_activations,
+        run.batch_size,
+        images,
+        state_bytes=math.ceil(copies * weights / shards),
+        whole_bytes=weights // 2
+        + cost.fixed_bytes
+        + (0 if shard == "none" else gathered),  # autocast keeps copies in bf16
+        activation_bytes=images * config.task.views * (kept + footprint.passing + cost.image_bytes),
+        bucket_bytes=weights if shard == "none" and world > 1 else 0,
+        sent_within=within,
+        sent_between=between,
+        flops=float(part * config.task.views * flops),
+        checkpoint_bytes=(copies - 1) * weights,
+        gpu=gpu,
+    )
+
+
+def _sent(weights: int, shard: Shard, here: int, machines: int, parts: int) -> tuple[float, float]:
+    """Return the bytes that a process sends within its machine and to other machines, by rings.
+
+    A ring of n processes sends (n - 1) / n of the weights to gather or to reduce them. Copies are reduced and then
+    gathered. Sharded weights are gathered for the forward pass and for the backward pass of every part of a batch, and
+    their gradients are reduced.
+    """
+
+    def ring(size: int | float, count: int) -> float:
+        return size * (count - 1) / count
+
+    if shard == "hybrid":
+        return 3 * parts * ring(weights, here), 2 * parts * ring(weights / here, machines)
+    times, world = (2, here * machines) if shard == "none" else (3 * parts, here * machines)
+    # One link of the ring in each machine leads to another machine.
+    sent = times * ring(weights, world)
+    return sent, sent / here if machines > 1 else 0.0
+
+
+def scale_table(plans: Sequence[ScalePlan]) -> list[tuple[str, ...]]:
+    """Return a header and a row of texts for each plan."""
+    header = (
+        "GPUs", "weights", "images at once", "state", "whole weights", "activations", "memory", "sent per step",
+        "computing", "sending", "fraction of peak", "images/s", "checkpoint",
+    )  # fmt: skip
+    rows: list[tuple[str, ...]] = [header]
+    for plan in plans:
+        low, high = plan.fractions
+        rows.append(
+            (
+                f"{plan.processes:,}",
+                {"none": "copies", "full": "sharded", "hybrid": "sharded by machine"}[plan.shard],
+                f"{plan.images:,}",
+                *(
+                    _gigabytes(size)
+                    for size in (plan.state_bytes, plan.whole_bytes, plan.activation_bytes, plan.memory_bytes)
+                ),
+                _gigabytes(plan.sent_within),
+                f"{1000 * plan.compute_seconds:,.0f} ms",
+                f"{1000 * plan.sending_seconds:,.0f} ms",
+                f"{low:.0%} to {high:.0%}",
+                f"{plan.images_per_second:,.0f}",
+                _gigabytes(plan.checkpoint_bytes),
+            )
+        )
+    return rows
+
+
+def _gigabytes(size: int | float) -> str:
+    return f"{size / 1e9:,.1f} GB"
+
+
+# Evaluation between steps: on the validation split, to choose the best weights, and by probes.
+
+
+@dataclass(frozen=True)
+class Probe:
+    """An evaluation of the model during the run. The journal records its metrics."""
+
+    name: str
+    every: int
+    """Number of steps between two evaluations. Another evaluation follows the last step."""
+    evaluator: Evaluator
+    """Evaluator of the model as it would be saved now, with averaged weights and merged adapters. The evaluator learns
+    from the training split and measures on the validation split. The random state of PyTorch is restored afterwards."""
+
+
+def check_probes(probes: Sequence[Probe], splits: Splits) -> None:
+    """Raise `ConfigError` if there are probes and the data has no validation split to measure them on."""
+    if probes and splits.validation is None:
+        names = ", ".join(probe.name for probe in probes)
+        raise ConfigError(
+            f"{names} cannot be measured during the run, because the data has no validation split; leave --probe "
+            "out, or set --validation-share above 0"
+        )

@@ -1,1 +1,0 @@
-"""Optimizer, learning rate schedule, and the choice of trained layers."""

@@ -1,0 +1,353 @@
+"""The page of a run, `progress.html`: its curves from the journal, its settings, and held-out images."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from vitrail.data.pixels.decode import to_pil
+from vitrail.data.source import Source, Target, class_indices, target_kind
+from vitrail.errors import UndecodableImage, plural
+from vitrail.files import partial_path, replacing_folder, saving
+from vitrail.report.charts import LINE_STYLE, UNBOUNDED, MarkedPoint, Point, Series, legend, line_chart
+from vitrail.report.page import document, escape, figure, table, thumbnail
+from vitrail.tasks.pictures import PictureTable
+from vitrail.tasks.task import TaskMetric
+from vitrail.training.config import TrainConfig
+from vitrail.training.folder import inside_link, settings_of
+from vitrail.training.log import read_journal
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.prediction import AnyPrediction, Prediction
+
+MAX_POINTS = 300
+"""Maximum number of points of a line, about one per pixel. If there are more, neighbouring points are averaged."""
+
+METRIC_NAMES = {"r2": "R²"}
+"""Display names of metrics whose name in the journal cannot be shown as it is."""
+
+SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+HEALTH = {
+    "gradient_norm": ("Norm of the gradients", 1.0, ""),
+    "parameter_norm": ("Norm of the weights", 1.0, ""),
+    "update_ratio": ("Update of the weights", 100.0, "%"),
+    "attention_logit": ("Largest attention logit", 1.0, ""),
+    "images_per_second": ("Images per second", 1.0, ""),
+    "waiting_share": ("Time spent waiting for images", 100.0, "%"),
+}
+"""Captions, factors and units of the measurements of a step, by their names in the journal."""
+
+
+def training_figures(
+    config: TrainConfig, events: Sequence[Mapping[str, Any]], metric: TaskMetric, saved_step: int | None = None
+) -> list[str]:
+    """Return charts of the validation metric, the training loss and the learning rate, as far as the journal has
+    them. The metric at `saved_step`, the step of the saved weights, is marked."""
+    steps = [event for event in events if event["event"] == "step"]
+    losses, group = averaged([(float(event["step"]), event["loss"]) for event in steps])
+    rates, _ = averaged([(float(event["step"]), event["learning_rate"]) for event in steps])
+    highest = max((rate for _, rate in rates), default=0.0)
+    power = math.floor(math.log10(highest)) if 0 < highest < 0.01 else 0
+    scaled = [(step, rate / 10**power) for step, rate in rates]
+    figures = [
+        _metric_chart(events, saved_step, config.run.keep, metric),
+        (
+            "Training loss" + (f", means of {group} reports" if group > 1 else ""),
+            line_chart([Series("loss", losses)], label=_description("Training loss", losses), from_zero=True),
+        ),
+        (
+            "Learning rate" + (f", in 10{str(power).translate(SUPERSCRIPT)}" if power else ""),
+            line_chart([Series("learning rate", scaled)], label=_description("Learning rate", rates), from_zero=True),
+        ),
+    ]
+    return [_figure(caption, chart) for caption, chart in figures if chart]
+
+
+def health_figures(events: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return charts of the health of training and of its speed, as far as the journal has them."""
+    found = []
+    steps = [event for event in events if event["event"] == "step"]
+    for name, (caption, scale, unit) in HEALTH.items():
+        points, group = averaged([(float(step["step"]), scale * step[name]) for step in steps if name in step])
+        means = f", means of {group} reports" if group > 1 else ""
+        chart = line_chart([Series(caption, points)], label=_description(caption, points), unit=unit, from_zero=True)
+        if chart:
+            found.append(_figure(f"{caption}{means}", chart))
+    return found
+
+
+def _figure(caption: str, chart: str) -> str:
+    return f"<figure>\n<figcaption>{caption}</figcaption>\n{chart}\n</figure>"
+
+
+def _metric_chart(
+    events: Sequence[Mapping[str, Any]], saved_step: int | None, keep: str, metric: TaskMetric
+) -> tuple[str, str]:
+    """Return the caption and the chart of a validation metric. There is one line for the averaged weights, and one for
+    the weights in training.
+
+    The point of the saved weights is marked. Fractions are drawn in percent.
+    """
+    name = f"Validation {METRIC_NAMES.get(metric.name) or metric.name.replace('_', ' ')}"
+    scale, unit, bounds = (100, "%", (0.0, 100.0)) if metric.is_fraction else (1, "", UNBOUNDED)
+    points: dict[str, list[Point]] = {"averaged": [], "trained": []}
+    for event in events:
+        measured = event["event"] == "evaluation" and event["split"] == "validation" and not event.get("kept")
+        if measured and metric.name in event:
+            points[event["weights"]].append((float(event["step"]), scale * event[metric.name]))
+    series = [Series(weights, found) for weights, found in points.items() if found]
+    mark = None
+    if series and saved_step is not None:
+        saved = [value for step, value in series[0].finite if step == saved_step]
+        form = ".2f" if metric.is_fraction else ".4g"
+        mark = MarkedPoint(float(saved_step), saved[0], f"{keep}, saved: {saved[0]:{form}}{unit}") if saved else None
+    described = f"{name}{' in percent' * metric.is_fraction}"
+    label = " ".join(_description(f"{described}, {one.name} weights", one.points) for one in series)
+    chart = line_chart(series, label=label, unit=unit, bounds=bounds, mark=mark)
+    caption = name if len(series) < 2 else f"{name} of the weights"
+    return f"{caption}{legend([one.name for one in series])}", chart
+
+
+def averaged(points: list[Point]) -> tuple[list[Point], int]:
+    """Return the means of groups of n neighbouring points, and n. There are at most `MAX_POINTS` groups.
+
+    The x of a mean is the step of the last point of the group.
+    """
+    size = max(math.ceil(len(points) / MAX_POINTS), 1)
+    groups = [points[start : start + size] for start in range(0, len(points), size)]
+    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups], size
+
+
+def _description(name: str, points: Sequence[Point]) -> str:
+    """Return a sentence that describes a line to screen readers."""
+    if not points:
+        return ""
+    (first, start), (last, end) = points[0], points[-1]
+    return f"{name}: {start:.4g} at step {first:,.0f}, {end:.4g} at step {last:,.0f}."
+
+
+# A few held-out images, saved as files for trying the new model.
+
+
+PUNCTUATION = re.compile(r"\W+")
+"""Characters of class names that are replaced by a hyphen in file names. Letters of all alphabets are kept."""
+
+LONGEST = 60
+"""Maximum number of characters of the labels in a file name."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """An image with its labels and the model's prediction."""
+
+    path: Path
+    labels: tuple[str, ...]
+    """The class of the image, all its classes, or its numbers with their names."""
+    prediction: AnyPrediction
+
+    @property
+    def label(self) -> str:
+        return ", ".join(self.labels) or "none"
+
+    @property
+    def right(self) -> bool:
+        """True if the predicted class is one of the labels."""
+        return isinstance(self.prediction, Prediction) and self.prediction.label in self.labels
+
+
+def write_examples(bundle: Bundle, source: Source, folder: Path, count: int = 10) -> tuple[Example, ...]:
+    """Write about `count` images as PNG files with their labels in the file names. Return the images with their labels
+    and the model's predictions.
+
+    The images are spread evenly over `source`. Images without labels and broken images are skipped. A model without a
+    head gets no examples. Raises `SaveError`.
+    """
+    if not bundle.classes:
+        return ()
+    picked = []
+    for number in range(min(count, len(source))):
+        place = number * len(source) // min(count, len(source))
+        if (target := source.target(place)) is None:
+            continue
+        try:
+            picture = to_pil(source[place].image, bundle.preprocess.channels)
+        except UndecodableImage:
+            continue
+        picked.append((picture, _labels(source, target)))
+    names = [f"{number:02}-{_word(labels)}.png" for number, (_, labels) in enumerate(picked)]
+    with replacing_folder("example images", folder, ("*.png",)) as partial:
+        for (picture, _), name in zip(picked, names, strict=True):
+            picture.save(partial / name)
+    paths = [folder / name for name in names]
+    predictions = bundle.predict(paths)
+    return tuple(
+        Example(path, labels, prediction)
+        for path, (_, labels), prediction in zip(paths, picked, predictions, strict=True)
+    )
+
+
+def _labels(source: Source, target: Target) -> tuple[str, ...]:
+    if target_kind(source) == "numbers" and isinstance(target, tuple):
+        return tuple(f"{name} {value:.6g}" for name, value in zip(source.classes, target, strict=True))
+    return tuple(source.classes[one] for one in class_indices(target))
+
+
+def _word(labels: tuple[str, ...]) -> str:
+    return PUNCTUATION.sub("-", "-".join(labels) or "none")[:LONGEST]
+
+
+# The report of a run without labels: one HTML page with metrics and pictures.
+
+
+STRIP_STYLE = """
+.strip { flex-wrap: nowrap; overflow-x: auto; }
+.strip figure { flex: none; width: 6.5rem; }
+"""
+
+
+def write_pictures(
+    folder: Path, heading: str, metrics: dict[str, float], tables: Sequence[PictureTable]
+) -> Path | None:
+    """Write `report.html` into a run's folder, replace an earlier report, and return the path. Without tables of
+    pictures, write nothing. Raise `SaveError`.
+
+    `heading` is a sentence about the run.
+    """
+    if not tables:
+        return None
+    parts = [f'<p class="dim">{escape(heading)}</p>']
+    if (folder / "progress.html").is_file():
+        parts.append('<p><a href="progress.html">Curves and settings of the run</a></p>')
+    parts.append(inside_link(folder))
+    if metrics:
+        rows = [(name.replace("_", " "), f"{value:.4g}") for name, value in metrics.items()]
+        parts.append(table(("metric", "value"), rows))
+    for title, text, rows_of_pictures in tables:
+        parts.append(f"<h2>{escape(title)}</h2>\n<p>{escape(text)}</p>")
+        for row in rows_of_pictures:
+            figures = (figure(thumbnail(image, lines[0] if lines else title), lines) for image, lines in row)
+            parts.append(f'<div class="strip">{"".join(figures)}</div>')
+    path = folder / "report.html"
+    with saving("the report", path):
+        partial = partial_path(path)
+        partial.write_text(document(f"Report of {folder.resolve().name}", parts, style=STRIP_STYLE), encoding="utf-8")
+        partial.replace(path)
+    return path
+
+
+# `progress.html`: a run on one page, which is updated during the run.
+
+
+SECONDS = 30.0
+"""Least time between two versions of the page during a run."""
+
+ENDS = ("finished", "stopped", "failed", "ended early")
+"""Events after which the page is written at once."""
+
+MAX_SKIPPED = 50
+
+
+class ProgressPage:
+    """Writes the page of a run again after evaluations and checkpoints, and when the run ends."""
+
+    def __init__(self, folder: Path, config: TrainConfig, metric: TaskMetric, steps: int) -> None:
+        self.folder = folder
+        self.config = config
+        self.metric = metric
+        self.steps = steps
+        self._written = -SECONDS
+
+    def receive(self, event: Mapping[str, Any]) -> None:
+        """Write the page if this event of the journal changes it and the last version is old enough. Raises
+        `SaveError`."""
+        is_end = event["event"] in ENDS
+        now = time.perf_counter()
+        if is_end or (event["event"] in ("evaluation", "checkpoint") and now - self._written >= SECONDS):
+            self._written = now
+            self.write()
+
+    def write(self) -> Path:
+        """Write the page, and return its path. Raises `SaveError`."""
+        events = read_journal(self.folder / "journal.jsonl")
+        page = document(f"Run {self.folder.resolve().name}", self._parts(events), style=LINE_STYLE)
+        path = self.folder / "progress.html"
+        with saving("the page of the run", path):
+            partial = partial_path(path)
+            partial.write_text(page, encoding="utf-8")
+            partial.replace(path)
+        return path
+
+    def _parts(self, events: Sequence[dict[str, Any]]) -> Iterator[str]:
+        yield f"<p>{escape(self._state(events))}</p>"
+        rows = [
+            (split, text)
+            for split in ("validation", "test")
+            for text in self.config.task.texts(_last_evaluation(events, split))
+        ]
+        if rows:
+            yield table(("split", "result"), rows)
+        saved = "finished" if self.config.run.keep == "last" else "best"
+        saved_steps = [event["step"] for event in events if event["event"] == saved or event.get(saved)]
+        figures = [
+            *training_figures(self.config, events, self.metric, saved_steps[-1] if saved_steps else None),
+            *health_figures(events),
+        ]
+        if figures:
+            yield '<h2>Curves</h2>\n<div class="charts">'
+            yield from figures
+            yield "</div>"
+        yield from self._examples()
+        yield "<h2>Settings</h2>"
+        defaults = settings_of(TrainConfig()) | {one.name: one.default for one in fields(self.config.task)}
+        changed = {
+            name: value for name, value in settings_of(self.config).items() if value not in (None, defaults.get(name))
+        }
+        yield table(("setting", "value"), [(name.replace("_", " "), str(value)) for name, value in changed.items()])
+        note = "The table lists only settings that are not the default. The file run.json lists all settings."
+        yield f'<p class="dim">{note}</p>'
+        skipped = [
+            (event["key"], event["reason"], event.get("split", "")) for event in events if event["event"] == "skipped"
+        ]
+        if skipped:
+            yield f"<h2>{plural(len(skipped), 'image')} that could not be decoded</h2>"
+            yield table(("image", "reason", "split"), skipped[:MAX_SKIPPED])
+
+    def _state(self, events: Sequence[dict[str, Any]]) -> str:
+        """Return a sentence about how far the run is."""
+        step = max((event.get("step", 0) for event in events), default=0)
+        done = f"{step:,} of {self.steps:,} steps"
+        for event in reversed(events):
+            if event["event"] == "resumed":  # the ends before do not count
+                break
+            if event["event"] == "failed":
+                return f"The run failed after {done}: {event['reason']}."
+            if event["event"] == "finished":
+                return f"The run is finished, after {done}."
+            if event["event"] == "stopped":
+                again = f"vitrail train --resume {shlex.quote(str(self.folder))}"
+                return f"The run was stopped after {done}. Continue it with {again}."
+        return f"The run is in progress: {done} were done when this page was written. Reload the page to see more."
+
+    def _examples(self) -> Iterator[str]:
+        files = sorted((self.folder / "examples").glob("*.png"))
+        if files:
+            yield '<h2>Examples</h2>\n<p class="dim">Held-out images with their labels.</p>'
+            yield '<div class="strip">'
+            for file in files:
+                with Image.open(file) as picture:
+                    yield figure(thumbnail(picture.convert("RGB"), file.stem), [file.stem])
+            yield "</div>"
+
+
+def _last_evaluation(events: Sequence[dict[str, Any]], split: str) -> dict[str, float]:
+    """Return the numbers of the last evaluation on a split."""
+    found = [event for event in events if event["event"] == "evaluation" and event["split"] == split]
+    return {} if not found else {name: value for name, value in found[-1].items() if isinstance(value, float)}

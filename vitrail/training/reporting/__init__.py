@@ -1,1 +1,0 @@
-"""Where the events of a run are shown and written: the display, the journal, TensorBoard and Weights & Biases."""

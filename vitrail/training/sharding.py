@@ -1,0 +1,369 @@
+"""Weights and gradients that are divided among processes (FSDP2), and the forecast of a step on many GPUs."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import Shard as AxisShard
+
+from vitrail.errors import ProcessError
+from vitrail.models.compiled import uncompiled
+from vitrail.models.linear.lora import ADAPTER
+from vitrail.models.network import HasLayers
+from vitrail.models.variants import transformer
+from vitrail.processes.group import Later, Processes, local, whole
+from vitrail.tasks.task import Objective
+from vitrail.training.config import Shard
+from vitrail.training.optimizer import OptimizerConfig
+
+# The sum of gradients over several processes that have copies of the same network. PyTorch's DistributedDataParallel
+# does the same around a module's `forward`. Here the loop also needs the sum over parts of a batch, other methods of
+# the objective, and a loss that is divided by the number of samples of all processes, so the gradients are added and
+# not averaged.
+
+
+BUCKET_BYTES = 25 * 2**20
+"""Largest size of the gradients that are sent together. A single weight can be larger."""
+
+
+class GradientSum:
+    """Adds the gradients of all processes while the backward pass computes further gradients.
+
+    Gradients are sent in buckets, in the order of the backward pass: from the last weight to the first. All processes
+    send the same buckets in the same order. The first sum decides which weights have gradients.
+    """
+
+    def __init__(self, module: nn.Module, processes: Processes) -> None:
+        self.processes = processes
+        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._buckets: list[list[nn.Parameter]] = []
+        self._bucket_of: dict[int, int] = {}
+        self._awaited: list[int] = []
+        """Number of gradients that each bucket still lacks."""
+        self._sums: list[Later] = []
+        self._is_last = False
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss whose gradients are added."""
+        return loss
+
+    def begin(self) -> None:
+        """Announce the last backward pass of a step. Gradients are final when this pass has computed them."""
+        self._is_last = True
+        self._awaited = [len(bucket) for bucket in self._buckets]
+
+    def finish(self) -> None:
+        """Replace the gradients of this process by their sums over all processes. A process without a gradient of a
+        weight adds zeros."""
+        self._is_last = False
+        if not self._buckets:
+            self._make_buckets()
+        for parameter in self.parameters:
+            if id(parameter) in self._bucket_of and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif id(parameter) not in self._bucket_of and parameter.grad is not None:
+                raise ProcessError(
+                    f"a weight of shape {tuple(parameter.shape)} had no gradient in the first step, but has one now; "
+                    "several processes can only train networks that use the same weights in every step"
+                )
+        self._awaited = [0] * len(self._buckets)
+        self._send()
+        for bucket, later in zip(self._buckets, self._sums, strict=True):
+            later.wait()
+            gradients = [_gradient(parameter) for parameter in bucket]
+            parts = torch.split(later.tensor, [gradient.numel() for gradient in gradients])
+            views = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
+            torch._foreach_copy_(gradients, views)
+        self._sums = []
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        """Send the buckets that are complete with the gradient of this weight."""
+        if self._is_last and (number := self._bucket_of.get(id(parameter))) is not None:
+            self._awaited[number] -= 1
+            self._send()
+
+    def _send(self) -> None:
+        while (number := len(self._sums)) < len(self._buckets) and not self._awaited[number]:
+            flat = torch.cat([_gradient(parameter).flatten() for parameter in self._buckets[number]])
+            self._sums.append(self.processes.sum_later(flat))
+
+    def _make_buckets(self) -> None:
+        """Divide the weights that have gradients into buckets. Raises `ProcessError` if the processes have gradients of
+        different weights."""
+        used = [number for number, parameter in enumerate(self.parameters) if parameter.grad is not None]
+        if any(other != used for other in self.processes.gather(used)):
+            raise ProcessError(
+                "the processes have gradients of different weights; several processes can only train networks that use "
+                "the same weights for every image"
+            )
+        size = 0
+        for number in reversed(used):
+            parameter = self.parameters[number]
+            gradient = _gradient(parameter)
+            is_new_type = bool(self._buckets) and gradient.dtype != _gradient(self._buckets[-1][0]).dtype
+            if not self._buckets or is_new_type or size + gradient.nbytes > BUCKET_BYTES:
+                self._buckets.append([])
+                size = 0
+            self._buckets[-1].append(parameter)
+            self._bucket_of[id(parameter)] = len(self._buckets) - 1
+            size += gradient.nbytes
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+# Sharded training by PyTorch's FSDP2: each process keeps a part of every weight, of its gradient and of its moments.
+# The whole weights of a block exist only while the block computes.
+
+
+MOST_PADDED = 1.125
+"""Largest ratio of the padded length of a weight's first axis to its own length. A weight with a larger ratio is
+divided along another axis."""
+
+
+def shard_problems(kind: Shard, optimizer: OptimizerConfig, processes: Processes) -> Iterator[str]:
+    """Yield messages about settings that do not work with sharded weights. A single process does not shard."""
+    if kind == "none" or not processes.are_several:
+        return
+    world, here = processes.world, processes.place.local_world
+    if kind == "hybrid" and (here in (1, world) or world % here):
+        yield (
+            f"shard='hybrid' divides weights among the processes of each machine, but {here} of {world} processes are "
+            "on this one; choose full"
+        )
+    is_fused = optimizer.momentum_format == "float32" and (
+        (optimizer.kind == "sgd" and (optimizer.decay_rule == "coupled" or not optimizer.weight_decay))
+        or (optimizer.kind == "adamw" and optimizer.decay_rule in ("decoupled", "coupled"))
+    )
+    if not is_fused:
+        yield (
+            f"shard={kind!r} works with PyTorch's AdamW and SGD, but not with optimizer={optimizer.kind!r}, "
+            f"weight_decay_rule={optimizer.weight_decay_rule!r} and momentum_format={optimizer.momentum_format!r}; "
+            "change one of these"
+        )
+
+
+def shard(objective: nn.Module, kind: Shard, device: torch.device, processes: Processes) -> None:
+    """Divide the weights of an objective among all processes (`full`), or among those of each machine (`hybrid`).
+
+    Each block of the network is gathered by itself, and everything else together.
+    """
+    world, here = processes.world, processes.place.local_world
+    if kind == "hybrid":
+        mesh = init_device_mesh(device.type, (world // here, here), mesh_dim_names=("copies", "shards"))
+    else:
+        mesh = init_device_mesh(device.type, (world,))
+    network = next(part for part in objective.modules() if isinstance(part, HasLayers))
+    shards = here if kind == "hybrid" else world
+    for part in (*network.layers().blocks, objective):
+        fully_shard(
+            part,
+            mesh=mesh,
+            reshard_after_forward=True,
+            shard_placement_fn=lambda parameter: divided_axis(parameter.shape, shards),
+        )
+
+
+def divided_axis(shape: Sequence[int], shards: int) -> AxisShard | None:
+    """Return the axis along which a weight is divided, or None for the first one.
+
+    FSDP2 pads the first axis to a multiple of the number of shards. For position embeddings, whose first axis has
+    length 1, this would multiply what is stored and sent. Only the first axis can be padded.
+    """
+    if math.ceil(shape[0] / shards) * shards <= MOST_PADDED * shape[0]:
+        return None
+    return next((AxisShard(axis) for axis in range(len(shape) - 1, 0, -1) if shape[axis] % shards == 0), None)
+
+
+class ShardedGradients:
+    """The gradients of sharded weights, which FSDP2 averages over the processes during the backward pass."""
+
+    def __init__(self, processes: Processes) -> None:
+        self.processes = processes
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss whose averaged gradients are the sums of the gradients of all processes."""
+        return loss * self.processes.world
+
+    def begin(self) -> None:
+        """Announce the last backward pass of a step. FSDP2 adds the gradients in every backward pass."""
+
+    def finish(self) -> None:
+        """Wait for the sums. FSDP2 has waited for them at the end of the backward pass."""
+
+
+def whole_weights(objective: nn.Module) -> dict[str, Any]:
+    """Return the whole weights of an objective on every process, on its device."""
+    return get_model_state_dict(objective, options=StateDictOptions(full_state_dict=True))
+
+
+# Evaluation of sharded weights: no device ever holds a whole copy of them. A copy of the objective is evaluated,
+# whose transformer blocks have no weights. Each block gathers its weights from the parts of all processes before it
+# computes, and frees them afterwards. All processes therefore compute the same blocks at the same time. A process
+# that has no images left takes part in the passes of the others (`StreamedCopy.settle`).
+
+
+def can_stream(objective: Objective) -> bool:
+    """Return True if the networks of an objective that are evaluated are transformers whose blocks are called one after
+    the other, without reduction and not reversible. Adapters would be merged into new weights."""
+    if any(ADAPTER in f".{name}" for name, _ in objective.named_parameters()):
+        return False
+    found = [transformer(network) for network in _networks(objective)]
+    return all(one is not None and one.config.reduction is None and not one.config.reversible for one in found)
+
+
+def _networks(objective: Objective) -> list[Any]:
+    """Return the network in training and the network that is saved, which can be the same."""
+    found = [objective.network, getattr(objective, objective.saved_part)]
+    return found[:1] if found[0] is found[1] else found
+
+
+class StreamedCopy:
+    """A copy of an objective with sharded weights, for evaluations, and one in main memory, which is saved."""
+
+    def __init__(self, source: Objective, device: torch.device, processes: Processes) -> None:
+        """`source` is the objective before its weights are sharded, in main memory. `device` is the device of
+        evaluations."""
+        self.processes = processes
+        self.device = device
+        self.saved: Objective = copy.deepcopy(source).requires_grad_(False)
+        """The objective that is saved. The first process has its weights in main memory, and the others have none."""
+        if not processes.is_first:
+            self.saved.to("meta")
+        self.objective: Objective = copy.deepcopy(source).requires_grad_(False)
+        """The objective that is evaluated. `refresh` gives it its weights, except those of blocks."""
+        names = {id(parameter): name for name, parameter in self.objective.named_parameters()}
+        self._blocks: list[list[list[tuple[str, nn.Parameter]]]] = []
+        """The weights of each block of each network, with their names."""
+        for number, network in enumerate(_networks(self.objective)):
+            self._blocks.append([])
+            for place, block in enumerate(network.blocks):
+                uncompiled(block)
+                self._blocks[-1].append([(names[id(one)], one) for one in block.parameters()])
+                self._free(number, place)
+                self._add_hooks(block, number, place)
+        self._streamed = {name for blocks in self._blocks for block in blocks for name, _ in block}
+        self.objective.to(device)
+        self._weights: dict[str, nn.Parameter] = {}
+
+    @torch.no_grad()
+    def refresh(self, sharded: Objective) -> None:
+        """Let the copy have the current weights of the sharded objective. All processes call this method together."""
+        self._weights = dict(sharded.named_parameters())
+        for name, parameter in self.objective.named_parameters():
+            if name not in self._streamed:
+                parameter.copy_(whole(self._weights[name].detach()))
+        _copy_buffers(sharded, self.objective)
+
+    @torch.no_grad()
+    def collect(self, sharded: Objective) -> None:
+        """Copy the weights of the sharded objective to the main memory of the first process, one after the other. All
+        processes call this method together."""
+        weights = dict(sharded.named_parameters())
+        for name, parameter in self.saved.named_parameters():
+            tensor = whole(weights[name].detach())
+            if self.processes.is_first:
+                parameter.copy_(tensor)
+        if self.processes.is_first:
+            _copy_buffers(sharded, self.saved)
+
+    @torch.no_grad()
+    def scatter(self, sharded: Objective) -> None:
+        """Give the weights in the main memory of the first process to the sharded objective, one after the other. All
+        processes call this method together."""
+        saved = self.saved.state_dict()
+
+        def of_first(name: str, like: Tensor) -> Tensor:
+            if self.processes.is_first:
+                tensor = saved[name].to(self.device, copy=True)
+            else:
+                tensor = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+            self.processes.copy_from_first([tensor])
+            return tensor
+
+        for name, parameter in sharded.named_parameters():
+            tensor = of_first(name, parameter)
+            if isinstance(parameter, DTensor):
+                tensor = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            local(parameter.detach()).copy_(local(tensor))
+        for name, buffer in _kept_buffers(sharded):
+            buffer.copy_(of_first(name, buffer))
+
+    @torch.no_grad()
+    def copy_rest(self, network: nn.Module, saved: nn.Module) -> None:
+        """Copy all weights outside of blocks from a saved network of the first process to the same network for
+        evaluations. All processes call this method together."""
+        theirs = saved.state_dict()
+        for name, tensor in network.state_dict().items():
+            if tensor.numel():
+                if self.processes.is_first:
+                    tensor.copy_(theirs[name])
+                self.processes.copy_from_first([tensor])
+
+    def settle(self) -> None:
+        """Take part in the passes of other processes until none computes. All processes call this method together,
+        when they have computed their images and before they exchange anything else."""
+        while (flags := self._agree(None)).any():
+            number = int(flags.argmax())
+            for place in range(len(self._blocks[number])):
+                self._gather(number, place)
+                self._free(number, place)
+
+    def _add_hooks(self, block: nn.Module, number: int, place: int) -> None:
+        """Let a block, and copies of it that share its weights, gather the weights before it computes."""
+
+        def before(module: nn.Module, inputs: Any) -> None:
+            if place == 0:
+                self._agree(number)
+            self._gather(number, place)
+
+        def after(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._free(number, place)
+
+        block.register_forward_pre_hook(before)
+        block.register_forward_hook(after, always_call=True)
+
+    def _agree(self, number: int | None) -> Tensor:
+        """Return the number of processes that begin a pass of each network. `number` is the network of this process's
+        pass, or None if it has no images left."""
+        with torch.inference_mode(False):
+            flags = torch.zeros(len(self._blocks))
+            if number is not None:
+                flags[number] = 1
+            return self.processes.sum(flags)
+
+    def _gather(self, number: int, place: int) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            for name, parameter in self._blocks[number][place]:
+                parameter.data = whole(self._weights[name].detach())
+
+    def _free(self, number: int, place: int) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            for _, parameter in self._blocks[number][place]:
+                parameter.data = parameter.data.new_empty(0)
+
+
+def _copy_buffers(sharded: nn.Module, copied: nn.Module) -> None:
+    """Copy the buffers that checkpoints hold to a copy of the module."""
+    ours = dict(copied.named_buffers())
+    for name, buffer in _kept_buffers(sharded):
+        ours[name].copy_(buffer)
+
+
+def _kept_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that checkpoints hold, with their names."""
+    kept = module.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in kept)

@@ -1,0 +1,340 @@
+"""The state of a run: everything that its next step depends on, and that a checkpoint holds."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
+
+from vitrail.data.pipeline import TrainingBatches
+from vitrail.evaluation.predictions.streaming import merit
+from vitrail.processes.group import local
+from vitrail.tasks.task import Objective
+from vitrail.training.config import FaultConfig, OnNonFinite
+from vitrail.training.optimizer import AverageStart
+from vitrail.training.sharding import GradientSum, ShardedGradients, StreamedCopy, whole_weights
+
+# The running mean of the trained weights (Polyak averaging; the paper's appendix B.1.1 uses 0.9999).
+
+
+class Average:
+    """The exponential moving average of a module's trainable parameters over the updates of the optimizer.
+
+    With a decay rate d, every update multiplies the contribution of earlier weights by d. A step whose batch is skipped
+    is no update. The choices of `start` differ early in the run, when a plain average would consist mostly of the
+    initial weights:
+
+    - "debiased": The initial weights are not part of the mean, and the factors of the weights of all updates add up to
+      1. This is the bias correction of Adam (1412.6980, section 3).
+    - "initial": The average starts at the initial weights, without a correction.
+    - "capped": The average starts at the initial weights, and the decay after update t, counted from 0, is at most
+      (1 + t) / (10 + t). The average then spans about a tenth of the updates so far until the decay is reached, after
+      about 9 / (1 - d) updates.
+    """
+
+    def __init__(self, module: nn.Module, decay: float, start: AverageStart = "debiased") -> None:
+        named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self.decay = decay
+        self.start = start
+        self.weights: list[Tensor] = [local(parameter.detach()) for parameter in named.values()]
+        """This process's parts of the weights, which share memory with the module."""
+        self.mean = {name: parameter.detach().clone() for name, parameter in named.items()}
+        """The mean of each parameter, by the parameter's name."""
+        self.updates = 0
+        """Number of updates in the mean."""
+
+    @property
+    def kept(self) -> float:
+        """The factor of the old mean in the next update."""
+        if self.start == "initial":
+            return self.decay
+        if self.start == "capped":
+            return min(self.decay, (1 + self.updates) / (10 + self.updates))
+        return self.decay * (1 - self.decay**self.updates) / (1 - self.decay ** (self.updates + 1))
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Add the weights after an update of the optimizer to the mean."""
+        torch._foreach_lerp_(self._means(), self.weights, 1 - self.kept)
+        self.updates += 1
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange the weights and their mean in place."""
+        mean = self._means()
+        trained = [weight.clone() for weight in self.weights]
+        torch._foreach_copy_(self.weights, mean)
+        torch._foreach_copy_(mean, trained)
+
+    @torch.no_grad()
+    def restore(self, mean: dict[str, Tensor]) -> None:
+        """Copy the mean of another average into this one."""
+        for name, tensor in self.mean.items():
+            local(tensor).copy_(local(mean[name]))
+
+    def _means(self) -> list[Tensor]:
+        return [local(tensor) for tensor in self.mean.values()]
+
+
+# The states of PyTorch's random-number generators, as plain JSON values.
+
+
+def process_seed(seed: int, rank: int) -> int:
+    """Return the seed of one of several processes, whose dropout and stochastic depth must differ. The first process
+    keeps the seed."""
+    text = f"process {rank} of {seed}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1 if rank else seed
+
+
+def random_state() -> dict[str, Any]:
+    """Return the states of the generators of the CPU and of every CUDA device.
+
+    The result has the same keys on every machine. "cuda" is an empty list if this process has not used CUDA, because no
+    random number was then drawn there.
+    """
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return {"cpu": state_text(torch.get_rng_state()), "cuda": [state_text(state) for state in devices]}
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Restore what `random_state` returned, also on a machine with more, fewer or no CUDA devices.
+
+    The states of devices that this machine does not have are ignored. Devices without a state in `state` keep their
+    current state.
+    """
+    torch.set_rng_state(_tensor(state["cpu"]))
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device, text in enumerate(state["cuda"][:devices]):
+        torch.cuda.set_rng_state(_tensor(text), device)
+
+
+def state_text(state: Tensor) -> str:
+    """Return the bytes of a generator's state in base64."""
+    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
+
+
+def _tensor(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+# Faults of training steps: losses and gradients that are not finite, and spikes of the loss. A step is checked
+# between its backward pass and the update of the weights. All processes check the same sums, so all of them find the
+# same faults.
+
+
+MAD_OF_NORMAL = 1.4826
+"""Standard deviation of a normal distribution, divided by its median absolute deviation."""
+
+
+class StepFault(Exception):
+    """A fault of a step, found before the weights have changed."""
+
+    def __init__(self, reason: str, action: OnNonFinite) -> None:
+        super().__init__(reason)
+        self.action = action
+
+
+@dataclass
+class Faults:
+    """The faults of a run so far, and what is needed to find further ones."""
+
+    count: int = 0
+    left_out: set[int] = field(default_factory=set)
+    """Steps whose batches are skipped. The first step is 1."""
+    losses: list[float] = field(default_factory=list)
+    """Losses of the last steps, if losses are compared."""
+
+    def check(self, config: FaultConfig, metrics: dict[str, Tensor]) -> None:
+        """Raise `StepFault` if the loss or the gradient norm of a step is not finite, or if the loss is a spike.
+
+        The numbers are read from the device, unless steps are not checked.
+        """
+        if not config.are_checked:
+            return
+        names = ("loss", "gradient_norm")
+        values = dict(zip(names, torch.stack([metrics[name].float() for name in names]).tolist(), strict=True))
+        for name, value in values.items():
+            if not math.isfinite(value):
+                raise StepFault(f"{name} is {value}", config.on_non_finite)
+        if not config.spike_score:
+            return
+        loss = values["loss"]
+        if len(self.losses) >= config.spike_window and (score := robust_score(loss, self.losses)) > config.spike_score:
+            raise StepFault(
+                f"loss is {loss:.4g}, {score:.1f} robust standard deviations above the median of the "
+                f"{config.spike_window} steps before",
+                "rollback",
+            )
+        self.losses = [*self.losses, loss][-config.spike_window :]
+
+    def values(self) -> dict[str, Any]:
+        """Return the faults as plain JSON values."""
+        return {"count": self.count, "left_out": sorted(self.left_out), "losses": self.losses}
+
+    @classmethod
+    def from_values(cls, values: dict[str, Any]) -> Faults:
+        """Return the faults whose `values` these are."""
+        return cls(values["count"], set(values["left_out"]), list(values["losses"]))
+
+
+def robust_score(value: float, others: list[float]) -> float:
+    """Return the difference of a value from the median of others, in robust standard deviations. Return 0 if most of
+    the others are equal."""
+    middle = median(others)
+    deviation = MAD_OF_NORMAL * median(abs(other - middle) for other in others)
+    return (value - middle) / deviation if deviation else 0.0
+
+
+@dataclass
+class Best:
+    """The best result on the validation split so far."""
+
+    score: float | None = None
+    """Value of the metric that chooses the best weights, or None before the first evaluation."""
+    step: int = -1
+    """Step after which the score was measured, or -1 before the first evaluation."""
+    waited: int = 0
+    """Number of evaluations since the best score."""
+    loss: float | None = None
+    """Loss of the weights with the best score."""
+
+    def is_beaten_by(self, score: float, loss: float, *, higher_is_better: bool) -> bool:
+        """Return True if the score is better than the best score so far, or equally good with a lower loss, or if there
+        is no score yet."""
+        if self.score is None or self.step < 0:
+            return True
+        before = merit(self.score, self.loss, higher_is_better=higher_is_better)
+        return merit(score, loss, higher_is_better=higher_is_better) > before
+
+
+@dataclass
+class TrainState:
+    """Everything that changes during a run. Two runs with the same plan and equal states continue identically."""
+
+    objective: Objective
+    """The network with its loss, and the modules that the task trains beside it."""
+    optimizer: Optimizer
+    batches: TrainingBatches
+    step: int = 0
+    """Number of optimizer steps that were taken."""
+    best: Best = field(default_factory=Best)
+    skipped: set[str] = field(default_factory=set)
+    """Keys of the training samples that could not be decoded."""
+    faults: Faults = field(default_factory=Faults)
+    average: Average | None = None
+    gradients: GradientSum | ShardedGradients | None = None
+    """The sum of gradients over several processes, or None if this process is alone."""
+    copy: Objective | None = None
+    """If weights are sharded, a copy of the objective with whole weights, which is evaluated and saved. With `streamed`
+    weights, it is the copy that is evaluated."""
+    streamed: StreamedCopy | None = None
+    """If weights are sharded, and no process needs whole weights on its device: the copies that are evaluated and
+    saved."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if each process has only a part of the weights and of the optimizer's state."""
+        return self.copy is not None
+
+    @property
+    def measured(self) -> str:
+        """The journal's name for the weights that are evaluated and saved: "trained" or "averaged"."""
+        return "trained" if self.average is None else "averaged"
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside the `with` block, the network has the mean of its weights, if there is one."""
+        if self.average is None:
+            yield
+            return
+        self.average.swap()
+        try:
+            yield
+        finally:
+            self.average.swap()
+
+    def whole_objective(self) -> Objective:
+        """Return the objective with its current weights, for evaluations. Sharded weights are whole in it, or they are
+        gathered block by block while it computes (`streamed`). All processes call this method together."""
+        if self.copy is None:
+            return self.objective
+        if self.streamed is not None:
+            self.streamed.refresh(self.objective)
+            return self.copy
+        self.copy.load_state_dict(whole_weights(self.objective))
+        return self.copy
+
+    def saved_objective(self) -> Objective:
+        """Return the objective with its current weights, to be saved by the first process. `streamed` weights are in
+        main memory, and the other processes have none. All processes call this method together."""
+        if self.streamed is None:
+            return self.whole_objective()
+        self.streamed.collect(self.objective)
+        return self.streamed.saved
+
+    @property
+    def kept(self) -> Objective:
+        """The objective that `saved_objective` returned last."""
+        return self.streamed.saved if self.streamed is not None else self.copy or self.objective
+
+    def settle(self) -> None:
+        """Take part in the evaluations of other processes until none computes. All processes call this method together
+        after they have computed their images."""
+        if self.streamed is not None:
+            self.streamed.settle()
+
+    def tensors(self) -> dict[str, Any]:
+        """Return the weights and their mean, and the optimizer's state, as torch.distributed.checkpoint takes them. If
+        weights are sharded, each process has its parts."""
+        is_new = not self.optimizer.state
+        weights, optimizer = get_state_dict(self.objective, self.optimizer)
+        if is_new:  # get_state_dict has filled the state by a step, which would count as the first one
+            self.optimizer.state.clear()
+        mean = {} if self.average is None else {"average": self.average.mean}
+        return {"weights": weights, "optimizer": optimizer, **mean}
+
+    def restore_tensors(self, tensors: dict[str, Any]) -> None:
+        """Restore what `tensors` returned."""
+        set_state_dict(
+            self.objective,
+            self.optimizer,
+            model_state_dict=tensors["weights"],
+            optim_state_dict=tensors["optimizer"],
+        )
+        if self.average is not None:
+            self.average.restore(tensors["average"])
+
+    def values(self) -> dict[str, Any]:
+        """Return the rest of the state as plain JSON values, including the states of the random-number generators."""
+        return {
+            "step": self.step,
+            "batches": self.batches.state(),
+            "best": vars(self.best),
+            "skipped": sorted(self.skipped),
+            "faults": self.faults.values(),
+            "averaged": 0 if self.average is None else self.average.updates,
+            "random": random_state(),
+        }
+
+    def restore_values(self, values: dict[str, Any]) -> None:
+        """Restore what `values` returned."""
+        self.step = values["step"]
+        if not self.step:
+            self.optimizer.state.clear()  # the moments of no step
+        self.batches.restore(values["batches"])
+        self.best = Best(**values["best"])
+        self.skipped = set(values["skipped"])
+        self.faults = Faults.from_values(values["faults"]) if "faults" in values else Faults()
+        if self.average is not None:  # older checkpoints do not count the updates, of which most steps have one
+            self.average.updates = values.get("averaged", self.step)
+        restore_random_state(values["random"])

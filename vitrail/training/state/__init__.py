@@ -1,1 +1,0 @@
-"""The state of a run, its checkpoints, and the running mean of the weights."""

@@ -1,1 +1,0 @@
-"""The settings of the steps of a run, and the checks of a step."""

@@ -1,1 +1,0 @@
-"""Noisy Student (1911.04252): a network learns from labelled images and from images that a teacher labelled."""
