@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitrail.analysis.cka import LayerSimilarity, MinibatchCka, layer_similarity, unbiased_hsic
+from vitrail.analysis.similarity import LayerSimilarity, MinibatchCka, layer_similarity, unbiased_hsic
 from vitrail.errors import ConfigError
 from vitrail.models.resnet import ResNet
 from vitrail.models.resnet_config import ResNetConfig

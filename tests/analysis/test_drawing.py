@@ -9,8 +9,10 @@ import numpy as np
 from torch import Tensor
 
 from vitrail.analysis.charts import colours, standalone
-from vitrail.analysis.cka import layer_similarity
-from vitrail.analysis.drawing import (
+from vitrail.analysis.faithfulness import RandomisedWeights, SaliencyCurves
+from vitrail.analysis.features import LayerProbe, embedding_filters, patch_colours, position_similarity, token_norms
+from vitrail.analysis.heads import attention_distance, effective_receptive_field
+from vitrail.analysis.images import (
     draw_curves,
     draw_filters,
     draw_heads,
@@ -23,12 +25,8 @@ from vitrail.analysis.drawing import (
     draw_receptive_field,
     overlay,
 )
-from vitrail.analysis.embedding import embedding_filters, position_similarity
-from vitrail.analysis.faithfulness import RandomisedWeights, SaliencyCurves
-from vitrail.analysis.features import LayerProbe, patch_colours, token_norms
-from vitrail.analysis.receptive import effective_receptive_field
-from vitrail.analysis.statistics import attention_distance
-from vitrail.evaluation.predictions.bootstrap import Metric
+from vitrail.analysis.similarity import layer_similarity
+from vitrail.evaluation.metrics.intervals import Metric
 from vitrail.models.vit import VisionTransformer
 
 Make = Callable[..., VisionTransformer]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vitrail.analysis.embedding import embedding_filters, position_similarity, principal_components
+from vitrail.analysis.features import embedding_filters, position_similarity, principal_components
 from vitrail.errors import ConfigError
 from vitrail.models.resnet_config import RootConfig
 from vitrail.models.variants import create

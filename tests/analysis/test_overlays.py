@@ -10,8 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vitrail.analysis.drawing import overlay
-from vitrail.analysis.overlays import SIDE, Overlays
+from vitrail.analysis.images import SIDE, Overlays, overlay
 from vitrail.analysis.pages.explanation import Explainer
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import build, variant_config

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitrail.analysis.receptive import effective_receptive_field
+from vitrail.analysis.heads import effective_receptive_field
 from vitrail.errors import ConfigError
 from vitrail.models.resnet import ResNet
 from vitrail.models.resnet_config import ResNetConfig

@@ -10,13 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitrail.analysis.statistics import (
-    attention_distance,
-    attention_entropy,
-    entropies,
-    mean_distances,
-    patch_distances,
-)
+from vitrail.analysis.heads import attention_distance, attention_entropy, entropies, mean_distances, patch_distances
 from vitrail.errors import ConfigError
 from vitrail.models.vit import VisionTransformer
 

@@ -16,8 +16,8 @@ import torch
 from vitrail import machine
 from vitrail.cli import main
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.evaluation.features import precision
-from vitrail.evaluation.features.files import load_features
+from vitrail.evaluation.features import extract as precision
+from vitrail.evaluation.features.feature_files import load_features
 from vitrail.models.variants import create
 from vitrail.settings import to_plain
 from vitrail.weights.bundle import Bundle, weights_sha256

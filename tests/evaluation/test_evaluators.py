@@ -16,8 +16,8 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Subset, Target
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.fewshot import few_shot
-from vitrail.evaluation.classifiers.knn import knn
 from vitrail.evaluation.classifiers.linear import linear_probe
+from vitrail.evaluation.classifiers.nearest import knn
 from vitrail.evaluation.evaluators import (
     Together,
     evaluators_of,

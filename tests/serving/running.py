@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vitrail.analysis.overlays import Overlays
+from vitrail.analysis.images import Overlays
 from vitrail.serving.answering.service import Service
 from vitrail.serving.answering.settings import ServeSettings
 from vitrail.serving.http.server import Server, open_socket

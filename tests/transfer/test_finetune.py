@@ -17,7 +17,7 @@ import vitrail.transfer.finetune as finetune_module
 from tests.conftest import make_colour_folder
 from vitrail.data.sources.folder import FolderSource
 from vitrail.errors import ConfigError, DataError, RunError
-from vitrail.evaluation.predictions.regression import RegressionReport
+from vitrail.evaluation.metrics.report import RegressionReport
 from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import read_journal

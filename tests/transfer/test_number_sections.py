@@ -12,8 +12,8 @@ import pytest
 
 from tests.transfer.test_charts import Drawing, values_of
 from tests.transfer.test_sections import Pictures
-from vitrail.evaluation.predictions.predict import Predictions
-from vitrail.evaluation.predictions.regression import RegressionReport, regression_report
+from vitrail.evaluation.metrics.report import RegressionReport, regression_report
+from vitrail.evaluation.predictions import Predictions
 from vitrail.evaluation.truth import Numbers
 from vitrail.transfer.report import errors_section, number_headline, number_rows, residuals_section, scatter_section
 

@@ -18,8 +18,8 @@ from vitrail.data.batch import Skipped
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.errors import RunError, SaveError
-from vitrail.evaluation.predictions.predict import Predictions, predict_all
-from vitrail.evaluation.predictions.report import ClassificationReport, report
+from vitrail.evaluation.metrics.report import ClassificationReport, report
+from vitrail.evaluation.predictions import Predictions, predict_all
 from vitrail.evaluation.truth import SingleLabels
 from vitrail.models.config import ModelConfig
 from vitrail.models.variants import build

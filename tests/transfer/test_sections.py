@@ -12,8 +12,8 @@ import pytest
 
 from vitrail.data.source import Sample
 from vitrail.errors import UndecodableImage
-from vitrail.evaluation.predictions.predict import Predictions
-from vitrail.evaluation.predictions.report import ClassificationReport, report
+from vitrail.evaluation.metrics.report import ClassificationReport, report
+from vitrail.evaluation.predictions import Predictions
 from vitrail.evaluation.truth import MultiLabels, SingleLabels
 from vitrail.transfer import report as sections
 from vitrail.transfer.report import (

@@ -25,9 +25,9 @@ from vitrail.data.sources import OpenedData, open_whole
 from vitrail.data.splits import Splits, Unlimited
 from vitrail.errors import ConfigError, DataError, plural
 from vitrail.evaluation.evaluators import BY_HEAD, Evaluator, check_evaluators, evaluators_of, measure
+from vitrail.evaluation.imagenet import ClassMap, MappedSource, map_classes, read_real, read_synsets
+from vitrail.evaluation.metrics.report import ClassificationReport, ClassRow
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.predictions.imagenet import ClassMap, MappedSource, map_classes, read_real, read_synsets
-from vitrail.evaluation.predictions.report import ClassificationReport, ClassRow
 from vitrail.transfer.suite import SuiteResult
 from vitrail.weights.bundle import Bundle
 
@@ -280,7 +280,7 @@ def _outputs(bundle: Bundle, options: Evaluate, console: Console, bar: _Bar) -> 
 
 def _reports(outputs: Outputs, sources: dict[str, Source]) -> dict[str, ClassificationReport]:
     """Return the reports of the model's own head, without intervals."""
-    from vitrail.evaluation.predictions.report import report
+    from vitrail.evaluation.metrics.report import report
 
     return {name: report(outputs.predictions(source), bootstrap=0) for name, source in sources.items()}
 

@@ -19,7 +19,7 @@ from vitrail.cli.options import Call, Command, Example, Positional
 from vitrail.data.source import Sample
 from vitrail.data.sources import open_whole
 from vitrail.errors import ConfigError, DataError, ExportFailed, plural
-from vitrail.evaluation.predictions.bootstrap import Metric, mean_interval
+from vitrail.evaluation.metrics.intervals import Metric, mean_interval
 from vitrail.serving.export.export import Exporter, ExportResult, check_export
 from vitrail.serving.export.int8 import CALIBRATION_IMAGES, MAX_DROP, Int8
 from vitrail.serving.export.parity import BATCHES, Parity, describe_drop, spread_samples

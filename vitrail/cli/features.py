@@ -27,10 +27,10 @@ from vitrail.data.source import Source
 from vitrail.data.sources import open_whole
 from vitrail.data.sources.files import FileSource
 from vitrail.errors import ConfigError, DataError, Interrupted, UndecodableImage
-from vitrail.evaluation.classifiers.knn import nearest
+from vitrail.evaluation.classifiers.nearest import nearest
 from vitrail.evaluation.features.cache import default_cache
 from vitrail.evaluation.features.extract import FeatureSet, extract
-from vitrail.evaluation.features.files import (
+from vitrail.evaluation.features.feature_files import (
     about_features,
     check_features_folder,
     feature_folders,

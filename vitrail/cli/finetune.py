@@ -27,7 +27,7 @@ from vitrail.cli.run_options import (
 )
 from vitrail.data.sources import OpenedData
 from vitrail.errors import ConfigError, RunError, Stopped
-from vitrail.evaluation.predictions.report import ClassificationReport, absent_note
+from vitrail.evaluation.metrics.report import ClassificationReport, absent_note
 from vitrail.machine import pick_device
 from vitrail.models.config import override_fields
 from vitrail.settings import bare_names

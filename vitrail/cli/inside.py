@@ -14,12 +14,12 @@ from typing import Annotated, Any, Literal
 from rich.console import Console
 from rich.progress import Progress
 
-from vitrail.analysis.cka import SMALLEST_BATCH
-from vitrail.analysis.pages.comparison import COMPARISON_FILES, comparison_as_plain, verdict, write_comparison
+from vitrail.analysis.comparison import check_comparable, compare
+from vitrail.analysis.overview import overview
+from vitrail.analysis.pages.comparison_page import COMPARISON_FILES, comparison_as_plain, verdict, write_comparison
 from vitrail.analysis.pages.explanation import MAX_BYTES, Explainer, write_explanation
-from vitrail.analysis.pages.overview import OVERVIEW_FILES, headline, overview_as_plain, write_overview
-from vitrail.analysis.summaries.comparison import check_comparable, compare
-from vitrail.analysis.summaries.overview import overview
+from vitrail.analysis.pages.overview_page import OVERVIEW_FILES, headline, overview_as_plain, write_overview
+from vitrail.analysis.similarity import SMALLEST_BATCH
 from vitrail.analysis.tracing import transformer_of
 from vitrail.cli.console import image_paths, images_bar
 from vitrail.cli.evaluate import common_images, open_for_features, open_for_head

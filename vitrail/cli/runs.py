@@ -20,7 +20,7 @@ from rich.table import Table
 from vitrail.analysis.charts import STYLE, series_chart
 from vitrail.cli.options import Call, Command, Example, Positional, flag
 from vitrail.errors import ConfigError, RunError
-from vitrail.evaluation.predictions.streaming import merit
+from vitrail.evaluation.metrics.numbers import merit
 from vitrail.files import check_new_file, partial_path, saving
 from vitrail.report.charts import Series
 from vitrail.report.page import document, escape

@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-from vitrail.analysis.overlays import Overlays
+from vitrail.analysis.images import Overlays
 from vitrail.cli.options import Call, Command, Example, Positional
 from vitrail.machine import Precision
 from vitrail.serving.answering.settings import TOKEN_VARIABLE, ServeSettings, is_loopback

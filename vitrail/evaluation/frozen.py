@@ -16,9 +16,9 @@ from jaxtyping import Float32, Int64
 from vitrail.data.source import Source, Subset
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.fewshot import check_counts, check_settings, draw_shots, few_shot
-from vitrail.evaluation.classifiers.knn import check_settings as check_neighbours
-from vitrail.evaluation.classifiers.knn import knn
 from vitrail.evaluation.classifiers.linear import linear_probe
+from vitrail.evaluation.classifiers.nearest import check_settings as check_neighbours
+from vitrail.evaluation.classifiers.nearest import knn
 from vitrail.evaluation.features.extract import Layer
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.truth import SingleLabels, Truth, check_known, truth_of

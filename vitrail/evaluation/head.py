@@ -12,9 +12,7 @@ from torch import Tensor
 from vitrail.data.batch import Batch
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.predictions.bootstrap import Metric
-from vitrail.evaluation.predictions.imagenet import (
+from vitrail.evaluation.imagenet import (
     MappedSource,
     imagenet_columns,
     map_classes,
@@ -22,10 +20,10 @@ from vitrail.evaluation.predictions.imagenet import (
     real_accuracy,
     real_labels,
 )
-from vitrail.evaluation.predictions.number_metrics import MeanMetrics, NumberMetrics, StreamingErrors
-from vitrail.evaluation.predictions.regression import regression_report
-from vitrail.evaluation.predictions.report import absent_note, report
-from vitrail.evaluation.predictions.streaming import StreamingAccuracy
+from vitrail.evaluation.metrics.intervals import Metric
+from vitrail.evaluation.metrics.numbers import MeanMetrics, NumberMetrics, StreamingAccuracy, StreamingErrors
+from vitrail.evaluation.metrics.report import absent_note, regression_report, report
+from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.truth import Numbers, check_known, truth_of
 from vitrail.weights.prediction import OutputKind
 

@@ -37,7 +37,7 @@ from vitrail.data.sources.pseudo_labels import (
 )
 from vitrail.data.splits import Splits
 from vitrail.errors import BundleError, ConfigError, DataError, RunError, plural
-from vitrail.evaluation.predictions.predict import each_batch, predict_all
+from vitrail.evaluation.predictions import each_batch, predict_all
 from vitrail.files import check_parent, saving, write_json
 from vitrail.machine import Precision
 from vitrail.models.cost.batch import prediction_batch

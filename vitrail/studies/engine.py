@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vitrail.errors import RunError, plural
-from vitrail.evaluation.predictions.streaming import merit
+from vitrail.evaluation.metrics.numbers import merit
 from vitrail.files import saving, write_json
 from vitrail.studies.claims import PointResult, Results, Trial
 from vitrail.studies.grid import CELLS, Cell, CellPool, CellResult, Measured, make_cell

@@ -25,7 +25,7 @@ from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, NonFiniteLoss, RunComplete, RunError, SaveError, plural
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.predictions.predict import Predictions
+from vitrail.evaluation.predictions import Predictions
 from vitrail.files import recover_folder, saving, write_json
 from vitrail.machine import deterministic_algorithms, keep_freed_memory
 from vitrail.models.linear.float32 import float32_products

@@ -16,8 +16,8 @@ from vitrail.errors import BundleError, ConfigError, DataError, RunError, plural
 from vitrail.evaluation.classifiers.linear import LinearMap, fit_linear
 from vitrail.evaluation.features.cache import default_cache
 from vitrail.evaluation.frozen import labelled_features
+from vitrail.evaluation.metrics.numbers import SELECTING
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.predictions.streaming import SELECTING
 from vitrail.evaluation.truth import truth_of
 from vitrail.machine import Precision, pick_device
 from vitrail.models.layers import StochasticDepth

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 from vitrail.data.pipeline import TrainingBatches
-from vitrail.evaluation.predictions.streaming import merit
+from vitrail.evaluation.metrics.numbers import merit
 from vitrail.processes.group import local
 from vitrail.tasks.task import Objective
 from vitrail.training.config import FaultConfig, OnNonFinite

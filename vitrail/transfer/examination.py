@@ -22,8 +22,8 @@ from vitrail.data.pixels.decode import decode
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Source, Subset, Target, TargetKind, target_kind
 from vitrail.errors import DataError, UndecodableImage
-from vitrail.evaluation.classifiers.arrays import class_ranks
 from vitrail.evaluation.classifiers.linear import fit_linear
+from vitrail.evaluation.classifiers.logistic import class_ranks
 from vitrail.evaluation.features.extract import FeatureSet
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.truth import MultiLabels, Numbers, SingleLabels, Truth, truth_of

@@ -15,10 +15,9 @@ from vitrail.data.source import Source
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, plural
-from vitrail.evaluation.predictions.calibration import fit_temperature
-from vitrail.evaluation.predictions.predict import Predictions, predict_all
-from vitrail.evaluation.predictions.regression import regression_report
-from vitrail.evaluation.predictions.report import report
+from vitrail.evaluation.metrics.classes import fit_temperature
+from vitrail.evaluation.metrics.report import regression_report, report
+from vitrail.evaluation.predictions import Predictions, predict_all
 from vitrail.evaluation.truth import SingleLabels, truth_of
 from vitrail.machine import Precision, available_memory, pick_device, resolve_precision
 from vitrail.tasks.regression import Regression

@@ -15,7 +15,7 @@ from vitrail.data.source import fingerprint
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, NonFiniteLoss, RunError
-from vitrail.evaluation.predictions.streaming import merit
+from vitrail.evaluation.metrics.numbers import merit
 from vitrail.models.variants import AnyConfig
 from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import RESOLVED, TrainConfig

@@ -17,10 +17,20 @@ from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source
 from vitrail.data.splits import Splits
 from vitrail.errors import DataError, plural
-from vitrail.evaluation.predictions.bootstrap import LEVEL, Metric
-from vitrail.evaluation.predictions.named import interval_text, named_metrics
-from vitrail.evaluation.predictions.regression import QUANTILES, LargeError, OutputRow, RegressionReport
-from vitrail.evaluation.predictions.report import Calibration, ClassificationReport, ClassRow, Mistake, absent_note
+from vitrail.evaluation.metrics.intervals import LEVEL, Metric
+from vitrail.evaluation.metrics.report import (
+    QUANTILES,
+    Calibration,
+    ClassificationReport,
+    ClassRow,
+    LargeError,
+    Mistake,
+    OutputRow,
+    RegressionReport,
+    absent_note,
+    interval_text,
+    named_metrics,
+)
 from vitrail.files import partial_path, saving
 from vitrail.report import charts
 from vitrail.report.charts import confusion_matrix, legend, reliability_diagram, scatter_plot, shorten

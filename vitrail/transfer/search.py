@@ -21,7 +21,7 @@ from vitrail.data.source import Subset, fingerprint
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import NonFiniteLoss
-from vitrail.evaluation.predictions.streaming import merit
+from vitrail.evaluation.metrics.numbers import merit
 from vitrail.files import saving, write_json
 from vitrail.machine import Precision, pick_device, resolve_precision
 from vitrail.models.predictor import Predictor

@@ -8,10 +8,9 @@ import pytest
 
 from tests.analysis.summaries.test_comparison import bundle_of, compared
 from tests.conftest import make_colour_folder
-from vitrail.analysis.pages.comparison import verdict
-from vitrail.analysis.summaries.comparison import Comparison
-from vitrail.evaluation.predictions.bootstrap import Metric
-from vitrail.evaluation.predictions.paired import PairedDifference
+from vitrail.analysis.comparison import Comparison
+from vitrail.analysis.pages.comparison_page import verdict
+from vitrail.evaluation.metrics.intervals import Metric, PairedDifference
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from PIL import Image
 from tests.analysis.summaries.test_comparison import bundle_of, source_of
 from tests.browser import CHROMIUM, Browser
 from tests.conftest import make_colour_folder
-from vitrail.analysis.pages.overview import write_overview
-from vitrail.analysis.summaries.overview import overview
+from vitrail.analysis.overview import overview
+from vitrail.analysis.pages.overview_page import write_overview
 from vitrail.data.pixels.decode import to_pil
 from vitrail.evaluation.outputs import Outputs
 

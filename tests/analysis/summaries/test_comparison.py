@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from tests.conftest import make_colour_folder
-from vitrail.analysis.cka import layer_similarity
+from vitrail.analysis.comparison import Comparison, check_comparable, compare
+from vitrail.analysis.heads import attention_distance
 from vitrail.analysis.saliency import class_relevance
-from vitrail.analysis.statistics import attention_distance
-from vitrail.analysis.summaries.comparison import Comparison, check_comparable, compare
+from vitrail.analysis.similarity import layer_similarity
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, Subset
 from vitrail.data.sources import open_whole
 from vitrail.errors import ConfigError, DataError
+from vitrail.evaluation.metrics.intervals import mcnemar
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.predictions.paired import mcnemar
 from vitrail.models.variants import create
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.prediction import OutputKind

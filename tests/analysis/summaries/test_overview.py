@@ -12,13 +12,13 @@ import torch
 
 from tests.analysis.summaries.test_comparison import BIT, bundle_of, source_of
 from tests.conftest import make_colour_folder
-from vitrail.analysis.cka import layer_similarity
 from vitrail.analysis.faithfulness import randomised_weights, saliency_curves
 from vitrail.analysis.features import probe_layers
+from vitrail.analysis.heads import attention_distance
+from vitrail.analysis.overview import Overview, overview
 from vitrail.analysis.saliency import attention_rollout, class_relevance
-from vitrail.analysis.statistics import attention_distance
-from vitrail.analysis.summaries.overview import Overview, overview
-from vitrail.analysis.summaries.samples import evenly, images_at, inputs_of
+from vitrail.analysis.samples import evenly, images_at, inputs_of
+from vitrail.analysis.similarity import layer_similarity
 from vitrail.data.source import Sample, Source, Subset, Target
 from vitrail.data.sources import open_whole
 from vitrail.errors import ConfigError

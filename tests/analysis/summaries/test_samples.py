@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from tests.analysis.summaries.test_comparison import bundle_of
-from vitrail.analysis.summaries.samples import evenly, in_batches, inputs_of, picture_of
+from vitrail.analysis.samples import evenly, in_batches, inputs_of, picture_of
 
 
 def test_inputs_are_files_or_pixels_and_can_be_written_to() -> None:

@@ -17,7 +17,7 @@ from PIL import Image
 from tests.analysis.summaries.test_comparison import BIT, bundle_of
 from tests.conftest import make_colour_folder
 from vitrail.cli import main
-from vitrail.evaluation.features.files import parquet_library
+from vitrail.evaluation.features.feature_files import parquet_library
 
 FAST = ("--images", "4", "--bootstrap", "0", "--probe-images", "0", "--saliency-images", "0")
 

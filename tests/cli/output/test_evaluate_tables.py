@@ -9,8 +9,8 @@ import numpy as np
 from rich.console import Console, RenderableType
 
 from vitrail.cli.evaluate import confusion_table, metrics_table, per_class_table, suite_table
-from vitrail.evaluation.predictions.predict import Predictions
-from vitrail.evaluation.predictions.report import ClassificationReport, report
+from vitrail.evaluation.metrics.report import ClassificationReport, report
+from vitrail.evaluation.predictions import Predictions
 from vitrail.evaluation.truth import MultiLabels, SingleLabels
 from vitrail.transfer.suite import Suite, SuiteResult, SuiteTask, TaskResult
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitrail.errors import DataError
-from vitrail.evaluation.classifiers import arrays
-from vitrail.evaluation.classifiers.arrays import (
+from vitrail.evaluation.classifiers import logistic as arrays
+from vitrail.evaluation.classifiers.logistic import (
     check_pair,
     check_same_kind,
     check_truth,

@@ -16,8 +16,8 @@ from sklearn.metrics import average_precision_score
 from sklearn.neighbors import KNeighborsClassifier
 
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.classifiers import knn as module
-from vitrail.evaluation.classifiers.knn import NeighbourRow, Neighbours, knn, nearest
+from vitrail.evaluation.classifiers import nearest as module
+from vitrail.evaluation.classifiers.nearest import NeighbourRow, Neighbours, knn, nearest
 from vitrail.evaluation.truth import MultiLabels, SingleLabels, Truth
 
 
@@ -193,7 +193,7 @@ def test_data_that_does_not_fit_is_refused(types_unchecked: None) -> None:
 MEASURE = """
 import sys
 import numpy as np, torch
-from vitrail.evaluation.classifiers.knn import nearest
+from vitrail.evaluation.classifiers.nearest import nearest
 from vitrail.machine import peak_memory
 torch.set_num_threads(1)
 mapped = np.load(sys.argv[1], mmap_mode="r")

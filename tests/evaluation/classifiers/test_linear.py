@@ -15,7 +15,8 @@ from sklearn.metrics import average_precision_score
 from sklearn.preprocessing import StandardScaler
 
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.classifiers import arrays, linear
+from vitrail.evaluation.classifiers import linear
+from vitrail.evaluation.classifiers import logistic as arrays
 from vitrail.evaluation.classifiers.linear import PENALTIES, LinearMap, LinearResult, linear_probe
 from vitrail.evaluation.classifiers.logistic import LogisticRegression
 from vitrail.evaluation.truth import MultiLabels, SingleLabels

@@ -13,11 +13,11 @@ from sklearn.neighbors import KNeighborsRegressor
 from sklearn.preprocessing import StandardScaler
 
 from vitrail.errors import DataError
-from vitrail.evaluation.classifiers import arrays, linear
-from vitrail.evaluation.classifiers.knn import knn
-from vitrail.evaluation.classifiers.linear import RIDGE_PENALTIES, linear_probe
-from vitrail.evaluation.classifiers.ridge import RidgeRegression
-from vitrail.evaluation.predictions.number_metrics import StreamingErrors
+from vitrail.evaluation.classifiers import linear
+from vitrail.evaluation.classifiers import logistic as arrays
+from vitrail.evaluation.classifiers.linear import RIDGE_PENALTIES, RidgeRegression, linear_probe
+from vitrail.evaluation.classifiers.nearest import knn
+from vitrail.evaluation.metrics.numbers import StreamingErrors
 from vitrail.evaluation.truth import Numbers, SingleLabels
 
 

@@ -11,8 +11,7 @@ from PIL import Image
 
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import DataError
-from vitrail.evaluation.features.cache import Entry, default_cache, map_features
-from vitrail.evaluation.features.identity import Identity
+from vitrail.evaluation.features.cache import Entry, Identity, default_cache, map_features
 
 IDENTITY = Identity("d" * 64, "w" * 64, Preprocess(image_size=(14, 21)), "float32")
 

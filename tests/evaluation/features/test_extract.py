@@ -30,9 +30,8 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Subset, Target
 from vitrail.data.sources.folder import FolderSource
 from vitrail.errors import ConfigError, Interrupted
-from vitrail.evaluation.features import partial as feature_rows
-from vitrail.evaluation.features.extract import FeatureSet, Layer, extract
-from vitrail.evaluation.features.precision import compare_precisions
+from vitrail.evaluation.features import cache as feature_rows
+from vitrail.evaluation.features.extract import FeatureSet, Layer, compare_precisions, extract
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
 from vitrail.weights.bundle import Bundle

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from vitrail.data.batch import Skipped
 from vitrail.errors import DataError, SaveError
-from vitrail.evaluation.features import files as feature_files
+from vitrail.evaluation.features import feature_files
 from vitrail.evaluation.features.extract import FeatureSet
-from vitrail.evaluation.features.files import load_features, parquet_library, save_features, save_parquet
+from vitrail.evaluation.features.feature_files import load_features, parquet_library, save_features, save_parquet
 from vitrail.evaluation.truth import MultiLabels, Numbers, SingleLabels
 
 CLASSES = ("rose", "daisy", "oak")

@@ -18,7 +18,7 @@ from vitrail.data.source import Mixture, Sample, Source, Subset
 from vitrail.data.sources import open_data
 from vitrail.data.sources.fractals import FractalSource
 from vitrail.data.sources.idx import IdxSource
-from vitrail.evaluation.features.identity import SAMPLED, data_fingerprint, weights_fingerprint
+from vitrail.evaluation.features.cache import SAMPLED, data_fingerprint, weights_fingerprint
 from vitrail.models.variants import create
 
 

@@ -9,15 +9,14 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from vitrail.errors import ConfigError
-from vitrail.evaluation.predictions.bootstrap import (
+from vitrail.evaluation.metrics.classes import balanced_accuracy, calibration_gaps, expected_calibration_error
+from vitrail.evaluation.metrics.intervals import (
     Metric,
     balanced_accuracy_interval,
     calibration_error_interval,
     mean_interval,
     resampled_means,
 )
-from vitrail.evaluation.predictions.calibration import calibration_gaps, expected_calibration_error
-from vitrail.evaluation.predictions.metrics import balanced_accuracy
 
 
 def test_means_equal_gathering_the_drawn_rows() -> None:

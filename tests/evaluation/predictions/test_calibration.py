@@ -14,8 +14,8 @@ from scipy.optimize import minimize_scalar
 from sklearn.metrics import log_loss
 
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.predictions import calibration
-from vitrail.evaluation.predictions.calibration import (
+from vitrail.evaluation.metrics import classes as calibration
+from vitrail.evaluation.metrics.classes import (
     binary_cross_entropy,
     calibration_bins,
     calibration_gaps,

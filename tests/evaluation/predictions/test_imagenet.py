@@ -24,9 +24,8 @@ from vitrail.data import remote
 from vitrail.data.source import Sample, Target
 from vitrail.data.sources import open_data
 from vitrail.errors import DataError, SaveError
-from vitrail.evaluation.predictions import imagenet
-from vitrail.evaluation.predictions.bootstrap import mean_interval
-from vitrail.evaluation.predictions.imagenet import (
+from vitrail.evaluation import imagenet
+from vitrail.evaluation.imagenet import (
     ClassMap,
     MappedSource,
     Synset,
@@ -36,7 +35,8 @@ from vitrail.evaluation.predictions.imagenet import (
     read_synsets,
     real_accuracy,
 )
-from vitrail.evaluation.predictions.predict import Predictions
+from vitrail.evaluation.metrics.intervals import mean_interval
+from vitrail.evaluation.predictions import Predictions
 from vitrail.evaluation.truth import SingleLabels
 from vitrail.testing import check_source
 

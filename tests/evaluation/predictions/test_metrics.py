@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sklearn import metrics as reference
 
 from vitrail.errors import DataError
-from vitrail.evaluation.predictions.metrics import (
+from vitrail.evaluation.metrics.classes import (
     average_precision,
     balanced_accuracy,
     confusion,

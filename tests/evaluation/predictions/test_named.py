@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.evaluation.predictions.test_report import make_predictions, several
-from vitrail.evaluation.predictions.bootstrap import Metric
-from vitrail.evaluation.predictions.named import NamedMetric, interval_text, named_metrics
-from vitrail.evaluation.predictions.report import report
+from vitrail.evaluation.metrics.intervals import Metric
+from vitrail.evaluation.metrics.report import NamedMetric, interval_text, named_metrics, report
 
 
 def test_metrics_of_one_label_are_those_of_the_report() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sklearn import metrics as reference
 
 from vitrail.errors import DataError
-from vitrail.evaluation.predictions.number_metrics import MeanMetrics, NumberMetrics, StreamingErrors, number_metrics
+from vitrail.evaluation.metrics.numbers import MeanMetrics, NumberMetrics, StreamingErrors, number_metrics
 from vitrail.evaluation.truth import Numbers
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from vitrail.evaluation.predictions.paired import difference_interval, mcnemar, paired_difference
+from vitrail.evaluation.metrics.intervals import difference_interval, mcnemar, paired_difference
 
 
 @given(st.integers(0, 300), st.integers(0, 300))

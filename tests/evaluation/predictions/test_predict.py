@@ -17,7 +17,7 @@ from vitrail.data.source import Sample, Target
 from vitrail.errors import BundleError, ConfigError
 from vitrail.evaluation.head import Accuracy
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.predictions.predict import Predictions, predict_all
+from vitrail.evaluation.predictions import Predictions, predict_all
 from vitrail.evaluation.truth import MultiLabels, SingleLabels
 from vitrail.models.variants import create
 from vitrail.weights.bundle import Bundle

@@ -11,10 +11,9 @@ import pytest
 
 from vitrail.data.batch import Skipped
 from vitrail.errors import DataError
-from vitrail.evaluation.predictions.number_metrics import number_metrics
-from vitrail.evaluation.predictions.predict import Predictions
-from vitrail.evaluation.predictions.regression import QUANTILES, RegressionReport, regression_report
-from vitrail.evaluation.predictions.report import report
+from vitrail.evaluation.metrics.numbers import number_metrics
+from vitrail.evaluation.metrics.report import QUANTILES, RegressionReport, regression_report, report
+from vitrail.evaluation.predictions import Predictions
 from vitrail.evaluation.truth import Numbers, SingleLabels
 from vitrail.settings import from_plain, to_plain
 

@@ -12,16 +12,22 @@ from sklearn import metrics as reference
 
 from vitrail.data.batch import Skipped
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.predictions.bootstrap import (
+from vitrail.evaluation.metrics.classes import (
+    binary_logits,
+    calibration_bins,
+    confusion,
+    mean_average_precision,
+    per_sample,
+    top_k,
+)
+from vitrail.evaluation.metrics.intervals import (
     Metric,
     balanced_accuracy_interval,
     calibration_error_interval,
     mean_interval,
 )
-from vitrail.evaluation.predictions.calibration import binary_logits, calibration_bins, per_sample
-from vitrail.evaluation.predictions.metrics import confusion, mean_average_precision, top_k
-from vitrail.evaluation.predictions.predict import Predictions
-from vitrail.evaluation.predictions.report import ClassificationReport, absent_note, report
+from vitrail.evaluation.metrics.report import ClassificationReport, absent_note, report
+from vitrail.evaluation.predictions import Predictions
 from vitrail.evaluation.truth import MultiLabels, SingleLabels
 from vitrail.settings import from_plain, to_plain
 

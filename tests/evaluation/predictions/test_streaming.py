@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from vitrail.evaluation.predictions.metrics import mean_average_precision
-from vitrail.evaluation.predictions.streaming import StreamingAccuracy, merit, streaming_metrics
+from vitrail.evaluation.metrics.classes import mean_average_precision
+from vitrail.evaluation.metrics.numbers import StreamingAccuracy, merit, streaming_metrics
 from vitrail.evaluation.truth import MultiLabels, SingleLabels
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from vitrail.analysis.pages.overview import OVERVIEW_FILES
+from vitrail.analysis.pages.overview_page import OVERVIEW_FILES
 from vitrail.training.folder import ENTRIES, INSIDE, inside_link, link_inside, run_of
 
 LINK = '<p id="inside"><a href="inside/report.html">Look inside the model</a>: '

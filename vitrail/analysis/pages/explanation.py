@@ -12,8 +12,8 @@ from jaxtyping import Float, Float32, UInt8
 from torch import Tensor
 
 from vitrail.analysis.charts import png
-from vitrail.analysis.drawing import on_picture, overlay
-from vitrail.analysis.pages.interactive.page import AttentionMaps, make_page
+from vitrail.analysis.images import on_picture, overlay
+from vitrail.analysis.pages.interactive import AttentionMaps, make_page
 from vitrail.analysis.saliency import attention_rollout, class_relevance
 from vitrail.analysis.tracing import Trace, trace, transformer_of
 from vitrail.data.pixels.decode import to_pil

@@ -14,8 +14,8 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.classifiers.arrays import check_pair, check_same_kind, check_truth, moments, tensor
 from vitrail.evaluation.classifiers.linear import LinearMap
+from vitrail.evaluation.classifiers.logistic import check_pair, check_same_kind, check_truth, moments, tensor
 from vitrail.evaluation.truth import SingleLabels
 
 CONSTANT = 100.0

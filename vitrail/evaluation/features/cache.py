@@ -11,24 +11,29 @@ computing the same features.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import io
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Bool, Float32
+from jaxtyping import Bool, Float32, UInt8
+from torch import nn
 
+from vitrail.data.pixels.decode import pixel_limit
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Source, fingerprint, stamp_of
 from vitrail.errors import DataError
-from vitrail.evaluation.features.identity import Identity
-from vitrail.evaluation.features.partial import DONE, FEATURES, THERE, UNDECODABLE, Partial, npy_header
 from vitrail.files import cache_folder, saving
 from vitrail.settings import from_plain, to_plain
+from vitrail.weights.bundle import weights_sha256
 
 ABOUT = "entry.json"
 
@@ -254,3 +259,157 @@ def _write_flushed(path: Path, write: Callable[[io.BufferedWriter], object]) -> 
         write(file)
         file.flush()
         os.fsync(file.fileno())
+
+
+# The identity of features: everything that determines them, with hashes of the data and of the weights.
+
+
+FORMAT = 2
+"""Version of the entries and of the computation in `embed`. Entries of other versions are ignored."""
+
+SAMPLED = 16
+"""Number of images that are hashed if a source has no method `stamp_of`."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Everything that determines the features. A cache entry is used only if its identity equals the requested
+    identity."""
+
+    data: str
+    weights: str
+    preprocess: Preprocess
+    precision: str
+    layer: str = "embedding"
+    max_pixels: int = field(default_factory=pixel_limit)
+    """Larger images are skipped."""
+    format: int = FORMAT
+
+
+def weights_fingerprint(network: nn.Module) -> str:
+    """Return a hash of the network's config and weights."""
+    kind = f"{type(network).__qualname__} {getattr(network, 'config', None)!r}"
+    return hashlib.sha256(f"{kind}\n{weights_sha256(network)}".encode()).hexdigest()
+
+
+def data_fingerprint(source: Source) -> str:
+    """Return a hash of all keys and targets in order, and of the images' identities, without decoding any image.
+
+    Files, shards and Parquet files are identified by size and modification time. Arrays are identified by their pixels.
+    If a source has no `stamp_of`, 16 evenly spaced images are read and hashed. A change to any other image is then not
+    detected.
+    """
+    digest = hashlib.sha256(fingerprint(source).encode())
+    if isinstance(getattr(source, "identity", None), str):  # the source's own fingerprint includes the images
+        return digest.hexdigest()
+    for index in range(len(source)):
+        stamp = stamp_of(source, index)
+        if stamp is None:
+            break
+        digest.update(os.fsencode(f"{stamp}\n"))
+    else:
+        return digest.hexdigest()
+    for index in np.unique(np.linspace(0, len(source) - 1, SAMPLED).round().astype(int)).tolist():
+        image = source[index].image
+        shape = "" if isinstance(image, bytes) else str(image.shape)
+        digest.update(f"{index} {shape}\n".encode())
+        digest.update(image if isinstance(image, bytes) else np.ascontiguousarray(image).data)
+    return digest.hexdigest()
+
+
+# The folder of an entry of the cache while it is filled. The folder has `features.npy` with a row for each sample,
+# and a file `done` with a byte for each sample. The features of a sample are written to disk before its byte. A
+# killed process therefore loses only a few seconds of work.
+
+
+FEATURES = "features.npy"
+DONE = "done"
+THERE, UNDECODABLE = 1, 2
+"""Bytes in the file `done` for a sample whose features are computed, and for an undecodable sample. 0 means that the
+sample is not computed yet."""
+
+RECORD_SECONDS = 5.0
+"""Seconds between two updates of `done`: the most work that a killed process loses."""
+
+
+class Partial:
+    """A folder of features that one or more processes are filling, each with different rows. All methods raise
+    `SaveError`.
+
+    Rows are written with ordinary writes, because writing to a memory-mapped file on a full disk kills the process.
+    """
+
+    def __init__(self, folder: Path, samples: int, width: int) -> None:
+        header = npy_header(samples, width)
+        self._folder, self._samples = folder, samples
+        self._start, self._row = len(header), 4 * width
+        self._pending: list[tuple[int, bytes]] = []
+        self._recorded = time.monotonic()
+        size = self._start + samples * self._row
+        with saving("features", self._folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._features = os.open(folder / FEATURES, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            if os.fstat(self._features).st_size != size:
+                # Another process may be filling the same entry, so the rows that it has written must stay.
+                (folder / DONE).unlink(missing_ok=True)
+                os.ftruncate(self._features, size)
+                _reserve(self._features, size)
+            # Every process writes the header, because the one that made the file may have been killed before it did.
+            _write_at(self._features, header, 0)
+            self._done = os.open(folder / DONE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def done(self) -> UInt8[np.ndarray, " n"]:
+        """Return the recorded value of each sample. 0 means that the sample is not computed yet."""
+        with saving("features", self._folder):
+            read = os.pread(self._done, self._samples, 0)
+        return np.frombuffer(read.ljust(self._samples, b"\0"), np.uint8)
+
+    def write(self, first: int, values: Float32[np.ndarray, "b d"], valid: Bool[np.ndarray, " b"]) -> None:
+        """Write the features of consecutive samples, starting at row `first`. `valid` marks the decoded samples."""
+        with saving("features", self._folder):
+            _write_at(self._features, np.ascontiguousarray(values).tobytes(), self._start + first * self._row)
+        self._pending.append((first, np.where(valid, THERE, UNDECODABLE).astype(np.uint8).tobytes()))
+        if time.monotonic() - self._recorded >= RECORD_SECONDS:
+            self.record()
+
+    def record(self) -> None:
+        """Flush the features to disk, then record their samples as done."""
+        with saving("features", self._folder):
+            if self._pending:
+                os.fsync(self._features)
+            for first, marks in self._pending:
+                _write_at(self._done, marks, first)
+        self._pending, self._recorded = [], time.monotonic()
+
+    def close(self) -> None:
+        try:
+            self.record()
+        finally:
+            os.close(self._features)
+            os.close(self._done)
+
+
+def npy_header(rows: int, width: int) -> bytes:
+    """Return the header of an .npy file of float32 (rows, width)."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (rows, width)})
+    return file.getvalue()
+
+
+def _reserve(file: int, size: int) -> None:
+    """Reserve disk space if the file system supports it. A full disk is then detected before any features are
+    computed."""
+    try:
+        os.posix_fallocate(file, 0, size)
+    except AttributeError:
+        pass
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+
+
+def _write_at(file: int, data: bytes, place: int) -> None:
+    view = memoryview(data)
+    while view:  # one write takes at most 2 GiB, and less if the disk is nearly full
+        count = os.pwrite(file, view, place)
+        view, place = view[count:], place + count

@@ -16,7 +16,7 @@ from vitrail.data.pixels.decode import decode
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Source
 from vitrail.errors import DataError, ExportFailed, UndecodableImage
-from vitrail.evaluation.predictions.paired import difference_interval
+from vitrail.evaluation.metrics.intervals import difference_interval
 from vitrail.models.predictor import Predictor
 from vitrail.serving.export.program import EndToEnd
 from vitrail.weights.bundle import Bundle

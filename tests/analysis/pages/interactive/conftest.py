@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vitrail.analysis.pages.interactive.page import AttentionMaps
+from vitrail.analysis.pages.interactive import AttentionMaps
 
 MakeMaps = Callable[..., AttentionMaps]
 

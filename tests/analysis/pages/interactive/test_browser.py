@@ -14,8 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.browser import CHROMIUM, Browser
-from vitrail.analysis.pages.interactive.packing import dequantise, quantise
-from vitrail.analysis.pages.interactive.page import AttentionMaps, make_page
+from vitrail.analysis.pages.interactive import AttentionMaps, dequantise, make_page, quantise
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from vitrail.analysis.pages.interactive.packing import BITS, PackedMaps, Rows, dequantise, pack, quantise, unpack
+from vitrail.analysis.pages.interactive import BITS, PackedMaps, Rows, dequantise, pack, quantise, unpack
 
 WEIGHTS = arrays.arrays(
     np.float32,

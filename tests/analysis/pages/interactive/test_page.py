@@ -11,8 +11,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from vitrail.analysis.pages.interactive.packing import PackedMaps, dequantise, quantise, unpack
-from vitrail.analysis.pages.interactive.page import AttentionMaps, make_page, script_text
+from vitrail.analysis.pages.interactive import (
+    AttentionMaps,
+    PackedMaps,
+    dequantise,
+    make_page,
+    quantise,
+    script_text,
+    unpack,
+)
 
 MAX_BYTES = 5_000_000
 MakeMaps = Callable[..., AttentionMaps]

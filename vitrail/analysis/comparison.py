@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Bool, Int64, UInt8
 
-from vitrail.analysis.cka import SMALLEST_BATCH, LayerSimilarity, layer_similarity
-from vitrail.analysis.receptive import ReceptiveField
-from vitrail.analysis.statistics import HeadStatistic
-from vitrail.analysis.summaries.samples import (
+from vitrail.analysis.heads import HeadStatistic, ReceptiveField
+from vitrail.analysis.samples import (
     Answer,
     answer_about,
     distances,
@@ -21,14 +19,15 @@ from vitrail.analysis.summaries.samples import (
     picture_of,
     reach_of,
 )
+from vitrail.analysis.similarity import SMALLEST_BATCH, LayerSimilarity, layer_similarity
 from vitrail.data.batch import Skipped
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError, DataError, plural
+from vitrail.evaluation.metrics.classes import per_sample
+from vitrail.evaluation.metrics.intervals import PairedDifference, paired_difference
+from vitrail.evaluation.metrics.report import ClassificationReport, report
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.predictions.calibration import per_sample
-from vitrail.evaluation.predictions.paired import PairedDifference, paired_difference
-from vitrail.evaluation.predictions.predict import Predictions
-from vitrail.evaluation.predictions.report import ClassificationReport, report
+from vitrail.evaluation.predictions import Predictions
 from vitrail.evaluation.truth import SingleLabels
 from vitrail.weights.bundle import Bundle
 

@@ -10,15 +10,14 @@ import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from vitrail.analysis.cka import SMALLEST_BATCH
-from vitrail.analysis.drawing import on_picture
-from vitrail.analysis.receptive import ReceptiveField, effective_receptive_field
+from vitrail.analysis.heads import HeadStatistic, ReceptiveField, attention_distance, effective_receptive_field
+from vitrail.analysis.images import on_picture
 from vitrail.analysis.saliency import class_relevance
-from vitrail.analysis.statistics import HeadStatistic, attention_distance
+from vitrail.analysis.similarity import SMALLEST_BATCH
 from vitrail.analysis.tracing import has_maps, trace
 from vitrail.data.pixels.decode import image_size_of, to_pil
 from vitrail.data.source import Source
-from vitrail.evaluation.predictions.calibration import PerSample
+from vitrail.evaluation.metrics.classes import PerSample
 from vitrail.weights.bundle import Bundle
 
 BATCH = 16

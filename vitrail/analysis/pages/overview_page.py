@@ -1,8 +1,13 @@
-"""The page of an overview of one model, written with its figures and tables."""
+"""The page of `vitrail report`: its figures and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import base64
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +16,30 @@ from jaxtyping import UInt8
 from PIL import Image
 
 from vitrail.analysis import charts
-from vitrail.analysis.charts import png, standalone
-from vitrail.analysis.drawing import overlay
+from vitrail.analysis.charts import png, scatter, standalone
+from vitrail.analysis.faithfulness import SaliencySummary
+from vitrail.analysis.heads import HeadStatistic, ReceptiveField
+from vitrail.analysis.images import (
+    draw_curves,
+    draw_filters,
+    draw_heads,
+    draw_layer_similarity,
+    draw_norms,
+    draw_patch_colours,
+    draw_positions,
+    draw_probes,
+    draw_randomised,
+    overlay,
+)
+from vitrail.analysis.overview import Answers, ColouredPatches, EmbeddingMap, Overview
 from vitrail.analysis.pages.figure import NARROW, STYLE, captioned, figure, image, skipped_part
-from vitrail.analysis.pages.overview_figures import charts_of, map_script, pictures_of
-from vitrail.analysis.pages.tables import write_tables
-from vitrail.analysis.statistics import HeadStatistic
-from vitrail.analysis.summaries.overview import Answers, ColouredPatches, Overview
-from vitrail.analysis.summaries.saliency import SaliencySummary
-from vitrail.analysis.summaries.samples import distances
-from vitrail.errors import plural
-from vitrail.evaluation.predictions.bootstrap import LEVEL, Metric
-from vitrail.evaluation.predictions.named import named_metrics
-from vitrail.evaluation.predictions.report import absent_note
+from vitrail.analysis.samples import distances
+from vitrail.errors import DataError, plural
+from vitrail.evaluation.features.feature_files import parquet_library, printable_key
+from vitrail.evaluation.metrics.intervals import LEVEL, Metric
+from vitrail.evaluation.metrics.report import absent_note, named_metrics
 from vitrail.files import write_json
+from vitrail.report.charts import Series
 from vitrail.report.page import document, escape, table, thumbnail
 from vitrail.settings import to_plain
 
@@ -276,3 +291,151 @@ def _number(value: float | None) -> str:
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
+
+
+# The figures of an overview of one model: charts as SVG, and pictures as pixels.
+
+
+NO_LABEL = "no label"
+"""Name of the images without a label in the map of embeddings."""
+
+
+def charts_of(found: Overview) -> dict[str, str]:
+    """Return the charts by name, as SVG."""
+    layers = found.layers
+    drawn = {"distance": _distance(layers.reach)}
+    if layers.similarity is not None:
+        drawn["similarity"] = draw_layer_similarity(layers.similarity)
+    if layers.entropy is not None:
+        drawn["entropy"] = draw_heads(layers.entropy)
+    if layers.norms is not None:
+        drawn["norms"] = draw_norms(layers.norms)
+    if found.probes:
+        drawn["probes"] = draw_probes(found.probes)
+    if found.saliency is not None:
+        drawn["deletion"] = draw_curves(found.saliency.curves, "deletion")
+        drawn["insertion"] = draw_curves(found.saliency.curves, "insertion")
+        drawn["random_weights"] = draw_randomised(found.saliency.checks)
+    if found.embedding is not None:
+        drawn["embedding"] = _embedding_figure(found.embedding)
+    return drawn
+
+
+def pictures_of(found: Overview) -> dict[str, UInt8[np.ndarray, "height width 3"]]:
+    """Return the pictures by name."""
+    drawn = {}
+    if found.layers.filters is not None:
+        drawn["filters"] = draw_filters(found.layers.filters)
+    if found.layers.positions is not None:
+        drawn["positions"] = draw_positions(found.layers.positions)
+    if found.patches is not None:
+        drawn["patches"] = draw_patch_colours(found.patches.colours)
+    return drawn
+
+
+def map_script(mapped: EmbeddingMap) -> str:
+    """Return the script of the embedding map with its thumbnails, in the order of the dots."""
+    names = [f"{mapped.keys[row]}: {mapped.labels[row] or NO_LABEL}" for row in mapped.shown]
+    pictures = [base64.b64encode(picture).decode() for picture in mapped.pictures]
+    values = {"names": names, "pictures": pictures}
+    data = "".join(f"const {name} = {json.dumps(value)};\n" for name, value in values.items())
+    data = data.replace("<", r"\u003c")  # a file name could end the script
+    return data + (Path(__file__).parent / "embedding_map.js").read_text(encoding="utf-8")
+
+
+def _distance(reach: HeadStatistic | ReceptiveField) -> str:
+    if isinstance(reach, HeadStatistic):
+        return draw_heads(reach)
+    points = [(float(layer), value) for layer, value in distances(reach)]
+    return charts.series_chart(
+        [Series(reach.name, points)],
+        label="Effective receptive field by layer.",
+        x_name="layer",
+        y_name="mean distance, pixels",
+        bounds=(0.0, math.inf),
+        integers=True,
+    )
+
+
+def _embedding_figure(mapped: EmbeddingMap) -> str:
+    """Return the map of embeddings. Of many images, some at equal distances in the data are drawn."""
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for row in mapped.shown:
+        first, second = mapped.points[row]
+        groups.setdefault(mapped.labels[row] or NO_LABEL, []).append((float(first), float(second)))
+    first_share, second_share = (f"{part:.0%} of the variance" for part in mapped.explained)
+    return scatter(
+        groups,
+        label="Embeddings of images along their first two principal components.",
+        x_name=f"first principal component, {first_share}",
+        y_name=f"second, {second_share}",
+    )
+
+
+# The tables of an overview for other programs: CSV, and Parquet for the embeddings.
+
+
+PARQUET = "embedding.parquet"
+"""Table of the embeddings with all their features."""
+
+
+def write_tables(found: Overview, folder: Path) -> tuple[str, ...]:
+    """Write the tables of an overview into a folder, and return notes about those that cannot be written.
+
+    classes.csv has the metrics of each class, saliency.csv the measurements of each saliency method, and embedding.csv
+    the place of each image on the map of embeddings. embedding.parquet has the embeddings themselves as well, and is
+    written if pyarrow is installed.
+    """
+    if found.answers is not None:
+        rows = [(row.name, row.images, row.accuracy, row.precision, row.f1) for row in found.answers.report.per_class]
+        _write_csv(folder / "classes.csv", ("class", "images", "accuracy", "precision", "f1"), rows)
+    if found.saliency is not None:
+        heads = ("method", "deletion_area", "insertion_area", "correlation_random_head", "correlation_random_all")
+        methods = [
+            (one.name, one.deletion.value, one.insertion.value, one.random_head, one.random_all)
+            for one in found.saliency.methods
+        ]
+        _write_csv(folder / "saliency.csv", heads, methods)
+    if found.embedding is None:
+        return ()
+    columns = _embedding_columns(found)
+    _write_csv(folder / "embedding.csv", tuple(columns), zip(*columns.values(), strict=True))
+    try:
+        parquet_library()
+    except DataError as reason:
+        return (f"{PARQUET} was not written: {reason}",)
+    _write_parquet(folder / PARQUET, columns, found.embedding.features)
+    return ()
+
+
+def _embedding_columns(found: Overview) -> dict[str, Sequence[Any]]:
+    """Return the columns of the embedding table, one row for each image."""
+    mapped, answers = found.embedding, found.answers
+    assert mapped is not None
+    columns: dict[str, Sequence[Any]] = {"key": mapped.keys, "class": mapped.labels}
+    if answers is not None:
+        columns["predicted"] = [found.bundle.classes[number] for number in answers.each.predicted]
+        columns["probability"] = answers.each.confidence.tolist()
+    columns["component_1"], columns["component_2"] = mapped.points.T.tolist()
+    return columns
+
+
+def _write_parquet(path: Path, columns: dict[str, Sequence[Any]], features: np.ndarray) -> None:
+    """Write the columns and the features: a list of float32 of fixed length for each image."""
+    arrow = parquet_library()
+    texts = {"key", "class", "predicted"}
+    arrays = {
+        name: arrow.array(list(map(printable_key, values)) if name in texts else values)
+        for name, values in columns.items()
+    }
+    flat = arrow.array(np.ascontiguousarray(features, dtype=np.float32).reshape(-1))
+    arrays["feature"] = arrow.FixedSizeListArray.from_arrays(flat, features.shape[1])
+    arrow.parquet.write_table(arrow.table(arrays), path)
+
+
+def _write_csv(path: Path, heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(heads)
+    writer.writerows(rows)
+    path.write_text(file.getvalue(), encoding="utf-8", errors="backslashreplace")

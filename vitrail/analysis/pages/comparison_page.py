@@ -10,14 +10,14 @@ from typing import Any
 
 from vitrail.analysis import charts
 from vitrail.analysis.charts import heat_map, series_chart, standalone
-from vitrail.analysis.drawing import overlay
+from vitrail.analysis.comparison import Comparison, Disagreement, Measured
+from vitrail.analysis.heads import HeadStatistic
+from vitrail.analysis.images import overlay
 from vitrail.analysis.pages.figure import NARROW, STYLE, captioned, figure, skipped_part
-from vitrail.analysis.statistics import HeadStatistic
-from vitrail.analysis.summaries.comparison import Comparison, Disagreement, Measured
-from vitrail.analysis.summaries.samples import Answer
+from vitrail.analysis.samples import Answer
 from vitrail.errors import plural
-from vitrail.evaluation.predictions.bootstrap import LEVEL
-from vitrail.evaluation.predictions.named import NamedMetric, named_metrics
+from vitrail.evaluation.metrics.intervals import LEVEL
+from vitrail.evaluation.metrics.report import NamedMetric, named_metrics
 from vitrail.files import write_json
 from vitrail.report.charts import Series
 from vitrail.report.page import document, escape, table

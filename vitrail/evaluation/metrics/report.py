@@ -1,39 +1,39 @@
-"""The report of predicted classes: all metrics on labelled images. Its plain values can be printed, drawn or saved."""
+"""All metrics of a model on held-out samples in one record, of classes or of numbers."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from vitrail.data.batch import Skipped
 from vitrail.errors import DataError, listed, plural
-from vitrail.evaluation.predictions.bootstrap import (
+from vitrail.evaluation.metrics.classes import (
+    CalibrationBin,
+    ClassMetrics,
+    PerSample,
+    average_precision,
+    binary_cross_entropy,
+    binary_logits,
+    calibration_bins,
+    exact_match,
+    f1_scores,
+    per_class,
+    per_class_of_targets,
+    per_sample,
+    top_k,
+)
+from vitrail.evaluation.metrics.intervals import (
     Metric,
     balanced_accuracy_interval,
     calibration_error_interval,
     mean_interval,
 )
-from vitrail.evaluation.predictions.calibration import (
-    CalibrationBin,
-    PerSample,
-    binary_cross_entropy,
-    binary_logits,
-    calibration_bins,
-    per_sample,
-)
-from vitrail.evaluation.predictions.metrics import (
-    ClassMetrics,
-    average_precision,
-    exact_match,
-    f1_scores,
-    per_class,
-    per_class_of_targets,
-    top_k,
-)
-from vitrail.evaluation.predictions.predict import Predictions
+from vitrail.evaluation.metrics.numbers import MeanMetrics, NumberMetrics, number_metrics
+from vitrail.evaluation.predictions import Predictions
 from vitrail.evaluation.truth import MultiLabels, Numbers, SingleLabels
 
 
@@ -309,3 +309,200 @@ def _worst(wrong: Bool[np.ndarray, " n"], losses: Float64[np.ndarray, " n"], cou
 def _defined(value: float) -> float | None:
     """Return None for NaN, which JSON does not have."""
     return None if math.isnan(value) else float(value)
+
+
+# The report of predicted numbers: metrics, residuals and largest errors. Its plain values can be printed, drawn or
+# saved.
+
+
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+"""Quantiles of the residuals that a report contains."""
+
+
+@dataclass(frozen=True)
+class OutputRow:
+    """The metrics and residuals of one output, which is one of the numbers that the model predicts. A residual is the
+    predicted minus the true number."""
+
+    index: int
+    name: str
+    images: int
+    """Number of images for which the number is known."""
+    metrics: NumberMetrics | None
+    """Metrics of the number. If the number is unknown for all images, this field and the following fields are None or
+    empty."""
+    mean: float | None
+    """Mean of the true numbers."""
+    deviation: float | None
+    """Standard deviation of the true numbers (divided by n)."""
+    mean_residual: float | None
+    residual_quantiles: tuple[float, ...]
+    """Values of the residuals at the quantiles `QUANTILES`."""
+    points: tuple[tuple[float, float], ...]
+    """Pairs of true and predicted numbers, for a scatter plot. If there are many images, evenly spaced ones are
+    used."""
+
+
+@dataclass(frozen=True)
+class LargeError:
+    """One of the largest errors."""
+
+    index: int
+    """Index of the sample in the source."""
+    key: str
+    name: str
+    """Name of the number."""
+    true: float
+    predicted: float
+    deviations: float | None
+    """Absolute error divided by the standard deviation of the true numbers, or None if all true numbers are equal."""
+
+
+@dataclass(frozen=True)
+class RegressionReport:
+    """The result of `regression_report`. `vitrail.settings.to_plain` converts it to JSON values."""
+
+    images: int
+    """Number of measured images."""
+    unlabelled: int
+    """Number of images without any known number. They are skipped."""
+    skipped: tuple[Skipped, ...]
+    """Images that could not be decoded."""
+    names: tuple[str, ...]
+    """Names of the numbers."""
+    metrics: MeanMetrics
+    """Means over the numbers of the metrics without a unit."""
+    per_output: tuple[OutputRow, ...]
+    """A row for each number, in the order of the outputs."""
+    worst: tuple[LargeError, ...]
+    """The largest errors, measured in standard deviations, largest first."""
+
+
+def regression_report(
+    predictions: Predictions, *, bootstrap: int = 1000, seed: int = 0, worst: int = 20, points: int = 1000
+) -> RegressionReport:
+    """Return all metrics of predicted numbers, with 95 % intervals from `bootstrap` resamples that `seed` draws.
+
+    `points` is the maximum number of points of a scatter plot. Raise `DataError` if the targets are not numbers, or if
+    no number is known.
+    """
+    if not isinstance(predictions.truth, Numbers):
+        raise DataError("a regression report needs numbers, but these samples have classes; use report")
+    labelled = predictions.labelled()
+    if not len(labelled):
+        raise DataError(f"none of {len(predictions):,} images has a known number, so there is nothing to measure")
+    truth, predicted = labelled.truth.values, labelled.logits.astype(np.float64)
+    metrics, each = number_metrics(predicted, truth, resamples=bootstrap, seed=seed)
+    rows = tuple(
+        _row(index, name, predicted[:, index], truth[:, index], one, points)
+        for index, (name, one) in enumerate(zip(predictions.classes, each, strict=True))
+    )
+    return RegressionReport(
+        images=len(labelled),
+        unlabelled=len(predictions) - len(labelled),
+        skipped=predictions.skipped,
+        names=predictions.classes,
+        metrics=metrics,
+        per_output=rows,
+        worst=_largest_errors(labelled, predicted - truth, rows, worst),
+    )
+
+
+def _row(
+    index: int,
+    name: str,
+    predicted: Float64[np.ndarray, " n"],
+    truth: Float64[np.ndarray, " n"],
+    metrics: NumberMetrics | None,
+    points: int,
+) -> OutputRow:
+    known = np.flatnonzero(~np.isnan(truth))
+    if metrics is None:
+        return OutputRow(index, name, 0, None, None, None, None, (), ())
+    true, residuals = truth[known], predicted[known] - truth[known]
+    shown = known[np.unique(np.linspace(0, len(known) - 1, min(points, len(known))).round().astype(int))]
+    return OutputRow(
+        index=index,
+        name=name,
+        images=len(known),
+        metrics=metrics,
+        mean=float(true.mean()),
+        deviation=float(true.std()),
+        mean_residual=float(residuals.mean()),
+        residual_quantiles=tuple(np.quantile(residuals, QUANTILES).tolist()),
+        points=tuple(zip(truth[shown].tolist(), predicted[shown].tolist(), strict=True)),
+    )
+
+
+def _largest_errors(
+    predictions: Predictions, residuals: Float64[np.ndarray, "n outputs"], rows: tuple[OutputRow, ...], count: int
+) -> tuple[LargeError, ...]:
+    """Return the largest errors that are not 0. Equal errors keep the order of the samples."""
+    scale = np.array([row.deviation or 0.0 for row in rows])
+    errors = np.nan_to_num(np.abs(residuals), nan=0.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        deviations = np.where(errors > 0, errors / scale, 0.0)
+    order = np.argsort(-deviations, axis=None, kind="stable")[:count]
+    found = [(int(one) // len(rows), int(one) % len(rows)) for one in order if deviations.flat[one] > 0]
+    return tuple(
+        LargeError(
+            index=int(predictions.indices[row]),
+            key=predictions.keys[row],
+            name=rows[output].name,
+            true=float(predictions.truth.values[row, output]),
+            predicted=float(predictions.logits[row, output]),
+            deviations=float(deviations[row, output]) if scale[output] else None,
+        )
+        for row, output in found
+    )
+
+
+# The metrics of a report with their names and number formats, as tables show them.
+
+
+class NamedMetric(NamedTuple):
+    """A metric with its name and number format."""
+
+    name: str
+    metric: Metric
+    form: str
+    """Format specification of the value, such as ".2%"."""
+
+    @property
+    def value(self) -> str:
+        """Text of the value."""
+        return f"{self.metric.value:{self.form}}"
+
+    @property
+    def interval(self) -> str:
+        """Text of the interval, or "" if there is none."""
+        return interval_text(self.metric, self.form)
+
+
+def named_metrics(report: ClassificationReport) -> list[NamedMetric]:
+    """Return the metrics over all images that the report has, in the order of tables."""
+    multi_label = report.multi_label
+    rows: list[tuple[str, Metric | None, str]] = [
+        ("accuracy" if multi_label is None else "likeliest class is a label", report.accuracy, ".2%"),
+        ("balanced accuracy", report.balanced_accuracy, ".2%"),
+        ("top-5 accuracy", report.top5, ".2%"),
+    ]
+    if multi_label is not None:
+        for name, value in (
+            ("mean average precision", multi_label.mean_average_precision),
+            ("micro F1", multi_label.micro_f1),
+            ("macro F1", multi_label.macro_f1),
+        ):
+            rows.append((name, None if value is None else Metric(value), ".2%"))
+        rows.append(("all labels right", multi_label.exact_match, ".2%"))
+    rows.append(("cross-entropy, nats", report.cross_entropy, ".4f"))
+    if report.calibration is not None:
+        rows.append(("calibration error", report.calibration.error, ".2%"))
+    return [NamedMetric(name, metric, form) for name, metric, form in rows if metric is not None]
+
+
+def interval_text(metric: Metric, form: str) -> str:
+    """Return the text of a metric's interval, or "" if there is none."""
+    if metric.low is None or metric.high is None:
+        return ""
+    return f"{metric.low:{form}} to {metric.high:{form}}"

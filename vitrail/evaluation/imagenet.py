@@ -19,8 +19,8 @@ from jaxtyping import Int64
 from vitrail.data import remote
 from vitrail.data.source import Sample, Source, Target, class_indices, target_kind
 from vitrail.errors import DataError
-from vitrail.evaluation.predictions.bootstrap import Metric, mean_interval
-from vitrail.evaluation.predictions.predict import Predictions
+from vitrail.evaluation.metrics.intervals import Metric, mean_interval
+from vitrail.evaluation.predictions import Predictions
 from vitrail.files import cache_folder, partial_path, saving
 
 T = TypeVar("T")

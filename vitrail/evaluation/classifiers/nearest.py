@@ -11,8 +11,8 @@ from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
 from vitrail.errors import ConfigError
-from vitrail.evaluation.classifiers.arrays import check_finite, check_pair, check_same_kind, check_truth, tensor
-from vitrail.evaluation.predictions.streaming import streaming_metrics
+from vitrail.evaluation.classifiers.logistic import check_finite, check_pair, check_same_kind, check_truth, tensor
+from vitrail.evaluation.metrics.numbers import streaming_metrics
 from vitrail.evaluation.truth import Numbers, Truth
 
 QUERIES = 8192

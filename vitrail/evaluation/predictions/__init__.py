@@ -1,1 +1,0 @@
-"""Predictions for all samples, and the metrics that are computed from them."""
