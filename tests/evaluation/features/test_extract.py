@@ -459,7 +459,7 @@ from vitrail.data.pipeline import Ranks, Readers
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.sources.folder import FolderSource
 from vitrail.evaluation.features import cache as feature_cache
-from vitrail.evaluation.features import partial as feature_rows
+from vitrail.evaluation.features import cache as feature_rows
 from vitrail.evaluation.features import extract as features
 from vitrail.models.variants import create
 

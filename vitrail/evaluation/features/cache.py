@@ -1,7 +1,7 @@
 """The cache of features. It has one entry for each combination of data, weights, preprocessing and precision.
 
 An entry is a folder NAME with `features.npy` and `entry.json`. It appears only when it is complete. Until then, the
-folder is called NAME.partial (`partial.py`).
+folder is called NAME.partial.
 
 Several processes can fill an entry. They coordinate by `flock` on NAME.lock. The system releases a lock when its
 process ends, so no process waits for a dead one. A process that finds the lock taken waits, because another process is
