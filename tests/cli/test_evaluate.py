@@ -6,9 +6,8 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,12 @@ import torch
 from PIL import Image
 
 from tests.conftest import make_colour_folder
-from vitrail.cli import main
+from vitrail.cli import command_of, main
+from vitrail.cli.evaluate import evaluator_options
 from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Source
+from vitrail.evaluation.evaluators import EVALUATORS
+from vitrail.evaluation.outputs import Outputs
 from vitrail.models.variants import create
 from vitrail.training.run import RunResult
 from vitrail.weights.bundle import Bundle
@@ -309,6 +312,42 @@ def test_a_list_of_names_says_which_output_a_wordnet_id_is(evaluate: Evaluate, t
     assert code == 2 and "do not match exactly one of the model's" in errors
 
 
+@dataclass(frozen=True)
+class ByShare:
+    """Fraction of the held-out images that belong to one class."""
+
+    of_class: int = 0
+    """Number of the class that is counted."""
+
+    def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
+        targets = [held_out.target(index) for index in range(len(held_out))]
+        share = sum(target == self.of_class for target in targets) / len(targets)
+        return {"share": share, "images": float(len(targets)), "skipped": 0.0}
+
+
+@dataclass(frozen=True)
+class ByData(ByShare):
+    data: str = ""
+
+
+def test_the_settings_of_an_evaluator_of_ones_own_are_options(
+    evaluate: Evaluate, model: Path, colours: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(EVALUATORS, "share", ByShare)
+    command = command_of("evaluate")[0]
+    vars(command).pop("known", None)  # the options of earlier calls in this process
+    assert main(["evaluate", "--help-all"]) == 0
+    assert "--of-class N" in (text := capsys.readouterr().out) and "Number of the class that is counted." in text
+    code, out, _ = evaluate(model, colours, "--by", "share", "--of-class", "9", "--json")
+    assert code == 0 and json.loads(out)["test"]["share"] == 0
+    code, _, errors = evaluate(model, colours, "--of-class", "1")
+    assert code == 2 and "--of-class: only share uses it, but --by is accuracy; add share to --by" in errors
+    monkeypatch.setitem(EVALUATORS, "data", ByData)
+    with pytest.raises(ValueError, match="evaluator data: data is another option of evaluate"):
+        list(evaluator_options())
+    vars(command).pop("known", None)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -326,7 +365,7 @@ def test_a_list_of_names_says_which_output_a_wordnet_id_is(evaluate: Evaluate, t
             ("--by", "accuracy,knn", "--k", "9", "99"),
             "--k: 99 exceeds the number of labelled training images, 27; choose fewer neighbours",
         ),
-        (("--by", "fewshot", "--seeds", "0"), "--seeds: 0 is less than 1"),
+        (("--by", "fewshot", "--seeds", "0"), "evaluator fewshot: --seeds 0 is less than 1"),
         (("--cache", "x", "--no-cache"), "--cache and --no-cache exclude each other"),
         (("--strict",), "--strict: only the tasks of a --suite can be skipped"),
         (
@@ -436,16 +475,6 @@ def test_data_without_labels_is_named(evaluate: Evaluate, tmp_path: Path) -> Non
 def test_something_to_measure_on_must_be_named(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(model)]) == 2
     assert "--data is missing: name a data set, or a suite of tasks with --suite" in capsys.readouterr().err
-
-
-def test_help_does_not_wait_for_torch() -> None:
-    script = """
-import sys
-from vitrail.cli import main
-code = main(["evaluate", "--help"])
-sys.exit(code or "torch" in sys.modules)
-"""
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
 
 
 def test_numbers_are_measured_by_head_and_features(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import functools
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,17 +17,19 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import check_reduction, images_bar, reduction_of
-from vitrail.cli.options import Call, Command, Example, Positional, flag
+from vitrail.cli.options import Call, Command, Example, Option, Positional, flag, options_of
 from vitrail.data.colour import colour_note, images_of
 from vitrail.data.selection import cut
 from vitrail.data.source import Source, Subset, fingerprint
 from vitrail.data.sources import OpenedData, open_whole
 from vitrail.data.splits import Splits, Unlimited
 from vitrail.errors import ConfigError, DataError, plural
-from vitrail.evaluation.evaluators import BY_HEAD, Evaluator, check_evaluators, evaluators_of, measure
+from vitrail.evaluation.evaluators import BY_HEAD, EVALUATORS, Evaluator, check_evaluators, evaluators_of, measure
+from vitrail.evaluation.head import ByAccuracy
 from vitrail.evaluation.imagenet import ClassMap, MappedSource, map_classes, read_real, read_synsets
 from vitrail.evaluation.metrics.report import ClassificationReport, ClassRow
 from vitrail.evaluation.outputs import Outputs
+from vitrail.settings import bare_names
 from vitrail.transfer.suite import SuiteResult
 from vitrail.weights.bundle import Bundle
 
@@ -63,31 +65,6 @@ class Evaluate:
     confusion: bool = False
     """Show the confusion matrix of the model's own head. With more than 20 classes, show only the most confused
     pairs."""
-    bootstrap: int = 1000
-    """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
-    real: str = ""
-    """Also measure with the ReaL labels of ImageNet's validation images: public, or a file real.json."""
-    class_names: str = ""
-    """File with the WordNet id and name of each model output, in order. Needed only if the data uses other class names
-    than the model."""
-    shots: tuple[int, ...] = ()
-    """Numbers of training images per class for fewshot. By default those of 1, 5, 10 and 25 for which every class has
-    enough images."""
-    seeds: int = 3
-    """Number of random draws of training images. fewshot reports the mean over the draws."""
-    l2: float | Literal["loo"] = 1024.0
-    """L2 regularisation strength of fewshot. loo chooses the strength for each draw by leave-one-out validation."""
-    allow_fewer: bool = False
-    """Accept classes with too few images for fewshot, and use all of their images. By default this is an error."""
-    features: Literal["embedding", "head-inputs"] | None = None
-    """Features of a network with a hidden layer before its head: the input of the hidden layer (embedding) or its
-    output (head-inputs). By default head-inputs for fewshot, as in the original code, and embedding for linear and
-    knn."""
-    k: tuple[int, ...] = ()
-    """Numbers of neighbours for knn. By default those of 1, 5, 10, 20 and 100 that do not exceed the number of training
-    images."""
-    temperature: float = 0.07
-    """Temperature of knn. The vote of a neighbour is weighted by exp(cosine similarity / temperature)."""
     image_size: tuple[int, int] | None = None
     """Image height and width in pixels. The default is the model's size. Position embeddings are resized for other
     sizes."""
@@ -115,6 +92,20 @@ class Evaluate:
     """Print JSON instead of tables."""
 
 
+def evaluator_options() -> Iterator[Option]:
+    """Yield an option for each setting of the evaluators. A setting that several of them have is yielded once, without
+    a default if they have different ones. Raise `ValueError` if a setting has the name of another option."""
+    own = {option.name for option in options_of(Evaluate)}
+    found: dict[str, Option] = {}
+    for name, evaluator in EVALUATORS.items():
+        for option in options_of(evaluator):
+            if option.name in own:
+                raise ValueError(f"evaluator {name}: {option.name} is another option of evaluate; rename the setting")
+            if found.setdefault(option.name, option).default != option.default:
+                found[option.name] = replace(found[option.name], default=None)
+    yield from found.values()
+
+
 COMMAND = Command(
     name="evaluate",
     summary="""Measure a model on a data set: the accuracy of the model's own head, or of a simple classifier that is
@@ -126,6 +117,7 @@ COMMAND = Command(
         Example("vitrail evaluate vit.npz --suite vtab-1k --data datasets", "Measure a model on a suite of tasks."),
     ),
     options=(Evaluate,),
+    settings=evaluator_options,
     essential={
         "Measurements": ("data", "split", "by", "numbers", "suite", "image_size"),
         "Settings of evaluators": ("shots", "k", "bootstrap"),
@@ -140,7 +132,8 @@ def main(call: Call) -> int:
     from vitrail.processes.group import join_processes
     from vitrail.training.stop import interrupted_by_signals
 
-    options = Evaluate(**call.options)
+    own = {field.name for field in fields(Evaluate)}
+    options = Evaluate(**{name: value for name, value in call.options.items() if name in own})
     check_options(options, call.options)
     console = Console(stderr=options.json, highlight=False, soft_wrap=True)
     keep_freed_memory()
@@ -323,18 +316,12 @@ class _Bar:
 # Checks of the options of `vitrail evaluate`, before a model or data is read.
 
 
-BY_SUITE = (
-    "by", "numbers", "split", "validation_share", "per_class", "confusion", "bootstrap", "real", "class_names", "shots",
-    "seeds", "l2", "allow_fewer", "k", "temperature",
-)  # fmt: skip
-"""Options that cannot be combined with --suite, because the suite sets them."""
+BY_SUITE = ("by", "numbers", "split", "validation_share", "per_class", "confusion")
+"""Options that cannot be combined with --suite, because the suite sets them. It also sets the evaluators, apart from
+their features."""
 
-USED_BY = {
-    "numbers": ("linear", "knn"), "bootstrap": ("accuracy", "regression"), "real": ("accuracy",),
-    "class_names": ("accuracy",), "shots": ("fewshot",), "seeds": ("fewshot",), "l2": ("fewshot",),
-    "allow_fewer": ("fewshot",), "features": ("linear", "fewshot", "knn"), "k": ("knn",), "temperature": ("knn",),
-}  # fmt: skip
-"""Evaluators that use an option, by the option's name."""
+HAVE_NUMBERS = ("linear", "knn")
+"""Evaluators for which --numbers chooses the columns of the data."""
 
 
 def check_options(options: Evaluate, given: Mapping[str, Any]) -> None:
@@ -342,9 +329,8 @@ def check_options(options: Evaluate, given: Mapping[str, Any]) -> None:
     a file of labels or names that cannot be read. Neither the model nor the data is read."""
     if options.no_cache and options.cache is not None:
         raise ConfigError("--cache and --no-cache exclude each other; give only one of them")
-    for name in ("seeds", "batch_size"):
-        if (number := getattr(options, name)) is not None and number < 1:
-            raise ConfigError(f"{name}={number} is less than 1")
+    if options.batch_size is not None and options.batch_size < 1:
+        raise ConfigError(f"batch_size={options.batch_size} is less than 1")
     check_reduction(options.reduce_tokens, given)
     if not options.suite:
         if not options.data:
@@ -361,7 +347,8 @@ def check_options(options: Evaluate, given: Mapping[str, Any]) -> None:
             f"data={options.data!r} is not a folder; with --suite, name a folder that can hold a folder of data per "
             "task, or leave --data out"
         )
-    if decided := [flag(name) for name in BY_SUITE if name in given]:
+    settings = {option.name for option in evaluator_options()} - {"features"}
+    if decided := [flag(name) for name in given if name in BY_SUITE or name in settings]:
         raise ConfigError(f"--suite {options.suite} decides what is measured and how; leave out {', '.join(decided)}")
 
 
@@ -385,20 +372,23 @@ def _check_images(options: Evaluate) -> None:
 def _check_evaluators(options: Evaluate, given: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for settings that are out of range or that no chosen evaluator uses, and `DataError` for
     unreadable files."""
-    evaluators = evaluators_of(options.by or ",".join(sorted(set(BY_HEAD.values()))), _settings(options))
+    evaluators = evaluators_of(options.by or ",".join(sorted(set(BY_HEAD.values()))), _settings(given))
     _check_used(set(evaluators), given, options.by or "accuracy")
     if (options.per_class or options.confusion) and "accuracy" not in evaluators:
         raise ConfigError("--per-class and --confusion show metrics of the model's own head; add accuracy to --by")
-    if options.real:
-        read_real(None if options.real == "public" else options.real)
-    if options.class_names:
-        read_synsets(options.class_names)
+    if real := given.get("real"):
+        read_real(None if real == "public" else real)
+    if class_names := given.get("class_names"):
+        read_synsets(class_names)
 
 
 def _check_used(chosen: Collection[str], given: Mapping[str, Any], by: str) -> None:
     """Raise `ConfigError` if an option was typed that none of the chosen evaluators uses."""
-    for name, users in USED_BY.items():
-        if name in given and not set(users) & set(chosen):
+    for name in given:
+        users = [user for user, evaluator in EVALUATORS.items() if name in bare_names(evaluator)]
+        if name == "numbers":
+            users += HAVE_NUMBERS
+        if users and not set(users) & set(chosen):
             *others, last = users
             several = f"{', '.join(others)} and {last} use" if others else f"{last} uses"
             raise ConfigError(
@@ -409,7 +399,7 @@ def _check_used(chosen: Collection[str], given: Mapping[str, Any], by: str) -> N
 def evaluators_for(bundle: Bundle, options: Evaluate, given: Mapping[str, Any]) -> dict[str, Evaluator]:
     """Return the evaluators for a model by name. Raise `ConfigError` for options that do not fit the model."""
     by = options.by or BY_HEAD[bundle.output]
-    evaluators = evaluators_of(by, _settings(options))
+    evaluators = evaluators_of(by, _settings(given))
     _check_used(set(evaluators), given, by)
     if (options.per_class or options.confusion) and bundle.output == "numbers":
         raise ConfigError(
@@ -418,19 +408,12 @@ def evaluators_for(bundle: Bundle, options: Evaluate, given: Mapping[str, Any]) 
     return evaluators
 
 
-def _settings(options: Evaluate) -> dict[str, dict[str, Any]]:
-    """Return the settings of each evaluator by the evaluator's name."""
-    names = {
-        "accuracy": ("bootstrap", "real", "class_names"),
-        "regression": ("bootstrap",),
-        "fewshot": ("shots", "seeds", "l2", "allow_fewer"),
-        "knn": ("k", "temperature"),
+def _settings(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the settings that the user typed for each evaluator, by the evaluator's name."""
+    return {
+        name: {field: given[option] for option, field in bare_names(evaluator).items() if option in given}
+        for name, evaluator in EVALUATORS.items()
     }
-    settings = {name: {field: getattr(options, field) for field in some} for name, some in names.items()}
-    if options.features is not None:
-        for name in ("linear", "fewshot", "knn"):
-            settings.setdefault(name, {})["features"] = options.features
-    return settings
 
 
 # The images on which `vitrail evaluate` compares several models: none of the models learned from any of them.
@@ -760,7 +743,8 @@ def plan_of(
     by_features = {name: evaluator for name, evaluator in evaluators.items() if name not in heads}
     data, split = options.data, options.split
     learned = open_for_features(bundle, data, split, options.numbers, common) if by_features else None
-    judged = open_for_head(bundle, data, split, options.class_names, learned, common) if by_head else None
+    class_names = next((one.class_names for one in by_head.values() if isinstance(one, ByAccuracy)), "")
+    judged = open_for_head(bundle, data, split, class_names, learned, common) if by_head else None
     if learned is not None and list(learned.sources) == ["train"]:
         raise ConfigError(
             f"--split {split}: {', '.join(by_features)} cannot be measured on the images that it learns from; leave "

@@ -7,7 +7,7 @@ cores of a machine do not fit it several times, and the metrics are those of one
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -22,6 +22,7 @@ from vitrail.evaluation.classifiers.nearest import knn
 from vitrail.evaluation.features.extract import Layer
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.truth import SingleLabels, Truth, check_known, truth_of
+from vitrail.settings import at_least, named, raise_problems
 
 SHOTS = (1, 5, 10, 25)
 """Numbers of shots that are measured by default. A number is used only if every class has that many images."""
@@ -37,12 +38,14 @@ class ByLinear:
     """
 
     penalties: tuple[float, ...] = ()
-    """Penalties to try. By default `PENALTIES` for classes and `RIDGE_PENALTIES` for numbers."""
-    held_out: float = 0.1
-    """Fraction of the training images that is held out to choose the penalty. The final fit uses all training
+    """Penalties that linear tries. By default two per decade, from 1 (for numbers from 100) to 0.000001."""
+    held_out: float = field(default=0.1, metadata=named("penalty_share"))
+    """Fraction of the training images that linear holds out to choose the penalty. The final fit uses all training
     images."""
     features: Layer = "embedding"
-    """Layer of the network whose outputs are the features."""
+    """Features of a network with a hidden layer before its head: the input of the hidden layer (embedding) or its
+    output (head-inputs). By default head-inputs for fewshot, as in the original code, and embedding for linear and
+    knn."""
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `DataError` if no target of `train` or of `held_out` is known."""
@@ -78,18 +81,19 @@ class ByFewShot:
     """Least squares on the frozen features of a few images per class (`few_shot`)."""
 
     shots: tuple[int, ...] = ()
-    """Numbers of images per class. By default 1, 5, 10 and 25, without the numbers for which a class has too few
-    images."""
+    """Numbers of training images per class for fewshot. By default those of 1, 5, 10 and 25 for which every class has
+    enough images."""
     seeds: int = 3
-    """Number of draws."""
+    """Number of random draws of training images. fewshot reports the mean over the draws."""
     l2: float | Literal["loo"] = 1024.0
-    """Strength of the regularisation. "loo" chooses it for each draw by leave-one-out error."""
+    """L2 regularisation strength of fewshot. loo chooses the strength for each draw by leave-one-out validation."""
     allow_fewer: bool = False
-    """Accept classes with fewer images than shots, and use all their images."""
+    """Accept classes with too few images for fewshot, and use all of their images. By default this is an error."""
     features: Layer = "head-inputs"
     """Layer of the network whose outputs are the features. The default is the layer of big_vision's evaluator."""
 
     def __post_init__(self) -> None:
+        raise_problems(at_least(self, seeds=1))
         check_settings(self.shots or SHOTS, range(self.seeds), self.l2)
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
@@ -178,10 +182,10 @@ class ByNeighbours:
     """Nearest neighbours in frozen features: a vote for classes, or a weighted mean for numbers (`knn`)."""
 
     k: tuple[int, ...] = ()
-    """Numbers of neighbours. By default 1, 5, 10, 20 and 100, without the numbers that exceed the number of training
+    """Numbers of neighbours for knn. By default those of 1, 5, 10, 20 and 100 that do not exceed the number of training
     images."""
     temperature: float = 0.07
-    """Temperature of the weights. A neighbour has the weight exp(cosine / temperature)."""
+    """Temperature of knn. The vote of a neighbour is weighted by exp(cosine similarity / temperature)."""
     features: Layer = "embedding"
     """Layer of the network whose outputs are the features."""
 

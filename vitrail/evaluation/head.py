@@ -76,13 +76,12 @@ class ByAccuracy:
     """Metrics of the head over all images: accuracy with intervals, calibration, and the other metrics of `report`."""
 
     bootstrap: int = 1000
-    """Number of resamples for each interval. 0 measures no intervals."""
+    """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
     real: str = ""
-    """Reassessed labels (ReaL) of ImageNet's validation images: "public" for the published labels, or a file real.json.
-    If empty, the ReaL accuracy is not measured."""
+    """Also measure with the ReaL labels of ImageNet's validation images: public, or a file real.json."""
     class_names: str = ""
-    """File with WordNet ids and names in the order of the head's outputs (`read_synsets`). It is used to match the
-    classes of the data to the outputs."""
+    """File with the WordNet id and name of each model output, in order. Needed only if the data uses other class names
+    than the model."""
 
     def __post_init__(self) -> None:
         _check_bootstrap(self.bootstrap)
@@ -166,7 +165,7 @@ class ByRegression:
     """Errors of predicted numbers over all images, with intervals (`regression_report`)."""
 
     bootstrap: int = 1000
-    """Number of resamples for each interval. 0 measures no intervals."""
+    """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
 
     def __post_init__(self) -> None:
         _check_bootstrap(self.bootstrap)
