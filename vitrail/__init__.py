@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from vitrail.training.run import resume as resume
     from vitrail.training.run import train as train
     from vitrail.weights.bundle import Bundle as Bundle
+    from vitrail.weights.bundle import NumberPrediction as NumberPrediction
+    from vitrail.weights.bundle import Prediction as Prediction
     from vitrail.weights.load import convert as convert
     from vitrail.weights.load import load as load
-    from vitrail.weights.prediction import NumberPrediction, Prediction
 
 __version__ = "0.1.0.dev0"
 
@@ -37,8 +38,8 @@ __all__ = [
 _HOMES = {
     "RECIPES": "vitrail.recipes",
     "Bundle": "vitrail.weights.bundle",
-    "NumberPrediction": "vitrail.weights.prediction",
-    "Prediction": "vitrail.weights.prediction",
+    "NumberPrediction": "vitrail.weights.bundle",
+    "Prediction": "vitrail.weights.bundle",
     "RunResult": "vitrail.training.run",
     "TrainConfig": "vitrail.training.config",
     "create": "vitrail.models.variants",

@@ -15,7 +15,7 @@ from vitrail.analysis.faithfulness import randomised_weights, rank_correlation, 
 from vitrail.analysis.saliency import SaliencyMaps, attention_rollout, class_relevance
 from vitrail.errors import ConfigError
 from vitrail.models.vit import VisionTransformer
-from vitrail.weights.prediction import OutputKind
+from vitrail.weights.bundle import OutputKind
 
 Make = Callable[..., VisionTransformer]
 Images = Callable[..., Tensor]

@@ -496,8 +496,9 @@ def test_a_run_is_repeated_with_its_settings(
 def test_mistakes_in_repeating_a_run_are_named(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    formats = Path(__file__).parents[1] / "formats/v1/run-finished"
-    record = json.loads((formats / "run.json").read_text()) | {"objects": ["network"]}
+    config = RECIPES["demo"]().to_plain()
+    data = {"fingerprint": "0", "train": 16}
+    record = {"format": 2, "config": config, "data": data, "objects": ["network"]}
     (tmp_path / "run.json").write_text(json.dumps(record))
     assert main(["train", *(word.replace("{own}", str(tmp_path)) for word in words)]) == 2
     assert message in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,13 @@ import torch
 from tests.serving.running import Running, encoded, serving
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample
+from vitrail.export.export import Exporter, export
+from vitrail.export.formats import FORMATS
+from vitrail.export.int8 import Int8
+from vitrail.models.predictor import Predictor
 from vitrail.models.variants import AnyConfig, build
 from vitrail.models.vit_config import ViTConfig
-from vitrail.serving.export.export import Exporter, export
-from vitrail.serving.export.int8 import Int8
-from vitrail.serving.export.write import FORMATS
-from vitrail.weights.bundle import Bundle
-from vitrail.weights.prediction import Prediction
+from vitrail.weights.bundle import Bundle, Prediction
 
 CLASSES = ("rose", "tulip", "黒い花 / black")
 
@@ -38,6 +38,12 @@ def make_bundle(config: AnyConfig | None = None, *, output: Any = "softmax", **p
             parameter.add_(0.3 * torch.randn(parameter.shape))
     settings = {"image_size": config.image_size, "channels": config.channels, "mean": (0.4,), "std": (0.25,)}
     return Bundle(network, CLASSES[: config.num_classes], Preprocess(**{**settings, **preprocess}), output=output)
+
+
+def probabilities(bundle: Bundle, images: Sequence[Any]) -> torch.Tensor:
+    """Return the probability of every class for images."""
+    inputs = bundle.inputs([bundle.preprocess.pixels(image) for image in images])
+    return bundle.probabilities(Predictor(bundle.network).logits(inputs))
 
 
 def make_samples(count: int = 9, size: tuple[int, int] = (17, 13)) -> list[Sample]:

@@ -17,9 +17,9 @@ import numpy as np
 from PIL import Image
 
 from vitrail.analysis.images import Overlays
-from vitrail.serving.answering.service import Service
-from vitrail.serving.answering.settings import ServeSettings
-from vitrail.serving.http.server import Server, open_socket
+from vitrail.serving.server import Server, open_socket
+from vitrail.serving.service import Service
+from vitrail.serving.settings import ServeSettings
 from vitrail.weights.bundle import Bundle
 
 

@@ -17,9 +17,8 @@ from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.tokens.reduction import TokenReduction
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.adapt import adapted, in_colour, resize_network, with_reduction
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle import Bundle, Prediction
 from vitrail.weights.load import convert, load
-from vitrail.weights.prediction import Prediction
 
 Make = Callable[..., Bundle]
 

@@ -31,11 +31,11 @@ import vitrail
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, DataError, DestinationError, SaveError, UndecodableImage
 from vitrail.files import recover_folder
+from vitrail.models.predictor import Predictor
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
-from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
+from vitrail.weights.bundle import Bundle, NumberPrediction, Prediction, load_bundle, rank, read_image, write_bundle
 from vitrail.weights.load import convert
-from vitrail.weights.prediction import NumberPrediction, Prediction, rank, read_image
 
 Make = Callable[..., Bundle]
 
@@ -192,7 +192,7 @@ def test_the_output_must_be_known(bundle: Bundle, types_unchecked: None) -> None
 
 def test_the_format_is_2(saved: Path) -> None:
     description = json.loads((saved / "model.json").read_text(encoding="utf-8"))
-    assert description["format"] == 2 and description["output"] == "softmax" and "scores" not in description
+    assert description["format"] == 2 and description["output"] == "softmax"
 
 
 def test_fields_that_a_file_lacks_take_their_defaults(saved: Path, bundle: Bundle) -> None:
@@ -214,16 +214,6 @@ def test_unknown_fields_at_the_top_are_ignored_with_a_note(saved: Path) -> None:
     assert load_bundle(saved, device="cpu").notes == (
         f"{saved / 'model.json'}: unknown fields are ignored: another, extra",
     )
-
-
-@pytest.mark.parametrize("output", ["softmax", "sigmoid"])
-def test_format_1_calls_the_output_scores(make_bundle: Make, tmp_path: Path, output: str) -> None:
-    folder = make_bundle(output="numbers").save(tmp_path / "model")
-    description = json.loads((folder / "model.json").read_text(encoding="utf-8"))
-    del description["output"]
-    (folder / "model.json").write_text(json.dumps({**description, "format": 1, "scores": output}), encoding="utf-8")
-    loaded = load_bundle(folder, device="cpu")
-    assert loaded.output == output and loaded.notes == ()
 
 
 # --- predictions
@@ -256,10 +246,13 @@ def test_sigmoid_scores_are_for_each_class_by_itself(make_bundle: Make) -> None:
         assert [by_name[name] for name in bundle.classes] == pytest.approx(row.tolist(), abs=1e-6)
 
 
-def test_probabilities_take_preprocessed_pixels(bundle: Bundle) -> None:
+def test_answers_are_the_predictions_of_outputs(bundle: Bundle) -> None:
     arrays = images(3)
-    result = bundle.probabilities([bundle.preprocess.pixels(array) for array in arrays])
-    torch.testing.assert_close(result, logits(bundle, arrays).softmax(1), atol=1e-6, rtol=0)
+    inputs = bundle.inputs([bundle.preprocess.pixels(array) for array in arrays])
+    outputs = Predictor(bundle.network).logits(inputs)
+    torch.testing.assert_close(bundle.probabilities(outputs), logits(bundle, arrays).softmax(1), atol=1e-6, rtol=0)
+    assert bundle.answers(outputs) == bundle.predict(arrays)
+    assert bundle.answers(outputs, top=2) == bundle.predict(arrays, top=2)
 
 
 # --- the likeliest classes
@@ -340,7 +333,7 @@ def test_numbers_are_the_networks_outputs(make_bundle: Make, tmp_path: Path) -> 
 def test_numbers_have_no_probabilities_and_no_ranking(make_bundle: Make) -> None:
     bundle = make_bundle(output="numbers")
     with pytest.raises(ConfigError, match="this model predicts numbers, which have no probabilities; use predict"):
-        bundle.probabilities([np.zeros((3, 12, 10), np.uint8)])
+        bundle.probabilities(torch.zeros(1, 3))
     with pytest.raises(ConfigError, match="top=2 ranks classes, but this model predicts numbers; leave top out"):
         bundle.predict(images(1), top=2)
 
@@ -539,7 +532,11 @@ def test_a_path_that_does_not_exist(bundle: Bundle, tmp_path: Path, undecodable:
             r"model\.json has format 3, written by a newer version of Vitrail; this version reads formats up to 2\. "
             r"Update Vitrail to load this model",
         ),
-        (lambda folder: rewrite(folder, format="1"), r"format='1' is not the number of a format, which is 1 or higher"),
+        (lambda folder: rewrite(folder, format="1"), r"format='1' is not the number of a format, which is 2 or higher"),
+        (
+            lambda folder: rewrite(folder, format=1),
+            r"has format 1, which no release of Vitrail wrote",
+        ),
         (lambda folder: rewrite(folder, format=True), r"format=True is not the number of a format"),
         (lambda folder: rewrite(folder, format=0), r"format=0 is not the number of a format"),
         (lambda folder: rewrite(folder, architecture="CNN"), r"architecture='CNN' is not one of 'ViT', 'BiT'"),
@@ -799,8 +796,6 @@ def test_the_precision_is_saved_and_used(bundle: Bundle, tmp_path: Path) -> None
     assert loaded.predict(arrays) == bundle.predict(arrays, precision="bf16") != bundle.predict(arrays)
     assert loaded.predict(arrays, precision="float32") == bundle.predict(arrays)
     assert not torch.equal(loaded.embed(arrays), bundle.embed(arrays))
-    pixels = [bundle.preprocess.pixels(array) for array in arrays]
-    assert torch.equal(loaded.probabilities(pixels), bundle.probabilities(pixels, precision="bf16"))
 
 
 def test_a_precision_that_does_not_exist(bundle: Bundle, saved: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from tests.weights.hub_server import Hub, cut_off, restart_client, serving
 from vitrail.errors import BundleError, SaveError
 from vitrail.weights.bundle import Bundle, load_bundle
-from vitrail.weights.hub import download, looks_like_hub_name
+from vitrail.weights.locate import download, looks_like_hub_name
 
 OTHERS = {
     "README.md": b"# A model", ".gitattributes": b"", "tf_model.h5": b"h5", "flax_model.msgpack": b"flax",

@@ -17,11 +17,11 @@ from vitrail.data.sources.fractals import open_fractals
 from vitrail.errors import BundleError
 from vitrail.models.config import ModelConfig
 from vitrail.recipes import RECIPES
-from vitrail.serving.answering.watch import ModelFiles
+from vitrail.serving.watch import ModelFiles
 from vitrail.training.config import StartConfig
 from vitrail.training.run import train
 from vitrail.weights.load import load, model_name
-from vitrail.weights.shipped import FOLDER, SHIPPED, shipped_folder
+from vitrail.weights.locate import FOLDER, SHIPPED, shipped_folder
 
 DATA = "fractals:200:1000:0:32:colour"
 

@@ -23,7 +23,7 @@ from vitrail.analysis.tracing import transformer_of
 from vitrail.errors import ConfigError
 from vitrail.evaluation.metrics.intervals import Metric, mean_interval
 from vitrail.models.predictor import Predictor
-from vitrail.weights.prediction import OutputKind
+from vitrail.weights.bundle import OutputKind, probabilities_of
 
 STEPS = 10
 """Default number of steps in which all patches are deleted or inserted."""
@@ -159,7 +159,7 @@ class _Hiding:
             mask = _pixel_mask(hidden.reshape(-1, *self.grid), self.patch, self.images.shape[2:])
             logits = self._logits(self.images.masked_fill(mask.to(self.images.device)[:, None], self.fill))
             outputs = logits.float()
-            probabilities = outputs.softmax(dim=1) if self.output == "softmax" else outputs.sigmoid()
+            probabilities = probabilities_of(outputs, self.output)
             chosen = probabilities.gather(1, self.targets[:, None])[:, 0]
             found.append(chosen.double().cpu().numpy())
         return np.stack(found, axis=1)

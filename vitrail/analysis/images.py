@@ -25,7 +25,7 @@ from vitrail.data.pixels.geometry import Placement
 from vitrail.errors import ConfigError
 from vitrail.report.charts import Series
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.exported.network import ExportedNetwork
+from vitrail.weights.exported import ExportedNetwork
 
 Picture = UInt8[np.ndarray, "height width 3"]
 
@@ -233,7 +233,7 @@ class Overlays:
         the number `target`, or the attention rollout for None. Raise `UndecodableImage`, and `ConfigError` for a model
         without overlays."""
         network, preprocess = bundle.network, bundle.preprocess
-        inputs = preprocess.normalise(torch.from_numpy(preprocess.pixels(image)[None].copy()).to(bundle.device))
+        inputs = bundle.inputs([preprocess.pixels(image)])
         if target is None:
             found = attention_rollout(network, inputs)
         else:

@@ -77,8 +77,7 @@ def images_at(source: Source, indices: Sequence[int] | Int64[np.ndarray, " n"]) 
 
 def inputs_of(bundle: Bundle, images: Iterable[bytes | np.ndarray]) -> Float[Tensor, "n c h w"]:
     """Return images as the network takes them. An image is the bytes of a file, or an array of pixels."""
-    pixels = np.stack([bundle.preprocess.pixels(image) for image in images])
-    return bundle.preprocess.normalise(torch.from_numpy(pixels).to(bundle.device))
+    return bundle.inputs([bundle.preprocess.pixels(image) for image in images])
 
 
 def in_batches(images: Float[Tensor, "n c h w"]) -> Iterator[Float[Tensor, "b c h w"]]:

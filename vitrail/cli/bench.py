@@ -31,7 +31,7 @@ from vitrail.models.linear.float8 import check_float8
 from vitrail.models.linear.int8 import check_int8
 from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.settings import byte_count
-from vitrail.weights.exported.read import exported_file, load_exported
+from vitrail.weights.exported import exported_file, input_dtype, load_exported
 
 TASKS = ("train", "infer", "load")
 
@@ -338,10 +338,11 @@ def measure_exported(
 ) -> tuple[str, dict[str, Any], list[Any]]:
     """Return a line about the file, the measurements as JSON values, and a table."""
     network: Any = load_exported(Path(path)).network
-    exported = network.exported
-    draws = np.random.default_rng(0).integers(0, 256, (batch_size, *exported.shape), dtype=np.uint8)
-    images = draws.astype(exported.dtype, copy=False)
-    timer = timed(lambda: network.session.run(images))
+    height, width = network.preprocess.image_size
+    shape = batch_size, height, width, network.preprocess.channels
+    draws = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    images = draws.astype(input_dtype(network.preprocess), copy=False)
+    timer = timed(lambda: network.run(images))
     times = interleave({"file": timer}, repetitions=repetitions, warmup=warmup)["file"]
     found = Spread.of([1e3 * seconds for seconds in times])
     table = Table(box=SIMPLE_HEAD)
@@ -350,12 +351,11 @@ def measure_exported(
         table.add_column(name, justify="right")
     speed = 1e3 * batch_size / found.median
     spread = f"{found.low:.1f} to {found.high:.1f}"
-    table.add_row(Path(path).name, exported.precision, f"{found.median:.1f}", spread, f"{speed:,.1f}")
-    height, width = exported.preprocess.image_size
+    table.add_row(Path(path).name, network.interface.precision, f"{found.median:.1f}", spread, f"{speed:,.1f}")
     what = f"{path}, inference: {batch_size} images of {height} x {width} (height x width) per step"
     plain = {
         "file": path,
-        "precision": exported.precision,
+        "precision": network.interface.precision,
         "batch": batch_size,
         "milliseconds": [1e3 * seconds for seconds in times],
         "images_per_second": speed,

@@ -36,7 +36,7 @@ from vitrail.machine import Precision, describe
 from vitrail.models.variants import build, config_type, variant_config
 from vitrail.training.stop import interrupted_by_signals
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.exported.runtimes import optional_module
+from vitrail.weights.exported import optional_module
 from vitrail.weights.load import load
 
 IMAGES = 32

@@ -20,13 +20,12 @@ from vitrail.data.source import Sample
 from vitrail.data.sources import open_whole
 from vitrail.errors import ConfigError, DataError, ExportFailed, plural
 from vitrail.evaluation.metrics.intervals import Metric, mean_interval
-from vitrail.serving.export.export import Exporter, ExportResult, check_export
-from vitrail.serving.export.int8 import CALIBRATION_IMAGES, MAX_DROP, Int8
-from vitrail.serving.export.parity import BATCHES, Parity, describe_drop, spread_samples
-from vitrail.serving.export.timing import TIMED_BATCHES
-from vitrail.serving.export.write import FORMATS, OPSETS
+from vitrail.export.export import TIMED_BATCHES, Exporter, ExportResult, check_export
+from vitrail.export.formats import FORMATS, OPSETS
+from vitrail.export.int8 import CALIBRATION_IMAGES, MAX_DROP, Int8
+from vitrail.export.parity import BATCHES, Parity, describe_drop, spread_samples
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.exported.description import Contents
+from vitrail.weights.exported import Contents
 from vitrail.weights.load import convert, load, model_name
 
 USUAL_IMAGES = 40

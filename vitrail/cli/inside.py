@@ -30,9 +30,8 @@ from vitrail.errors import ConfigError, UndecodableImage, nearest
 from vitrail.evaluation.outputs import Outputs
 from vitrail.files import check_new_folder, replacing_folder, write_json
 from vitrail.training.folder import INSIDE, link_inside, run_of
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle import Bundle, read_image
 from vitrail.weights.load import load
-from vitrail.weights.prediction import read_image
 
 CONTENTS = "explain.json"
 """File of a folder of explanations that lists its other files."""

@@ -21,9 +21,8 @@ from vitrail.cli.options import Call, Command, Example, Positional
 from vitrail.data.colour import MAX_LOOKS, colour_note
 from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.machine import Precision
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle import AnyPrediction, Bundle, NumberPrediction, Prediction
 from vitrail.weights.load import load
-from vitrail.weights.prediction import AnyPrediction, NumberPrediction, Prediction
 
 TOP = 3
 """Default number of classes in the table and in CSV."""

@@ -10,8 +10,8 @@ from typing import Annotated
 from vitrail.analysis.images import Overlays
 from vitrail.cli.options import Call, Command, Example, Positional
 from vitrail.machine import Precision
-from vitrail.serving.answering.settings import TOKEN_VARIABLE, ServeSettings, is_loopback
-from vitrail.weights.exported.runtimes import optional_module
+from vitrail.serving.settings import TOKEN_VARIABLE, ServeSettings, is_loopback
+from vitrail.weights.exported import optional_module
 
 NEEDED = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
 """Modules of the extra `serve`."""
@@ -59,13 +59,11 @@ def main(call: Call) -> int:
     options = Serve(**given)
     for module in NEEDED:
         optional_module(module, "serve")
-    from vitrail.serving.hosting.process import Job, Worker, named_models, serve
-    from vitrail.serving.hosting.supervisor import Supervisor
-    from vitrail.serving.http.server import open_socket
+    from vitrail.serving.server import ServeJob, ServeWorker, Supervisor, named_models, open_socket, serve
 
     values = asdict(options)
     settings = ServeSettings(**{name: values[name] for name in ServeSettings.__dataclass_fields__})
-    job = Job(
+    job = ServeJob(
         models=named_models(options.models),
         settings=settings,
         device=options.device,
@@ -85,7 +83,7 @@ def main(call: Call) -> int:
         if settings.workers == 1:
             serve(job, listening, on_start=report, on_note=_note)
         else:
-            Supervisor(settings.workers, Worker(job, _note), listening, report).run()
+            Supervisor(settings.workers, ServeWorker(job, _note), listening, report).run()
     return 0
 
 

@@ -40,9 +40,8 @@ from vitrail.training.job import OwnObjects, check_columns, prepare, scale_plans
 from vitrail.training.log import ConsoleDisplay
 from vitrail.training.run import RunResult, resume, train
 from vitrail.transfer.facts import seconds_of
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle import Bundle, Prediction
 from vitrail.weights.load import load
-from vitrail.weights.prediction import Prediction
 
 
 @dataclass(frozen=True, kw_only=True)

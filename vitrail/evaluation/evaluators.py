@@ -12,7 +12,7 @@ from vitrail.evaluation.frozen import ByFewShot, ByLinear, ByNeighbours
 from vitrail.evaluation.head import ByAccuracy, ByRegression
 from vitrail.evaluation.outputs import Outputs
 from vitrail.settings import from_plain
-from vitrail.weights.prediction import OutputKind
+from vitrail.weights.bundle import OutputKind
 
 
 @runtime_checkable

@@ -25,7 +25,7 @@ from vitrail.evaluation.metrics.numbers import MeanMetrics, NumberMetrics, Strea
 from vitrail.evaluation.metrics.report import absent_note, regression_report, report
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.truth import Numbers, check_known, truth_of
-from vitrail.weights.prediction import OutputKind
+from vitrail.weights.bundle import OutputKind
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from vitrail.evaluation.truth import Truth, truth_of
 from vitrail.machine import Precision
 from vitrail.models.predictor import Predictor
 from vitrail.processes.group import Processes
-from vitrail.weights.prediction import OutputKind
+from vitrail.weights.bundle import OutputKind
 
 
 @dataclass(frozen=True, eq=False)

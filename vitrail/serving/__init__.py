@@ -1,1 +1,1 @@
-"""Use of trained models by other programs: exported files for other runtimes, and an HTTP server."""
+"""The HTTP server for models: protocols, batching, limits and probes. It needs the extra `serve`."""

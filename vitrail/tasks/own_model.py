@@ -15,8 +15,7 @@ from vitrail.errors import ConfigError
 from vitrail.files import check_new_folder, partial_path, replacing_folder, saving
 from vitrail.models.linear.lora import merged
 from vitrail.models.variants import ARCHITECTURES, AnyConfig
-from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
-from vitrail.weights.prediction import Images
+from vitrail.weights.bundle import Bundle, Images, load_bundle, write_bundle
 from vitrail.weights.saved import StoredFormat
 
 WEIGHTS = "model.safetensors"

@@ -28,8 +28,7 @@ from vitrail.processes.group import Processes
 from vitrail.settings import raise_problems
 from vitrail.tasks.own_model import OwnModel, has_known_architecture
 from vitrail.tasks.pictures import PictureTable
-from vitrail.weights.bundle import Bundle
-from vitrail.weights.prediction import OutputKind
+from vitrail.weights.bundle import Bundle, OutputKind
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, UserError, listed
 from vitrail.models.cost.footprint import FootprintPrecision, prediction_bytes
 from vitrail.models.variants import AnyConfig
-from vitrail.weights.bundle import Bundle, weights_sha256
-from vitrail.weights.exported.network import ExportedNetwork
+from vitrail.weights.bundle import Bundle, OutputKind, weights_sha256
+from vitrail.weights.exported import ExportedNetwork
 from vitrail.weights.load import load
-from vitrail.weights.prediction import OutputKind
 
 
 class TeacherFacts(NamedTuple):

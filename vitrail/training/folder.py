@@ -18,22 +18,18 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from vitrail.data.config import DataConfig
 from vitrail.errors import ConfigError, RunError, nearest
 from vitrail.files import check_parent, partial_path, saving, write_json
 from vitrail.machine import pick_device
 from vitrail.models.config import ModelConfig
 from vitrail.settings import bare_names, raise_problems
-from vitrail.tasks import Classification
 from vitrail.training.checkpoint import Checkpoints
-from vitrail.training.config import RunConfig, TrainConfig
+from vitrail.training.config import TrainConfig
 from vitrail.training.log import read_journal
-from vitrail.training.optimizer import OptimizerConfig
 from vitrail.training.start import Origin
 
 FORMAT = 2
-"""Version of the format. Format 1 has no "format" field, a flat config, and classification as its only task. The model
-section of format 1 lists every field that could be overridden. Fields that were not overridden are null."""
+"""Version of the format, the first that a release writes."""
 
 
 class Record(NamedTuple):
@@ -56,7 +52,7 @@ class Record(NamedTuple):
 def read_record(folder: Path) -> Record:
     """Read `run.json` from the folder of a run.
 
-    Raises `RunError` if the folder has no `run.json`, or if that file is damaged or has a newer format.
+    Raises `RunError` if the folder has no `run.json`, or if that file is damaged or has another format.
     """
     path = folder / "run.json"
     if not path.is_file():
@@ -72,6 +68,8 @@ def read_record(folder: Path) -> Record:
     number = values.get("format", 1)
     if not isinstance(number, int) or number < 1:
         raise RunError(f"{path} is damaged: format={number!r} is not a whole number above 0")
+    if number < FORMAT:
+        raise RunError(f"{path} has format {number}, which no release of Vitrail wrote; train the run again")
     if number > FORMAT:
         raise RunError(
             f"{path} has format {number}, but this version of Vitrail reads formats up to {FORMAT}; install a "
@@ -81,7 +79,7 @@ def read_record(folder: Path) -> Record:
     data = _part(path, values, "data")
     try:
         return Record(
-            TrainConfig.from_plain(_with_older_defaults(_sections(config) if number == 1 else config)),
+            TrainConfig.from_plain(_with_older_defaults(config)),
             str(_field(path, data, "data.fingerprint")),
             int(_field(path, data, "data.train")),
             Origin.from_plain(values.get("init")),
@@ -129,32 +127,6 @@ def _with_older_defaults(config: dict[str, Any]) -> dict[str, Any]:
     if isinstance(optimizer, dict) and optimizer.get("average"):
         added["optimizer"] = {"average_start": "capped"} | optimizer
     return config | added
-
-
-def _sections(flat: dict[str, Any]) -> dict[str, Any]:
-    """Return the flat config of format 1, divided into the sections of format 2."""
-    rest = dict(flat)
-    sections: dict[str, Any] = {name: rest.pop(name) for name in ("start", "images", "augment") if name in rest}
-    if "model" in rest:
-        overrides = {name: value for name, value in rest.pop("model").items() if value is not None}
-        sections["model"] = {"variant": overrides.pop("variant", None), "overrides": overrides}
-        if str(sections["model"]["variant"]).startswith("BiT"):
-            overrides.pop("position_std", None)  # recipes set it for every variant, and ResNets ignored it
-    if "optimization" in rest:
-        sections["optimizer"] = _renamed(rest.pop("optimization"), OptimizerConfig)
-    for name, cls in (("data", DataConfig), ("run", RunConfig), ("task", Classification)):
-        names = bare_names(cls)
-        sections[name] = _renamed({bare: rest.pop(bare) for bare in names if bare in rest}, cls)
-    sections["task"]["name"] = Classification.name
-    if rest:
-        raise ConfigError(f"unknown field {min(rest)!r}")
-    return sections
-
-
-def _renamed(values: dict[str, Any], cls: type[Any]) -> dict[str, Any]:
-    """Return the values under the names of the fields of `cls`, instead of the bare names."""
-    names = bare_names(cls)
-    return {names.get(name, name): value for name, value in values.items()}
 
 
 # Settings of a run that may change when it is resumed. A run keeps its settings, because its curve would otherwise

@@ -24,8 +24,7 @@ from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import inside_link, settings_of
 from vitrail.training.log import read_journal
-from vitrail.weights.bundle import Bundle
-from vitrail.weights.prediction import AnyPrediction, Prediction
+from vitrail.weights.bundle import AnyPrediction, Bundle, Prediction
 
 MAX_POINTS = 300
 """Maximum number of points of a line, about one per pixel. If there are more, neighbouring points are averaged."""

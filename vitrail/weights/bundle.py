@@ -1,42 +1,81 @@
-"""A model with everything that is needed to use it: the network, its classes, its preprocessing and its origin."""
+"""A model with everything that is needed to use it, the images that it accepts, and the predictions that it returns."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 import numpy as np
 import torch
 from jaxtyping import Float
+from PIL import Image
 from torch import Tensor, nn
 
 from vitrail.cores import following_cores
 from vitrail.data.pixels.preprocess import Pixels, Preprocess
-from vitrail.errors import BundleError, ConfigError, UndecodableImage
+from vitrail.errors import BundleError, ConfigError, DataError, UndecodableImage, nearest
 from vitrail.machine import Precision, pick_device
 from vitrail.models.cost.batch import prediction_batch
 from vitrail.models.predictor import Predictor
-from vitrail.models.variants import AnyNetwork, build
-from vitrail.weights.exported.network import ExportedNetwork
-from vitrail.weights.prediction import (
-    AnyPrediction,
-    ImageLike,
-    Images,
-    NumberPrediction,
-    OutputKind,
-    image_list,
-    rank,
-    read_image,
+from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build
+from vitrail.settings import from_plain, to_plain
+from vitrail.weights.saved import (
+    DESCRIPTION,
+    OPTIONAL,
+    REQUIRED,
+    StoredFormat,
+    check_model_folder,
+    read_folder,
+    write_folder,
 )
-from vitrail.weights.saved import SavedModel, StoredFormat, check_model_folder, read_model, write_model
+
+ImageLike = str | Path | bytes | np.ndarray | Image.Image
+"""A path, an encoded file, a uint8 array of (h, w), (h, w, 1) or (h, w, 3), or a Pillow image."""
+
+Images = Sequence[ImageLike] | np.ndarray | Image.Image
+"""A list of images, one Pillow image, or an array of one image or of n images (`image_list`)."""
+
+OutputKind = Literal["softmax", "sigmoid", "numbers"]
+"""Meaning of a network's outputs. "softmax": logits of classes that exclude each other. "sigmoid": one yes-or-no logit
+per class. "numbers": numbers in the units of the training data."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The classes that a model predicts for one image."""
+
+    label: str
+    """The likeliest class."""
+    probability: float
+    """Probability of the likeliest class, in [0, 1]."""
+    ranking: tuple[tuple[str, float], ...]
+    """The `top` likeliest classes with their probabilities, the likeliest first. By default all classes."""
+
+
+@dataclass(frozen=True)
+class NumberPrediction:
+    """The numbers that a model predicts for one image, in the units of the training data."""
+
+    names: tuple[str, ...]
+    values: tuple[float, ...]
+
+    def __getitem__(self, name: str) -> float:
+        """Return the number with this name. Raise `KeyError` if the model has no number of this name."""
+        if name not in self.names:
+            raise KeyError(name)
+        return self.values[self.names.index(name)]
+
+
+AnyPrediction = Prediction | NumberPrediction
+
 
 if TYPE_CHECKING:
     LoadedNetwork = AnyNetwork  # an exported network refuses by name what it cannot do, so callers need not ask
 else:
-    LoadedNetwork = AnyNetwork | ExportedNetwork
+    LoadedNetwork = nn.Module
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +175,7 @@ class Bundle:
             raise ConfigError(
                 "this model has no head, so it cannot predict; fine-tune it (vitrail finetune), or use its embeddings"
             )
-        count = self._count(top)
+        self._count(top)
         results: list[AnyPrediction | UndecodableImage] = []
         predictor = Predictor(self.network, precision or self.precision)
         with following_cores(predictor.precision, predictor.device) as adapt_threads:
@@ -146,7 +185,7 @@ class Bundle:
                 if broken and undecodable == "raise":
                     raise broken[0]
                 pixels = [item for item in loaded if not isinstance(item, UndecodableImage)]
-                predictions = iter(self._predictions(predictor, pixels, count) if pixels else ())
+                predictions = iter(self.answers(predictor.logits(self.inputs(pixels)), top) if pixels else ())
                 results += [item if isinstance(item, UndecodableImage) else next(predictions) for item in loaded]
                 adapt_threads()
         return results
@@ -162,17 +201,26 @@ class Bundle:
                 if isinstance(item, UndecodableImage):
                     raise item
                 pixels.append(item)
-            parts.append(finite(predictor.embed(self._normalised(pixels)).float().cpu()))
+            parts.append(finite(predictor.embed(self.inputs(pixels)).float().cpu()))
         return torch.cat(parts)
 
-    def probabilities(
-        self, pixels: Sequence[Pixels], *, precision: Precision | None = None
-    ) -> Float[Tensor, "b classes"]:
-        """Return the probability of every class for images that `preprocess.pixels` made. Raise `ConfigError` if the
-        model's output is "numbers"."""
+    def inputs(self, pixels: Sequence[Pixels] | np.ndarray) -> Float[Tensor, "b c h w"]:
+        """Return images that `preprocess.pixels` made as the network takes them: normalised, on the network's
+        device."""
+        return self.preprocess.normalise(torch.from_numpy(np.stack([*pixels])).to(self.device))
+
+    def probabilities(self, logits: Float[Tensor, "b classes"]) -> Float[Tensor, "b classes"]:
+        """Return the probability of every class. Raise `ConfigError` if the model's output is "numbers"."""
+        return probabilities_of(logits, self.output)
+
+    def answers(self, outputs: Float[Tensor, "b outputs"], top: int | None = None) -> Sequence[AnyPrediction]:
+        """Return the prediction of each row of the network's outputs, as `predict` does. Raise `BundleError` for
+        outputs that are not finite, and `ConfigError` for a `top` that is out of range."""
+        count = self._count(top)
+        outputs = finite(outputs.float().cpu())
         if self.output == "numbers":
-            raise ConfigError("this model predicts numbers, which have no probabilities; use predict")
-        return self._probabilities(Predictor(self.network, precision or self.precision), pixels)
+            return [NumberPrediction(self.classes, tuple(row)) for row in outputs.tolist()]
+        return rank(self.probabilities(outputs), self.classes, count)
 
     def save(self, path: str | Path, *, overwrite: bool = False, stored: StoredFormat = "float32") -> Path:
         """Write a folder that `vitrail.load` reads. If writing fails, `path` stays as it was.
@@ -187,6 +235,19 @@ class Bundle:
         bundle = replace(self, network=getattr(self.network, "_orig_mod", self.network))
         write_bundle(bundle, path, stored=stored)
         return path
+
+    def described(self) -> dict[str, Any]:
+        """Return everything but the weights as JSON values. Files that hold the model contain this description."""
+        return {
+            "architecture": self.network.config.architecture,
+            "config": to_plain(self.network.config),
+            "classes": list(self.classes),
+            "preprocess": to_plain(self.preprocess),
+            "output": self.output,
+            "precision": self.precision,
+            "metrics": self.metrics,
+            "provenance": self.provenance,
+        }
 
     def further_files(self) -> dict[str, bytes]:
         """Return the contents of the files that the folder has besides those of every model, by their names. By default
@@ -208,27 +269,19 @@ class Bundle:
             raise ConfigError(f"top={top} is out of range, because this model has {len(self.classes)} classes")
         return top
 
-    def _predictions(self, predictor: Predictor, pixels: Sequence[np.ndarray], count: int) -> Sequence[AnyPrediction]:
-        if self.output == "numbers":
-            rows = self._outputs(predictor, pixels).tolist()
-            return [NumberPrediction(self.classes, tuple(row)) for row in rows]
-        return rank(self._probabilities(predictor, pixels), self.classes, count)
-
-    def _probabilities(self, predictor: Predictor, pixels: Sequence[np.ndarray]) -> Float[Tensor, "b classes"]:
-        logits = self._outputs(predictor, pixels)
-        return torch.softmax(logits, dim=1) if self.output == "softmax" else torch.sigmoid(logits)
-
-    def _outputs(self, predictor: Predictor, pixels: Sequence[np.ndarray]) -> Float[Tensor, "b outputs"]:
-        return finite(predictor.logits(self._normalised(pixels)).float().cpu())
-
-    def _normalised(self, pixels: Sequence[np.ndarray]) -> Float[Tensor, "b c h w"]:
-        return self.preprocess.normalise(torch.from_numpy(np.stack(pixels)).to(self.device))
-
     def _pixels(self, image: ImageLike) -> Pixels | UndecodableImage:
         try:
             return self.preprocess.pixels(read_image(image) if isinstance(image, str | Path) else image)
         except UndecodableImage as error:
             return UndecodableImage(f"{image} {error}") if isinstance(image, str | Path) else error
+
+
+def probabilities_of(logits: Tensor, output: OutputKind) -> Tensor:
+    """Return the probability of every class from the logits of a network with outputs of this meaning. Raise
+    `ConfigError` for numbers, which have no probabilities."""
+    if output == "numbers":
+        raise ConfigError("this model predicts numbers, which have no probabilities; use predict")
+    return torch.softmax(logits, dim=1) if output == "softmax" else torch.sigmoid(logits)
 
 
 def finite(outputs: Float[Tensor, "b n"]) -> Float[Tensor, "b n"]:
@@ -247,33 +300,55 @@ def load_bundle(path: str | Path, *, device: str = "auto") -> Bundle:
     Raises `BundleError` for any other folder, a newer format, a missing or altered file, and weights that do not fit
     the architecture.
     """
-    saved, network = read_model(path)
-    return Bundle(
-        network=network.to(pick_device(device)),
-        classes=saved.classes,
-        preprocess=saved.preprocess,
-        output=saved.output,
-        precision=saved.precision,
-        metrics=saved.metrics,
-        provenance=saved.provenance,
-        notes=saved.notes,
-    )
+    folder, description, weights = read_folder(Path(path))
+    config, others = read_described(description, folder / DESCRIPTION)
+    with torch.device("meta"):  # no random weights are drawn, because the file has the weights
+        network = build(config)
+    _fill(network, weights, folder)
+    unknown = sorted(set(description) - set(REQUIRED) - set(OPTIONAL))
+    notes = (f"{folder / DESCRIPTION}: unknown fields are ignored: {', '.join(unknown)}",) if unknown else ()
+    return Bundle(network.to(pick_device(device)).eval(), **others, notes=notes)
+
+
+def read_described(values: Mapping[str, Any], path: Path) -> tuple[AnyConfig, dict[str, Any]]:
+    """Return the network's config, and the other fields of the bundle that `Bundle.described` describes.
+
+    Raise `BundleError`, with the path of the file, for values that this version of Vitrail does not know.
+    """
+    known_values = {
+        "architecture": tuple(ARCHITECTURES), "output": get_args(OutputKind), "precision": get_args(Precision),
+    }  # fmt: skip
+    for name, choices in known_values.items():
+        if name in values and values[name] not in choices:
+            raise BundleError(f"{path}: {name}={values[name]!r} is not one of {', '.join(map(repr, choices))}")
+    if not all(isinstance(name, str) for name in values["classes"]):
+        raise BundleError(f"{path}: classes must be a list of names")
+    config = _read_part(ARCHITECTURES[values["architecture"]][0], "config", values, path)
+    others = {name: values[name] for name in OPTIONAL if name in values}
+    others |= {"classes": tuple(values["classes"]), "preprocess": _read_part(Preprocess, "preprocess", values, path)}
+    return config, others
+
+
+def _read_part(cls: type, name: str, values: Mapping[str, Any], path: Path) -> Any:
+    """Return the dataclass of one field of a description. An unknown setting is refused, because it could change what
+    the model computes."""
+    known = [item.name for item in fields(cls)]
+    if unknown := sorted(set(values[name]) - set(known)):
+        raise BundleError(
+            f"{path}: {name} has the field {unknown[0]!r}, which this version of Vitrail does not know; "
+            f"{nearest(unknown[0], known)}. If a newer version wrote the file, update Vitrail"
+        )
+    try:
+        return from_plain(cls, values[name])
+    except ConfigError as error:
+        raise BundleError(f"{path}: {name}: {error}") from error
 
 
 def write_bundle(bundle: Bundle, path: Path, *, stored: StoredFormat = "float32") -> None:
     """Write the folder of a bundle over an earlier version of it. Other files in the folder stay. Raise `SaveError`,
     and the errors of `check_loadable`."""
     check_loadable(bundle.network)
-    saved = SavedModel(
-        config=bundle.network.config,
-        classes=bundle.classes,
-        preprocess=bundle.preprocess,
-        output=bundle.output,
-        precision=bundle.precision,
-        metrics=bundle.metrics,
-        provenance=bundle.provenance,
-    )
-    write_model(saved, bundle.network, path, bundle.further_files(), stored=stored)
+    write_folder(path, bundle.described(), bundle.network.state_dict(), bundle.further_files(), stored=stored)
 
 
 def check_loadable(network: AnyNetwork) -> None:
@@ -336,3 +411,76 @@ def _batches(images: Images, size: int) -> Iterator[Sequence[ImageLike]]:
     if size < 1:
         raise ConfigError(f"batch_size={size} is less than 1")
     return (images[start : start + size] for start in range(0, len(images), size))
+
+
+def _fill(network: AnyNetwork, weights: dict[str, Tensor], folder: Path) -> None:
+    """Put the weights into a network on the meta device. Raise `BundleError` with the names of all tensors that do not
+    fit.
+    """
+    expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    problems = [f"missing: {name} {expected[name]}" for name in expected if name not in found]
+    problems += [f"unexpected: {name} {found[name]}" for name in found if name not in expected]
+    problems += [
+        f"misshaped: {name} is {found[name]}, the network has {expected[name]}"
+        for name in expected
+        if name in found and found[name] != expected[name]
+    ]
+    problems += [
+        f"not float32 or bfloat16: {name} is {str(tensor.dtype).removeprefix('torch.')}"
+        for name, tensor in weights.items()
+        if tensor.dtype not in (torch.float32, torch.bfloat16)
+    ]
+    if problems:
+        raise BundleError(f"the weights in {folder} do not fit its architecture:\n  " + "\n  ".join(problems))
+    network.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
+
+
+def read_image(path: str | Path) -> bytes:
+    """Return the bytes of an image file. Raise `DataError` if the file cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read image {str(path)!r}: {error.strerror}") from error
+
+
+def image_list(images: Images) -> Sequence[ImageLike]:
+    """Return the images of an argument that holds one image or several.
+
+    A Pillow image and an array of (h, w), (h, w, 1) or (h, w, 3) are one image. An array of (n, h, w, 1) or
+    (n, h, w, 3) holds n images. Raise `ConfigError` for anything else that is not a list or a tuple.
+    """
+    if isinstance(images, Image.Image):
+        return [images]
+    if isinstance(images, np.ndarray) and images.ndim in (2, 3, 4):
+        if images.ndim == 2 or images.shape[-1] in (1, 3):
+            return list(images) if images.ndim == 4 else [images]
+    elif isinstance(images, Sequence) and not isinstance(images, str | bytes | bytearray):
+        return images
+    shape = getattr(images, "shape", None)
+    raise ConfigError(
+        f"images is a {type(images).__name__}{'' if shape is None else f' of shape {tuple(shape)}'}; pass a list of "
+        "paths, encoded files, uint8 arrays or Pillow images, or one Pillow image, or a uint8 array of (h, w), "
+        "(h, w, 1), (h, w, 3) or, for n images, (n, h, w, 1) or (n, h, w, 3)"
+    )
+
+
+def rank(probabilities: Float[Tensor, "b classes"], classes: tuple[str, ...], count: int) -> list[Prediction]:
+    """Return the `count` likeliest classes of each row. Equally likely classes keep the order of `classes`."""
+    predictions = []
+    for row in probabilities:
+        values, order = _largest(row, count)
+        ranking = tuple((classes[index], value) for index, value in zip(order, values, strict=True))
+        predictions.append(Prediction(*ranking[0], ranking))
+    return predictions
+
+
+def _largest(row: Float[Tensor, " n"], count: int) -> tuple[list[float], list[int]]:
+    """Return the largest values, largest first, and their indices. Equal values keep the order of their indices."""
+    if count == len(row):
+        values, order = row.sort(descending=True, stable=True)
+        return values.tolist(), order.tolist()
+    # `topk` returns equal values in any order, so it only gives the threshold. Comparisons with NaN are false.
+    candidates = (~(row < row.topk(count).values[-1])).nonzero()[:, 0]
+    values, order = row[candidates].sort(descending=True, stable=True)
+    return values[:count].tolist(), candidates[order[:count]].tolist()

@@ -15,16 +15,15 @@ from vitrail.machine import pick_device
 from vitrail.models.variants import AnyConfig
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
-from vitrail.weights.exported.read import exported_file, load_exported
-from vitrail.weights.hub import download, looks_like_hub_name
+from vitrail.weights.exported import exported_file, load_exported
 from vitrail.weights.layouts.bit import BIT, BIT_TORCH
 from vitrail.weights.layouts.google import BIG_VISION, GOOGLE
 from vitrail.weights.layouts.huggingface import HUGGINGFACE
 from vitrail.weights.layouts.layout import PRODUCER, Checkpoint, Description, Hints, Layout, assemble
 from vitrail.weights.layouts.timm import TIMM
 from vitrail.weights.layouts.torchvision import TORCHVISION
+from vitrail.weights.locate import SHIPPED, download, looks_like_hub_name, shipped_folder
 from vitrail.weights.saved import check_model_folder, is_bundle, read_object
-from vitrail.weights.shipped import SHIPPED, shipped_folder
 from vitrail.weights.tensors import SUFFIXES, open_tensors
 
 LAYOUTS: dict[str, Layout] = {

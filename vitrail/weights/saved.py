@@ -10,31 +10,22 @@ top level is ignored, and a note names it. An unknown field inside `config` or `
 change what the model computes. The format number increases when older versions of Vitrail would misread a new file.
 Every version refuses files whose format number is above its own.
 
-1. The first format. The meaning of the outputs is called "scores".
-2. The meaning of the outputs is called "output", and can be "numbers". The optional field "precision" came later: older
-   versions ignore it and compute in float32.
+The first format that a release writes has the number 2.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.errors import BundleError, ConfigError, nearest
+from vitrail.errors import BundleError
 from vitrail.files import check_new_folder, replacing_folder, sha256, write_json
-from vitrail.machine import Precision
-from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build
-from vitrail.settings import from_plain, to_plain
-from vitrail.weights.prediction import OutputKind
 
 FORMAT = 2
 WEIGHTS = "model.safetensors"
@@ -53,21 +44,6 @@ OPTIONAL: dict[str, type] = {"output": str, "precision": str, "metrics": dict, "
 """Optional fields at the top level of `model.json`, with their JSON types."""
 
 
-@dataclass(frozen=True)
-class SavedModel:
-    """The content of `model.json`, apart from the size and hash of the weights."""
-
-    config: AnyConfig
-    classes: tuple[str, ...]
-    preprocess: Preprocess
-    output: OutputKind = "softmax"
-    precision: Precision = "float32"
-    metrics: dict[str, float] = field(default_factory=dict)
-    provenance: dict[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    """Notes from reading the file, which are not saved."""
-
-
 def is_bundle(path: Path) -> bool:
     """Return True if the folder is a saved model, or the folder of a run with a saved model."""
     return (path / DESCRIPTION).is_file() or (path / "model" / DESCRIPTION).is_file()
@@ -79,17 +55,17 @@ def check_model_folder(path: Path, *, overwrite: bool) -> None:
     check_new_folder(path, NAMES, overwrite=overwrite)
 
 
-def write_model(
-    saved: SavedModel,
-    network: AnyNetwork,
+def write_folder(
     path: Path,
+    description: Mapping[str, Any],
+    state: Mapping[str, Tensor],
     further: Mapping[str, bytes],
     *,
     stored: StoredFormat = "float32",
 ) -> None:
     """Write the folder over an earlier version of it, with the weights in the number format `stored`. `further` are the
     contents of more files of the model by their names. Other files in the folder stay. Raise `SaveError`."""
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     places = [tensor.untyped_storage().data_ptr() for tensor in weights.values()]
     # The format stores each tensor once, so tensors that modules share are copied.
     weights = {
@@ -103,38 +79,21 @@ def write_model(
             save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
         except SafetensorError as error:  # safetensors reports a full disk with this exception
             raise OSError(None, str(error)) from error
-        description = {
-            "format": FORMAT,
-            "architecture": saved.config.architecture,
-            "config": to_plain(saved.config),
-            "classes": list(saved.classes),
-            "preprocess": to_plain(saved.preprocess),
-            "output": saved.output,
-            "precision": saved.precision,
-            "metrics": saved.metrics,
-            "provenance": saved.provenance,
-            "weights": {"bytes": (partial / WEIGHTS).stat().st_size, "sha256": sha256(partial / WEIGHTS)},
-        }
-        write_json(partial / DESCRIPTION, description)
+        written = {"bytes": (partial / WEIGHTS).stat().st_size, "sha256": sha256(partial / WEIGHTS)}
+        write_json(partial / DESCRIPTION, {"format": FORMAT, **description, "weights": written})
         for name, content in further.items():
             (partial / name).write_bytes(content)
 
 
-def read_model(path: str | Path) -> tuple[SavedModel, AnyNetwork]:
-    """Read a model from its folder or from the folder of a run, with its network on the CPU.
+def read_folder(path: Path) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
+    """Return the folder of a model, which is given by its own path or by that of a run, its description and its
+    weights.
 
-    Raise `BundleError` for any other folder, a newer format, a missing or altered file, and weights that do not fit the
-    architecture.
+    Raise `BundleError` for any other folder, a newer format, and a missing or altered file.
     """
-    folder = Path(path)
-    if not (folder / DESCRIPTION).exists() and (folder / "model" / DESCRIPTION).exists():
-        folder = folder / "model"
+    folder = path / "model" if not (path / DESCRIPTION).exists() and (path / "model" / DESCRIPTION).exists() else path
     description = _read_description(folder)
-    saved = _saved_model(description, folder / DESCRIPTION)
-    with torch.device("meta"):  # no random weights are drawn, because the file has the weights
-        network = build(saved.config)
-    _fill(network, _read_weights(folder, description["weights"]), folder)
-    return saved, network.eval()
+    return folder, description, _read_weights(folder, description["weights"])
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -149,7 +108,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _read_description(folder: Path) -> dict[str, Any]:
-    """Return the content of `model.json` in the newest format, with its types checked."""
+    """Return the content of `model.json`, with its types checked."""
     path = folder / DESCRIPTION
     if not folder.is_dir():
         raise BundleError(f"model {str(folder)!r} does not exist: there is no such folder")
@@ -157,8 +116,6 @@ def _read_description(folder: Path) -> dict[str, Any]:
         raise BundleError(f"{folder} is not a model: it has no {DESCRIPTION}")
     description = read_object(path)
     _check_format(description.get("format"), path)
-    if description["format"] == 1 and "scores" in description:
-        description["output"] = description.pop("scores")
     if missing := [name for name in REQUIRED if name not in description]:
         raise BundleError(f"{path} lacks the field {missing[0]}; a model has the fields {', '.join(REQUIRED)}")
     for name, kind in (REQUIRED | OPTIONAL).items():
@@ -169,39 +126,16 @@ def _read_description(folder: Path) -> dict[str, Any]:
 
 def _check_format(version: Any, path: Path) -> None:
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise BundleError(f"{path}: format={version!r} is not the number of a format, which is 1 or higher")
+        raise BundleError(f"{path}: format={version!r} is not the number of a format, which is {FORMAT} or higher")
+    if version < FORMAT:
+        raise BundleError(
+            f"{path} has format {version}, which no release of Vitrail wrote; train or convert the model again"
+        )
     if version > FORMAT:
         raise BundleError(
             f"{path} has format {version}, written by a newer version of Vitrail; this version reads formats up to "
             f"{FORMAT}. Update Vitrail to load this model"
         )
-
-
-def _saved_model(description: dict[str, Any], path: Path) -> SavedModel:
-    known_values = {
-        "architecture": tuple(ARCHITECTURES), "output": get_args(OutputKind), "precision": get_args(Precision),
-    }  # fmt: skip
-    for name, choices in known_values.items():
-        if name in description and description[name] not in choices:
-            raise BundleError(f"{path}: {name}={description[name]!r} is not one of {', '.join(map(repr, choices))}")
-    if not all(isinstance(name, str) for name in description["classes"]):
-        raise BundleError(f"{path}: classes must be a list of names")
-    parts: dict[str, Any] = {}
-    for name, cls in (("config", ARCHITECTURES[description["architecture"]][0]), ("preprocess", Preprocess)):
-        known = [item.name for item in fields(cls)]
-        if unknown := sorted(set(description[name]) - set(known)):
-            raise BundleError(
-                f"{path}: {name} has the field {unknown[0]!r}, which this version of Vitrail does not know; "
-                f"{nearest(unknown[0], known)}. If a newer version wrote the file, update Vitrail"
-            )
-        try:
-            parts[name] = from_plain(cls, description[name])
-        except ConfigError as error:
-            raise BundleError(f"{path}: {name}: {error}") from error
-    unknown = sorted(set(description) - set(REQUIRED) - set(OPTIONAL))
-    optional = {name: description[name] for name in OPTIONAL if name in description}
-    notes = (f"{path}: unknown fields are ignored: {', '.join(unknown)}",) if unknown else ()
-    return SavedModel(classes=tuple(description["classes"]), notes=notes, **parts, **optional)
 
 
 def _read_weights(folder: Path, recorded: dict[str, Any]) -> dict[str, Tensor]:
@@ -218,26 +152,3 @@ def _read_weights(folder: Path, recorded: dict[str, Any]) -> dict[str, Tensor]:
         return load_file(path)
     except SafetensorError as error:
         raise BundleError(f"{path} is not a safetensors file: {error}") from error
-
-
-def _fill(network: AnyNetwork, weights: dict[str, Tensor], folder: Path) -> None:
-    """Put the weights into a network on the meta device. Raise `BundleError` with the names of all tensors that do not
-    fit.
-    """
-    expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    problems = [f"missing: {name} {expected[name]}" for name in expected if name not in found]
-    problems += [f"unexpected: {name} {found[name]}" for name in found if name not in expected]
-    problems += [
-        f"misshaped: {name} is {found[name]}, the network has {expected[name]}"
-        for name in expected
-        if name in found and found[name] != expected[name]
-    ]
-    problems += [
-        f"not float32 or bfloat16: {name} is {str(tensor.dtype).removeprefix('torch.')}"
-        for name, tensor in weights.items()
-        if tensor.dtype not in (torch.float32, torch.bfloat16)
-    ]
-    if problems:
-        raise BundleError(f"the weights in {folder} do not fit its architecture:\n  " + "\n  ".join(problems))
-    network.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)

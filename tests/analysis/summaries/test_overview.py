@@ -23,8 +23,7 @@ from vitrail.data.source import Sample, Source, Subset, Target
 from vitrail.data.sources import open_whole
 from vitrail.errors import ConfigError
 from vitrail.evaluation.outputs import Outputs
-from vitrail.weights.bundle import Bundle
-from vitrail.weights.prediction import OutputKind
+from vitrail.weights.bundle import Bundle, OutputKind
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,10 @@ from typing import Any
 import pytest
 
 from vitrail.errors import RunError
-from vitrail.tasks import Classification, Regression
+from vitrail.tasks import Regression
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import FORMAT, read_record
 from vitrail.training.run import train
-
-V1 = Path(__file__).parents[2] / "formats" / "v1"
 
 
 def written(folder: Path, **fields: Any) -> Path:
@@ -38,37 +35,12 @@ def test_a_run_writes_what_is_read(tiny: Callable[..., TrainConfig]) -> None:
     assert (record.fingerprint, record.origin, record.objects) == (values["data"]["fingerprint"], None, ())
 
 
-def test_the_flat_config_of_format_1_becomes_sections() -> None:
-    record = read_record(V1 / "run-stopped")
-    config = record.config
-    assert (config.data.spec, config.data.validation_share, config.run.steps, config.run.folder) == (
-        "data", 0.2, 8, "run-stopped",
-    )  # fmt: skip
-    assert config.task == Classification(label_smoothing=0.1)
-    assert config.model.variant == "ViT-Pico/4"
-    assert config.model.overrides == {
-        "width": 8, "depth": 1, "heads": 2, "mlp_width": 12, "position_std": 0.3, "dropout": 0.1,
-        "stochastic_depth": 0.2,
-    }  # fmt: skip
-    assert (config.optimizer.kind, config.optimizer.learning_rate) == ("adamw", 0.01)
-    assert read_record(V1 / "run-from-model").origin is not None
-
-
 def test_a_run_that_does_not_name_its_cut_keeps_the_earlier_one(tmp_path: Path) -> None:
-    assert read_record(V1 / "run-stopped").config.data.cut_method == "threshold"
     config = TrainConfig().to_plain()
     assert read_record(written(tmp_path, config=config)).config.data.cut_method == "stratified"
     del config["data"]["cut_method"], config["data"]["validation"]
     data = read_record(written(tmp_path, config=config)).config.data
     assert (data.cut_method, data.validation) == ("threshold", "auto")
-
-
-def test_a_resnet_of_format_1_drops_what_it_ignored(tmp_path: Path) -> None:
-    shutil.copytree(V1 / "run-finished", tmp_path / "run")
-    values = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
-    values["config"]["model"] = {"variant": "BiT-R26x1", "width": 32, "position_std": 0.3, "depth": None}
-    (tmp_path / "run" / "run.json").write_text(json.dumps(values))
-    assert read_record(tmp_path / "run").config.model.overrides == {"width": 32}
 
 
 def test_missing_fields_of_a_section_take_their_defaults(tmp_path: Path) -> None:
@@ -99,6 +71,8 @@ def test_the_task_is_read_by_its_name(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"format": 3}, "has format 3, but this version of Vitrail reads formats up to 2; install a newer version"),
+        ({"format": 1}, "has format 1, which no release of Vitrail wrote; train the run again"),
+        ({"format": None}, "has format 1, which no release of Vitrail wrote; train the run again"),
         ({"format": "two"}, "is damaged: format='two' is not a whole number above 0"),
         ({"format": 0}, "is damaged: format=0 is not a whole number above 0"),
         ({"config": None}, "is damaged: the field 'config' is missing"),
@@ -108,7 +82,6 @@ def test_the_task_is_read_by_its_name(tmp_path: Path) -> None:
         ({"data": [1]}, "is damaged: 'data' is not an object of named fields"),
         ({"config": {"run": {"stepz": 3}}}, "is damaged: unknown field 'stepz'; nearest: steps"),
         ({"config": {"task": {"name": "clasification"}}}, "is damaged: unknown task 'clasification'; nearest: class"),
-        ({"format": 1, "config": {"stepz": 3}}, "is damaged: unknown field 'stepz'"),
         ({"config": {"run": {"batch_size": 0}}}, "is damaged: batch_size=0 is less than 1"),
     ],
 )

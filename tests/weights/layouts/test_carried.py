@@ -15,7 +15,7 @@ from vitrail.errors import BundleError
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.layouts.carried import KEPT, Table, bare_loss, carried, nested, only, other_architecture, own
+from vitrail.weights.layouts.layout import KEPT, Table, bare_loss, carried, only, other_architecture, own
 from vitrail.weights.load import LAYOUTS, load
 
 Make = Callable[..., Bundle]
@@ -166,7 +166,7 @@ def test_fields_without_effect_on_predictions_need_no_rule() -> None:
 
 def test_other_values_than_the_librarys_own_are_named() -> None:
     inner: Table = {item.name: KEPT for item in fields(RootConfig)} | {"weight_eps": own(1e-8), "norm_eps": own(1e-6)}
-    table: Table = {item.name: KEPT for item in fields(ViTConfig)} | {"root": nested(inner), "norm_eps": own(1e-12)}
+    table: Table = {item.name: KEPT for item in fields(ViTConfig)} | {"root": inner, "norm_eps": own(1e-12)}
     assert carried("theirs", ViTConfig(image_size=(64, 64), root=RootConfig()), table) == [
         "root.weight_eps=1e-05 (its code has 1e-08)", "norm_eps=1e-06 (its code has 1e-12)",
     ]  # fmt: skip

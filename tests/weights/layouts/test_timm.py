@@ -20,8 +20,7 @@ from vitrail.errors import BundleError
 from vitrail.models.resnet_config import RootConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.layouts.timm import TIMM
-from vitrail.weights.layouts.timm_config import written_config
+from vitrail.weights.layouts.timm import TIMM, written_config
 from vitrail.weights.load import load
 from vitrail.weights.tensors import open_tensors
 

@@ -21,8 +21,7 @@ from vitrail.data.pixels.geometry import Placement
 from vitrail.errors import BundleError
 from vitrail.models.vit import VisionTransformer
 from vitrail.report.page import escape
-from vitrail.weights.bundle import Bundle
-from vitrail.weights.prediction import NumberPrediction
+from vitrail.weights.bundle import Bundle, NumberPrediction
 
 MAX_BYTES = 5_000_000
 """Default of the largest size of a page."""
@@ -85,8 +84,7 @@ class Explainer:
         finite, and the errors of `trace`."""
         bundle, network = self._bundle, self._network
         picture = np.asarray(to_pil(image, 3))
-        pixels = np.stack([bundle.preprocess.pixels(image)])  # a copy: a grey image can be read-only
-        inputs = bundle.preprocess.normalise(torch.from_numpy(pixels).to(bundle.device))
+        inputs = bundle.inputs([bundle.preprocess.pixels(image)])
         chosen = trace(network, inputs, layers=self._layers, heads=self._heads)
         every = trace(network, inputs)
         attention = _finite_attention(every)

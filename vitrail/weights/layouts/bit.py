@@ -7,14 +7,20 @@ from pathlib import Path
 
 from vitrail.models.resnet_config import ResNetConfig
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.layouts.carried import KEPT, Table, bare_loss, carried, only, other_architecture, own
 from vitrail.weights.layouts.layout import (
+    KEPT,
     Checkpoint,
     Description,
     Hints,
     Pair,
+    Table,
+    bare_loss,
+    carried,
     default_preprocess,
     depth_of,
+    only,
+    other_architecture,
+    own,
     theirs_of,
 )
 from vitrail.weights.tensors import TensorFile, save_tensors

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,26 +23,24 @@ from vitrail.models.resnet_config import RootConfig
 from vitrail.models.tokens.pooling import Pool
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.layouts.carried import (
+from vitrail.weights.layouts.layout import (
     KEPT,
     SHAPE,
-    Table,
-    bare_loss,
-    carried,
-    nested,
-    only,
-    other_architecture,
-    own,
-)
-from vitrail.weights.layouts.layout import (
     Checkpoint,
     Description,
     Hints,
     Pair,
+    Rule,
+    Table,
+    bare_loss,
+    carried,
     default_preprocess,
     depth_of,
     file_grid,
     moved_positions,
+    only,
+    other_architecture,
+    own,
     theirs_of,
 )
 from vitrail.weights.tensors import TensorFile, save_tensors
@@ -62,7 +60,7 @@ VT_POSITIONS = "Transformer/posembed_input/pos_embedding"
 BV_POSITIONS = "pos_embedding"
 
 
-ROOT: Table = {
+ROOT: Mapping[str, Rule] = {
     "depths": KEPT, "width": KEPT, "stem": only("7x7+pool"), "norm_eps": own(1e-6), "weight_eps": own(1e-5),
     "weight_eps_on": own("deviation"),
 }  # fmt: skip
@@ -120,7 +118,7 @@ class Google:
     def _carried(self, config: ViTConfig) -> Table:
         return {
             **SHAPE, "head_hidden": KEPT, "positions_cover": KEPT, "registers": only(0), "positions_at": only("stem"),
-            "root": only(None) if self.big_vision else nested(ROOT),
+            "root": only(None) if self.big_vision else ROOT,
             "pool": only("cls", "gap", "map") if self.big_vision else only("cls", "gap"),
             "positions": only("learned", "sincos-2d") if self.big_vision else only("learned"),
             "class_token": only(config.pool == "cls"), "final_norm": only("tokens"), "layer_scale": only(0.0),

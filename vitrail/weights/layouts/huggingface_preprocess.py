@@ -7,7 +7,7 @@ The library's fast processors resize tensors, and pixels differ from Pillow's re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,12 @@ from vitrail.data.pixels.geometry import Resize, scaled_side
 from vitrail.data.pixels.preprocess import Interpolation, Preprocess
 from vitrail.errors import BundleError
 from vitrail.models.vit_config import ViTConfig
-from vitrail.weights.layouts.carried import KEPT, Table
+from vitrail.weights.layouts.layout import IMAGENET, KEPT, Table, each_channel
 
 RESAMPLE: dict[int, Interpolation] = {0: "nearest", 2: "bilinear", 3: "bicubic", 4: "area"}
 """Our names of the interpolation filters by their numbers in Pillow."""
 
 HALF: dict[str, Any] = {"image_mean": [0.5], "image_std": [0.5]}
-IMAGENET: dict[str, Any] = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 CUT: dict[str, Any] = {"size": {"shortest_edge": 256}, "crop_size": 224}
 
 PREPROCESS: Table = dict.fromkeys(
@@ -70,7 +69,7 @@ def preprocess_of(content: Mapping[str, Any], config: ViTConfig, *, dinov2: bool
         )
     filled = {
         "resample": 3 if dinov2 else 2,
-        **(IMAGENET if dinov2 and config.channels == 3 else HALF),
+        **({f"image_{name}": list(IMAGENET[name]) for name in IMAGENET} if dinov2 and config.channels == 3 else HALF),
         **(CUT if dinov2 and "size" not in content else {}),
         **content,
     }
@@ -174,8 +173,8 @@ def preprocessor_config(preprocess: Preprocess) -> tuple[dict[str, Any], tuple[s
         "image_processor_type": "ViTImageProcessor", "do_resize": True, "size": size,
         "resample": next(number for number, name in RESAMPLE.items() if name == preprocess.interpolation),
         "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
-        "image_mean": _each(preprocess.mean, preprocess.channels),
-        "image_std": _each(preprocess.std, preprocess.channels),
+        "image_mean": each_channel(preprocess.mean, preprocess.channels),
+        "image_std": each_channel(preprocess.std, preprocess.channels),
     }  # fmt: skip
     lost = []
     edges = [scaled_side(side, preprocess.crop_share) for side in (height, width)]
@@ -202,7 +201,3 @@ def preprocessor_config(preprocess: Preprocess) -> tuple[dict[str, Any], tuple[s
     else:
         content["do_convert_rgb"] = True
     return content, tuple(lost)
-
-
-def _each(values: Sequence[float], channels: int) -> list[float]:
-    return list(values) if len(values) == channels else [values[0]] * channels

@@ -2,13 +2,17 @@
 
 A layout is described by pairs of tensor names: the name of one of our tensors, and the names of the library's tensors
 with the same values. The same pairs serve reading and writing. The module of each library offers a `Layout`.
+
+A layout also has a rule for every field of the network's config, of its root and of the preprocessing. Writing fails
+for a field without a rule, so that no option that changes the arithmetic is silently lost. To read a written file back
+is no substitute, because Vitrail reads more than the libraries compute, such as registers in a ViT of transformers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,9 +24,11 @@ from vitrail.errors import BundleError
 from vitrail.models.positions import Covered
 from vitrail.models.variants import VARIANTS, AnyConfig, AnyNetwork, Variant, build
 from vitrail.models.vit_config import ViTConfig
-from vitrail.weights.bundle import Bundle
-from vitrail.weights.prediction import OutputKind
+from vitrail.weights.bundle import Bundle, OutputKind
 from vitrail.weights.tensors import TensorFile
+
+IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+"""Mean and standard deviation of the colours of ImageNet, as fields of `Preprocess`."""
 
 DINOV2_GIANT = Variant(1536, 40, 4096, 24)
 DINOV2_POSITIONS, DINOV2_IMAGES = (518, 518), (224, 224)
@@ -157,6 +163,18 @@ def theirs_of(state: Mapping[str, Tensor], pairs: Iterable[Pair]) -> dict[str, T
     return theirs
 
 
+def both(ours: str, *theirs: str, bias: bool = True) -> Iterator[Pair]:
+    """Yield the pairs of a weight and, with `bias`, of its bias."""
+    yield Pair(f"{ours}.weight", tuple(f"{name}.weight" for name in theirs))
+    if bias:
+        yield Pair(f"{ours}.bias", tuple(f"{name}.bias" for name in theirs))
+
+
+def each_channel(values: Sequence[float], channels: int) -> list[float]:
+    """Return one value for each channel, from one or as many values."""
+    return list(values) * (channels // len(values))
+
+
 def patch_pair(theirs: str, patch_size: tuple[int, int], channels: int) -> Pair:
     """Return the pair for the patch projection, which PyTorch libraries store as a convolution."""
     return Pair(
@@ -276,3 +294,114 @@ def _assign(network: torch.nn.Module, name: str, tensor: Tensor) -> None:
     module_name, _, own = name.rpartition(".")
     module = network.get_submodule(module_name)
     setattr(module, own, torch.nn.Parameter(tensor.contiguous(), requires_grad=True))
+
+
+# --- what a layout can store
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The values of a config field that a layout can store. By default the file stores any value."""
+
+    only: tuple[Any, ...] | None = None
+    """Values that the file can store. Any other value raises an error."""
+    own: tuple[Any, ...] = ()
+    """The value that is fixed in the other library's code, as a tuple of length 1. By default the library's code has no
+    fixed value. A model with another value is written, and the difference is reported."""
+
+
+Table = Mapping[str, Rule | Mapping[str, Rule]]
+"""Rules of all fields of a dataclass, by their names. A field that holds another dataclass, or None, has rules
+for its fields."""
+
+KEPT = Rule()
+
+
+def only(*values: Any) -> Rule:
+    """Return the rule of a field for which the layout can store only these values."""
+    return Rule(only=values)
+
+
+SHAPE: Table = {
+    "image_size": KEPT, "patch_size": KEPT, "channels": KEPT, "width": KEPT, "depth": KEPT, "heads": KEPT,
+    "mlp_width": KEPT, "num_classes": KEPT, "attention": only("full"),
+    "cut_uneven": only(False), "reduction": only(None), "reversible": only(False),
+}  # fmt: skip
+"""Rules that all layouts share: they store all sizes of a Vision Transformer, and only full attention."""
+
+WITHOUT_EFFECT = ("dropout", "stochastic_depth", "skip_dropped", "patch_dropout", "head_bias", "position_std")
+"""Fields that only training and initialisation use, so that a file need not store them."""
+
+EFFECTIVE = {"class_token": "has_class_token", "positions_at": "positions_place"}
+"""Fields whose default depends on other fields. Each one is mapped to the property that returns its effective value."""
+
+LAYOUTS_OF = {"ViT": "google, big-vision, timm, huggingface or torchvision", "BiT": "bit, bit-torch or timm"}
+TITLES = {"ViT": "a Vision Transformer", "BiT": "a BiT ResNet"}
+
+
+def own(value: Any) -> Rule:
+    """Return the rule of a field that has a fixed value in the library's code."""
+    return Rule(own=(value,))
+
+
+def other_architecture(layout: str, architecture: str) -> BundleError:
+    """Return the error for a network whose architecture the layout cannot store."""
+    title = TITLES.get(architecture, f"a network of the architecture {architecture}")
+    return BundleError(
+        f"{title} cannot be written as {layout}: choose {LAYOUTS_OF.get(architecture, 'vitrail, our own layout')}"
+    )
+
+
+def carried(layout: str, options: Any, table: Table) -> list[str]:
+    """Return the options for which the other library's code will use its own values, because the file cannot store
+    ours.
+
+    Raise `BundleError` with all options that the layout cannot store, and all fields that are not in the table.
+    """
+    problems, lost = _compared(options, table, "")
+    if problems:
+        raise BundleError(f"the layout {layout} cannot store {'; '.join(problems)}")
+    return lost
+
+
+def output_loss(layout: str, bundle: Bundle, *, kept: tuple[str, ...], noted: tuple[str, ...] = ()) -> list[str]:
+    """Return a note if the file does not store the meaning of the outputs.
+
+    `kept` lists the meanings that the file stores. `noted` lists the meanings for which a note is enough. Raise
+    `BundleError` for any other meaning.
+    """
+    if bundle.output not in (*kept, *noted):
+        raise BundleError(f"the layout {layout} cannot store output={bundle.output!r}")
+    return [f"output={bundle.output!r}"] if bundle.output in noted else []
+
+
+def bare_loss(layout: str, bundle: Bundle) -> list[str]:
+    """Return the properties of a model that a file with tensors alone does not store."""
+    config = bundle.network.config
+    lost = ["class names", "preprocessing"]
+    lost += output_loss(layout, bundle, kept=("softmax",), noted=("sigmoid", "numbers"))
+    if config.architecture == "ViT" and (config.positions != "learned" or config.grid[0] != config.grid[1]):
+        lost.append(f"image_size={config.image_size}")
+    return lost
+
+
+def _compared(options: Any, table: Table, within: str) -> tuple[list[str], list[str]]:
+    """Return the options that the layout cannot store, and the options that the library's code computes differently."""
+    problems, lost = [], []
+    for item in fields(options):
+        name = f"{within}{item.name}"
+        value = getattr(options, EFFECTIVE.get(item.name, item.name))
+        rule = table.get(item.name)
+        if rule is None:
+            if item.name not in WITHOUT_EFFECT:
+                problems.append(f"{name}={value!r} (an option that this layout does not know)")
+        elif isinstance(rule, Mapping):
+            if value is not None:
+                inner_problems, inner_lost = _compared(value, rule, f"{name}.")
+                problems += inner_problems
+                lost += inner_lost
+        elif rule.only is not None and value not in rule.only:
+            problems.append(f"{name}={value!r} (only {', '.join(map(repr, rule.only))})")
+        elif rule.own and value != rule.own[0]:
+            lost.append(f"{name}={value!r} (its code has {rule.own[0]!r})")
+    return problems, lost

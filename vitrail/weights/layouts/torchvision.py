@@ -9,17 +9,25 @@ from typing import Any
 from vitrail.errors import BundleError
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.layouts.carried import KEPT, SHAPE, Table, bare_loss, carried, only, other_architecture, own
 from vitrail.weights.layouts.layout import (
+    IMAGENET,
+    KEPT,
+    SHAPE,
     Checkpoint,
     Description,
     Hints,
     Pair,
+    Table,
+    bare_loss,
+    carried,
     default_preprocess,
     depth_of,
     file_grid,
     heads_of,
     moved_positions,
+    only,
+    other_architecture,
+    own,
     patch_pair,
     theirs_of,
 )
@@ -34,7 +42,6 @@ CARRIED: Table = {
     "norm_eps": own(1e-6), "position_resize": own("bicubic-corners"),
 }  # fmt: skip
 BLOCK = "encoder.layers.encoder_layer_"
-IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
 
 END_TO_END = (384, 512, 518)

@@ -1,0 +1,275 @@
+"""Writing of programs as files. Each format has one writer, and the bytes of a file do not depend on when and where it
+is written."""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.export import ExportedProgram
+
+from vitrail.errors import ConfigError, ExportFailed
+from vitrail.export.int8 import quantise_onnx, quantise_openvino, quiet, without_telemetry
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.exported import (
+    BLANK,
+    KEY,
+    OUTPUTS,
+    SEAL,
+    Interface,
+    digest,
+    input_dtype,
+    openvino_core,
+    optional_module,
+    output_names,
+    pt2_parts,
+    sealed,
+    text_of,
+)
+
+OPSETS = (20, 23)
+"""Versions of ONNX's operators that can be written."""
+
+LARGEST_ONNX = 2**31 - 1
+"""Largest size in bytes of one ONNX file, which protobuf limits."""
+
+ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+
+TRITON_BATCH = 16
+"""Largest batch that Triton collects."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced network with everything that a file contains."""
+
+    program: ExportedProgram
+    bundle: Bundle
+    interface: Interface
+    opset: int = OPSETS[0]
+    """Version of ONNX's operators."""
+    calibration: Sequence[np.ndarray] = ()
+    """Batches of levels on which the ranges of 8-bit integers are found. Without batches, the file is in float32."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the file's outputs."""
+        return output_names(self.interface.contents, self.bundle.output)
+
+    @property
+    def architecture(self) -> str:
+        return self.bundle.network.config.architecture
+
+    @property
+    def has_any_size(self) -> bool:
+        """True if the height and width of images are not fixed."""
+        return self.interface.resizes or self.interface.any_size
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of exported files."""
+
+    suffix: str
+    """End of the file's name, or "" for a folder."""
+    write: Callable[[Traced, Path], None]
+    """Function that writes a traced network with its description to a path."""
+    needs: tuple[str, ...] = ()
+    """Packages that have to be installed."""
+    extra: str = "export"
+    """Extra that has the packages."""
+    beside: str = ""
+    """Suffix of a second file, which belongs to the first one."""
+    folder_files: tuple[str, ...] = ()
+    """Names in the folder that is written. Empty for formats of one file."""
+    int8_needs: tuple[str, ...] | None = None
+    """Packages that 8-bit integers need in addition, or None if the format has no 8-bit integers."""
+
+    def check_size(self, to: str, weights: int) -> None:
+        """Raise `ConfigError` if weights of so many bytes in float32 do not fit into the file."""
+        if "onnx" in self.needs and weights > LARGEST_ONNX:
+            raise ConfigError(
+                f"to={to!r}: a network of {weights:,} bytes exceeds the 2 GB of one ONNX file, from which this format "
+                "is made; use to='pt2'"
+            )
+
+    def check(self, precision: str = "float32") -> None:
+        """Raise `ConfigError` with the command that installs a missing package."""
+        for name in self.needs:
+            optional_module(name, self.extra)
+        with without_telemetry():
+            for name in (self.int8_needs or ()) if precision == "int8" else ():
+                optional_module(name, self.extra)
+
+
+def write_pt2(traced: Traced, path: Path) -> None:
+    """Write a file of torch.export."""
+    texts = {KEY: text_of(traced.bundle, traced.interface), OUTPUTS: " ".join(traced.names)}
+    file, seal = io.BytesIO(), BLANK
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns of its own deprecated calls
+        for _ in range(2):  # the hash is known once the file is written
+            file = io.BytesIO()  # in a file with a path, PyTorch writes the file's name into every entry
+            torch.export.save(traced.program, file, extra_files={**texts, SEAL: seal})
+            seal = digest(pt2_parts(file)[1])
+    path.write_bytes(file.getvalue())
+
+
+def write_onnx(traced: Traced, path: Path) -> None:
+    """Write an ONNX file. Raise `ExportFailed` if PyTorch cannot express the program in ONNX."""
+    model = _onnx_model(traced)
+    onnx: Any = optional_module("onnx", "export")
+    onnx.helper.set_model_props(model, {KEY: text_of(traced.bundle, traced.interface), SEAL: BLANK})
+    message: Any = optional_module("google.protobuf.message", "export")  # a dependency of onnx
+    try:
+        path.write_bytes(sealed(model.SerializeToString(deterministic=True)))
+    except message.EncodeError:  # the weights are below the limit, but not together with the graph
+        raise ConfigError("to='onnx': the network exceeds the 2 GB of one ONNX file; use to='pt2'") from None
+
+
+def _onnx_model(traced: Traced) -> Any:
+    """Return the program as an ONNX model without its description."""
+    onnx: Any = optional_module("onnx", "export")
+    with quiet():
+        try:
+            made: Any = torch.onnx.export(
+                traced.program,
+                (),
+                dynamo=True,
+                opset_version=traced.opset,
+                input_names=["images"],
+                output_names=list(traced.names),
+                verbose=False,
+            )
+        except Exception as error:  # PyTorch's exporter has no common class of exceptions
+            first = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ExportFailed(f"ONNX cannot express this {traced.architecture} network: {first}") from error
+    model: Any = made.model_proto
+    model.doc_string = ""
+    model.producer_version = ""
+    for part in (*model.graph.node, *model.graph.value_info, *model.graph.initializer, model.graph, model):
+        del part.metadata_props[:]  # names of Python's classes and lines
+    for function in model.functions:
+        del function.metadata_props[:]
+        for node in function.node:
+            del node.metadata_props[:]
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = "batch"
+        del value.metadata_props[:]
+    if traced.has_any_size:
+        for dim, name in ((1, "height"), (2, "width")):
+            model.graph.input[0].type.tensor_type.shape.dim[dim].dim_param = name
+    _keep_padding(onnx, model)
+    if traced.calibration:
+        model = quantise_onnx(model, traced.calibration)
+        model.producer_name, model.producer_version = "pytorch", ""
+    return model
+
+
+def write_openvino(traced: Traced, path: Path) -> None:
+    """Write OpenVINO's two files: the network at `path`, and its weights in float32 beside it with the suffix .bin.
+    Raise `ExportFailed` as `write_onnx` does."""
+    openvino: Any = optional_module("openvino", "openvino")
+    source = path.with_suffix(".onnx")
+    try:
+        write_onnx(replace(traced, calibration=()), source)
+        model = openvino_core().read_model(source)
+    finally:
+        source.unlink(missing_ok=True)
+    if traced.calibration:
+        model = quantise_openvino(model, traced.calibration, is_transformer=traced.architecture == "ViT")
+    for number, node in enumerate(model.get_ordered_ops()):
+        node.set_friendly_name(f"node_{number}")  # OpenVINO counts the nodes of all models of a process
+    for name in list(model.rt_info):
+        del model.rt_info[name]  # the metadata of the ONNX file
+    model.set_rt_info(text_of(traced.bundle, traced.interface), KEY)
+    model.set_rt_info(BLANK, SEAL)
+    openvino.save_model(model, path, compress_to_fp16=False)
+    path.write_bytes(sealed(path.read_bytes(), path.with_suffix(".bin").read_bytes()))
+
+
+def write_triton(traced: Traced, path: Path) -> None:
+    """Write the folder of a model in a repository of Triton or KServe, with an ONNX file as version 1. Raise
+    `ExportFailed` as `write_onnx` does."""
+    (path / "1").mkdir()
+    write_onnx(traced, path / "1" / "model.onnx")
+    (path / "config.pbtxt").write_text(_triton_config(traced), encoding="utf-8")
+    classes = traced.bundle.classes if traced.interface.contents == "logits" else ()
+    names = [" ".join(name.split()) for name in classes]
+    (path / "labels.txt").write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
+
+
+def _triton_config(traced: Traced) -> str:
+    """Return the text of `config.pbtxt`. It has no name, so that the folder can be renamed."""
+    preprocess = traced.bundle.preprocess
+    dtype = {"uint8": "TYPE_UINT8", "float32": "TYPE_FP32"}[input_dtype(preprocess)]
+    sizes = (*((-1, -1) if traced.has_any_size else preprocess.image_size), preprocess.channels)
+    shape = ", ".join(map(str, _output_shape(traced)))
+    outputs = []
+    for name in traced.names:
+        labels = ' label_filename: "labels.txt"' if name == "probabilities" else ""
+        outputs.append(f'  {{ name: "{name}" data_type: TYPE_FP32 dims: [ {shape} ]{labels} }}')
+    description = json.dumps(text_of(traced.bundle, traced.interface), ensure_ascii=False)
+    return "\n".join(
+        [
+            'backend: "onnxruntime"',
+            f"max_batch_size: {TRITON_BATCH}",
+            f'input [ {{ name: "images" data_type: {dtype} dims: [ {", ".join(map(str, sizes))} ] }} ]',
+            "output [",
+            ",\n".join(outputs),
+            "]",
+            "dynamic_batching { }",
+            f'parameters {{ key: "{KEY}" value: {{ string_value: {description} }} }}',
+            "",
+        ]
+    )
+
+
+def _output_shape(traced: Traced) -> tuple[int, ...]:
+    """Return the shape of an output of one image. The number of tokens is not stated, so it is -1."""
+    contents, config = traced.interface.contents, traced.bundle.network.config
+    if contents == "logits":
+        return (len(traced.bundle.classes),)
+    return (config.embed_width,) if contents == "embedding" else (-1, config.stream_width)
+
+
+FORMATS: dict[str, Format] = {
+    "pt2": Format(".pt2", write_pt2),
+    "onnx": Format(".onnx", write_onnx, ONNX_PACKAGES, int8_needs=()),
+    "openvino": Format(".xml", write_openvino, ("openvino", *ONNX_PACKAGES), "openvino", ".bin", int8_needs=("nncf",)),
+    "triton": Format("", write_triton, ONNX_PACKAGES, folder_files=("config.pbtxt", "labels.txt", "1"), int8_needs=()),
+}
+"""Formats by the names that `vitrail export --to` uses."""
+
+
+def _keep_padding(onnx: Any, model: Any) -> None:
+    """Keep runtimes from merging a padding with zeros into the maximum pooling behind it.
+
+    onnxruntime merges them (its "Pad_Fusion"), although its pooling pads with minus infinity, so the results of a BiT
+    ResNet change. It merges constant sizes of paddings only, so the sizes are given the shape of the input times zero.
+    """
+    graph, helper = model.graph, onnx.helper
+    pooled = {node.input[0] for node in graph.node if node.op_type == "MaxPool"}
+    for node in list(graph.node):
+        if node.op_type != "Pad" or node.output[0] not in pooled:
+            continue
+        name = f"{node.output[0]}_sizes"
+        graph.initializer.append(helper.make_tensor(f"{name}_zeros", onnx.TensorProto.INT64, [8], [0] * 8))
+        steps = (
+            ("Shape", ["images"], "shape"),
+            ("Concat", [f"{name}_shape", f"{name}_shape"], "shapes"),
+            ("Mul", [f"{name}_shapes", f"{name}_zeros"], "nothing"),
+            ("Add", [node.input[1], f"{name}_nothing"], "sizes"),
+        )
+        place = list(graph.node).index(node)
+        for offset, (kind, inputs, output) in enumerate(steps):
+            settings = {"axis": 0} if kind == "Concat" else {}
+            graph.node.insert(place + offset, helper.make_node(kind, inputs, [f"{name}_{output}"], **settings))
+        node.input[1] = f"{name}_sizes"

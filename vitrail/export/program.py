@@ -1,0 +1,125 @@
+"""The program that is exported: a network with everything after decoding, traced for any number of images."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from vitrail.errors import ConfigError, ExportFailed, nearest
+from vitrail.export.resizing import Resizing, check_resizing
+from vitrail.models.positions import POSITIONS
+from vitrail.models.predictor import Predictor
+from vitrail.weights.bundle import Bundle, probabilities_of
+from vitrail.weights.exported import Contents, ExportedNetwork, Interface, input_dtype
+
+EXAMPLES = 2
+"""Number of images in the batch that is traced. PyTorch would treat a batch size of 1 as a constant."""
+
+
+class EndToEnd(nn.Module):
+    """A network with everything after decoding: it takes levels of shape (b, h, w, c), and returns named outputs."""
+
+    mean: Float[Tensor, "1 c 1 1"]
+    scale: Float[Tensor, "1 c 1 1"]
+
+    def __init__(self, bundle: Bundle, interface: Interface) -> None:
+        super().__init__()
+        self.network = Predictor(bundle.network).network
+        self.contents = interface.contents
+        self.output = bundle.output
+        preprocess = bundle.preprocess
+        mean = torch.tensor([255 * value for value in preprocess.mean])
+        scale = torch.tensor([1 / (255 * value) for value in preprocess.std])
+        self.register_buffer("mean", mean.view(1, -1, 1, 1))
+        self.register_buffer("scale", scale.view(1, -1, 1, 1))
+        self.resizing = Resizing(preprocess) if interface.resizes else None
+
+    def forward(self, images: Tensor) -> tuple[Float[Tensor, "b ..."], ...]:
+        network: Any = self.network
+        x = images.permute(0, 3, 1, 2).to(torch.float32) if self.resizing is None else self.resizing(images)
+        x = (x - self.mean) * self.scale
+        if self.contents == "embedding":
+            return (network.embed(x),)
+        if self.contents == "tokens":
+            found = network.features(x)
+            first = [] if found.cls is None else [found.cls[:, None]]
+            return (torch.cat([*first, found.registers, found.patches], dim=1),)
+        logits = network(x)
+        return (logits,) if self.output == "numbers" else (logits, probabilities_of(logits, self.output))
+
+
+def describe(bundle: Bundle, contents: Contents, *, resizes: bool = False, any_size: bool = False) -> Interface:
+    """Return what the exported file of a bundle takes and returns. Raise `ConfigError` for a model that cannot be
+    exported, with `resizes` for a preprocessing that a file cannot contain, and with `any_size` for a network that has
+    one size."""
+    network: Any = bundle.network
+    if isinstance(network, ExportedNetwork):
+        raise ConfigError(f"{network.path} is exported already; export the model that it was exported from")
+    if contents not in ("logits", "embedding", "tokens"):
+        raise ConfigError(f"output={contents!r} is unknown; {nearest(contents, ('logits', 'embedding', 'tokens'))}")
+    if contents == "logits" and not bundle.classes:
+        raise ConfigError("output='logits': this model has no head; choose output='embedding' or output='tokens'")
+    if resizes:
+        check_resizing(bundle.preprocess)
+    if any_size:
+        _check_any_size(bundle.network.config, resizes=resizes)
+    return Interface(contents, resizes=resizes, any_size=any_size)
+
+
+def _check_any_size(config: Any, *, resizes: bool) -> None:
+    """Raise `ConfigError` for a network whose exported file cannot take images of any size."""
+    reason = None
+    if resizes:
+        reason = "a file with resize=True resizes every picture to one size; choose one of the two"
+    elif config.architecture != "ViT" or config.root is not None:
+        reason = f"a file of a {config.architecture} with convolutions has one image size"
+    elif config.attention != "full":
+        reason = f"attention={config.attention!r} groups the patches of one image size"
+    elif config.reduction is not None:
+        reason = "merged or pruned tokens are counted for one image size"
+    elif POSITIONS[config.positions].depends_on_grid:
+        reason = f"positions={config.positions!r} are learned for one grid of patches; export a file for each size"
+    if reason is not None:
+        raise ConfigError(f"any_size=True: {reason}")
+
+
+def trace(bundle: Bundle, interface: Interface) -> ExportedProgram:
+    """Return the program of a bundle for any number of images, without the paths of source files.
+
+    Raise `ExportFailed` if PyTorch cannot trace the network, or would fix the number of images.
+    """
+    module = EndToEnd(bundle, interface).cpu().eval()
+    config: Any = bundle.network.config
+    height, width = config.image_size
+    dynamic = {0: Dim("batch", min=1)}
+    if interface.resizes:
+        height, width = 2 * height + 3, 2 * width + 5  # any size of a picture that has to be scaled
+        dynamic |= {1: Dim("height", min=1), 2: Dim("width", min=1)}
+    if interface.any_size:
+        # The example has another grid than the network, so that no size counts as a constant.
+        (rows, columns), patch = config.grid, config.patch_size
+        height, width = (rows + 1) * patch[0], (columns + 2) * patch[1]
+        dynamic |= {1: patch[0] * Dim("rows", min=2), 2: patch[1] * Dim("columns", min=2)}
+    dtype = getattr(torch, input_dtype(bundle.preprocess))
+    images = torch.zeros(EXAMPLES, height, width, config.channels, dtype=dtype)
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # PyTorch warns of its own deprecated calls
+        stack.enter_context(torch.no_grad())
+        try:
+            program = torch.export.export(module, (images,), dynamic_shapes=(dynamic,))
+        except Exception as error:  # PyTorch's exporter has no common class of exceptions
+            first = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ExportFailed(f"torch.export cannot trace this {config.architecture} network: {first}") from error
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)  # paths of this machine; the same file must result elsewhere
+        if node.target is torch.ops.aten.sym_size.int:
+            # PyTorch's number in this name changes from process to process.
+            node.name = f"{('batch', 'height', 'width')[node.args[1]]}_size"
+    return program

@@ -1,0 +1,575 @@
+"""The application: the paths of all protocols, the probes, the metrics, the page, and the answers to errors."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import math
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from starlette.applications import Starlette
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from vitrail import __version__
+from vitrail.data.pixels.preprocess import Pixels
+from vitrail.errors import UndecodableImage, nearest
+from vitrail.serving.guard import PROBE_PATHS, App, Guard
+from vitrail.serving.model import ServedModel, Task
+from vitrail.serving.protocol_v2 import (
+    HEADER,
+    InferRequest,
+    check_names,
+    format_answer,
+    parse_base64,
+    parse_data_uri,
+    parse_request,
+)
+from vitrail.serving.service import Refused, Service
+from vitrail.serving.watch import Watcher
+from vitrail.weights.bundle import rank
+
+EXPOSED = ("X-Model", "X-Model-SHA256", HEADER, "Retry-After")
+"""Headers of answers that pages of other origins may read."""
+
+PAGE = Path(__file__).with_name("page.html")
+
+INLINE = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
+"""The style and the script of the page."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One path with one method. The routes of the server and its OpenAPI description are made from operations."""
+
+    path: str
+    summary: str
+    answer: Callable[[Request], Awaitable[Response]]
+    method: str = "GET"
+    query: tuple[str, ...] = ()
+    """Names that the query of the address may have."""
+    body: tuple[str, ...] = ()
+    """Media types of the body."""
+
+    def route(self) -> Route:
+        """Return the route, which refuses unknown names in the query of a request with a body."""
+
+        async def checked(request: Request) -> Response:
+            if self.method == "POST":  # tools add their own names to other addresses, to get around caches
+                check_names(request.query_params, self.query, "the address")
+            return await self.answer(request)
+
+        return Route(self.path, checked, methods=[self.method])
+
+    def described(self) -> dict[str, Any]:
+        """Return the operation object of OpenAPI."""
+        in_path = [(name, "path") for name in re.findall(r"{(\w+)}", self.path)]
+        parameters = [
+            {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}}
+            for name, place in (*in_path, *((name, "query") for name in self.query))
+        ]
+        error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+        described: dict[str, Any] = {
+            "summary": self.summary,
+            "parameters": parameters,
+            "responses": {
+                "200": {"description": "The answer."},
+                "default": {"description": "An error.", "content": error},
+            },
+        }
+        if self.body:
+            described["requestBody"] = {"required": True, "content": {kind: {} for kind in self.body}}
+        return described
+
+
+def make_app(service: Service, watcher: Watcher | None = None) -> App:
+    """Return the application for a service, with its limits. Its lifespan starts and stops the service, and the
+    watcher that replaces models."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await service.start()
+        watching = None if watcher is None else asyncio.create_task(watcher.run())
+        yield
+        if watching is not None:
+            watching.cancel()
+        await service.stop()
+
+    async def describe(request: Request) -> Response:
+        return JSONResponse(_openapi(operations))
+
+    operations = [
+        Operation("/", "Show the page", _page_route()),
+        Operation("/models", "Describe all models, for the page", _models),
+        Operation("/v1/models", "List all models, in OpenAI's shape", _model_list),
+        Operation("/v1/models/{name}", "Describe a model, in OpenAI's shape", _model_card),
+        Operation("/metrics", "Return metrics for Prometheus", _metrics),
+        Operation("/openapi.json", "Describe all paths by OpenAPI", describe),
+        *(Operation(path, "Tell the state of the server", _probe) for path in PROBE_PATHS),
+        *routes_images(),
+        *routes_explain(),
+        *routes_v2(),
+    ]
+    handlers: Any = {Refused: _refused, HTTPException: _not_found, Exception: _crashed}
+    routes = [operation.route() for operation in operations]
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    app.state.service = service
+    guard = Guard(app, service)
+    origins = service.settings.allow_origin
+    if not origins:
+        return guard
+    return CORSMiddleware(  # outside, because browsers send no token with the request that asks for permission
+        guard, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=EXPOSED
+    )
+
+
+def _openapi(operations: Sequence[Operation]) -> dict[str, Any]:
+    """Return the OpenAPI description of operations."""
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = operation.described()
+    error = {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Vitrail", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": {"Error": error}},
+    }
+
+
+def _page_headers(page: str) -> dict[str, str]:
+    """Return the headers of the page, which may run its own script and ask its own server only."""
+    allowed: dict[str, str] = {}
+    for name, text in INLINE.findall(page):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        allowed[name] = f"'sha256-{digest}'"
+    policy = {
+        "default-src": "'none'", "img-src": "blob: data:", "style-src": allowed["style"],
+        "script-src": allowed["script"], "connect-src": "'self'",
+        "base-uri": "'none'", "form-action": "'none'", "frame-ancestors": "'none'",
+    }  # fmt: skip
+    return {
+        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+    }
+
+
+def _page_route() -> Any:
+    text = PAGE.read_text(encoding="utf-8")
+    headers = _page_headers(text)
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(text, headers=headers)
+
+    return page
+
+
+async def _models(request: Request) -> Response:
+    """Describe all models, for the page."""
+    service = service_of(request)
+    cards = [{**_card(model), "no_overlays": service.overlay_refusal(model)} for model in service.models.values()]
+    return JSONResponse({"version": __version__, "models": cards})
+
+
+def _card(model: ServedModel) -> dict[str, Any]:
+    bundle = model.bundle
+    return {
+        "name": model.name,
+        "sha256": model.sha256,
+        "architecture": bundle.network.config.architecture,
+        "image_size": list(bundle.preprocess.image_size),
+        "output": bundle.output,
+        "classes": len(bundle.classes),
+        "precision": model.precision,
+        "max_batch": model.largest,
+        "batch_threads": model.threads,
+        "metrics": {name: value for name, value in bundle.metrics.items() if math.isfinite(value)},
+    }
+
+
+async def _model_list(request: Request) -> Response:
+    return JSONResponse({"object": "list", "data": [_listed(model) for model in service_of(request).models.values()]})
+
+
+async def _model_card(request: Request) -> Response:
+    return JSONResponse(_listed(service_of(request).model(request.path_params["name"])))
+
+
+def _listed(model: ServedModel) -> dict[str, Any]:
+    """Return a model in OpenAI's shape. Its time of creation is not known, so it is 0."""
+    return {"id": model.name, "object": "model", "created": 0, "owned_by": "vitrail"}
+
+
+async def _metrics(request: Request) -> Response:
+    return Response(service_of(request).metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+async def _probe(request: Request) -> Response:
+    """Answer a probe. The server listens after its models are loaded, so `live` and `startup` are always true. A path
+    without the name of a probe asks if the server is ready."""
+    service, probe = service_of(request), request.url.path.rsplit("/", 1)[1]
+    is_fine = probe in ("live", "startup") or (service.is_ready and not service.is_draining)
+    return JSONResponse({probe: is_fine}, 200 if is_fine else 503)
+
+
+async def _refused(request: Request, refused: Exception) -> Response:
+    assert isinstance(refused, Refused)
+    return JSONResponse({"error": str(refused)}, refused.status, refused.headers)
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}; docs/serving.md lists the paths of this server"
+    return JSONResponse({"error": message}, error.status_code, error.headers)
+
+
+async def _crashed(request: Request, error: Exception) -> Response:
+    return JSONResponse({"error": "the server failed on this request; its log has the reason"}, 500)
+
+
+# --- paths that take images in other shapes: Hugging Face's, files of a form, and OpenAI's embeddings
+
+
+JSON = "application/json"
+
+IMAGES = ("image/*", "application/octet-stream")
+"""Media types of the bytes of an image."""
+
+TOP = 5
+"""Default number of classes in an answer."""
+
+FUNCTIONS = ("softmax", "sigmoid", "none")
+"""Functions that turn logits into scores, by Hugging Face's names."""
+
+
+def routes_images() -> list[Operation]:
+    """Return the paths of all shapes. The model is chosen by `?model=NAME`, or by the field `model` of embeddings."""
+    return [
+        Operation(
+            "/", "Classify an image, in Hugging Face's shape", _hugging_face, "POST", ("model",), (*IMAGES, JSON)
+        ),
+        Operation(
+            "/predict", "Classify the files of a form", _upload, "POST", ("model", "top"), ("multipart/form-data",)
+        ),
+        Operation("/v1/embeddings", "Compute embeddings, in OpenAI's shape", _embeddings, "POST", (), (JSON,)),
+    ]
+
+
+async def _hugging_face(request: Request) -> Response:
+    """Answer in the shape of Hugging Face's inference API: image classification, or feature extraction for a model
+    without classes."""
+    service, body = service_of(request), await request.body()
+    model = service.model(request.query_params.get("model"))
+    image, top, function = body, TOP, None
+    if request.headers.get("content-type", "").lower().startswith("application/json"):
+        image, top, function = await service.parse(_parse_hugging_face, body, model)
+    (row,) = await service.all_file_outputs(model, [model.tasks[0]], [image])
+    answer = (
+        [row["embedding"].tolist()] if model.tasks[0] == "embedding" else _ranking(model, _scored(row, function), top)
+    )
+    return JSONResponse(answer, headers=model_headers(model))
+
+
+async def _upload(request: Request) -> Response:
+    """Answer the files of a form. Each file has a result of its own. The status is 422 only if all files fail."""
+    service = service_of(request)
+    model = service.model(request.query_params.get("model"))
+    top = parse_top(request.query_params.get("top", TOP))
+    files = await _form_files(request, service.settings.max_images)
+    task: Task = model.tasks[0]
+    rows = await service.file_outputs(model, [task], [content for _, content in files])
+    answers: list[dict[str, Any]] = []
+    for (name, _), row in zip(files, rows, strict=True):
+        if isinstance(row, UndecodableImage):
+            answers.append({"file": name, "error": f"the file {row}"})
+        elif task == "embedding":
+            answers.append({"file": name, "embedding": row["embedding"].tolist()})
+        else:
+            answers.append({"file": name, "predictions": _ranking(model, row, top)})
+    status = 422 if all("error" in item for item in answers) else 200
+    content = {"model": model.name, "sha256": model.sha256, "results": answers}
+    return JSONResponse(content, status, model_headers(model))
+
+
+async def _embeddings(request: Request) -> Response:
+    """Answer in the shape of OpenAI's embeddings. Images are data URIs."""
+    service = service_of(request)
+    name, images, encoding, dimensions = await service.parse(_parse_embeddings, await request.body())
+    model = service.model(name)
+    width = model.bundle.network.config.embed_width
+    if dimensions not in (None, width):
+        raise Refused(400, f"dimensions: {dimensions!r} cannot be computed; embeddings of {model.name!r} have {width}")
+    data = []
+    for number, row in enumerate(await service.all_file_outputs(model, ["embedding"], images)):
+        values = row["embedding"]
+        text = base64.b64encode(values.astype("<f4").tobytes()).decode() if encoding == "base64" else None
+        data.append({"object": "embedding", "index": number, "embedding": text or values.tolist()})
+    answer = {"object": "list", "data": data, "model": model.name, "usage": {"prompt_tokens": 0, "total_tokens": 0}}
+    return JSONResponse(answer, headers=model_headers(model))
+
+
+def _parse_hugging_face(body: bytes, model: ServedModel) -> tuple[bytes, int, str | None]:
+    """Return the image of a JSON body, the number of classes to answer, and the function of the scores or None. Raise
+    `Refused` for other bodies."""
+    content = parse_json(body)
+    check_names(content, ("inputs", "parameters", "options"), "the body")
+    parameters, options = ({} if content.get(name) is None else content[name] for name in ("parameters", "options"))
+    if not isinstance(parameters, dict) or not isinstance(options, dict):
+        raise Refused(400, "parameters and options: these must be JSON objects")
+    check_names(options, ("use_cache", "wait_for_model"), "options")  # all models are loaded, and no answer is cached
+    is_ranking = model.tasks[0] == "classes" and model.bundle.output != "numbers"
+    check_names(parameters, ("top_k", "function_to_apply") if is_ranking else (), f"a request to model {model.name!r}")
+    top, function = parameters.get("top_k"), parameters.get("function_to_apply")
+    if function is not None and function not in FUNCTIONS:
+        raise Refused(400, f"function_to_apply: {function!r} is not one of {', '.join(FUNCTIONS)}")
+    return parse_base64(content.get("inputs"), "inputs"), TOP if top is None else parse_top(top, "top_k"), function
+
+
+def _scored(row: Mapping[str, np.ndarray], function: str | None) -> Mapping[str, np.ndarray]:
+    """Return the outputs of an image with other scores for the ranking. By default they are the probabilities."""
+    if function is None:
+        return row
+    logits = torch.from_numpy(row["logits"])
+    scores = logits.softmax(0) if function == "softmax" else logits.sigmoid() if function == "sigmoid" else logits
+    return {**row, "probabilities": scores.numpy()}
+
+
+def _parse_embeddings(body: bytes) -> tuple[str | None, list[bytes], str, Any]:
+    """Return the name of the model or None, the images, the encoding of the answer, and the length of embeddings that
+    the client expects or None. Raise `Refused`."""
+    content = parse_json(body)
+    check_names(content, ("input", "model", "encoding_format", "dimensions", "user"), "the body")
+    name, given = content.get("model"), content.get("input")
+    if name is not None and not isinstance(name, str):
+        raise Refused(400, "model: this must be the name of a model")
+    images = [parse_data_uri(uri, "input") for uri in (given if isinstance(given, list) else [given])]
+    if not images:
+        raise Refused(400, "input: the request has no images")
+    encoding = content.get("encoding_format") or "float"
+    if encoding not in ("float", "base64"):
+        raise Refused(400, f"encoding_format: {encoding!r} is not one of 'float', 'base64'")
+    return name, images, encoding, content.get("dimensions")
+
+
+async def _form_files(request: Request, most: int) -> list[tuple[str, bytes]]:
+    """Return the names and contents of the files of a form. Raise `Refused` for other bodies."""
+    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+        raise Refused(415, "the body is not a form; send images as multipart/form-data")
+    parser = MultiPartParser(request.headers, request.stream(), max_files=most, max_fields=8)
+    parser.spool_max_size = 1 << 40  # the body is in memory already, so its files are not written to disk
+    try:
+        form = await parser.parse()
+    except MultiPartException as error:
+        status = 413 if error.message.startswith("Too many files") else 400
+        raise Refused(status, f"the form cannot be read: {error.message}") from None
+    files = []
+    try:
+        for field, item in form.multi_items():
+            if not isinstance(item, UploadFile):
+                raise Refused(400, f"the form's field {field!r} is not a file; options belong into the address: ?top=3")
+            files.append((item.filename or "", await item.read()))
+    finally:
+        await form.close()
+    if not files:
+        raise Refused(400, "the form has no file; send images as multipart/form-data")
+    return files
+
+
+def _ranking(model: ServedModel, row: Mapping[str, np.ndarray], top: int) -> list[dict[str, Any]]:
+    """Return the likeliest classes, or all numbers of a regression, as Hugging Face's labels and scores."""
+    names = model.bundle.classes
+    if model.bundle.output == "numbers":
+        numbers = row["numbers"].tolist()
+        return [{"label": name, "score": number} for name, number in zip(names, numbers, strict=True)]
+    (found,) = rank(torch.from_numpy(row["probabilities"])[None], names, min(top, len(names)))
+    return [{"label": name, "score": score} for name, score in found.ranking]
+
+
+# --- the path that shows which parts of a picture support a class
+
+
+def routes_explain() -> list[Operation]:
+    """Return the path. The model is chosen by `?model=NAME`, and the class by `?label=CLASS`."""
+    return [
+        Operation(
+            "/explain", "Draw the parts of an image that support a class", _explain, "POST", ("model", "label"),
+            ("image/*", "application/octet-stream"),
+        )
+    ]  # fmt: skip
+
+
+async def _explain(request: Request) -> Response:
+    """Answer the bytes of an image with an overlay, as a data URI."""
+    service = service_of(request)
+    model = service.model(request.query_params.get("model"))
+    target = _target(model, request.query_params.get("label"))
+    content = await service.overlay(model, await request.body(), target)
+    answer = {
+        "model": model.name,
+        "sha256": model.sha256,
+        "map": "rollout" if target is None else "relevance",
+        "label": None if target is None else model.bundle.classes[target],
+        "image": "data:image/jpeg;base64," + base64.b64encode(content).decode(),
+    }
+    return JSONResponse(answer, headers=model_headers(model))
+
+
+def _target(model: ServedModel, label: str | None) -> int | None:
+    """Return the number of a class, or None for no class. Raise `Refused` for an unknown class."""
+    if label is None:
+        return None
+    classes = model.bundle.classes
+    if label not in classes:
+        hint = nearest(label, classes) if classes else "it has no classes"
+        raise Refused(400, f"label: {label!r} is not a class of model {model.name!r}; {hint}")
+    return classes.index(label)
+
+
+# --- paths of the Open Inference Protocol v2
+
+
+BODIES = ("application/json", "application/octet-stream")
+
+
+def routes_v2() -> list[Operation]:
+    """Return the paths of the protocol. A model has one version, its hash, and may be named without it."""
+    operations = [Operation("/v2", "Describe the server", _server)]
+    for model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
+        operations += [
+            Operation(model, "Describe a model's tensors", _metadata),
+            Operation(f"{model}/ready", "Tell if a model is ready", _ready),
+            Operation(f"{model}/infer", "Compute outputs of tensors or images", _infer, "POST", (), BODIES),
+        ]
+    return operations
+
+
+async def _server(request: Request) -> Response:
+    return JSONResponse({"name": "vitrail", "version": __version__, "extensions": ["binary_tensor_data"]})
+
+
+async def _metadata(request: Request) -> Response:
+    model = _model(request)
+    preprocess = model.bundle.preprocess
+    shape = [-1, *preprocess.image_size, preprocess.channels]
+    outputs = [(name, size) for task in model.tasks for name, size in model.outputs(task).items()]
+    return JSONResponse(
+        {
+            "name": model.name,
+            "versions": [model.sha256],
+            "platform": "vitrail",
+            "inputs": [{"name": "images", "datatype": _datatype(model), "shape": shape}],
+            "outputs": [{"name": name, "datatype": "FP32", "shape": [-1, size]} for name, size in outputs],
+            "parameters": {"classes": list(model.bundle.classes), "encoded_images": "BYTES"},
+        },
+        headers=model_headers(model),
+    )
+
+
+async def _ready(request: Request) -> Response:
+    is_ready = service_of(request).is_ready
+    return JSONResponse({"name": _model(request).name, "ready": is_ready}, 200 if is_ready else 503)
+
+
+async def _infer(request: Request) -> Response:
+    service, model = service_of(request), _model(request)
+    body, header = await request.body(), request.headers.get(HEADER)
+    asked = await service.parse(parse_request, body, header)
+    tasks = _tasks(model, asked)
+    if isinstance(asked.images, list):
+        rows = await service.all_file_outputs(model, tasks, asked.images)
+    else:
+        rows = await service.pixel_outputs(model, tasks, _pixels(model, asked.images))
+    if not rows:
+        raise Refused(400, "shape: the request has no images")
+    content, length = format_answer(model.name, model.sha256, asked, rows)
+    headers = model_headers(model)
+    if length is None:
+        return Response(content, media_type="application/json", headers=headers)
+    return Response(content, media_type="application/octet-stream", headers={**headers, HEADER: str(length)})
+
+
+def _model(request: Request) -> ServedModel:
+    model = service_of(request).model(request.path_params["name"])
+    version = request.path_params.get("version", model.sha256)
+    if version != model.sha256:
+        raise Refused(404, f"model {model.name!r} has no version {version!r} here; its version is {model.sha256}")
+    return model
+
+
+def _tasks(model: ServedModel, asked: InferRequest) -> list[Task]:
+    """Return the tasks that compute the requested outputs. Raise `Refused` for an unknown output."""
+    makers = {name: task for task in model.tasks for name in model.outputs(task)}
+    for name in asked.outputs:
+        if name not in makers:
+            raise Refused(400, f"outputs: {name!r} does not exist; choose from {', '.join(makers)}")
+    needed: list[Task] = [task for task in model.tasks if any(makers[name] == task for name in asked.outputs)]
+    return needed or [model.tasks[0]]
+
+
+def _pixels(model: ServedModel, images: np.ndarray) -> list[Pixels]:
+    """Return the images of a tensor. Raise `Refused` if its number format or its shape does not fit the model."""
+    preprocess = model.bundle.preprocess
+    shape = (*preprocess.image_size, preprocess.channels)
+    if images.ndim != 4 or images.shape[1:] != shape or images.dtype != model.dtype:
+        raise Refused(
+            400,
+            f"images: {images.dtype} of {list(images.shape)} does not fit model {model.name!r}, which takes "
+            f"{_datatype(model)} of {[-1, *shape]} (batch, height, width, channels), or encoded images as BYTES",
+        )
+    return list(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
+
+
+def _datatype(model: ServedModel) -> str:
+    names: dict[Any, str] = {np.float32: "FP32", np.uint8: "UINT8"}
+    return names[model.dtype]
+
+
+# --- reading of requests
+
+
+def service_of(request: Request) -> Service:
+    """Return the service that answers a request."""
+    service: Service = request.app.state.service
+    return service
+
+
+def model_headers(model: ServedModel) -> dict[str, str]:
+    """Return headers that name the model and its hash in an answer."""
+    return {"X-Model": model.name.encode("ascii", "replace").decode(), "X-Model-SHA256": model.sha256}
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """Return a JSON object. Raise `Refused` for anything else."""
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise Refused(400, "the body must be a JSON object")
+    return content
+
+
+def parse_top(value: Any, name: str = "top") -> int:
+    """Return a number of classes. Raise `Refused` unless it is a whole number of 1 or more."""
+    try:
+        top = 0 if isinstance(value, bool) else int(value)
+    except (TypeError, ValueError, OverflowError):
+        top = 0
+    if top < 1 or (isinstance(value, float) and top != value):
+        raise Refused(400, f"{name}: {value!r} is not a number of classes, which is 1 or more")
+    return top

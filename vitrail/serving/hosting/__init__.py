@@ -1,1 +1,0 @@
-"""Processes of servers: one, several under a supervisor, and one of Ray Serve."""

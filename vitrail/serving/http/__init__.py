@@ -1,1 +1,0 @@
-"""The HTTP server for models: protocols, batching, limits and probes. It needs the extra `serve`."""

@@ -1,0 +1,456 @@
+"""Processes of the server: one that loads models and serves them on a socket, or several under a supervisor.
+
+Workers of a supervisor share one listening socket. A worker that dies is started again. Connections that no worker has
+accepted stay with the socket, so the other workers or the new one answer them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import h11
+import torch
+import uvicorn
+from prometheus_client.multiprocess import mark_process_dead
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from vitrail.errors import ConfigError, ProcessError, VitrailError
+from vitrail.machine import Precision, keep_freed_memory
+from vitrail.serving.app import make_app
+from vitrail.serving.model import OverlayMaker
+from vitrail.serving.monitoring import FOLDER, log_line
+from vitrail.serving.service import Service
+from vitrail.serving.settings import ServeSettings
+from vitrail.serving.watch import ModelFiles, Watcher
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.load import load, model_name
+
+# --- one connection
+
+
+LINGER = 1.0
+"""Seconds in which a refused client can read the answer before its connection is closed."""
+
+GRACE = 0.5
+"""Seconds in which a stopping server waits for the request of a connection that has just been made."""
+
+
+class LimitedProtocol(H11Protocol):
+    """One connection: uvicorn's HTTP protocol with the limits of a service."""
+
+    def __init__(self, *args: Any, service: Service, **kwargs: Any) -> None:
+        """Take the limits from the settings of `service`. uvicorn gives all other arguments."""
+        super().__init__(*args, **kwargs)
+        self._service, self._settings = service, service.settings
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_refused = False
+        self._awaits_request = True  # until an answer was sent; then until the next bytes come
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._settings.max_connections:
+            self._refuse("503 Service Unavailable", "retry-after: 1\r\n")
+        else:
+            self._limit_headers()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_refused:
+            self._awaits_request = True
+            super().data_received(data)
+            self._limit_headers()
+
+    def on_response_complete(self) -> None:
+        self._awaits_request = False
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """Close the connection at once or after the present answer, because the server stops."""
+        if self._awaits_request:
+            self._awaits_request = False
+            self.loop.call_later(GRACE, self.shutdown)
+        elif not self._is_refused and not self.transport.is_closing():
+            super().shutdown()
+
+    def _limit_headers(self) -> None:
+        """Limit the time for the headers: start a timer before a request, and cancel it when the headers are
+        complete."""
+        if self.conn.their_state is not h11.IDLE:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        elif self._timer is None:  # further bytes do not extend the time
+            self._timer = self.loop.call_later(self._settings.receive_seconds, self._end_headers)
+
+    def _end_headers(self) -> None:
+        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+            self._refuse("408 Request Timeout", "")
+
+    def _refuse(self, status: str, headers: str) -> None:
+        """Send an answer without waiting for a request, and discard everything that the client still sends."""
+        self._is_refused = True
+        self.connections.discard(self)
+        self._service.metrics.requests.labels("none", status[:3]).inc()
+        text = f"HTTP/1.1 {status}\r\n{headers}content-length: 0\r\nconnection: close\r\n\r\n"
+        self.transport.write(text.encode())
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._timer = self.loop.call_later(LINGER, self.transport.abort)
+
+
+# --- one server
+
+
+FILES = 256
+"""Number of files that a process opens in addition to its connections."""
+
+
+class Server(uvicorn.Server):
+    """A server whose `run` serves until SIGTERM or SIGINT, and answers all requests that it has received by then.
+
+    After the first signal the probe `ready` answers 503 for `drain_seconds`, while requests are still accepted. Then
+    the server stops listening and answers what it has. A second signal stops it at once.
+
+    A worker of a supervisor leaves SIGINT, which a terminal sends to all processes, and second signals to its
+    supervisor. It also stops if its supervisor dies.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        on_start: Callable[[], None] = lambda: None,
+        *,
+        watcher: Watcher | None = None,
+        supervisor: int | None = None,
+    ) -> None:
+        """`on_start` is called when the server listens. `watcher` replaces models while the server runs. `supervisor`
+        is the process of a worker's supervisor."""
+        settings = service.settings
+        keep_alive: Any = settings.keep_alive_seconds  # the event loop takes fractions, unlike the type in uvicorn
+        protocol: Any = partial(LimitedProtocol, service=service)
+        super().__init__(
+            uvicorn.Config(
+                make_app(service, watcher), http=protocol, ws="none", lifespan="on", log_level="error",
+                access_log=False, server_header=False, timeout_keep_alive=keep_alive,
+                h11_max_incomplete_event_size=32768,
+                timeout_graceful_shutdown=int(settings.deadline_seconds + settings.receive_seconds) + 1,
+            )
+        )  # fmt: skip
+        self._service = service
+        self._on_start = on_start
+        self._supervisor = supervisor
+        self._stops_at: float | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        _allow_files(2 * self._service.settings.max_connections + FILES)
+        await super().startup(sockets)
+        self._on_start()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._supervisor is not None and (sig == signal.SIGINT or self._stops_at is not None):
+            return
+        if self._stops_at is not None or not self.started:
+            self.should_exit = self.force_exit = True
+            return
+        self._begin_stop()  # `on_tick` does the rest
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._stops_at is None and self._supervisor not in (None, os.getppid()):
+            self._begin_stop()
+        if self._stops_at is not None and not self._service.is_draining:
+            self._service.drain()
+        if self._stops_at is not None and time.monotonic() >= self._stops_at:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    def _begin_stop(self) -> None:
+        self._stops_at = time.monotonic() + self._service.settings.drain_seconds
+
+
+def open_socket(settings: ServeSettings) -> socket.socket:
+    """Return a socket that is bound to the address. Raise `ConfigError` if the address is not free or does not
+    exist."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    # Without the number of the protocol, asyncio does not set TCP_NODELAY, and answers wait for acknowledgements.
+    opened = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind((settings.host, settings.port))
+    except OSError as error:
+        opened.close()
+        raise ConfigError(
+            f"port={settings.port} on host={settings.host!r} cannot be used: {error.strerror}; choose another port, or "
+            "0 for a free one"
+        ) from None
+    return opened
+
+
+def _allow_files(wanted: int) -> None:
+    """Let this process open at least this many files, as far as the system permits it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+# --- one process
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeJob:
+    """The models to serve, and the settings of the server."""
+
+    models: Mapping[str, str]
+    """Paths of the models, or their names on the hub, by the names under which they are served."""
+    settings: ServeSettings
+    device: str = "auto"
+    precision: Precision | None = None
+    overlays: OverlayMaker | None = None
+    """Function that draws the relevance of an image's parts. It can be pickled."""
+
+
+def named_models(models: Sequence[str]) -> dict[str, str]:
+    """Return the paths of models by the names under which they are served. Raise `ConfigError` for two models of the
+    same name."""
+    paths: dict[str, str] = {}
+    for text in models:
+        name, equals, path = text.partition("=")
+        if not equals or "/" in name or Path(text).exists():
+            name, path = model_name(text), text
+        if not name or not path:
+            raise ConfigError(f"MODEL: {text!r} lacks a name or a path; give NAME=MODEL")
+        if name in paths:
+            raise ConfigError(f"MODEL: two models are called {name!r}; give another name to one of them: NAME=MODEL")
+        paths[name] = path
+    return paths
+
+
+def serve(
+    job: ServeJob,
+    listening: socket.socket,
+    *,
+    on_start: Callable[[], None],
+    on_note: Callable[[str], None],
+    supervisor: int | None = None,
+) -> None:
+    """Load the models, and serve them until a signal stops the process. Raise `VitrailError` for a model that cannot be
+    loaded or served. `on_note` is called with each note on loading, and `on_start` when the server listens.
+    `supervisor` is the process of a worker's supervisor."""
+    keep_freed_memory()  # otherwise each batch gets its memory from the system anew
+    files, states = {}, {}
+    if job.settings.watch:
+        files = {name: ModelFiles.of(path, job.device) for name, path in job.models.items()}
+        states = {name: one.state() for name, one in files.items()}
+    service = Service(_load(job, files, on_note), job.settings, job.precision, job.overlays)
+    watcher = Watcher(service, files, states) if files else None
+    Server(service, on_start, watcher=watcher, supervisor=supervisor).run(sockets=[listening])
+
+
+@dataclass(frozen=True)
+class ServeWorker:
+    """The function of one of several processes that serve the same models, for `Supervisor`."""
+
+    job: ServeJob
+    on_note: Callable[[str], None]
+
+    def __call__(self, number: int, listening: socket.socket, told: Connection) -> None:
+        """Serve with a part of the compute threads. The first worker alone reports notes, which are the same for
+        all."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the server has its own rule
+        torch.set_num_threads(max(1, torch.get_num_threads() // self.job.settings.workers))
+        try:
+            serve(
+                self.job,
+                listening,
+                on_start=lambda: told.send(None),
+                on_note=self.on_note if number == 0 else lambda _: None,
+                supervisor=os.getppid(),
+            )
+        except VitrailError as error:
+            told.send(error)
+            raise SystemExit(error.exit_code) from None
+
+
+def _load(job: ServeJob, files: Mapping[str, ModelFiles], on_note: Callable[[str], None]) -> dict[str, Bundle]:
+    bundles = {}
+    for name, path in job.models.items():
+        bundles[name] = files[name].load() if name in files else load(path, device=job.device)
+        for note in bundles[name].notes:
+            on_note(note)
+    return bundles
+
+
+Work = Callable[[int, socket.socket, Connection], None]
+"""The function of a worker: its number, the socket, and a connection to which it sends None when it listens, or the
+`VitrailError` for which it cannot. It can be pickled."""
+
+
+# --- several processes
+
+
+SETTLED = 60.0
+"""Seconds after which the death of a worker counts as the first one again."""
+
+LONGEST = 30.0
+"""Longest pause in seconds before a worker is started again."""
+
+
+@dataclass(eq=False)
+class _Running:
+    number: int
+    process: SpawnProcess
+    told: Connection
+    begun: float = field(default_factory=time.monotonic)
+    is_ready: bool = False
+
+
+class Supervisor:
+    """Starts worker processes, forwards signals to them, and starts those again that die.
+
+    SIGTERM or SIGINT lets all workers answer what they have received, and a second signal ends them at once. A worker
+    that gets SIGTERM from someone else does the same, and another one takes its place.
+    """
+
+    def __init__(self, count: int, work: Work, listening: socket.socket, on_start: Callable[[], None]) -> None:
+        """`on_start` is called when all workers listen for the first time."""
+        self._count, self._work, self._listening, self._on_start = count, work, listening, on_start
+        self._context = multiprocessing.get_context("spawn")  # a forked process could not use threads or a GPU
+        self._workers: list[_Running] = []
+        self._deaths = [0] * count
+        self._due: dict[int, float] = {}  # when a worker is started again, by its number
+        self._signals = 0
+        self._has_started = False
+        self._metrics = ""
+
+    def run(self) -> None:
+        """Run until a signal has stopped all workers. Raise the `VitrailError` of a worker that cannot start, and
+        `ProcessError` if a worker dies before all have started."""
+        with tempfile.TemporaryDirectory(prefix="vitrail-metrics-") as self._metrics, self._waking() as woken:
+            try:
+                for number in range(self._count):
+                    self._start(number)
+                while self._workers or (self._due and not self._signals):
+                    self._wait(woken)
+            finally:
+                for worker in self._workers:
+                    worker.process.kill()
+                    worker.process.join()
+
+    def _start(self, number: int) -> None:
+        theirs: Connection
+        told, theirs = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=self._work, args=(number, self._listening, theirs))
+        before = os.environ.get(FOLDER)
+        os.environ[FOLDER] = self._metrics
+        try:
+            process.start()
+        finally:
+            os.environ.pop(FOLDER)
+            if before is not None:
+                os.environ[FOLDER] = before
+        theirs.close()
+        self._workers.append(_Running(number, process, told))
+
+    def _wait(self, woken: socket.socket) -> None:
+        """Wait for the next event, and act on it."""
+        now = time.monotonic()
+        pause = min((due - now for due in self._due.values()), default=None)
+        waiting: list[Any] = [woken, *(worker.process.sentinel for worker in self._workers)]
+        waiting += [worker.told for worker in self._workers if not worker.told.closed]
+        ready = wait(waiting, None if pause is None else max(0.0, pause))
+        if woken in ready:
+            woken.recv(4096)
+            self._stop()
+        for worker in list(self._workers):
+            if worker.told in ready:
+                self._read_report(worker)
+            if worker.process.sentinel in ready:
+                self._remove_ended(worker)
+        for number in [number for number, due in self._due.items() if due <= time.monotonic()]:
+            del self._due[number]
+            self._start(number)
+
+    def _read_report(self, worker: _Running) -> None:
+        """Read the only message of a worker."""
+        try:
+            error: VitrailError | None = worker.told.recv()
+        except EOFError:  # it died before
+            error = None
+        else:
+            worker.is_ready = error is None
+        worker.told.close()
+        if error is not None:
+            if not self._has_started:
+                raise error
+            log_line(event="worker failed", worker=worker.number, pid=worker.process.pid, error=str(error))
+        if worker.is_ready:
+            log_line(event="worker started", worker=worker.number, pid=worker.process.pid)
+        if not self._has_started and all(one.is_ready for one in self._workers):
+            self._has_started = True
+            self._on_start()
+
+    def _remove_ended(self, worker: _Running) -> None:
+        """Remove a worker that has ended, and plan another one in its place."""
+        worker.process.join()
+        worker.told.close()
+        self._workers.remove(worker)
+        mark_process_dead(worker.process.pid, self._metrics)  # type: ignore[no-untyped-call]
+        if self._signals:
+            return
+        code = worker.process.exitcode or 0
+        cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        log_line(event="worker ended", worker=worker.number, pid=worker.process.pid, cause=cause)
+        if not self._has_started:
+            raise ProcessError(f"a worker ended with {cause} before all of them had started; is there enough memory?")
+        lived = time.monotonic() - worker.begun
+        deaths = self._deaths[worker.number] = 1 if lived > SETTLED else self._deaths[worker.number] + 1
+        self._due[worker.number] = time.monotonic() + (min(LONGEST, 2.0 ** (deaths - 2)) if deaths > 1 else 0.0)
+
+    def _stop(self) -> None:
+        """Forward a signal. Workers that still load their models end at once."""
+        self._due.clear()
+        self._listening.close()  # or connections would wait for nobody after the workers have stopped listening
+        for worker in self._workers:
+            if self._signals > 1:
+                worker.process.kill()
+            else:
+                worker.process.terminate()
+
+    @contextmanager
+    def _waking(self) -> Iterator[socket.socket]:
+        """Yield a socket that can be read when a signal has arrived."""
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            self._signals += 1
+
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.setblocking(False)
+            before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+            earlier = signal.set_wakeup_fd(theirs.fileno())
+            try:
+                yield ours
+            finally:
+                signal.set_wakeup_fd(earlier)
+                for number, handler in before.items():
+                    signal.signal(number, handler)

@@ -1,0 +1,215 @@
+"""The service: the models of a server, the images that it has accepted, and the threads that decode and compute."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from vitrail.cores import compute_threads
+from vitrail.data.pixels.preprocess import Pixels
+from vitrail.errors import UndecodableImage
+from vitrail.machine import Precision
+from vitrail.serving.batching import Compute, Row, TooLate
+from vitrail.serving.model import OverlayMaker, ServedModel, Task
+from vitrail.serving.monitoring import Metrics
+from vitrail.serving.settings import ServeSettings
+from vitrail.weights.bundle import Bundle
+
+Parsed = TypeVar("Parsed")
+
+MOST_WORKERS = 8
+"""Largest number of batches that are computed at the same time on a CPU."""
+
+RETRY = {"Retry-After": "1"}
+"""Header of the answers of a busy server."""
+
+
+class Refused(Exception):
+    """A request that is answered by an error, with its HTTP status and headers."""
+
+    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = dict(headers or {})
+
+
+class Service:
+    """The models of a server, and the limits and counters that all requests share."""
+
+    def __init__(
+        self,
+        bundles: Mapping[str, Bundle],
+        settings: ServeSettings,
+        precision: Precision | None = None,
+        overlays: OverlayMaker | None = None,
+    ) -> None:
+        """Prepare models, given by their names. The first model answers requests that name none. `overlays` draws which
+        parts of a picture a model depends on. Raise `VitrailError` for a model that cannot be served."""
+        self.settings = settings
+        self.metrics = Metrics()
+        self.is_ready = False
+        """True while the service accepts images."""
+        self.is_draining = False
+        """True after the server was asked to stop. Requests are still answered."""
+        on_cpu = all(bundle.device.type == "cpu" for bundle in bundles.values())
+        threads = torch.get_num_threads()
+        self._compute = Compute(min(threads, MOST_WORKERS) if on_cpu else 1, threads)
+        self._decode = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "vitrail-decode")
+        # Overlays are drawn, and JSON bodies are parsed, one at a time, because each takes much memory.
+        self._draw = ThreadPoolExecutor(1, "vitrail-overlay")
+        self._parse = ThreadPoolExecutor(1, "vitrail-parse")
+        self._overlays = overlays
+        self._accepted = 0
+        self._precision = precision
+        self.models = {name: self._served(name, bundle) for name, bundle in bundles.items()}
+
+    async def start(self) -> None:
+        """Accept images. Call it in the server's event loop."""
+        self.is_ready = True
+        self.metrics.ready.set(1)
+
+    async def stop(self) -> None:
+        """End the threads, after all requests are answered."""
+        self.is_ready = False
+        self._decode.shutdown()
+        self._draw.shutdown()
+        self._parse.shutdown()
+        self._compute.stop()
+
+    def drain(self) -> None:
+        """Let the probe `ready` answer 503, because the server is going to stop."""
+        self.is_draining = True
+        self.metrics.ready.set(0)
+
+    def model(self, name: str | None = None) -> ServedModel:
+        """Return a model by its name, by default the first one. Raise `Refused` for an unknown name."""
+        if name is None:
+            return next(iter(self.models.values()))
+        if name not in self.models:
+            raise Refused(404, f"model {name!r} does not exist here; models: {', '.join(self.models)}")
+        return self.models[name]
+
+    async def replace(self, name: str, bundle: Bundle) -> ServedModel:
+        """Answer new requests for a model with another bundle. Requests that have begun keep the old model until their
+        answer, and the old model is freed after the last of them. Raise `VitrailError` for a model that cannot be
+        served."""
+        made = await asyncio.to_thread(self._served, name, bundle, self.models[name])
+        self.models[name] = made
+        return made
+
+    async def file_outputs(
+        self, model: ServedModel, tasks: Sequence[Task], images: Sequence[bytes]
+    ) -> list[Row | UndecodableImage]:
+        """Return the outputs of each encoded image, or the reason why it cannot be decoded. Raise `Refused` if the
+        server has too much to do, or if outputs are not finite."""
+        with self._accept(model, tasks, len(images)):
+            loop = asyncio.get_running_loop()
+            decoded = await asyncio.gather(
+                *(loop.run_in_executor(self._decode, self._pixels, model, image) for image in images)
+            )
+            usable = [item for item in decoded if not isinstance(item, UndecodableImage)]
+            rows = iter(await self._outputs(model, tasks, usable))
+            return [item if isinstance(item, UndecodableImage) else next(rows) for item in decoded]
+
+    async def all_file_outputs(self, model: ServedModel, tasks: Sequence[Task], images: Sequence[bytes]) -> list[Row]:
+        """Return the outputs of encoded images. Raise `Refused` also if one of them cannot be decoded."""
+        rows = []
+        for number, row in enumerate(await self.file_outputs(model, tasks, images)):
+            if isinstance(row, UndecodableImage):
+                raise Refused(422, f"image {number} {row}")
+            rows.append(row)
+        return rows
+
+    async def pixel_outputs(self, model: ServedModel, tasks: Sequence[Task], pixels: Sequence[Pixels]) -> list[Row]:
+        """Return the outputs of each image of decoded pixels. Raise the same errors as `file_outputs`."""
+        with self._accept(model, tasks, len(pixels)):
+            return await self._outputs(model, tasks, pixels)
+
+    async def parse(self, function: Callable[..., Parsed], *arguments: Any) -> Parsed:
+        """Return `function(*arguments)`, which reads a body. Bodies are read one after the other on a thread of their
+        own, so a long one holds up no other request that is answered."""
+        return await asyncio.get_running_loop().run_in_executor(self._parse, function, *arguments)
+
+    def overlay_refusal(self, model: ServedModel) -> str | None:
+        """Return why a model has no overlays, or None if it has them."""
+        return "this server has none" if self._overlays is None else self._overlays.refusal(model.bundle)
+
+    async def overlay(self, model: ServedModel, image: bytes, target: int | None) -> bytes:
+        """Return a picture under a map of the parts that the model depends on, as `OverlayMaker.draw` does. Raise
+        `Refused` if the model has no overlays, the image cannot be decoded, or the server has too much to do."""
+        overlays, refusal = self._overlays, self.overlay_refusal(model)
+        if overlays is None or refusal is not None:
+            raise Refused(400, f"model {model.name!r} has no overlays: {refusal}")
+
+        def draw() -> bytes:
+            model.check_size(image)
+            with compute_threads(1):  # predictions come first
+                return overlays.draw(model.bundle, image, target)
+
+        with self._accept(model, (), 1):
+            drawing = asyncio.get_running_loop().run_in_executor(self._draw, draw)
+            try:
+                return await asyncio.wait_for(drawing, self.settings.deadline_seconds)
+            except UndecodableImage as error:
+                raise Refused(422, f"the image {error}") from None
+            except TimeoutError:
+                raise self._too_late("an overlay") from None
+
+    @contextmanager
+    def _accept(self, model: ServedModel, tasks: Sequence[Task], images: int) -> Iterator[None]:
+        """Count images as accepted inside the `with` block. Raise `Refused` if the server cannot accept them. Images
+        are refused before they are decoded, because decoding takes time."""
+        for task in tasks:
+            if task not in model.tasks:
+                raise Refused(400, f"model {model.name!r} computes no {task}; it computes {', '.join(model.tasks)}")
+        if images > self.settings.max_images:
+            raise Refused(413, f"{images} images are more than max_images={self.settings.max_images} of this server")
+        if not self.is_ready:
+            raise Refused(503, "the server is not ready", RETRY)
+        if self._accepted + images > self.settings.max_queue:
+            raise Refused(503, f"more than {self.settings.max_queue} images wait for answers; try again later", RETRY)
+        self._accepted += images
+        self.metrics.images.set(self._accepted)
+        try:
+            yield
+        finally:
+            self._accepted -= images
+            self.metrics.images.set(self._accepted)
+
+    async def _outputs(self, model: ServedModel, tasks: Sequence[Task], pixels: Sequence[Pixels]) -> list[Row]:
+        try:
+            found = await asyncio.gather(*(model.batchers[task].compute(pixels) for task in tasks))
+        except TooLate:
+            raise self._too_late("an image") from None
+        outputs = [{name: row[name] for row in rows for name in row} for rows in zip(*found, strict=True)]
+        if not all(np.isfinite(values).all() for row in outputs for values in row.values()):
+            raise Refused(
+                500, f"the outputs of model {model.name!r} are not finite for an image; its weights are damaged"
+            )
+        return outputs
+
+    def _pixels(self, model: ServedModel, image: bytes) -> Pixels | UndecodableImage:
+        begun = time.perf_counter()
+        try:
+            return model.pixels(image)
+        except UndecodableImage as error:
+            return error
+        finally:
+            self.metrics.decoding.observe(time.perf_counter() - begun)
+
+    def _too_late(self, what: str) -> Refused:
+        return Refused(
+            503, f"{what} waited longer than {self.settings.deadline_seconds:g} seconds; try again later", RETRY
+        )
+
+    def _served(self, name: str, bundle: Bundle, before: ServedModel | None = None) -> ServedModel:
+        with compute_threads(None if before is None else 1):  # a server that has requests keeps the other threads
+            return ServedModel(name, bundle, self.settings, self.metrics, self._compute, self._precision, before=before)

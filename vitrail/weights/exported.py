@@ -1,0 +1,381 @@
+"""Exported models: files of other runtimes that contain everything after decoding, and their use like bundles.
+
+A file contains a description of its model as JSON, and the hash of its own bytes, which shows whether the file was
+changed after it was written. While the hash is computed, its place in the file is filled with zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import io
+import json
+import warnings
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from vitrail.data.pixels.geometry import scaled_side
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.errors import BundleError, ConfigError
+from vitrail.models.variants import AnyConfig
+from vitrail.settings import to_plain
+from vitrail.weights.bundle import Bundle, OutputKind, read_described, weights_sha256
+
+# --- the hash
+
+
+SEAL = "vitrail_sha256"
+"""Name of the hash among a file's metadata."""
+
+BLANK = "0" * 64
+
+
+def digest(parts: Sequence[bytes]) -> str:
+    """Return the SHA-256 of the parts of a file, in their order."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(len(part).to_bytes(8, "little"))
+        found.update(part)
+    return found.hexdigest()
+
+
+def sealed(content: bytes, *others: bytes) -> bytes:
+    """Return a file's content with its hash in place of `BLANK`, which must occur once. The hash includes `others`, the
+    contents of files that belong to it."""
+    assert content.count(BLANK.encode()) == 1
+    return content.replace(BLANK.encode(), digest((content, *others)).encode())
+
+
+def check_seal(path: str, seal: str, content: bytes, *others: bytes) -> None:
+    """Raise `BundleError` unless `content` is what `sealed` returned for the same `others`."""
+    if len(seal) != len(BLANK) or digest((content.replace(seal.encode(), BLANK.encode()), *others)) != seal:
+        raise altered(path)
+
+
+def altered(path: str) -> BundleError:
+    """Return the error for a file whose content does not have its hash."""
+    return BundleError(f"{path} was altered: its SHA-256 is not the one that it records; export the model again")
+
+
+# --- the description
+
+
+KEY = "vitrail"
+"""Name of the description among a file's metadata."""
+
+FORMAT = 1
+
+FIELDS = (
+    "format", "architecture", "config", "contents", "output", "classes", "preprocess", "weights_sha256", "precision",
+    "resizes", "any_size",
+)  # fmt: skip
+"""Fields of the description, in their order."""
+
+Contents = Literal["logits", "embedding", "tokens"]
+"""Result of an exported network. "logits" is the head's output, with probabilities beside it."""
+
+
+@dataclass(frozen=True)
+class Interface:
+    """What an exported file takes and returns, beside the description of its model. The file takes images of shape
+    (batch, height, width, channels), whose levels are in 0 to 255, and normalises them itself."""
+
+    contents: Contents = "logits"
+    precision: str = "float32"
+    """Number format of products with weights: "float32" or "int8"."""
+    resizes: bool = False
+    """True if the file takes pictures of any size, and resizes and crops them itself."""
+    any_size: bool = False
+    """True if the file takes resized images of any height and width that patches divide."""
+
+
+def input_dtype(preprocess: Preprocess) -> Literal["uint8", "float32"]:
+    """Return the number format of pixels: uint8, or float32 if resizing keeps fractions of levels."""
+    return "float32" if preprocess.resampler == "tensorflow" else "uint8"
+
+
+def canvas_of(preprocess: Preprocess) -> tuple[int, int]:
+    """Return the height and width of a picture from which a file takes a part of the network's size without scaling
+    it."""
+    height, width = (scaled_side(side, preprocess.crop_share) for side in preprocess.image_size)
+    return height, width
+
+
+def output_names(contents: Contents, output: OutputKind) -> tuple[str, ...]:
+    """Return the names of a file's outputs."""
+    if contents != "logits":
+        return (contents,)
+    return ("numbers",) if output == "numbers" else ("logits", "probabilities")
+
+
+def text_of(bundle: Bundle, interface: Interface) -> str:
+    """Return the description of a bundle's exported file as JSON. The same description always has the same text."""
+    values = bundle.described() | asdict(interface)
+    if interface.contents != "logits":
+        values |= {"config": to_plain(bundle.network.config.with_head(0)), "classes": []}
+    values |= {"format": FORMAT, "weights_sha256": weights_sha256(bundle.network)}
+    return json.dumps({name: values[name] for name in FIELDS}, ensure_ascii=False)
+
+
+# --- the network
+
+
+Session = Callable[[np.ndarray], dict[str, np.ndarray]]
+"""A file that a runtime has loaded: the function that returns the outputs for images of shape (b, h, w, c), by their
+names. Threads may call it at the same time."""
+
+
+def on_canvas(levels: np.ndarray, preprocess: Preprocess, interface: Interface) -> np.ndarray:
+    """Return resized images as a file takes them.
+
+    A file that resizes pictures itself gets larger pictures if it crops. The images are the parts that it does not crop
+    away, and it does not scale pictures of this size.
+    """
+    size = canvas_of(preprocess)
+    if not interface.resizes or size == levels.shape[1:3]:
+        return levels
+    placement = preprocess.placement(size)
+    canvas = np.zeros((len(levels), *size, levels.shape[3]), levels.dtype)
+    height, width = levels.shape[1:3]
+    canvas[:, placement.top : placement.top + height, placement.left : placement.left + width] = levels
+    return canvas
+
+
+class ExportedNetwork(nn.Module):
+    """An exported file with the methods of a network that predictions use.
+
+    Images have the shape (b, c, h, w) and levels from 0 to 255, because the file normalises them. The network cannot be
+    trained, saved or resized: the methods for these raise `BundleError`.
+    """
+
+    def __init__(
+        self, config: AnyConfig, preprocess: Preprocess, interface: Interface, run: Session, path: str, seal: str
+    ) -> None:
+        """`preprocess` is that of the model. `path` is the name of the file in messages, and `seal` its hash, which
+        stands for the hash of the weights."""
+        super().__init__()
+        self.config = config
+        self.preprocess = preprocess
+        self.interface = interface
+        self.run = run
+        self.path = path
+        self.sha256 = seal
+        self.head = nn.Identity() if interface.contents == "logits" else None  # the real head is in the file
+        self.anchor = nn.Parameter(torch.empty(0), requires_grad=False)  # PyTorch finds the device by parameters
+
+    def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
+        """Return logits, or the numbers of a regression. Raise `BundleError` if the file contains something else."""
+        return self._run(images) if self.interface.contents == "logits" else self.embed(images)
+
+    def embed(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b embed_width"]:
+        """Return the embedding. Raise `BundleError` if the file contains something else."""
+        if self.interface.contents != "embedding":
+            self._refuse(
+                f"it was exported with output={self.interface.contents!r}, but output='embedding' is needed here"
+            )
+        return self._run(images)
+
+    def head_inputs(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b head_inputs"]:
+        """Return the embedding, which is the input of a head. Raise `BundleError` as `embed` does."""
+        return self.embed(images)
+
+    def features(self, *_: Any, **__: Any) -> NoReturn:
+        self._refuse("the tokens of its blocks cannot be read")
+
+    def layers(self) -> NoReturn:
+        self._refuse("it cannot be trained or examined")
+
+    def with_image_size(self, image_size: tuple[int, int]) -> NoReturn:
+        self._refuse(f"it takes images of {self.config.image_size}, not image_size={image_size}")
+
+    def with_head(self, *_: Any, **__: Any) -> NoReturn:
+        self._refuse("it cannot be given another head")
+
+    def state_dict(self, *_: Any, **__: Any) -> NoReturn:
+        self._refuse("its weights cannot be read, saved or trained")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExportedNetwork:
+        """Return the network itself. It has no state that a copy could change."""
+        return self
+
+    def _run(self, images: Tensor) -> Tensor:
+        """Return the file's output, without the probabilities that may be beside it."""
+        if torch.is_autocast_enabled("cpu"):
+            raise ConfigError(f"{self.path} computes in its own number format; choose precision='float32'")
+        with torch.no_grad():
+            levels = images.detach().permute(0, 2, 3, 1).to(getattr(torch, input_dtype(self.preprocess)))
+        taken = on_canvas(levels.contiguous().numpy(), self.preprocess, self.interface)
+        (found,) = (values for name, values in self.run(taken).items() if name != "probabilities")
+        return torch.from_numpy(found)
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise BundleError(f"{self.path} is an exported model: {why}. Use the model that it was exported from")
+
+
+# --- runtimes
+
+
+OUTPUTS = "outputs"
+"""Name of the text in a file of torch.export that names its outputs."""
+
+Loaded = tuple[str, str, Session]
+"""The description as text, the hash of the file, and the function that runs it."""
+
+
+def optional_module(name: str, extra: str) -> ModuleType:
+    """Return a module of an optional package. Raise `ConfigError` with the command that installs it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        package = name.split(".")[0]
+        raise ConfigError(f"{package} is not installed; install it with: pip install 'vitrail[{extra}]'") from None
+
+
+def open_onnx(path: Path) -> Loaded:
+    """Return the content of an ONNX file that Vitrail wrote, in a session of onnxruntime. Raise `BundleError`."""
+    runtime: Any = optional_module("onnxruntime", "export")
+    content = path.read_bytes()
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    try:
+        session = runtime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        metadata = session.get_modelmeta().custom_metadata_map
+    except Exception as error:  # onnxruntime has a class of exceptions for each of its error codes
+        raise BundleError(f"{path} cannot be read by onnxruntime: {error}") from error
+    text, seal = _described(path, metadata)
+    check_seal(str(path), seal, content)
+    names = [output.name for output in session.get_outputs()]
+    return text, seal, lambda images: dict(zip(names, session.run(names, {"images": images}), strict=True))
+
+
+@functools.cache
+def openvino_core() -> Any:
+    """Return the one `openvino.Core` of this process. Raise `ConfigError` if OpenVINO is not installed.
+
+    A core gives the thread that makes it a stack for signal handlers, and frees this stack when the core is deleted. If
+    two cores are deleted in the order in which they were made, the thread keeps a stack that no longer exists, and the
+    next signal kills the process (seen with OpenVINO 2026.4). The one core is never deleted.
+    """
+    return optional_module("openvino", "openvino").Core()
+
+
+def open_openvino(path: Path) -> Loaded:
+    """Return the content of OpenVINO's files that Vitrail wrote, in float32 on the CPU. Raise `BundleError`."""
+    core = openvino_core()
+    weights = path.with_suffix(".bin")
+    try:
+        content, numbers = path.read_bytes(), weights.read_bytes()
+        model = core.read_model(path)
+        names = [name for name in (KEY, SEAL) if model.has_rt_info(name)]
+        text, seal = _described(path, {name: model.get_rt_info(name).value for name in names})
+        check_seal(str(path), seal, content, numbers)
+        # By default OpenVINO computes in bf16 where the processor can, which changes answers.
+        settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+        compiled = core.compile_model(model, "CPU", settings)
+    except (OSError, RuntimeError) as error:
+        raise BundleError(f"{path} cannot be read by OpenVINO: {str(error).strip()}") from error
+    outputs = [output.any_name for output in compiled.outputs]
+
+    def run(images: np.ndarray) -> dict[str, np.ndarray]:
+        found = compiled.create_infer_request().infer({"images": images}, share_inputs=True)
+        return {name: np.array(found[name]) for name in outputs}
+
+    return text, seal, run
+
+
+def pt2_parts(file: Path | io.BytesIO) -> tuple[dict[str, str], list[bytes]]:
+    """Return Vitrail's texts in a file of torch.export by their names, and everything else that its hash includes."""
+    with zipfile.ZipFile(file) as archive:
+        names = sorted(archive.namelist())
+        texts = {
+            key: archive.read(name).decode()
+            for name in names
+            for key in (KEY, SEAL, OUTPUTS)
+            if name.endswith(f"/extra/{key}")
+        }
+        # Our hash covers neither itself nor PyTorch's hash, which covers ours.
+        others = [name for name in names if not name.endswith((f"/extra/{SEAL}", "/.data/serialization_id"))]
+        return texts, [part for name in others for part in (name.encode(), archive.read(name))]
+
+
+def open_pt2(path: Path) -> Loaded:
+    """Return the content of a file of torch.export that Vitrail wrote. Raise `BundleError`."""
+    try:
+        texts, parts = pt2_parts(path)
+    except (zipfile.BadZipFile, OSError, UnicodeDecodeError) as error:
+        raise BundleError(f"{path} is not a file of torch.export: {error}") from error
+    text, seal = _described(path, texts)
+    if digest(parts) != seal:
+        raise altered(str(path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns of its own deprecated calls
+        module = torch.export.load(path).module()
+    names = texts.get(OUTPUTS, "").split()
+
+    def run(images: np.ndarray) -> dict[str, np.ndarray]:
+        with torch.no_grad():
+            outputs = module(torch.from_numpy(images))
+        return {name: output.numpy() for name, output in zip(names, outputs, strict=True)}
+
+    return text, seal, run
+
+
+def _described(path: Path, metadata: dict[str, str]) -> tuple[str, str]:
+    if KEY not in metadata or SEAL not in metadata:
+        raise BundleError(f"{path} was not written by `vitrail export`: it has no description of classes and pixels")
+    return metadata[KEY], metadata[SEAL]
+
+
+# --- reading
+
+
+OPENERS: dict[str, Callable[[Path], Loaded]] = {".onnx": open_onnx, ".pt2": open_pt2, ".xml": open_openvino}
+"""The function that opens a file, by the suffix of the file's name."""
+
+IN_FOLDER = Path("1/model.onnx")
+"""The file in the folder of a model for Triton."""
+
+
+def exported_file(path: Path) -> Path | None:
+    """Return the path if it is an exported model, or None: a file, or the folder of a model for Triton."""
+    is_folder = (path / "config.pbtxt").is_file() and (path / IN_FOLDER).is_file()
+    return path if is_folder or (path.suffix.lower() in OPENERS and path.is_file()) else None
+
+
+def load_exported(path: Path) -> Bundle:
+    """Return an exported model as a bundle that predicts. Raise `BundleError` for a file that is damaged, was altered,
+    or was not written by Vitrail, and `ConfigError` if the file's runtime is not installed.
+
+    The file normalises pixels itself, so the bundle's preprocessing leaves their levels as they are.
+    """
+    file = path / IN_FOLDER if path.is_dir() else path
+    text, seal, run = OPENERS[file.suffix.lower()](file)
+    try:
+        values: dict[str, Any] = json.loads(text)
+        if values["format"] > FORMAT:
+            raise BundleError(
+                f"{path} has format {values['format']}, written by a newer version of Vitrail; this version reads "
+                f"formats up to {FORMAT}. Update Vitrail to use this model"
+            )
+        interface = Interface(**{item.name: values[item.name] for item in fields(Interface) if item.name in values})
+        model = {name: values[name] for name in ("architecture", "config", "classes", "preprocess", "output")}
+        config, others = read_described(model, path)
+        others["provenance"] = {"exported": path.name, "weights_sha256": values["weights_sha256"]}
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, BundleError):
+            raise
+        raise BundleError(f"{path}: the description of the model is damaged: {error!r}; export it again") from error
+    network: Any = ExportedNetwork(config, others["preprocess"], interface, run, str(path), seal).eval()
+    others["preprocess"] = replace(others["preprocess"], mean=(0.0,), std=(1 / 255,))
+    return Bundle(network, **others)

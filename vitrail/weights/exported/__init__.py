@@ -1,1 +1,0 @@
-"""Exported models: files of other runtimes that contain everything after decoding, and their use like bundles."""
