@@ -255,8 +255,7 @@ def tiny(tmp_path: Path) -> Callable[..., TrainConfig]:
 
 def make_idx_folder(root: Path, *, train: int = 200, test: int = 50) -> Path:
     """A folder of IDX files with the first images of the bundled set."""
-    from vitrail.data.sources.fashion_mnist import BUNDLED
-    from vitrail.data.sources.idx import find_idx, read_idx
+    from vitrail.data.formats.idx import BUNDLED, find_idx, read_idx
 
     if root.exists():
         return root

@@ -13,7 +13,7 @@ from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
 from tests.checking import begin_test, quick
-from vitrail.data.sources.idx import read_idx
+from vitrail.data.formats.idx import read_idx
 from vitrail.models.layers import LayerScale
 from vitrail.models.vit_config import ViTConfig
 

@@ -176,7 +176,7 @@ def test_the_modules_about_extending_fit_into_the_package() -> None:
             places += (ROOT / found[1]).is_dir()
             imports = [node for node in ast.walk(ast.parse(block.text)) if isinstance(node, ast.ImportFrom)]
             assert found[1].replace("/", ".") not in [node.module for node in imports]
-    assert places == 6
+    assert places == 7
 
 
 def test_the_files_that_pages_name_exist() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.models.networks import with_slow
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Subset
+from vitrail.data.source import subset
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
@@ -463,7 +463,7 @@ def test_a_broken_task_is_named(task: type[Any], message: str, splits: Splits, t
 @pytest.mark.parametrize("few", ["train", "validation"])
 def test_an_empty_split_is_named(few: str, splits: Splits) -> None:
     with pytest.raises(AssertionError, match="the splits must include training samples and a validation split"):
-        check_task(Classification(), replace(splits, **{few: Subset(splits.train, [])}))
+        check_task(Classification(), replace(splits, **{few: subset(splits.train, [])}))
 
 
 @pytest.mark.parametrize("name", [name for name in TASKS if name not in ("distillation", "regression")])

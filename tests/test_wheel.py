@@ -29,7 +29,7 @@ def test_the_wheel_is_whole_and_small(tmp_path: Path) -> None:
         code = sum(
             file.compress_size for file in archive.infolist() if not any(folder in file.filename for folder in data)
         )
-        notice = archive.read("vitrail/data/sources/bundled/LICENSE").decode()
+        notice = archive.read("vitrail/data/formats/bundled/LICENSE").decode()
         metadata = archive.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
     assert "MIT License" in notice and "Zalando" in notice
     assert {
@@ -37,7 +37,7 @@ def test_the_wheel_is_whole_and_small(tmp_path: Path) -> None:
         for kind in ("*.py", "*.toml", "*.html", "*.js", "*.css")
         for path in (ROOT / "vitrail").rglob(kind)
     } <= names
-    assert {"vitrail/py.typed", "vitrail/data/sources/bundled/train-images-idx3-ubyte.gz"} <= names
+    assert {"vitrail/py.typed", "vitrail/data/formats/bundled/train-images-idx3-ubyte.gz"} <= names
     small = "vitrail/weights/shipped_models/small"
     assert {f"{small}/model.json", f"{small}/model.safetensors"} <= names
     assert not any(name.startswith(("tests/", "docs/")) for name in names)

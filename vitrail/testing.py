@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitrail.data.augmentation.augment import Augment
+from vitrail.data.augment.settings import Augment
 from vitrail.data.batch import Batch
 from vitrail.data.pipeline import Readers, TrainingBatches
 from vitrail.data.pixels.decode import decode

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import make_idx_folder
-from vitrail.data.sources import fashion_mnist
+from vitrail.data.formats import idx
 from vitrail.recipes import RECIPES
 from vitrail.training.run import RunResult, train
 
@@ -21,7 +21,7 @@ def some_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def fewer_bundled(some_images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `bundled` mean a part of the bundled images."""
-    monkeypatch.setattr(fashion_mnist, "BUNDLED", some_images)
+    monkeypatch.setattr(idx, "BUNDLED", some_images)
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +33,7 @@ def trained(some_images: Path, tmp_path_factory: pytest.TempPathFactory) -> RunR
         evaluations=1, checkpoints=1,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fashion_mnist, "BUNDLED", some_images)
+        patch.setattr(idx, "BUNDLED", some_images)
         return train(config)
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitrail.data.source import Sample, Target
+from vitrail.data.source import Sample
+from vitrail.data.targets import Target
 
 GOLDENS = Path(__file__).parents[1] / "golden"
 

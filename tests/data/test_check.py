@@ -7,19 +7,21 @@ import json
 import shutil
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from vitrail.data.check import Report, check_data, quick_check
-from vitrail.data.check.look import Oddity, look
-from vitrail.data.check.page import page
-from vitrail.data.packing.pack import pack
-from vitrail.data.source import Sample, Source, Subset
+from vitrail.data.check.findings import Report
+from vitrail.data.check.images import Oddity, look
+from vitrail.data.check.report import check_data, page, quick_check
+from vitrail.data.formats.pack import pack
+from vitrail.data.source import Sample, Source, samples_of
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
+from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError
 from vitrail.settings import from_plain, to_plain
 
@@ -369,8 +371,8 @@ def test_numbers_and_unlabelled_images_are_checked_as_well(arrays: Callable[...,
     assert [finding.kind for finding in report.findings] == ["unlabelled"]
     assert report == from_plain(Report, to_plain(report))
     assert quick_check(numbers)[0].endswith("3 train; 2 numbers") and "x 0.5, y 1" in page(report, numbers, "x")
-    plain = Splits(Subset(arrays([None] * 3), range(3)), None, None)
-    plain.train.classes = ()
+    unlabelled = replace(samples_of(arrays([None] * 3)), targets=Targets.unknown("none", (), 3))
+    plain = Splits(unlabelled, None, None)
     report = check_data(plain)
     assert report.findings == () and quick_check(plain)[0].endswith("3 train; no labels")
     assert "No labels" in page(report, plain, "x") and "<h2>Examples<" in page(report, plain, "x")

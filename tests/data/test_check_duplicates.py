@@ -12,7 +12,7 @@ from PIL import Image
 
 from vitrail.data.check import duplicates
 from vitrail.data.check.duplicates import RADIUS, alike, find_duplicates, neighbours, same
-from vitrail.data.check.look import look, look_at_all
+from vitrail.data.check.images import look, look_at_all
 from vitrail.data.source import Source
 
 Sources = Callable[..., Source]

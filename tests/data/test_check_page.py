@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitrail.data.check import check_data
-from vitrail.data.check.page import page
+from vitrail.data.check.report import check_data, page
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageEnhance
 
-from vitrail.data.check import check_data
-from vitrail.data.check import look as look_module
-from vitrail.data.check.look import look
-from vitrail.data.check.shifted import MATCH, detail_correlation, most_similar, shifted_copies
+from vitrail.data.check import images as look_module
+from vitrail.data.check.duplicates import MATCH, detail_correlation, most_similar, shifted_copies
+from vitrail.data.check.images import look
+from vitrail.data.check.report import check_data
 from vitrail.data.source import Source
 from vitrail.data.splits import Splits
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitrail.data.colour import colour_note, has_colour, images_of
+from vitrail.data.check.images import colour_note, has_colour, images_of
 from vitrail.data.source import Sample
 from vitrail.errors import UndecodableImage
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitrail.data.confidence import balanced_copies, is_confident
+from vitrail.data.formats.pseudo_labels import balanced_copies, is_confident
 
 
 def test_the_most_likely_class_must_reach_the_threshold() -> None:

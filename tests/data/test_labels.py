@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitrail.data.choice import Choice, choice_in, chosen
-from vitrail.data.labels import LabelReader, check_names, class_name, refuse_joined, similar_names, whole_numbers
+from vitrail.data.splits import Choice, choice_in, chosen
+from vitrail.data.targets import LabelReader, check_names, class_name, refuse_joined, similar_names, whole_numbers
 from vitrail.errors import ConfigError, DataError
 
 
@@ -46,11 +46,11 @@ def test_control_characters_are_refused(name: str) -> None:
 
 def test_words_for_a_missing_value_are_no_label_unless_they_are_kept() -> None:
     words = ["nan", "NaN", "None", "null", "N/A", "<NA>", "NA", ""]
-    reader = LabelReader(Choice())
+    reader = LabelReader()
     assert {reader(word) for word in (*words, None, float("nan"))} == {None}
     assert reader.missing.total() == 8 and reader("none of these") == "none of these"
     assert "--keep-missing-words" in next(iter(reader.notes("t.csv")))
-    keeper = LabelReader(Choice(keep_missing=True))
+    keeper = LabelReader(keep_missing=True)
     assert [keeper(word) for word in words] == [*words[:-1], None] and keeper(None) is None
     assert not list(keeper.notes("t.csv"))
 
@@ -61,7 +61,7 @@ def test_words_for_a_missing_value_are_no_label_unless_they_are_kept() -> None:
      ("none", "cat|fox", "cat|fox"), (None, "cat|fox", "cat|fox"), ("|", ["a", None, "b"], ("a", "b"))],
 )  # fmt: skip
 def test_a_separator_divides_cells(separator: str | None, cell: object, names: object) -> None:
-    assert LabelReader(Choice(separator=separator))(cell) == names
+    assert LabelReader(separator)(cell) == names
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_whole_numbers_with_a_point(names: list[str], whole: dict[str, str]) -> 
 )  # fmt: skip
 def test_joined_labels_are_asked_about(counts: dict[str, int], separator: str) -> None:
     with pytest.raises(DataError, match=f"--label-separator '{separator}'.*--label-separator none"):
-        refuse_joined("t.csv", counts, Choice())
-    refuse_joined("t.csv", counts, Choice(separator="none"))
+        refuse_joined("t.csv", counts)
+    refuse_joined("t.csv", counts, "none")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_joined_labels_are_asked_about(counts: dict[str, int], separator: str) -
      {"cat": 3, "fox": 4, "cat|fox": 1}, {"and/or": 9, "or": 9}],
 )  # fmt: skip
 def test_names_with_separators_can_be_classes(counts: dict[str, int]) -> None:
-    refuse_joined("t.csv", counts, Choice())
+    refuse_joined("t.csv", counts)
 
 
 def test_names_that_differ_in_case_are_a_fault() -> None:

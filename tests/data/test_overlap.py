@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitrail.data import overlap
-from vitrail.data.overlap import shared_images
-from vitrail.data.packing.pack import pack
-from vitrail.data.selection import cut_slice
-from vitrail.data.source import Mixture, Source, Subset, Widened, origin_of
+from vitrail.data.check import duplicates
+from vitrail.data.check.duplicates import shared_images
+from vitrail.data.formats.fractals import FractalSource
+from vitrail.data.formats.pack import pack
+from vitrail.data.source import Source, mixed, samples_of, subset
 from vitrail.data.sources import mix_in, open_data
-from vitrail.data.sources.fractals import FractalSource
+from vitrail.data.splits import cut_slice
 from vitrail.errors import DataError
 
 Sources = Callable[..., Source]
@@ -66,15 +66,15 @@ def test_shards_and_subsets_know_where_their_images_are(photos: Path, tmp_path: 
     whole = open_data(str(tmp_path / "shards"), validation_share=0.0).train
     rest, held_out = cut_slice(whole, 35, 40)
     assert shared_images(whole, held_out) == [0, 1, 2, 3, 4] and shared_images(rest, held_out) == []
-    nested = Widened(Subset(whole, range(34, 37)), (*whole.classes, "fir"))
-    assert shared_images(nested, Subset(whole, [36, 1, 35])) == [0, 2]
-    assert shared_images(Subset(whole, []), held_out) == []
+    nested = subset(whole, range(34, 37)).renumbered(range(len(whole.classes)), (*whole.classes, "fir"))
+    assert shared_images(nested, subset(whole, [36, 1, 35])) == [0, 2]
+    assert shared_images(subset(whole, []), held_out) == []
 
 
 def test_fractals_of_the_same_numbers_are_the_same() -> None:
     drawn = FractalSource(3, 10, seed=4, size=16)
     held_out = drawn.held_out(0.5)
-    assert shared_images(drawn, held_out) == [] and origin_of(held_out, 0) == "fractal 4 16 0 10"
+    assert shared_images(drawn, held_out) == [] and samples_of(held_out).origin(0) == "fractal 4 16 0 10"
     assert shared_images(FractalSource(3, 12, seed=4, size=16), held_out) == [0, 1, 2, 3, 4, 5]
     assert shared_images(FractalSource(3, 12, seed=5, size=16), held_out) == []
 
@@ -86,9 +86,9 @@ def test_arrays_are_compared_by_their_pixels_and_only_so_many(
     train, held_out = memory_source(images, labels=[0] * 30), memory_source(images[:3] + images[:27], labels=[0] * 30)
     assert shared_images(train, held_out) == [0, 1, 2]
     assert shared_images(memory_source([b""] * 3, labels=[0] * 3), memory_source([b""] * 3, labels=[0] * 3)) == []
-    monkeypatch.setattr(overlap, "MOST_READ", 2)
+    monkeypatch.setattr(duplicates, "MOST_READ", 2)
     assert shared_images(train, train) == [0, 29]
-    assert origin_of(train, 0) is None and origin_of(Mixture([train], [1.0]), 0) is None
+    assert samples_of(train).origin(0) is None and mixed([train], [1.0]).origin(0) is None
 
 
 def test_memory_does_not_grow_with_the_pairs_of_one_name(memory_source: Sources) -> None:

@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vitrail.data import pipeline
-from vitrail.data.augmentation.crop import torchvision_crop
-from vitrail.data.batch import Batch
+from vitrail.data.augment.draws import torchvision_crop
+from vitrail.data.batch import Batch, LocalViews
+from vitrail.data.formats.folder import Files, read_folder
 from vitrail.data.pipeline import Ranks, Readers, Stage, TrainingBatches, evaluation_batches, skips_allowed
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.rows import LocalViews
-from vitrail.data.source import Mixture, Source
-from vitrail.data.sources.folder import FolderSource
+from vitrail.data.source import Samples, Source, mixed
+from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError, ProcessError
 
 Sources = Callable[..., Source]
@@ -232,7 +232,7 @@ def test_a_file_that_went_away_is_skipped(tmp_path: Path, threads: int) -> None:
     for name in ("a/1.png", "a/2.png", "b/1.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         Image.new("RGB", (9, 5), "white").save(tmp_path / name)
-    source = FolderSource(tmp_path)
+    source = read_folder(tmp_path).samples
     (tmp_path / "a" / "2.png").unlink()
     (batch,) = evaluation_batches(source, SMALL, batch_size=3, readers=Readers(threads))
     assert batch.valid.tolist() == [True, False, True] and batch.labels.tolist() == [0, 0, 1]
@@ -346,7 +346,7 @@ def test_evaluation_reads_every_sample_once_on_any_number_of_ranks(
 
 
 def test_a_mixture_is_drawn_in_its_shares_each_part_in_epochs_of_its_own(numbered: Callable[[int], Source]) -> None:
-    both = Mixture([numbered(10), numbered(100)], [0.75, 0.25])
+    both = mixed([numbered(10), numbered(100)], [0.75, 0.25])
     batches = training(both, batch_size=40)
     samples, epochs = (
         torch.cat(parts) for parts in zip(*((b.samples, b.epochs) for b in islice(batches, 5)), strict=True)
@@ -404,7 +404,7 @@ def all_processes_end() -> bool:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_processes_have_no_say_in_the_order(processes: int, colour_folder: Path) -> None:
     """They do not influence resuming either, and they end with the iterator."""
-    source, preprocess = FolderSource(colour_folder), Preprocess(image_size=(5, 7))
+    source, preprocess = read_folder(colour_folder).samples, Preprocess(image_size=(5, 7))
 
     def start(readers: Readers) -> TrainingBatches:
         return TrainingBatches(source, preprocess, batch_size=7, seed=3, readers=readers)
@@ -645,15 +645,16 @@ def test_worker_processes_give_the_same_with_and_without_shared_memory(
     batches.close()
 
 
-class Killing(FolderSource):
+class Killing(Files):
     """Images whose reading kills the worker process, as a full shared memory does."""
 
-    def __getitem__(self, index: int) -> Any:
+    def image(self, place: int) -> Any:
         os.kill(os.getpid(), signal.SIGBUS)
 
 
 def test_a_worker_process_that_is_killed_is_named(colour_folder: Path) -> None:
-    batches = training(Killing(colour_folder))
+    images = Killing(colour_folder, ["1.png"] * 36, [0] * 36)
+    batches = training(Samples((images,), range(36), Targets.unknown("none", (), 36)))
     batches.use_readers(Readers(1, processes=1))
     with pytest.raises(ProcessError, match=r"exit code -7.*/dev/shm"):
         next(batches)

@@ -20,7 +20,7 @@ import pytest
 from fsspec.spec import AbstractFileSystem
 
 from vitrail.data import remote
-from vitrail.data.sources.shards.shards import open_shards
+from vitrail.data.formats.tar import open_shards
 from vitrail.errors import DataError
 from vitrail.testing import check_source
 

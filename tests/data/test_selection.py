@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitrail.data.selection import CutMethod, cut, cut_slice, slice_bounds, take, take_per_class
-from vitrail.data.source import Source, Subset, fingerprint, target_kind
+from vitrail.data.source import Source, fingerprint, subset, target_kind
+from vitrail.data.splits import CutMethod, cut, cut_slice, slice_bounds, take, take_per_class
 
 Sources = Callable[..., Source]
 
@@ -32,8 +32,8 @@ def test_cut_is_disjoint_complete_and_in_order(
 ) -> None:
     source = memory_source(keys=[key for key, _ in pairs], labels=[label for _, label in pairs])
     rest, held_out = cut(source, share)
-    assert sorted([*rest.indices, *held_out.indices]) == list(range(len(pairs)))
-    assert list(rest.indices) == sorted(rest.indices) and list(held_out.indices) == sorted(held_out.indices)
+    assert sorted([*rest.places, *held_out.places]) == list(range(len(pairs)))
+    assert list(rest.places) == sorted(rest.places) and list(held_out.places) == sorted(held_out.places)
 
 
 @given(pairs=labelled_keys, share=shares)
@@ -105,7 +105,7 @@ def test_the_held_out_fraction_is_exact(memory_source: Sources, share: float) ->
 
 def test_cut_with_a_larger_share_keeps_what_a_smaller_one_took(memory_source: Sources) -> None:
     source = memory_source(labels=[0, 1] * 200)
-    smaller, larger = (set(cut(source, share)[1].indices) for share in (0.1, 0.3))
+    smaller, larger = (set(cut(source, share)[1].places) for share in (0.1, 0.3))
     assert smaller < larger
 
 
@@ -113,9 +113,9 @@ def test_cuts_are_the_same_on_every_machine_and_in_every_version(memory_source: 
     source = memory_source(labels=[0] * 100)
     places = [int.from_bytes(hashlib.blake2b(str(n).encode(), digest_size=8).digest(), "big") for n in range(100)]
     below = [number for number, place in enumerate(places) if place < 2**64 // 10]
-    assert list(cut(source, 0.1, method="threshold")[1].indices) == below == [18, 29, 47, 55, 66, 71, 72, 90, 99]
+    assert list(cut(source, 0.1, method="threshold")[1].places) == below == [18, 29, 47, 55, 66, 71, 72, 90, 99]
     lowest = sorted(np.argsort(places)[:10].tolist())
-    assert list(cut(source, 0.1)[1].indices) == lowest and set(below) < set(lowest)
+    assert list(cut(source, 0.1)[1].places) == lowest and set(below) < set(lowest)
 
 
 def test_the_only_image_of_a_class_is_learned_from(memory_source: Callable[..., Source]) -> None:
@@ -175,7 +175,7 @@ def test_a_class_that_has_fewer_gives_all_it_has(memory_source: Sources) -> None
 def test_numbers_are_cut_and_taken_by_hash_alone(memory_source: Sources) -> None:
     plain = memory_source(labels=[None] * 60)
     numbers = memory_source(labels=[(float(index), 0.5) if index else None for index in range(60)], classes=("a", "b"))
-    assert target_kind(numbers) == target_kind(Subset(numbers, [0])) == "numbers"
+    assert target_kind(numbers) == target_kind(subset(numbers, [0])) == "numbers"
     for one, other in zip(cut(numbers, 0.3), cut(plain, 0.3), strict=True):
         assert keys_of(one) == keys_of(other)
     assert keys_of(take(numbers, 7)) == keys_of(take(plain, 7)) == keys_of(take_per_class(numbers, 7))
@@ -209,7 +209,7 @@ def pictures(memory_source: Sources) -> Callable[..., Source]:
 def test_every_label_has_its_fraction_of_the_held_out_images(pictures: Callable[..., Source], share: float) -> None:
     source = pictures(5000)
     rest, held_out = cut(source, share)
-    assert len(held_out) == 5000 * share and sorted([*rest.indices, *held_out.indices]) == list(range(5000))
+    assert len(held_out) == 5000 * share and sorted([*rest.places, *held_out.places]) == list(range(5000))
     table = labels_of(source)
     deviations = np.abs(labels_of(held_out).sum(0) - share * table.sum(0))
     assert deviations.mean() < 0.8 and (deviations < 2 + 0.03 * share * table.sum(0)).all()
@@ -251,13 +251,13 @@ def test_so_many_per_class_of_several_labels_are_no_more_than_needed(pictures: C
     for count, part in taken.items():
         have = labels_of(part).sum(0)
         assert (have >= np.minimum(count, total)).all() and len(part) <= 81 * count  # 80 labels, and images without one
-    assert set(taken[1].indices) < set(taken[5].indices) < set(taken[6].indices)
+    assert set(taken[1].places) < set(taken[5].places) < set(taken[6].places)
     assert len(taken[5]) < 400 < 3000 < len(take_per_class(source, 5, method="threshold"))
 
 
 def test_a_slice_holds_out_by_position(memory_source: Sources) -> None:
     rest, held_out = cut_slice(memory_source(labels=[0] * 10), 3, 5)
-    assert list(rest.indices) == [0, 1, 2, 5, 6, 7, 8, 9] and list(held_out.indices) == [3, 4]
+    assert list(rest.places) == [0, 1, 2, 5, 6, 7, 8, 9] and list(held_out.places) == [3, 4]
 
 
 @pytest.mark.parametrize(

@@ -12,21 +12,22 @@ from torch import Tensor
 
 from tests.tasks.images import Pictures
 from tests.tasks.objectives import small_network
-from vitrail.data.augmentation.augment import Augment
+from vitrail.data.augment.settings import Augment
 from vitrail.data.batch import Batch
 from vitrail.data.pipeline import Readers, TrainingBatches, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import (
-    Mixture,
     Sample,
-    SoftTarget,
-    Subset,
-    Widened,
+    Samples,
     fingerprint,
     has_soft_targets,
+    mixed,
+    samples_of,
     soft_target_of,
+    subset,
 )
 from vitrail.data.splits import Splits
+from vitrail.data.targets import SoftTarget
 from vitrail.tasks.classification import Classification, ClassificationObjective, balanced_weights
 
 CLASSES = ("ant", "bee", "cat")
@@ -51,12 +52,12 @@ class Soft(Pictures):
         return np.array([index / 10, 1 - index / 10], np.float32)
 
 
-def mixture() -> Mixture:
+def mixture() -> Samples:
     """Return a mixture of six images with one label each, the last one without, and eight with soft targets."""
-    return Mixture([Pictures(6, CLASSES, (0, 1, 2, 0, 1, None)), Soft(8)], [0.5, 0.5])
+    return mixed([Pictures(6, CLASSES, (0, 1, 2, 0, 1, None)), Soft(8)], [0.5, 0.5])
 
 
-def expected(source: Mixture, index: int) -> np.ndarray:
+def expected(source: Samples, index: int) -> np.ndarray:
     """Return the amounts of ant, bee, cat and dog, computed by hand."""
     amounts = np.zeros(4, np.float32)
     if index >= 6:
@@ -71,13 +72,13 @@ def test_selections_and_mixtures_keep_soft_targets() -> None:
     assert source.classes == (*CLASSES, "dog") and has_soft_targets(source)
     assert soft_target_of(source, 2) is None
     np.testing.assert_array_equal(soft_target_of(source, 8), expected(source, 8))
-    part = Subset(source, [9, 1])
+    part = subset(source, [9, 1])
     assert has_soft_targets(part) and soft_target_of(part, 1) is None
     np.testing.assert_array_equal(soft_target_of(part, 0), expected(source, 9))
-    wide = Widened(Soft(3), ("bee", "dog", "elk"))
+    wide = samples_of(Soft(3)).renumbered([0, 1], ("bee", "dog", "elk"))
     np.testing.assert_array_equal(soft_target_of(wide, 2), np.array([0.2, 0.8, 0], np.float32))
     assert fingerprint(Soft(3)) != fingerprint(Pictures(3, ("bee", "dog"), (1, 1, 1)))
-    unlabelled = Mixture([Pictures(2), Soft(2)], [0.5, 0.5])
+    unlabelled = mixed([Pictures(2), Soft(2)], [0.5, 0.5])
     assert not has_soft_targets(unlabelled) and soft_target_of(unlabelled, 3) is None
     assert not has_soft_targets(Pictures(2, CLASSES, (0, 1))), "an ordinary source"
 
@@ -102,7 +103,7 @@ def test_evaluation_uses_the_most_likely_class() -> None:
     assert batch.targets is None and batch.labels.tolist() == [1, 1, 1, 1, 1, 0, 0, 0] and not batch.has_soft_targets
 
 
-def whole_batch() -> tuple[Batch, Mixture]:
+def whole_batch() -> tuple[Batch, Samples]:
     source = mixture()
     return next(TrainingBatches(source, SIZE, batch_size=14, seed=3, readers=Readers(0))), source
 

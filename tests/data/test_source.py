@@ -8,15 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from vitrail.data.source import (
-    Mixture,
-    Sample,
-    Source,
-    Subset,
-    Widened,
-    fingerprint,
-    target_kind,
-)
+from vitrail.data.source import Sample, Source, fingerprint, mixed, samples_of, subset, target_kind
 from vitrail.testing import check_source
 
 Sources = Callable[..., Source]
@@ -29,11 +21,11 @@ def keys_of(source: Source) -> list[str]:
 def test_subset_gives_the_chosen_samples_in_the_order_given(memory_source: Sources) -> None:
     images = [np.full((1, 1, 1), value, np.uint8) for value in range(4)]
     source = memory_source(images, labels=[3, 2, None, 0], keys=["k0", "k1", "k2", "k3"])
-    subset = Subset(source, [2, 0])
-    assert len(subset) == 2 and subset.classes == source.classes
-    assert isinstance(subset, Source)
-    assert subset[0] == Sample("k2", images[2], None) and subset[1] == Sample("k0", images[0], 3)
-    assert keys_of(subset) == ["k2", "k0"] and [subset.target(0), subset.target(1)] == [None, 3]
+    part = subset(source, [2, 0])
+    assert len(part) == 2 and part.classes == source.classes
+    assert isinstance(part, Source)
+    assert part[0] == Sample("k2", images[2], None) and part[1] == Sample("k0", images[0], 3)
+    assert keys_of(part) == ["k2", "k0"] and [part.target(0), part.target(1)] == [None, 3]
 
 
 def test_fingerprint_tells_keys_labels_and_order_apart(memory_source: Sources) -> None:
@@ -51,7 +43,7 @@ def test_fingerprint_reads_no_image_and_is_the_same_for_equal_sources(memory_sou
     sources = [memory_source(labels=[0, 1]), memory_source([b"", b""], labels=[0, 1])]
     expected = hashlib.sha256(b"0\0" + b"0\n" + b"1\0" + b"1\n").hexdigest()
     assert [fingerprint(source) for source in sources] == [expected, expected]
-    assert fingerprint(Subset(memory_source(labels=[3, 0, 1], keys=["n", "0", "1"]), [1, 2])) == expected
+    assert fingerprint(subset(memory_source(labels=[3, 0, 1], keys=["n", "0", "1"]), [1, 2])) == expected
 
 
 def test_the_first_target_that_is_known_tells_the_kind_of_all(memory_source: Sources) -> None:
@@ -65,14 +57,14 @@ def test_a_mixture_joins_classes_and_keeps_the_numbers_of_the_first(memory_sourc
     images = [np.full((1, 1, 1), value, np.uint8) for value in range(5)]
     first = memory_source(images[:2], labels=[1, None], classes=("rose", "daisy"))
     second = memory_source(images[2:], labels=[0, 1, 2], classes=("lily", "rose", "fern"))
-    both = Mixture([first, second], [0.75, 0.25])
+    both = mixed([first, second], [0.75, 0.25])
     check_source(both)
     assert both.classes == ("rose", "daisy", "lily", "fern") and isinstance(both, Source)
     assert [both.target(index) for index in range(5)] == [1, None, 2, 0, 3]
     assert keys_of(both) == ["1:0", "1:1", "2:0", "2:1", "2:2"]
     assert [int(both[index].image.item()) for index in range(5)] == [0, 1, 2, 3, 4]
-    assert both.parts == ((0, 2, 0.75), (2, 3, 0.25))
-    several = Mixture(
+    assert both.mixture == ((0, 2, 0.75), (2, 3, 0.25))
+    several = mixed(
         [memory_source(labels=[(0, 1)], classes=("x", "y")), memory_source(labels=[(0, 1)], classes=("y", "x"))],
         [0.5, 0.5],
     )
@@ -85,18 +77,18 @@ NAN = float("nan")
 def test_numbers_are_mixed_by_their_names(memory_source: Sources) -> None:
     one = memory_source(labels=[(1.0, 2.0), None], classes=("age", "size"))
     other = memory_source(labels=[(3.0, 4.0)], classes=("weight", "age"))
-    both = Mixture([one, other], [0.5, 0.5])
+    both = mixed([one, other], [0.5, 0.5])
     assert both.classes == ("age", "size", "weight") and target_kind(both) == "numbers"
     assert [str(both.target(index)) for index in range(3)] == ["(1.0, 2.0, nan)", "None", "(4.0, nan, 3.0)"]
-    wider = Widened(one, both.classes)
+    wider = samples_of(one).renumbered([0, 1], both.classes)
     assert [str(wider.target(index)) for index in range(2)] == ["(1.0, 2.0, nan)", "None"]
     assert target_kind(wider) == "numbers"
 
 
 def test_a_source_says_its_own_kind(memory_source: Sources) -> None:
-    source = memory_source(labels=[(1, 2)])
+    source = memory_source(labels=[(1, 2)], classes=("age", "size"))
     source.target_kind = "numbers"
-    assert target_kind(source) == target_kind(Subset(source, [])) == "numbers"
+    assert target_kind(source) == target_kind(subset(source, [])) == "numbers"
 
 
 def test_sources_of_numbers_keep_the_contract(memory_source: Sources) -> None:
@@ -108,7 +100,7 @@ def test_sources_of_numbers_keep_the_contract(memory_source: Sources) -> None:
         return made
 
     check_source(source((1.0, NAN), None, (2.0, -3.5)))
-    check_source(Mixture([source((1.0, 2.0)), source((3.0, 4.0))], [0.5, 0.5]))
+    check_source(mixed([source((1.0, 2.0)), source((3.0, 4.0))], [0.5, 0.5]))
     for targets, message in (
         (
             [(1.0,)],

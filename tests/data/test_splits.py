@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitrail.data.config import DataConfig
+from vitrail.data.formats.fractals import FractalSource
 from vitrail.data.source import Source
-from vitrail.data.sources.fractals import FractalSource
 from vitrail.data.splits import SPLITS, Splits, by_split, named_splits, split_names, split_of, with_validation
 from vitrail.errors import ConfigError, DataError
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Sample, Subset, Target
+from vitrail.data.source import Sample, subset
+from vitrail.data.targets import Target
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.fewshot import few_shot
 from vitrail.evaluation.classifiers.linear import linear_probe
@@ -278,7 +279,7 @@ def test_fewer_images_than_shots_are_named_before_anything_is_computed(
 ) -> None:
     bundle = make_bundle()
     seen = counted(bundle)
-    train = Subset(Pictures(30), [0, 1, 3, 4, 5, 6, 7])
+    train = subset(Pictures(30), [0, 1, 3, 4, 5, 6, 7])
     with pytest.raises(DataError, match=r"2 shots need 2 training images per class; these classes have fewer: c \(1\)"):
         ByFewShot((1, 2))(make_outputs(bundle), train, Pictures(9))
     assert not seen

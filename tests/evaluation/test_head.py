@@ -15,10 +15,10 @@ from sklearn import metrics as reference
 from torch import Tensor, nn
 
 from vitrail.data.batch import Skipped
+from vitrail.data.formats.folder import read_folder
 from vitrail.data.pipeline import Readers, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample
-from vitrail.data.sources.folder import FolderSource
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.linear import linear_probe
 from vitrail.evaluation.evaluators import evaluators_of, measure
@@ -152,7 +152,7 @@ def test_it_agrees_with_predict(colour_folder: Path) -> None:
     network = make_network(channels=3)
     bundle = Bundle(network, ("blue", "green", "red"), preprocess)
     Image.new("CMYK", (40, 20), (10, 200, 30, 40)).save(colour_folder / "red" / "99.jpg")
-    source = FolderSource(colour_folder)
+    source = read_folder(colour_folder).samples
     predictions = bundle.predict([colour_folder / source.key(index) for index in range(len(source))], batch_size=5)
     seen: list[Tensor] = []
     handle = network.register_forward_hook(lambda module, inputs, output: seen.append(output))

@@ -11,26 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitrail.data.source import Sample, Target, TargetKind
+from tests.targets import multi_labels, number_targets, single_labels
+from vitrail.data.source import Sample
+from vitrail.data.targets import Target, TargetKind, Targets
 from vitrail.errors import DataError
-from vitrail.evaluation.truth import (
-    MultiLabels,
-    Numbers,
-    SingleLabels,
-    Truth,
-    check_known,
-    target_from_plain,
-    truth_of,
-    truth_of_targets,
-)
+from vitrail.evaluation.truth import check_known, target_from_plain, truth_of, truth_of_targets
 
 NAN = math.nan
-LABELS = SingleLabels(np.array([2, -1, 0]), 3)
-SEVERAL = MultiLabels(np.array([[1, 0, 1], [0, 0, 0], [0, 1, 0]], np.uint8))
-NUMBERS = Numbers(np.array([[1.5, NAN], [NAN, NAN], [-2.0, 0.0]]))
+LABELS = single_labels(np.array([2, -1, 0]), 3)
+SEVERAL = multi_labels(np.array([[1, 0, 1], [0, 0, 0], [0, 1, 0]], np.uint8))
+NUMBERS = number_targets(np.array([[1.5, NAN], [NAN, NAN], [-2.0, 0.0]]))
 
 
-class Targets:
+class Targeted:
     """A source of targets without images."""
 
     def __init__(self, targets: list[Target], classes: tuple[str, ...]) -> None:
@@ -49,9 +42,9 @@ class Targets:
         return self.targets[index]
 
 
-def same(one: Truth, other: Truth) -> bool:
+def same(one: Targets, other: Targets) -> bool:
     return one.kind == other.kind and one.columns == other.columns and np.array_equal(
-        one.values, other.values, equal_nan=one.kind == "numbers"
+        one.dense, other.dense, equal_nan=one.kind == "numbers"
     )  # fmt: skip
 
 
@@ -63,7 +56,7 @@ def same(one: Truth, other: Truth) -> bool:
         (NUMBERS, [True, False, True], [[1.5, None], [None, None], [-2.0, 0.0]]),
     ],
 )
-def test_what_is_known_and_plain_values(truth: Truth, known: list[bool], plain: list[Any]) -> None:
+def test_what_is_known_and_plain_values(truth: Targets, known: list[bool], plain: list[Any]) -> None:
     assert len(truth) == 3 and truth.known.tolist() == known
     assert [truth.plain(row) for row in range(3)] == plain
     assert truth.rows(slice(1, 3)).plain(1) == plain[2] and len(truth.rows(np.array([True, False, True]))) == 2
@@ -73,9 +66,9 @@ def test_what_is_known_and_plain_values(truth: Truth, known: list[bool], plain: 
 
 
 def test_restricted_to_some_outputs() -> None:
-    assert same(LABELS.restricted((1, 2)), SingleLabels(np.array([1, -1, -1]), 2))
-    assert same(SEVERAL.restricted((2, 0)), MultiLabels(np.array([[1, 1], [0, 0], [0, 0]], np.uint8)))
-    assert same(NUMBERS.restricted((1,)), Numbers(np.array([[NAN], [NAN], [0.0]])))
+    assert same(LABELS.restricted((1, 2)), single_labels(np.array([1, -1, -1]), 2))
+    assert same(SEVERAL.restricted((2, 0)), multi_labels(np.array([[1, 1], [0, 0], [0, 0]], np.uint8)))
+    assert same(NUMBERS.restricted((1,)), number_targets(np.array([[NAN], [NAN], [0.0]])))
 
 
 def test_hits_of_the_likeliest_class() -> None:
@@ -93,7 +86,7 @@ def test_hits_of_the_likeliest_class() -> None:
         (NUMBERS, [[3, 0], [3, 0], [0, 0]]),
     ],
 )
-def test_weighted_sums_skip_what_is_unknown(truth: Truth, expected: list[list[float]]) -> None:
+def test_weighted_sums_skip_what_is_unknown(truth: Targets, expected: list[list[float]]) -> None:
     sums = np.zeros((3, truth.columns))
     truth.add_to(sums, np.array([0, 0, 1]), np.array([2.0, 2.0, 5.0]))
     assert sums.tolist() == expected
@@ -107,7 +100,7 @@ def test_groups_are_the_classes_of_single_labels() -> None:
 @pytest.mark.parametrize("label", [3, -2])
 def test_labels_outside_of_the_classes_are_refused(label: int) -> None:
     with pytest.raises(DataError, match=f"label {label} of row 1 is not one of 3 classes, numbered from 0"):
-        SingleLabels(np.array([0, label, 7]), 3)
+        single_labels(np.array([0, label, 7]), 3)
 
 
 @pytest.mark.parametrize(
@@ -115,23 +108,23 @@ def test_labels_outside_of_the_classes_are_refused(label: int) -> None:
     [
         ([2, None, 0], LABELS),
         ([(0, 2), (), (1,)], SEVERAL),
-        ([None, None], SingleLabels(np.array([-1, -1]), 3)),
+        ([None, None], single_labels(np.array([-1, -1]), 3)),
     ],
 )
-def test_truth_of_a_source_of_classes(targets: list[Target], expected: Truth) -> None:
-    source = Targets(targets, ("a", "b", "c"))
+def test_truth_of_a_source_of_classes(targets: list[Target], expected: Targets) -> None:
+    source = Targeted(targets, ("a", "b", "c"))
     assert same(truth_of(source), expected)
     assert same(truth_of(source, [1, 0]), expected.rows(np.array([1, 0])))
 
 
 def test_truth_of_a_source_of_numbers() -> None:
-    source = Targets([(1.5, NAN), None, (-2.0, 0.0)], ("age", "height"))
+    source = Targeted([(1.5, NAN), None, (-2.0, 0.0)], ("age", "height"))
     assert same(truth_of(source), NUMBERS)
     check_known(source, "linear")
     with pytest.raises(DataError, match="none of 2 images has a label, but linear needs to know their classes"):
-        check_known(Targets([None, None], ("a",)), "linear")
+        check_known(Targeted([None, None], ("a",)), "linear")
     with pytest.raises(DataError, match="none of 1 images has a known number, but linear needs to know their"):
-        check_known(Targets([(NAN,)], ("a",)), "linear")
+        check_known(Targeted([(NAN,)], ("a",)), "linear")
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 4)), max_size=20))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vitrail.data.sources.fractals import open_fractals
+from vitrail.data.formats.fractals import open_fractals
 from vitrail.models.config import ModelConfig
 from vitrail.studies.study import (
     NETWORKS,

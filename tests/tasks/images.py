@@ -9,7 +9,8 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Sample, Target
+from vitrail.data.source import Sample
+from vitrail.data.targets import Target
 
 __all__ = ["Pictures", "batch_of", "images_of"]
 

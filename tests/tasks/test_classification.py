@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
-from vitrail.data.source import Mixture, Sample, Target
+from vitrail.data.source import Sample, mixed
+from vitrail.data.targets import Target
 from vitrail.errors import ConfigError
 from vitrail.models.variants import create
 from vitrail.tasks.classification import Classification, ClassificationObjective, balanced_weights
@@ -233,7 +234,7 @@ def test_of_several_labels_each_is_counted() -> None:
 
 
 def test_a_mixture_counts_by_the_shares_that_are_drawn() -> None:
-    mixture = Mixture([Labelled([0, 1], 2), Labelled([0] * 30, 1, "other")], [0.75, 0.25])
+    mixture = mixed([Labelled([0, 1], 2), Labelled([0] * 30, 1, "other")], [0.75, 0.25])
     drawn = torch.tensor([0.375, 0.375, 0.25])
     torch.testing.assert_close(balanced_weights(mixture), 1 / (3 * drawn))
 

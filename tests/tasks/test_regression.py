@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
-from vitrail.data.source import Mixture, Sample, Target
+from vitrail.data.source import Sample, mixed
 from vitrail.data.splits import Splits
+from vitrail.data.targets import Target
 from vitrail.errors import ConfigError, DataError
 from vitrail.models.variants import create
 from vitrail.tasks.regression import Regression, RegressionObjective, Rescaled, moments
@@ -74,7 +75,7 @@ def test_moments_skip_unknown_numbers() -> None:
 
 def test_moments_of_a_mixture_follow_what_training_draws() -> None:
     few, many = Numbers((1.0, 0.0), (3.0, 0.0)), Numbers(*[(10.0, 0.0)] * 6)
-    mean, deviation = moments(Mixture([few, many], [0.5, 0.5]))
+    mean, deviation = moments(mixed([few, many], [0.5, 0.5]))
     assert mean.tolist() == [6.0, 0.0]
     torch.testing.assert_close(deviation, torch.tensor([math.sqrt((25 + 9 + 2 * 16) / 4), 1.0]))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vitrail.data.source import Mixture, Sample, Target
+from vitrail.data.source import Sample, mixed
 from vitrail.data.splits import Splits
+from vitrail.data.targets import Target
 from vitrail.errors import ConfigError, DataError
 from vitrail.tasks import TASKS, Classification
 from vitrail.tasks.task import TaskMetric, drawn_samples, mean_of_counted
@@ -87,7 +88,7 @@ def test_tasks_are_known_by_their_names(name: str) -> None:
 def test_samples_of_a_mixture_are_drawn_by_its_fractions() -> None:
     few, many = Targets(0, 1), Targets(0, 1, 2, 2)
     assert dict(drawn_samples(few)) == {0: 0.5, 1: 0.5}
-    assert dict(drawn_samples(Mixture([few, many], [0.2, 0.8]))) == {0: 0.1, 1: 0.1, 2: 0.2, 3: 0.2, 4: 0.2, 5: 0.2}
+    assert dict(drawn_samples(mixed([few, many], [0.2, 0.8]))) == {0: 0.1, 1: 0.1, 2: 0.2, 3: 0.2, 4: 0.2, 5: 0.2}
 
 
 def test_the_mean_is_of_counted_samples() -> None:

@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from vitrail.data.formats.idx import BUNDLED, find_idx, read_idx
 from vitrail.data.pipeline import TrainingBatches
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.sources.fashion_mnist import BUNDLED
-from vitrail.data.sources.idx import find_idx, read_idx
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
 from vitrail.recipes import RECIPES

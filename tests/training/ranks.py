@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.data.config import DataConfig
+from vitrail.data.formats.folder import read_folder
 from vitrail.data.pipeline import Readers, TrainingBatches
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Sample, Source, Target
-from vitrail.data.sources.folder import FolderSource
+from vitrail.data.source import Sample, Source
+from vitrail.data.targets import Target
 from vitrail.errors import Stopped
 from vitrail.evaluation import frozen
 from vitrail.evaluation import outputs as outputs_module
@@ -230,7 +231,7 @@ def on_other_machines(config: TrainConfig, folders: list[Path]) -> None:
 def fitted(model: Path, data: Path) -> tuple[dict[str, float], dict[str, int]]:
     """Return the metrics of all evaluators of frozen features, and the number of fits of this process by name."""
     calls = _counted_fits()
-    source, processes = FolderSource(data), join_processes()
+    source, processes = read_folder(data).samples, join_processes()
     evaluators = evaluators_of("linear,fewshot,knn", {"fewshot": {"shots": [1, 3]}})
     outputs = Outputs(load(str(model)), batch_size=4, processes=processes)
     return measure(evaluators, outputs, source, source), calls
@@ -312,7 +313,7 @@ def streamed(config: TrainConfig, batch: int) -> tuple[dict[str, float], list[in
 
 def evaluated(model: Path, data: Path) -> tuple[dict[str, float], list[str]]:
     """Return the metrics of a model, and the keys of the images that were skipped."""
-    source, skipped = FolderSource(data), list[str]()
+    source, skipped = read_folder(data).samples, list[str]()
     outputs = Outputs(
         load(str(model)), batch_size=4, processes=join_processes(), on_skip=lambda item: skipped.append(item.key)
     )
@@ -331,6 +332,6 @@ def measured_on_unequal_machines(model: Path, data: Path) -> tuple[dict[str, flo
     with ExitStack() as patched:
         for module in (outputs_module, extract):
             patched.enter_context(patch.object(module, "prediction_batch", lambda *settings: 4 + 3 * launch().rank))
-        source = FolderSource(data)
+        source = read_folder(data).samples
         outputs = Outputs(load(str(model)), batch_size=None, processes=join_processes())
         return Accuracy()(outputs, source, source), outputs.features(source).features.tolist()

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import vitrail
-from vitrail.data.source import Sample, Target
+from vitrail.data.source import Sample
 from vitrail.data.splits import Splits
+from vitrail.data.targets import Target
 from vitrail.errors import BundleError, ConfigError, RunError, Stopped
 from vitrail.tasks.own_model import OwnModel
 from vitrail.training.config import TrainConfig

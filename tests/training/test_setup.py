@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from vitrail.data.augmentation.crop import tensorflow_crop
+from vitrail.data.augment.draws import tensorflow_crop
 from vitrail.errors import ConfigError
 from vitrail.processes.group import Processes
 from vitrail.processes.launch import Launch

@@ -11,11 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.targets import multi_labels, number_targets, single_labels
 from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Sample, Subset
+from vitrail.data.source import Sample, subset
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.truth import MultiLabels, Numbers, SingleLabels
 from vitrail.models.variants import create
 from vitrail.transfer import examination
 from vitrail.transfer.examination import (
@@ -255,12 +255,12 @@ def test_nothing_is_found_if_the_linear_model_guesses(bundle: Bundle) -> None:
 
 
 def test_errors_are_relative_to_a_constant_prediction() -> None:
-    labels = MultiLabels(np.array([[1, 1, 0], [1, 0, 0], [1, 0, 0], [1, 0, 0]], np.uint8))
+    labels = multi_labels(np.array([[1, 1, 0], [1, 0, 0], [1, 0, 0], [1, 0, 0]], np.uint8))
     assert errors(np.array([[1.0, -1, -1]] * 4), labels).tolist() == [4, 0, 0, 0], "one of three labels, of 1 / 12"
-    assert chance(labels) == 1 and chance(MultiLabels(np.ones((4, 2), np.uint8))) == 0
-    numbers = Numbers(np.array([[1.0, 5], [3.0, 5], [math.nan, 5]]))
+    assert chance(labels) == 1 and chance(multi_labels(np.ones((4, 2), np.uint8))) == 0
+    numbers = number_targets(np.array([[1.0, 5], [3.0, 5], [math.nan, 5]]))
     assert errors(np.array([[2.0, 7]] * 3), numbers).tolist() == [1, 1, 0], "the second number does not vary"
-    assert chance(numbers) == pytest.approx(2 / 3) and chance(SingleLabels(np.array([0, 2, 2, -1]), 3)) == 0.5
+    assert chance(numbers) == pytest.approx(2 / 3) and chance(single_labels(np.array([0, 2, 2, -1]), 3)) == 0.5
 
 
 def test_reasons_name_the_error_of_each_kind_of_target() -> None:
@@ -309,7 +309,7 @@ def test_regression_compares_squared_errors_of_known_numbers(bundle: Bundle) -> 
         def __getitem__(self, index: int) -> Sample:
             return Sample(str(index), super().__getitem__(index).image, self.target(index))
 
-    division = divide(Subset(Two(), range(81)))
+    division = divide(subset(Two(), range(81)))
     assert division is not None
     found = mirror_test(Outputs(bundle).features, division, 3)
     assert found is not None and found.before < 0.2 and found.after > 1 and mirroring_hurts(found)

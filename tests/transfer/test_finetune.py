@@ -15,7 +15,7 @@ import torch
 import vitrail
 import vitrail.transfer.finetune as finetune_module
 from tests.conftest import make_colour_folder
-from vitrail.data.sources.folder import FolderSource
+from vitrail.data.formats import folder
 from vitrail.errors import ConfigError, DataError, RunError
 from vitrail.evaluation.metrics.report import RegressionReport
 from vitrail.tasks.regression import Regression
@@ -150,13 +150,13 @@ def test_data_is_opened_once_and_read_by_all_runs(
     tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[Path] = []
-    usual = FolderSource.__init__
+    usual = folder.read_folder
 
-    def counted(self: FolderSource, root: Path, *arguments: Any, **settings: Any) -> None:
+    def counted(root: Path, *arguments: Any, **settings: Any) -> folder.FolderImages:
         opened.append(root)
-        usual(self, root, *arguments, **settings)
+        return usual(root, *arguments, **settings)
 
-    monkeypatch.setattr(FolderSource, "__init__", counted)
+    monkeypatch.setattr(folder, "read_folder", counted)
     config = TrainConfig().override(data=str(colours), init=str(model), device="cpu", name="paper")
     data = config.data.open_whole()
     explicit = {"image_size": (14, 21), "batch_size": 4, "steps": 2, "precision": "float32"}

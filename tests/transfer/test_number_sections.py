@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.targets import number_targets
 from tests.transfer.test_charts import Drawing, values_of
 from tests.transfer.test_sections import Pictures
 from vitrail.evaluation.metrics.report import RegressionReport, regression_report
 from vitrail.evaluation.predictions import Predictions
-from vitrail.evaluation.truth import Numbers
 from vitrail.transfer.report import errors_section, number_headline, number_rows, residuals_section, scatter_section
 
 NAMES = ("age", "<b>weight</b>")
@@ -23,7 +23,7 @@ NAMES = ("age", "<b>weight</b>")
 def made(true: Any, predicted: Any, names: tuple[str, ...] = NAMES) -> Predictions:
     truth, outputs = np.asarray(true, np.float64), np.asarray(predicted, np.float32)
     keys = tuple(f"{number}.png" for number in range(len(truth)))
-    return Predictions(outputs, Numbers(truth), keys, np.arange(len(truth)), names, scores="numbers")
+    return Predictions(outputs, number_targets(truth), keys, np.arange(len(truth)), names, scores="numbers")
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.targets import single_labels
 from vitrail.data.batch import Skipped
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.errors import RunError, SaveError
 from vitrail.evaluation.metrics.report import ClassificationReport, report
 from vitrail.evaluation.predictions import Predictions, predict_all
-from vitrail.evaluation.truth import SingleLabels
 from vitrail.models.config import ModelConfig
 from vitrail.models.variants import build
 from vitrail.recipes import RECIPES
@@ -136,7 +136,7 @@ def measured() -> ClassificationReport:
     """Return a report of two images, one of which is predicted correctly."""
     logits = np.asarray([[2, 0], [1, 0]], np.float32)
     return report(
-        Predictions(logits, SingleLabels(np.asarray([0, 1]), 2), ("0", "1"), np.arange(2), ("a", "b")), bootstrap=20
+        Predictions(logits, single_labels(np.asarray([0, 1]), 2), ("0", "1"), np.arange(2), ("a", "b")), bootstrap=20
     )
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Subset
+from vitrail.data.source import Samples, subset
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
@@ -270,8 +270,8 @@ def test_a_head_on_fixed_features_needs_no_steps() -> None:
 def test_few_of_many_images_need_few_validation_images() -> None:
     many = open_data("fractals:2:25000", validation_share=0.0).train
 
-    def sized(images: int) -> Subset:
-        return Subset(many, range(images))
+    def sized(images: int) -> Samples:
+        return subset(many, range(images))
 
     cut = Splits(sized(500), sized(5000), None)
     assert enough_validation(Splits(sized(50_000), None, None), cut, 0.1) == 0.01

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.targets import multi_labels, single_labels
 from vitrail.data.source import Sample
 from vitrail.errors import UndecodableImage
 from vitrail.evaluation.metrics.report import ClassificationReport, report
 from vitrail.evaluation.predictions import Predictions
-from vitrail.evaluation.truth import MultiLabels, SingleLabels
 from vitrail.transfer import report as sections
 from vitrail.transfer.report import (
     calibration_section,
@@ -34,13 +34,13 @@ def made(guesses: Sequence[tuple[int, int]], classes: int = 4, sure: float = 3.0
         logits[row, guess] = sure + row / 100
     keys = tuple(f"{number}.png" for number in range(len(guesses)))
     names = tuple(f"class {number}" for number in range(classes))
-    return Predictions(logits, SingleLabels(labels, len(names)), keys, np.arange(len(guesses)), names)
+    return Predictions(logits, single_labels(labels, len(names)), keys, np.arange(len(guesses)), names)
 
 
 def several() -> Predictions:
     targets = np.asarray([[1, 1, 0], [0, 1, 0], [0, 0, 0], [1, 0, 0]], np.uint8)
     logits = np.asarray([[2, 3, -1], [1, -2, -3], [-1, -2, -4], [2, -1, -5]], np.float32)
-    return replace(made([(0, 0)] * 4, 3), logits=logits, truth=MultiLabels(targets), scores="sigmoid")
+    return replace(made([(0, 0)] * 4, 3), logits=logits, truth=multi_labels(targets), scores="sigmoid")
 
 
 def rows(page: Any) -> list[list[str]]:
@@ -94,7 +94,7 @@ def test_the_summary_of_several_labels() -> None:
     assert shown["mean average precision"] == f"{found.multi_label.mean_average_precision:.2%}"
     assert shown["all labels right"] == "75.00%" and shown["likeliest class is a label"] == "50.00%"
     assert "micro F1" in shown and "accuracy" not in shown and headline(found)[0] == "75.00% all labels right"
-    nothing = replace(several(), truth=MultiLabels(np.zeros((4, 3), np.uint8)))
+    nothing = replace(several(), truth=multi_labels(np.zeros((4, 3), np.uint8)))
     assert "mean average precision" not in {row[0] for row in class_rows(report(nothing))}
 
 

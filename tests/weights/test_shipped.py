@@ -13,7 +13,7 @@ import torch
 from pytest import CaptureFixture, MonkeyPatch
 
 from vitrail.cli import main
-from vitrail.data.sources.fractals import open_fractals
+from vitrail.data.formats.fractals import open_fractals
 from vitrail.errors import BundleError
 from vitrail.models.config import ModelConfig
 from vitrail.recipes import RECIPES

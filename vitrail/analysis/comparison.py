@@ -28,7 +28,6 @@ from vitrail.evaluation.metrics.intervals import PairedDifference, paired_differ
 from vitrail.evaluation.metrics.report import ClassificationReport, report
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.predictions import Predictions
-from vitrail.evaluation.truth import SingleLabels
 from vitrail.weights.bundle import Bundle
 
 
@@ -147,7 +146,7 @@ class _Side:
     """One of the two models with its answers for the images that both could decode, one per row."""
 
     def __init__(self, bundle: Bundle, source: Source, found: Predictions) -> None:
-        assert isinstance(found.truth, SingleLabels)
+        assert found.truth.kind == "class"
         self.bundle = bundle
         self.source = source
         self.found = found
@@ -182,7 +181,7 @@ def _aligned(first: Predictions, second: Predictions) -> tuple[Predictions, Pred
     """Return the predictions of the samples that both models could decode, in the same order."""
     first, second = first.labelled(), second.labelled()
     for each in (first, second):
-        if len(each) and not isinstance(each.truth, SingleLabels):
+        if len(each) and each.truth.kind != "class":
             raise DataError("images with several labels cannot be compared; name data with one label for each image")
     shared = set(first.keys) & set(second.keys)
     if len(shared) < SMALLEST_BATCH:

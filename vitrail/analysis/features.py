@@ -11,10 +11,10 @@ from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor, nn
 
 from vitrail.analysis.tracing import transformer_of
+from vitrail.data.targets import Targets, numbered
 from vitrail.errors import ConfigError
 from vitrail.evaluation.classifiers.linear import linear_probe
 from vitrail.evaluation.metrics.intervals import Metric, mean_interval
-from vitrail.evaluation.truth import SingleLabels
 from vitrail.models.network import Features, block_numbers
 from vitrail.models.predictor import Predictor
 
@@ -148,7 +148,7 @@ def probe_layers(
     chosen = _layers(network, layers)
     classes = int(max(train_labels.max(), test_labels.max())) + 1
     train, test = (_mean_patches(network, images, chosen, batch_size) for images in (train_images, test_images))
-    known, held_out = SingleLabels(train_labels, classes), SingleLabels(test_labels, classes)
+    known, held_out = (Targets("class", numbered(classes), labels) for labels in (train_labels, test_labels))
     found = []
     for place, layer in enumerate(chosen):
         fit = linear_probe(train[place], known, test[place], held_out)

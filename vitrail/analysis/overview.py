@@ -32,14 +32,14 @@ from vitrail.analysis.similarity import SMALLEST_BATCH, LayerSimilarity, layer_s
 from vitrail.data.batch import Skipped
 from vitrail.data.pipeline import evaluation_batches
 from vitrail.data.pixels.decode import to_pil
-from vitrail.data.source import Source, Subset, Target
+from vitrail.data.source import Source, subset
+from vitrail.data.targets import Target
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.features.extract import FeatureSet
 from vitrail.evaluation.metrics.classes import PerSample, per_sample
 from vitrail.evaluation.metrics.report import ClassificationReport, report
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.predictions import Predictions
-from vitrail.evaluation.truth import SingleLabels
 from vitrail.weights.bundle import Bundle
 
 COLOURED = 8
@@ -149,7 +149,7 @@ def _labelled(predictions: Predictions) -> Predictions:
     labelled = predictions.labelled()
     if not len(labelled):
         raise DataError("no image has a label and can be decoded, so there is nothing to report on")
-    if not isinstance(labelled.truth, SingleLabels):
+    if labelled.truth.kind != "class":
         raise DataError("images with several labels cannot be reported on; name data with one label for each image")
     return labelled
 
@@ -165,12 +165,12 @@ def _of_features(features: FeatureSet, source: Source) -> SeenImages:
     skipped = {item.key for item in features.skipped}
     indices = [index for index in range(len(source)) if source.key(index) not in skipped]
     truth = features.truth
-    labels = truth.values if isinstance(truth, SingleLabels) else np.full(len(features), -1, dtype=np.int64)
+    labels = truth.values if truth.kind == "class" else np.full(len(features), -1, dtype=np.int64)
     return SeenImages(source, np.array(indices, dtype=np.int64), features.keys, labels, features.classes)
 
 
 def _labels(predictions: Predictions) -> Int64[np.ndarray, " n"]:
-    assert isinstance(predictions.truth, SingleLabels)
+    assert predictions.truth.kind == "class"
     return predictions.truth.values
 
 
@@ -337,7 +337,7 @@ def _training_images(bundle: Bundle, train: Source, count: int) -> _TrainingImag
     inputs = [torch.empty(0, preprocess.channels, *preprocess.image_size, device=bundle.device)]
     labels: list[Target] = []
     skipped: list[Skipped] = []
-    for batch in evaluation_batches(Subset(train, chosen), preprocess, batch_size=READ_BATCH):
+    for batch in evaluation_batches(subset(train, chosen), preprocess, batch_size=READ_BATCH):
         inputs.append(preprocess.normalise(batch.images[batch.valid].to(bundle.device)))
         labels += [train.target(chosen[place]) for place in batch.samples[batch.valid].tolist()]
         skipped += batch.skipped

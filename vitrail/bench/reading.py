@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from vitrail.bench.workload import Worker, interleave, timed
 from vitrail.data.pipeline import Readers, TrainingBatches, default_threads
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Source, Subset
+from vitrail.data.source import Source, subset
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.models.variants import AnyConfig, build
@@ -91,7 +91,7 @@ def measure_reading(
     steps = count // batch_size
 
     def read(name: str) -> None:
-        part = Subset(sources[name], range(count))
+        part = subset(sources[name], range(count))
         batches = TrainingBatches(part, preprocess, batch_size=batch_size, seed=0, readers=readers)
         before = 0
         for step in range(steps):

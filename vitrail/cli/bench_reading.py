@@ -27,7 +27,7 @@ from vitrail.bench.reading import (
 from vitrail.bench.workload import Spread
 from vitrail.cli.bench import header, plain_table
 from vitrail.cli.options import Call, Command, Example, Positional
-from vitrail.data.packing.pack import pack
+from vitrail.data.formats.pack import pack
 from vitrail.data.pipeline import Readers, default_threads
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vitrail.cli.options import flag
 from vitrail.data.faults import is_own_output, is_system_folder, refuse
-from vitrail.data.pixels.formats import SUFFIXES
-from vitrail.data.sources.folder import unread_images
+from vitrail.data.formats.folder import unread_images
+from vitrail.data.pixels.decode import SUFFIXES
 from vitrail.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _files_in(root: Path) -> tuple[list[Path], list[str]]:
 
 
 def _images_of_table(path: Path) -> Iterator[Path]:
-    from vitrail.data.sources.tables.table import open_table  # most calls name no table
+    from vitrail.data.formats.table import open_table
 
     splits = open_table([path], None, unlabelled=True)
     refuse(splits.faults)

@@ -20,17 +20,14 @@ from rich.text import Text
 
 from vitrail.cli.console import images_bar
 from vitrail.cli.options import Call, Command, Example, Positional
-from vitrail.data.check import Finding, Report, check_data
-from vitrail.data.check.look import Progress
-from vitrail.data.check.page import page
-from vitrail.data.check.report import Sizes
+from vitrail.data.check.findings import Finding, Report, Sizes
+from vitrail.data.check.images import Progress
+from vitrail.data.check.report import check_data, page
 from vitrail.data.config import DataConfig
-from vitrail.data.packing.manifest import Manifest
-from vitrail.data.packing.pack import pack
-from vitrail.data.selection import SLICE
+from vitrail.data.formats.pack import Manifest, pack
 from vitrail.data.source import has_soft_targets
 from vitrail.data.sources import open_data
-from vitrail.data.splits import Splits
+from vitrail.data.splits import SLICE, Splits
 from vitrail.errors import ConfigError, DataError, DestinationError, Stopped, plural
 from vitrail.files import check_new_file, saving
 from vitrail.report.page import is_our_page

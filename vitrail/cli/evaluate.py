@@ -18,15 +18,14 @@ from rich.text import Text
 
 from vitrail.cli.console import check_reduction, images_bar, reduction_of
 from vitrail.cli.options import Call, Command, Example, Option, Positional, flag, options_of
-from vitrail.data.colour import colour_note, images_of
-from vitrail.data.selection import cut
-from vitrail.data.source import Source, Subset, fingerprint
+from vitrail.data.check.images import colour_note, images_of
+from vitrail.data.source import Source, fingerprint, samples_of, subset
 from vitrail.data.sources import OpenedData, open_whole
-from vitrail.data.splits import Splits, Unlimited
+from vitrail.data.splits import Splits, Unlimited, cut
 from vitrail.errors import ConfigError, DataError, plural
 from vitrail.evaluation.evaluators import BY_HEAD, EVALUATORS, Evaluator, check_evaluators, evaluators_of, measure
 from vitrail.evaluation.head import ByAccuracy
-from vitrail.evaluation.imagenet import ClassMap, MappedSource, map_classes, read_real, read_synsets
+from vitrail.evaluation.imagenet import ClassMap, map_classes, read_real, read_synsets
 from vitrail.evaluation.metrics.report import ClassificationReport, ClassRow
 from vitrail.evaluation.outputs import Outputs
 from vitrail.settings import bare_names
@@ -442,7 +441,7 @@ class CommonImages:
         train = opened.whole.train
         held_out = [index for index in range(len(train)) if train.key(index) in self.keys]
         rest = [index for index in range(len(train)) if train.key(index) not in self.keys]
-        whole = replace(opened.whole, train=Subset(train, rest), validation=Subset(train, held_out))
+        whole = replace(opened.whole, train=subset(train, rest), validation=subset(train, held_out))
         return replace(opened, whole=whole).splits(validation_share=0.0)
 
 
@@ -664,12 +663,12 @@ def _measured(bundle: Bundle, opened: OpenedData, splits: Splits, split: str, *,
 def _mapped(found: Measured, class_map: ClassMap, classes: tuple[str, ...]) -> Measured:
     """Return the data with labels mapped to the model's classes."""
     sources: dict[str, Source] = {
-        name: MappedSource(source, class_map, classes) for name, source in found.sources.items()
+        name: samples_of(source).renumbered(class_map.columns, classes) for name, source in found.sources.items()
     }
     return replace(
         found,
         sources=sources,
-        train=MappedSource(found.train, class_map, classes),
+        train=samples_of(found.train).renumbered(class_map.columns, classes),
         notes=(class_map.note, *found.notes),
     )
 

@@ -20,12 +20,12 @@ from rich.text import Text
 
 from vitrail.cli.console import image_paths, images_bar
 from vitrail.cli.options import Call, Command, Example, Positional
-from vitrail.data.colour import colour_note, images_of
+from vitrail.data.check.images import colour_note, images_of
+from vitrail.data.formats.folder import files_of
 from vitrail.data.pipeline import Ranks, Readers, queue_bytes
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
 from vitrail.data.sources import open_whole
-from vitrail.data.sources.files import FileSource
 from vitrail.errors import ConfigError, DataError, Interrupted, UndecodableImage
 from vitrail.evaluation.classifiers.nearest import nearest
 from vitrail.evaluation.features.cache import default_cache
@@ -439,7 +439,8 @@ def _about(bundle: Bundle, split: str, source: Source, options: Embed, precision
     `vitrail nearest` finds and checks the model by it, and finds the images.
     """
     model = Path(options.model).expanduser()
-    root = source.root.absolute() if isinstance(source, FileSource) else None
+    files = files_of(source)
+    root = None if files is None else files.root.absolute()
     return {
         "model": str(model.absolute()) if model.exists() else options.model,
         "weights_sha256": weights_sha256(bundle.network), "preprocess": to_plain(bundle.preprocess),

@@ -25,7 +25,7 @@ from vitrail.cli.console import image_paths, images_bar
 from vitrail.cli.evaluate import common_images, open_for_features, open_for_head
 from vitrail.cli.options import Call, Command, Example, Positional
 from vitrail.data.batch import Skipped
-from vitrail.data.source import Mixture, Source
+from vitrail.data.source import Source, mixed
 from vitrail.errors import ConfigError, UndecodableImage, nearest
 from vitrail.evaluation.outputs import Outputs
 from vitrail.files import check_new_folder, replacing_folder, write_json
@@ -264,7 +264,7 @@ class SummaryOptions:
 
 def _joined(sources: tuple[Source, ...]) -> Source:
     """Return all splits as one source. If there are several, each key begins with the number of its split."""
-    return sources[0] if len(sources) == 1 else Mixture(sources, [1 / len(sources)] * len(sources))
+    return sources[0] if len(sources) == 1 else mixed(sources, [1 / len(sources)] * len(sources))
 
 
 def _named(notes: dict[str, list[str]]) -> list[str]:

@@ -19,8 +19,8 @@ from rich.table import Table
 from vitrail.cli.console import images_bar
 from vitrail.cli.options import Call, Command, Example, Option, Positional
 from vitrail.cli.run_options import check_effects, default_texts, run_options, task_options
+from vitrail.data.formats.pseudo_labels import FILES, Pool, PseudoLabelInfo, looks_like_pseudo_labels
 from vitrail.data.sources import absolute_spec
-from vitrail.data.sources.pseudo_labels import FILES, Pool, PseudoLabelInfo, looks_like_pseudo_labels
 from vitrail.errors import ConfigError, Interrupted, Stopped, nearest
 from vitrail.experiments.noisy_student import (
     Events,

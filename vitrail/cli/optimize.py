@@ -156,11 +156,11 @@ def _some(source: Source, count: int) -> Source:
     """Return at most `count` samples of a source, chosen at random with a fixed seed."""
     import numpy as np
 
-    from vitrail.data.source import Subset
+    from vitrail.data.source import subset
 
     if len(source) <= count:
         return source
-    return Subset(source, np.sort(np.random.default_rng(0).permutation(len(source))[:count]).tolist())
+    return subset(source, np.sort(np.random.default_rng(0).permutation(len(source))[:count]).tolist())
 
 
 def _recorded(found: Search, bundle: Bundle, options: Optimize, images: int) -> Bundle:

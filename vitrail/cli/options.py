@@ -128,7 +128,7 @@ class Command:
         for name, values in words.items():
             given[name] = values if isinstance(values, bool) else convert(by_name[name], values)
         if "max_pixels" in given and by_name["max_pixels"].owner is ImageChoice:
-            from vitrail.data.pixels.decode import allow_pixels  # without Pillow, --help is faster
+            from vitrail.data.pixels.decode import allow_pixels
 
             allow_pixels(given.pop("max_pixels"))
         return _with_choice(given)
@@ -231,7 +231,7 @@ def _with_choice(given: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{options}: no effect on the data sets of --suite; leave it out")
     if "data" not in given:
         raise ConfigError(f"{options}: the choice is a part of the data's name; give --data, too")
-    from vitrail.data.sources import with_choice  # without PyTorch, --help is faster
+    from vitrail.data.sources import with_choice
 
     if found.get("label_separator") == "":
         raise ConfigError("--label-separator is empty; give the text between the labels, such as '|'")

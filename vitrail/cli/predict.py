@@ -18,7 +18,7 @@ from rich.text import Text
 
 from vitrail.cli.console import image_paths
 from vitrail.cli.options import Call, Command, Example, Positional
-from vitrail.data.colour import MAX_LOOKS, colour_note
+from vitrail.data.check.images import MAX_LOOKS, colour_note
 from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.machine import Precision
 from vitrail.weights.bundle import AnyPrediction, Bundle, NumberPrediction, Prediction

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_type_hints
 
 from vitrail.cli.options import Option, flag, options_of, shown, without_none
-from vitrail.data.selection import SLICE
+from vitrail.data.splits import SLICE
 from vitrail.errors import ConfigError
 from vitrail.models.config import ModelConfig, override_fields
 from vitrail.models.resnet_config import ResNetConfig

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from vitrail.data.pixels.decode import allow_pixels
-from vitrail.data.selection import CutMethod
 from vitrail.data.source import Source
 from vitrail.data.sources import OpenedData, open_mixed, open_whole
-from vitrail.data.splits import Splits, check_validation
+from vitrail.data.splits import CutMethod, Splits, check_validation
 from vitrail.settings import at_least, below_one, named, one_of, raise_problems
 
 

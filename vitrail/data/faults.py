@@ -28,20 +28,25 @@ OWN_RECORDS = {
 """Files in which Vitrail describes a folder of its output, each with a field that it has."""
 
 
+Severity = Literal["error", "warning", "note"]
+"""An error makes training fail. With a warning, training works and prints a note, but the model is worse or its metrics
+are wrong. A note is only information."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """A fault in the structure of a data set. `vitrail data check` shows it as a finding of the same fields."""
 
     kind: str
     """Identifier of the fault, such as "empty-folder"."""
-    severity: Literal["error", "warning", "note"]
-    """Training refuses data with an error. It ignores all other faults with a note."""
+    severity: Severity
     count: int
     """Number of folders, classes or files that the fault is about."""
     text: str
     training: str
     """The effect on training."""
     advice: str
+    """Action that the user can take."""
 
 
 def unknown_class(split: str, images: int, text: str) -> Fault:

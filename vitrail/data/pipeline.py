@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitrail.data.batch import Batch
+from vitrail.data.batch import Batch, Crop, KeptPixels, Loader, LocalViews, as_batch, collate
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.rows import Crop, KeptPixels, Loader, LocalViews, as_batch, collate
-from vitrail.data.source import Mixture, Source, has_soft_targets, target_kind
+from vitrail.data.source import Source, has_soft_targets, parts_of, target_kind
 from vitrail.errors import ConfigError, ProcessError
 
 if TYPE_CHECKING:
@@ -236,7 +235,7 @@ class TrainingBatches(Iterator[Batch]):
         """Return what functions make of all samples in the order of the run. `make` receives the first sample and the
         length of a part of the source, and returns a function of the position and of the index in the part."""
         source = self._source
-        parts = source.parts if isinstance(source, Mixture) else ((0, len(source), 1.0),)
+        parts = parts_of(source)
         orders = [
             _grain()
             .MapDataset.range(length)

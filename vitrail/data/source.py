@@ -1,4 +1,4 @@
-"""The protocol of a data source, and sources that combine or select samples of other sources.
+"""The protocol of a data source, and `Samples`, which all formats return: images by reader and place, with targets.
 
 A source returns samples by index. It does not depend on the order of training, batches or devices.
 """
@@ -6,25 +6,15 @@ A source returns samples by index. It does not depend on the order of training, 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, cast, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float32, UInt8
+from jaxtyping import Int64, UInt8
 
-Target = int | tuple[int, ...] | tuple[float, ...] | None
-"""The training target of an image. An int is the index of the image's class. A tuple of ints holds the indices of all
-classes of the image, in rising order. A tuple of floats holds the numbers of a regression target, where NaN is an
-unknown number. None means that the image has no target."""
-
-SoftTarget = Float32[np.ndarray, " classes"]
-"""The amount of each class of an image, such as the probabilities that a model predicted."""
-
-TargetKind = Literal["class", "classes", "numbers", "none"]
-"""The kind of a source's targets: one class per image, several classes, numbers, or no targets at all."""
+from vitrail.data.targets import SoftTarget, Target, TargetKind, Targets
 
 
 @dataclass(frozen=True)
@@ -43,7 +33,10 @@ class Source(Protocol):
     """Random access to samples. `key` and `target` read no image, so splitting and counting are cheap.
 
     A source may also have an attribute `target_kind`. The function `target_kind` then returns this attribute and does
-    not read the targets.
+    not read the targets. A source whose targets are classes can have an attribute `has_soft_targets`, which is True,
+    and a method `soft_target(index)`. The method returns the amount of each class, or None for a sample that has only
+    the class `target(index)`. Training learns the soft targets. All other code uses `target`, which is the most likely
+    class. The methods `stamp` and `origin` and the attribute `identity` are described at `Reader`.
     """
 
     @property
@@ -57,156 +50,177 @@ class Source(Protocol):
     def target(self, index: int) -> Target: ...
 
 
-class Subset:
-    """Some samples of another source, in the order of `indices`."""
+@runtime_checkable
+class Reader(Protocol):
+    """Access to the images of a format by their place.
 
-    def __init__(self, source: Source, indices: Sequence[int]) -> None:
-        self.source = source
-        self.indices = np.asarray(indices, dtype=np.int64)
-        self.classes = source.classes
+    A reader whose images can change has a method `stamp(place)`. It returns a text that changes with the image, such as
+    a file's size and times, and does not decode the image. If a few numbers determine all samples, the reader has an
+    attribute `identity`, a text of them.
 
-    def __len__(self) -> int:
-        return len(self.indices)
+    If the stamps do not identify the place that an image is read from, the reader has a method `origin(place)`. Its
+    text begins with a word for the kind of place and a blank. Two samples with the same text have the same image. Image
+    files are an exception: their text is the inode, and files on two disks can have the same inode.
+    """
 
-    def __getitem__(self, index: int) -> Sample:
-        return self.source[int(self.indices[index])]
+    def key(self, place: int) -> str: ...
+    def image(self, place: int) -> bytes | UInt8[np.ndarray, "h w c"]: ...
 
-    def key(self, index: int) -> str:
-        return self.source.key(int(self.indices[index]))
 
-    def target(self, index: int) -> Target:
-        return self.source.target(int(self.indices[index]))
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Samples in order. Each image is at a place of one of the readers. A sample has a target, but no image is read
+    for it."""
 
-    def stamp(self, index: int) -> str | None:
-        return stamp_of(self.source, int(self.indices[index]))
-
-    def origin(self, index: int) -> str | None:
-        return origin_of(self.source, int(self.indices[index]))
-
-    def soft_target(self, index: int) -> SoftTarget | None:
-        return soft_target_of(self.source, int(self.indices[index]))
+    readers: tuple[Reader, ...]
+    places: range | Int64[np.ndarray, " n"]
+    """The place of each sample in its reader. A range if these are all samples of a reader."""
+    targets: Targets
+    parts: Int64[np.ndarray, " n"] | None = None
+    """The index in `readers` and `prefixes` of each sample. By default all samples are of the first part."""
+    prefixes: tuple[str, ...] = ("",)
+    """The beginning of the keys of each part."""
+    mixture: tuple[tuple[int, int, float], ...] = ()
+    """If training draws from several sources with weights: for each the index of its first sample, its number of
+    samples, and its fraction of the samples that training draws."""
+    identity: str | None = None
+    """A text of the numbers that determine all samples, if there are such numbers."""
 
     @property
-    def has_soft_targets(self) -> bool:
-        return has_soft_targets(self.source)
+    def classes(self) -> tuple[str, ...]:
+        return self.targets.names
 
     @property
     def target_kind(self) -> TargetKind:
-        return target_kind(self.source)
-
-
-class Widened:
-    """A source with additional classes or numbers. The classes or numbers of the original source come first."""
-
-    def __init__(self, source: Source, classes: tuple[str, ...]) -> None:
-        assert classes[: len(source.classes)] == tuple(source.classes), "labels would change their meaning"
-        self.source = source
-        self.classes = classes
-        self.target_kind: TargetKind = target_kind(source)
-        self._places = list(range(len(source.classes)))
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> Sample:
-        sample = self.source[index]
-        return Sample(sample.key, sample.image, self._target(sample.target))
-
-    def key(self, index: int) -> str:
-        return self.source.key(index)
-
-    def target(self, index: int) -> Target:
-        return self._target(self.source.target(index))
-
-    def stamp(self, index: int) -> str | None:
-        return stamp_of(self.source, index)
-
-    def origin(self, index: int) -> str | None:
-        return origin_of(self.source, index)
-
-    def soft_target(self, index: int) -> SoftTarget | None:
-        return _moved_amounts(soft_target_of(self.source, index), self._places, len(self.classes))
+        return self.targets.kind
 
     @property
     def has_soft_targets(self) -> bool:
-        return has_soft_targets(self.source)
+        return self.targets.soft is not None
 
-    def _target(self, target: Target) -> Target:
-        return _moved(target, self._places, len(self.classes), self.target_kind)
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> Sample:
+        part, place = self._place(index)
+        reader = self.readers[part]
+        return Sample(self.prefixes[part] + reader.key(place), reader.image(place), self.targets[index])
+
+    def image(self, index: int) -> bytes | UInt8[np.ndarray, "h w c"]:
+        part, place = self._place(index)
+        return self.readers[part].image(place)
+
+    def key(self, index: int) -> str:
+        part, place = self._place(index)
+        return self.prefixes[part] + self.readers[part].key(place)
+
+    def target(self, index: int) -> Target:
+        return self.targets[index]
+
+    def soft_target(self, index: int) -> SoftTarget | None:
+        soft = self.targets.soft
+        return None if soft is None else soft.row(index, len(self.classes))
+
+    def stamp(self, index: int) -> str | None:
+        """Return a text that changes when the image of a sample changes, or None if there is no such text."""
+        part, place = self._place(index)
+        reader = self.readers[part]
+        identity = getattr(reader, "identity", None)
+        own = getattr(reader, "stamp", None)
+        return identity if isinstance(identity, str) else None if own is None else own(place)
+
+    def origin(self, index: int) -> str | None:
+        """Return a text that identifies the place that the image of a sample is read from, if its reader knows it. By
+        default the text is made from the stamp."""
+        part, place = self._place(index)
+        own = getattr(self.readers[part], "origin", None)
+        if own is not None:
+            return own(place)
+        stamp = None if getattr(self.readers[part], "identity", None) is not None else self.stamp(index)
+        return None if stamp is None else f"stamp {stamp}"
+
+    def taken(self, indices: Sequence[int] | Int64[np.ndarray, " m"]) -> Samples:
+        """Return some of the samples, in the order of `indices`."""
+        rows = np.asarray(indices, np.int64)
+        parts = None if self.parts is None else self.parts[rows]
+        places = np.asarray(self.places, np.int64)[rows]
+        return Samples(self.readers, places, self.targets.rows(rows), parts, self.prefixes)
+
+    def renumbered(self, places: Sequence[int], names: tuple[str, ...]) -> Samples:
+        """Return the samples with other names of classes or numbers: number i gets the index `places[i]`."""
+        return replace(self, targets=self.targets.renumbered(places, names), identity=None)
+
+    def first_part(self) -> Samples:
+        """Return the samples of the first source of a mixture, with the classes of all."""
+        if not self.mixture:
+            return self
+        own = self.taken(range(self.mixture[0][1]))
+        return replace(own, prefixes=tuple(prefix.removeprefix("1:") for prefix in self.prefixes))
+
+    def _place(self, index: int) -> tuple[int, int]:
+        return (0 if self.parts is None else int(self.parts[index])), int(self.places[index])
 
 
-class Mixture:
-    """Several sources, one after the other, from which training draws with the given weights.
+class _OwnImages:
+    """The images of a source of the user's own."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.key = source.key
+        for name in ("stamp", "origin", "identity"):
+            if hasattr(source, name):
+                setattr(self, name, getattr(source, name))
+
+    def image(self, place: int) -> bytes | UInt8[np.ndarray, "h w c"]:
+        return self.source[place].image
+
+
+def samples_of(source: Source) -> Samples:
+    """Return any source as `Samples`. All targets are read, but no image."""
+    if isinstance(source, Samples):
+        return source
+    count, names = len(source), tuple(source.classes)
+    soft = [soft_target_of(source, index) for index in range(count)] if has_soft_targets(source) else None
+    targets = Targets.of(map(source.target, range(count)), target_kind(source), names, soft)
+    reader = _OwnImages(source)
+    return Samples((reader,), range(count), targets, identity=identity_of(source))
+
+
+def image_of(source: Source, index: int) -> bytes | UInt8[np.ndarray, "h w c"]:
+    """Return the image of a sample, without its key and its target if the source is `Samples`."""
+    return source.image(index) if isinstance(source, Samples) else source[index].image
+
+
+def subset(source: Source, indices: Sequence[int] | Int64[np.ndarray, " m"]) -> Samples:
+    """Return some samples of a source, in the order of `indices`."""
+    return samples_of(source).taken(indices)
+
+
+def mixed(sources: Sequence[Source], weights: Sequence[float]) -> Samples:
+    """Return several sources, one after the other, from which training draws with the given weights.
 
     The classes of the first source keep their indices, and new class names of the other sources follow. Numbers are
-    matched by name in the same way. The key of a sample begins with the index of its source. All sources need the same
+    matched by name in the same way. The key of a sample begins with the number of its source. All sources need the same
     kind of targets as the first source. If the first source has no targets, the targets of the other sources are
     dropped.
     """
+    found = [samples_of(source) for source in sources]
+    firsts = np.cumsum([0, *map(len, found)]).tolist()
+    counts = np.cumsum([0, *(len(one.readers) for one in found)]).tolist()
+    parts = [np.zeros(len(one), np.int64) if one.parts is None else one.parts for one in found]
+    return Samples(
+        tuple(reader for one in found for reader in one.readers),
+        np.concatenate([np.asarray(one.places, np.int64) for one in found]),
+        Targets.joined([one.targets for one in found]),
+        np.concatenate([part + count for part, count in zip(parts, counts, strict=False)]),
+        tuple(f"{number}:{prefix}" for number, one in enumerate(found, start=1) for prefix in one.prefixes),
+        tuple((first, len(one), weight) for first, one, weight in zip(firsts, found, weights, strict=False)),
+    )
 
-    def __init__(self, sources: Sequence[Source], weights: Sequence[float]) -> None:
-        self.sources = tuple(sources)
-        self.weights = tuple(weights)
-        self.target_kind: TargetKind = target_kind(self.sources[0])
-        labelled = self.sources if self.target_kind != "none" else ()
-        names = [name for source in labelled for name in source.classes]
-        self.classes = tuple(dict.fromkeys(names))
-        numbers = {name: number for number, name in enumerate(self.classes)}
-        self._renumbered = [[numbers[name] for name in source.classes] for source in labelled]
-        self._firsts = np.cumsum([0, *(len(source) for source in self.sources)])
 
-    @property
-    def parts(self) -> tuple[tuple[int, int, float], ...]:
-        """One tuple per source: the index of its first sample, its number of samples, and its fraction of the samples
-        that training draws."""
-        return tuple(
-            (int(first), len(source), weight)
-            for first, source, weight in zip(self._firsts, self.sources, self.weights, strict=False)
-        )
-
-    def __len__(self) -> int:
-        return int(self._firsts[-1])
-
-    def __getitem__(self, index: int) -> Sample:
-        number, inner = self._place(index)
-        sample = self.sources[number][inner]
-        return Sample(self._named(number, sample.key), sample.image, self._target(number, sample.target))
-
-    def key(self, index: int) -> str:
-        number, inner = self._place(index)
-        return self._named(number, self.sources[number].key(inner))
-
-    def target(self, index: int) -> Target:
-        number, inner = self._place(index)
-        return self._target(number, self.sources[number].target(inner))
-
-    def stamp(self, index: int) -> str | None:
-        number, inner = self._place(index)
-        return stamp_of(self.sources[number], inner)
-
-    def soft_target(self, index: int) -> SoftTarget | None:
-        number, inner = self._place(index)
-        if self.target_kind == "none":
-            return None
-        return _moved_amounts(soft_target_of(self.sources[number], inner), self._renumbered[number], len(self.classes))
-
-    @property
-    def has_soft_targets(self) -> bool:
-        return self.target_kind != "none" and any(map(has_soft_targets, self.sources))
-
-    def _place(self, index: int) -> tuple[int, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        number = int(np.searchsorted(self._firsts, index, side="right")) - 1
-        return number, index - int(self._firsts[number])
-
-    def _named(self, number: int, key: str) -> str:
-        return f"{number + 1}:{key}"
-
-    def _target(self, number: int, target: Target) -> Target:
-        if self.target_kind == "none":
-            return None
-        return _moved(target, self._renumbered[number], len(self.classes), self.target_kind)
+def parts_of(source: Source) -> tuple[tuple[int, int, float], ...]:
+    """Return the parts from which training draws, as in `Samples.mixture`."""
+    return getattr(source, "mixture", ()) or ((0, len(source), 1.0),)
 
 
 def target_kind(source: Source) -> TargetKind:
@@ -224,12 +238,7 @@ def target_kind(source: Source) -> TargetKind:
 
 
 def has_soft_targets(source: Source) -> bool:
-    """Return True if some samples of a source have soft targets.
-
-    A source whose targets are classes can have an attribute `has_soft_targets`, which is True, and a method
-    `soft_target(index)`. The method returns the amount of each class, or None for a sample that has only the class
-    `target(index)`. Training learns the soft targets. All other code uses `target`, which is the most likely class.
-    """
+    """Return True if some samples of a source have soft targets."""
     return bool(getattr(source, "has_soft_targets", False))
 
 
@@ -239,39 +248,10 @@ def soft_target_of(source: Source, index: int) -> SoftTarget | None:
     return None if own is None else own(index)
 
 
-def class_indices(target: Target) -> tuple[int, ...]:
-    """Return the indices of a target's classes: none, one or several. The target must not hold numbers."""
-    if isinstance(target, tuple):
-        return cast(tuple[int, ...], target)
-    return () if target is None else (target,)
-
-
-def stamp_of(source: Source, index: int) -> str | None:
-    """Return a text that changes when the image of a sample changes, or None if there is no such text.
-
-    The image is not decoded. A source whose images can change has a method `stamp(index)`, which returns, for example,
-    a file's size and times. If a source has neither this method nor an `identity`, the result is None.
-    """
+def identity_of(source: Source) -> str | None:
+    """Return the text that determines all samples of a source, if it has one."""
     identity = getattr(source, "identity", None)
-    if isinstance(identity, str):
-        return identity
-    own = getattr(source, "stamp", None)
-    return None if own is None else own(index)
-
-
-def origin_of(source: Source, index: int) -> str | None:
-    """Return a text that identifies the place that the image of a sample is read from, if the source knows it.
-
-    The text begins with a word for the kind of place and a blank. Two samples with the same text have the same image.
-    Image files are an exception: their text is the inode, and files on two disks can have the same inode. The image is
-    not decoded. By default the text is made from the stamp. If the stamps of a source do not identify its samples, the
-    source has a method `origin(index)`.
-    """
-    own = getattr(source, "origin", None)
-    if own is not None:
-        return own(index)
-    stamp = stamp_of(source, index) if getattr(source, "identity", None) is None else None
-    return None if stamp is None else f"stamp {stamp}"
+    return identity if isinstance(identity, str) else None
 
 
 def fingerprint(*sources: Source | None) -> str:
@@ -285,8 +265,7 @@ def fingerprint(*sources: Source | None) -> str:
     for source in sources:
         if source is None:
             continue
-        identity = getattr(source, "identity", None)
-        if isinstance(identity, str):
+        if (identity := identity_of(source)) is not None:
             digest.update(identity.encode())
             continue
         for index in range(len(source)):
@@ -294,27 +273,3 @@ def fingerprint(*sources: Source | None) -> str:
             if (amounts := soft_target_of(source, index)) is not None:
                 digest.update(amounts.tobytes())
     return digest.hexdigest()
-
-
-def _moved(target: Target, places: Sequence[int], width: int, kind: TargetKind) -> Target:
-    """Return a target with new indices: class or number i gets the index `places[i]`. `width` is the new length of a
-    target of numbers."""
-    if target is None:
-        return None
-    if kind == "numbers":
-        moved = [math.nan] * width
-        for place, number in zip(places, cast(tuple[float, ...], target), strict=True):
-            moved[place] = number
-        return tuple(moved)
-    if isinstance(target, tuple):
-        return tuple(sorted(places[one] for one in class_indices(target)))
-    return places[target]
-
-
-def _moved_amounts(amounts: Float32[np.ndarray, " own"] | None, places: Sequence[int], width: int) -> SoftTarget | None:
-    """Return a soft target for `width` classes, in which class i has the index `places[i]`."""
-    if amounts is None:
-        return None
-    moved = np.zeros(width, np.float32)
-    moved[list(places)] = amounts
-    return moved

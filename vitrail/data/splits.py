@@ -1,17 +1,31 @@
-"""The three splits of a data set, their names on disk, and the creation of a missing validation split."""
+"""The splits of a data set: their names on disk, the creation of a missing validation split, and the choice of splits
+and labels that follows the name of data.
+
+Held-out samples and subsets are selected by a hash of their keys or by position. A selection by hash is the same on
+every machine and in any order of the samples. A larger selection contains every smaller selection. If samples are added
+to a source, the selection changes for few of the other samples.
+"""
 
 from __future__ import annotations
 
 import fnmatch
+import hashlib
+import itertools
+import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+from urllib.parse import quote, unquote
+
+import numpy as np
+from jaxtyping import Float64, Int64
 
 from vitrail.data.faults import Fault
-from vitrail.data.selection import SLICE, CutMethod, cut, cut_slice, slice_bounds
-from vitrail.data.source import Source, Subset, TargetKind, class_indices, target_kind
+from vitrail.data.source import Samples, Source, samples_of, subset, target_kind
+from vitrail.data.targets import Target, TargetKind, class_indices
 from vitrail.errors import ConfigError, DataError, listed, plural
 
 Split = Literal["train", "validation", "test"]
@@ -213,7 +227,7 @@ def folds(where: str, names: Sequence[str]) -> str:
 
 def splits_from(sources: Mapping[Split, Source], notes: Iterable[str] = (), faults: Iterable[Fault] = ()) -> Splits:
     """Return the splits of some sources. Without a training split, `train` has no samples."""
-    train = sources["train"] if "train" in sources else Subset(next(iter(sources.values())), [])
+    train = sources["train"] if "train" in sources else subset(next(iter(sources.values())), [])
     return Splits(train, sources.get("validation"), sources.get("test"), tuple(notes), faults=tuple(faults))
 
 
@@ -260,6 +274,227 @@ def check_numbers(splits: Splits) -> None:
             f"{splits.title} has {held} and no numbers; regression needs columns of numbers: name them with "
             "numbers=COLUMN"
         )
+
+
+CutMethod = Literal["stratified", "threshold"]
+"""Method of selecting samples by hash. stratified: the number of samples is exact, and nearly the same fraction of each
+label's samples is selected. threshold: the method of earlier versions. Samples are held out if their hash is below the
+fraction. At least one sample of each class with several samples is held out. Each different set of labels counts as a
+separate class."""
+
+SLICE = re.compile(r"train\[(?P<start>-?\d+(?:(?:\.\d+)?%)?)?:(?P<stop>-?\d+(?:(?:\.\d+)?%)?)?\]")
+"""A slice of the training images by position, such as train[-10000:] or train[99%:]."""
+
+SWEEPS = 30
+"""Number of times that the positions of samples with several labels are adjusted."""
+
+NO_LABEL = (-1,)
+
+
+def cut(source: Source, share: float, *, method: CutMethod = "stratified") -> tuple[Samples, Samples]:
+    """Hold out the fraction `share` of the samples, by a hash of their keys. Return the rest and the held-out samples.
+
+    The number of held-out samples is rounded. Nearly the same fraction of the samples of each label is held out. At
+    least one sample of each label is kept, so fewer samples are held out if many labels have a single sample. Samples
+    without a label count as samples of one more label. If the targets are numbers, all samples count as samples of one
+    label.
+    """
+    held_out = _below(source, share) if method == "threshold" else _first(source, round(share * len(source)))
+    chosen = set(held_out)
+    rest = [index for index in range(len(source)) if index not in chosen]
+    samples = samples_of(source)
+    return samples.taken(rest), samples.taken(sorted(held_out))
+
+
+def cut_slice(source: Source, start: int, stop: int) -> tuple[Samples, Samples]:
+    """Hold out the samples from `start` up to but excluding `stop`. Return the rest and the held-out samples."""
+    rest = [*range(start), *range(stop, len(source))]
+    samples = samples_of(source)
+    return samples.taken(rest), samples.taken(range(start, stop))
+
+
+def slice_bounds(text: str, count: int) -> tuple[int, int]:
+    """Return the start and the stop of the slice `text` of `count` samples, as positions from 0 to `count`. The sample
+    at `stop` is not part of the slice.
+
+    Numbers in `text` count from the first sample. Negative numbers count from the end. Percentages are rounded to whole
+    samples. Raise `ValueError` with the broken rule if `text` is not a slice, or if the slice is empty or out of range.
+    """
+    match = SLICE.fullmatch(text)
+    if match is None:
+        raise ValueError("is not a slice such as train[-10000:] or train[99%:]")
+    start = 0 if match["start"] is None else _position(match["start"], count)
+    stop = count if match["stop"] is None else _position(match["stop"], count)
+    if start >= stop:
+        raise ValueError(f"holds out none of {count:,} images")
+    return start, stop
+
+
+def take(source: Source, count: int, *, seed: int = 0, method: CutMethod = "stratified") -> Samples:
+    """Return `count` samples, chosen by a hash of seed and key. The label fractions are about the same as in `source`.
+
+    A larger count returns the samples of a smaller count and more. If a label's fraction of `count` is less than half a
+    sample, none of its samples may be selected.
+    """
+    return subset(source, drawn(source, count, seed=seed, method=method))
+
+
+def drawn(source: Source, count: int, *, seed: int = 0, method: CutMethod = "stratified") -> list[int]:
+    """Return the indices of the samples that `take` returns."""
+    return sorted(_ordered(source, _salt(seed), method)[:count].tolist())
+
+
+def take_per_class(source: Source, count: int, *, seed: int = 0, method: CutMethod = "stratified") -> Samples:
+    """Return `count` samples per class, chosen by a hash of seed and key. A class with fewer samples is kept whole.
+
+    A sample with several labels counts for each of them, so a class can have more than `count` samples. If the targets
+    are numbers, or there are none, all samples count as one class.
+    """
+    return subset(source, drawn_per_class(source, count, seed=seed, method=method))
+
+
+def drawn_per_class(source: Source, count: int, *, seed: int = 0, method: CutMethod = "stratified") -> list[int]:
+    """Return the indices of the samples that `take_per_class` returns."""
+    places = _places(source, _salt(seed))
+    if method == "stratified" and target_kind(source) == "classes":
+        return sorted(_by_rounds(_labels(source), places, count))
+    return np.flatnonzero(_ranks(places, _groups(source)) < count).tolist()
+
+
+def _below(source: Source, share: float) -> list[int]:
+    """Return the samples whose hash is below `share`. If a class has several samples, at least one and not all of them
+    are returned. The only sample of a class is not returned."""
+    places, groups = _places(source, b""), _groups(source)
+    wanted = np.bincount(groups, places < share)
+    most = np.bincount(groups) - 1  # the only image of a class is needed for training
+    return np.flatnonzero(_ranks(places, groups) < np.minimum(np.maximum(wanted, 1), most)[groups]).tolist()
+
+
+def _first(source: Source, count: int) -> list[int]:
+    """Return the first `count` samples of the stratified order. A sample is skipped if it is the only sample left of
+    one of its labels."""
+    labels = _labels(source)
+    left = Counter(itertools.chain.from_iterable(labels))
+    held_out: list[int] = []
+    for index in _ordered(source, b"", "stratified").tolist():
+        if len(held_out) == count:
+            break
+        if all(left[label] > 1 for label in labels[index]):
+            held_out.append(index)
+            left.subtract(labels[index])
+    return held_out
+
+
+def _ordered(source: Source, salt: bytes, method: CutMethod) -> Int64[np.ndarray, " n"]:
+    """Return all samples in an order in which any first n samples have about the same label fractions as all
+    samples."""
+    places = _places(source, salt)
+    if method == "stratified" and target_kind(source) == "classes":
+        return _ordered_by_labels(_labels(source), places)
+    return np.lexsort((places, _evenly_spaced(places, _groups(source))))
+
+
+def _ordered_by_labels(labels: list[tuple[int, ...]], places: Float64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+    """Return the order for samples with several labels each.
+
+    A label is spread evenly over the order if the positions of its samples, sorted, are evenly spaced. The position of
+    a sample is at first its hash. Each sweep moves every sample to the mean of the evenly spaced positions for its
+    labels. Rare labels have more weight in this mean, because a rare label has fewer samples that can compensate for a
+    deviation. All samples together count as one more label.
+    """
+    order = np.argsort(places, kind="stable")  # sums do not depend on the order of the samples in the source
+    sizes = np.array([len(labels[index]) for index in order.tolist()], np.int64)
+    rows = np.concatenate([np.repeat(np.arange(len(order)), sizes), np.arange(len(order))])
+    own = np.fromiter(itertools.chain.from_iterable(labels[index] for index in order.tolist()), np.int64, sizes.sum())
+    numbers = np.unique(np.concatenate([own + 2, np.zeros(len(order), np.int64)]), return_inverse=True)[1]
+    weights = np.bincount(numbers)[numbers] ** -0.5
+    total = np.bincount(rows, weights, len(order))
+    positions = places[order]
+    for _ in range(SWEEPS):
+        positions = np.bincount(rows, weights * _evenly_spaced(positions[rows], numbers), len(order)) / total
+    return order[np.argsort(positions, kind="stable")]
+
+
+def _evenly_spaced(positions: Float64[np.ndarray, " n"], groups: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+    """Return evenly spaced positions in (0, 1) for the samples of each group. The order of the samples in each group
+    does not change."""
+    return (_ranks(positions, groups) + 0.5) / np.bincount(groups)[groups]
+
+
+def _ranks(positions: Float64[np.ndarray, " n"], groups: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+    """Return the rank of each sample among those of its group, from 0."""
+    order = np.lexsort((positions, groups))
+    sizes = np.bincount(groups)
+    ranks = np.empty(len(order), np.int64)
+    ranks[order] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return ranks
+
+
+def _by_rounds(labels: list[tuple[int, ...]], places: Float64[np.ndarray, " n"], count: int) -> set[int]:
+    """Return samples so that each label has at least `count` of them, or all that it has.
+
+    In each of `count` rounds, every label with too few samples gets its next sample in the order of the hashes, rare
+    labels first. The first rounds do not depend on `count`, so a larger count only adds samples.
+    """
+    members: dict[int, list[int]] = {}
+    for index in np.argsort(places, kind="stable").tolist():
+        for label in labels[index]:
+            members.setdefault(label, []).append(index)
+    rare_first = sorted(members, key=lambda label: (len(members[label]), label))
+    following = {label: iter(each) for label, each in members.items()}
+    chosen: set[int] = set()
+    have: Counter[int] = Counter()
+    for wanted in range(1, min(count, len(places)) + 1):
+        for label in rare_first:
+            index = None
+            if have[label] < wanted:
+                index = next((one for one in following[label] if one not in chosen), None)
+            if index is not None:
+                chosen.add(index)
+                have.update(labels[index])
+    return chosen
+
+
+def _labels(source: Source) -> list[tuple[int, ...]]:
+    """Return the labels of each sample. A sample without a label has the label -1. If the targets are numbers, all
+    samples have the label -1."""
+    if target_kind(source) == "numbers":
+        return [NO_LABEL] * len(source)
+    alone: dict[Target, tuple[int, ...]] = {}
+    targets = map(source.target, range(len(source)))
+    return [alone.setdefault(target, class_indices(target) or NO_LABEL) for target in targets]
+
+
+def _groups(source: Source) -> Int64[np.ndarray, " n"]:
+    """Return the group number of each sample. Samples with equal targets are in the same group. If the targets are
+    numbers for regression, all samples are in one group."""
+    if target_kind(source) == "numbers":
+        return np.zeros(len(source), np.int64)
+    numbers: dict[Target, int] = {}
+    targets = map(source.target, range(len(source)))
+    return np.fromiter((numbers.setdefault(target, len(numbers)) for target in targets), np.int64, len(source))
+
+
+def _position(text: str, count: int) -> int:
+    """Return the position that `text`, a bound of a slice, stands for. Raise `ValueError` if the position is out of
+    range."""
+    number = text.removesuffix("%").removeprefix("-")
+    is_fraction = text.endswith("%")
+    position = round(float(number) / 100 * count) if is_fraction else int(number)
+    if float(number) > (100 if is_fraction else count):
+        raise ValueError(f"has the bound {text}, which is beyond the {count:,} images")
+    return count - position if text.startswith("-") else position
+
+
+def _salt(seed: int) -> bytes:
+    return f"subset {seed} ".encode()
+
+
+def _places(source: Source, salt: bytes) -> Float64[np.ndarray, " n"]:
+    """Return a hash of each sample's key, as a number in [0, 1)."""
+    keys = map(source.key, range(len(source)))
+    hashes = (hashlib.blake2b(salt + os.fsencode(key), digest_size=8).digest() for key in keys)
+    return np.fromiter((int.from_bytes(each, "big") / 2**64 for each in hashes), np.float64, len(source))
 
 
 def with_validation(
@@ -315,7 +550,7 @@ def check_validation(text: str) -> Iterator[str]:
         )
 
 
-def _slice(splits: Splits, text: str) -> tuple[Subset, Subset]:
+def _slice(splits: Splits, text: str) -> tuple[Samples, Samples]:
     """Return the training images outside and inside a slice. Raise `DataError` if one of the two has none."""
     count = len(splits.train)
     try:
@@ -363,3 +598,202 @@ def _nothing_held_out(splits: Splits, share: float) -> str:
         f"validation_share={share:g} of {plural(count, 'training image')} leaves the validation split of "
         f"{splits.title} empty: {reason}, or choose 0 to hold out none"
     )
+
+
+USUAL = "split"
+"""The column that always divides a table. Others do so only if all their values are names of splits."""
+
+FLAGS = {"is_valid": "validation", "is_val": "validation", "is_validation": "validation", "is_test": "test"}
+"""Columns of yes and no, each with the split of yes. The others are training data."""
+
+NAMES = (USUAL, "set", "subset", "dataset", "data_set", "partition", "phase", "fold", *FLAGS)
+
+TRUE = frozenset({"1", "1.0", "true"})
+FALSE = frozenset({"0", "0.0", "false"})
+
+
+def find_split(
+    title: str, columns: Sequence[str], values_of: Callable[[str], Sequence[Any]], chosen: SplitNames | None
+) -> tuple[str | None, list[str], tuple[str, ...]]:
+    """Return the column that divides a table, its value in each row, and notes. The notes are about a column of another
+    name than split, and about columns that could divide the table and do not.
+
+    The values of a column of yes and no are returned as the names of splits.
+    """
+    lower = {column.lower(): column for column in columns}
+    notes: list[str] = []
+    found: tuple[str | None, list[str]] = (None, [])
+    for name in (name for name in NAMES if name in lower):
+        column = lower[name]
+        values = ["" if value is None else str(value).strip() for value in values_of(column)]
+        if name in FLAGS and all(value.lower() in TRUE | FALSE for value in values):
+            values = [FLAGS[name] if value.lower() in TRUE else "train" for value in values]
+        if not any(values):
+            continue
+        parts = {split_of(value, chosen) for value in set(values)}
+        divides = parts != {None} if chosen else None not in parts or name == USUAL
+        if chosen == {}:
+            continue
+        if found[0] is None and divides:
+            found = (column, values)
+            if name != USUAL and not chosen:
+                notes.append(
+                    f"{title}: column {column!r} divides the rows into splits; to read all rows as training data, add "
+                    "--splits none"
+                )
+        else:
+            shown = listed(sorted(set(values)), 4)
+            notes.append(
+                f"{title}: column {column!r} ({shown}) does not divide the rows into splits; to choose splits by its "
+                f"values, add {CHOICE}"
+            )
+    return (*found, tuple(notes))
+
+
+def divide(
+    where: str, values: Sequence[str], chosen: SplitNames | None, row_name: Callable[[int], str]
+) -> tuple[dict[Split, list[int]], tuple[str, ...]]:
+    """Return the rows of each split, of which `values` holds the name in each row, and notes. `row_name` names a row in
+    messages. Raise `DataError` for a name that is not one of a split."""
+    parts: dict[Split, list[int]] = {}
+    others: dict[str, None] = {}
+    for row, value in enumerate(values):
+        split = split_of(value, chosen)
+        if split is not None:
+            parts.setdefault(split, []).append(row)
+        elif chosen is not None:
+            others[value] = None
+        else:
+            raise DataError(
+                f"{where}, {row_name(row)}: the split {value!r} is not one of train, val, test; choose the values of "
+                f"the splits: {CHOICE}"
+            )
+    if chosen:
+        check_chosen(where, chosen, parts, list(dict.fromkeys(values)))
+    return {split: parts[split] for split in SPLITS if split in parts}, left_out(where, list(others))
+
+
+OPTIONS = {
+    "splits": "--splits",
+    "image": "?image=",
+    "label": "?label=",
+    "separator": "--label-separator",
+    "keep_missing": "--keep-missing-words",
+}
+"""The option or the word after the name by which a user makes each choice, for messages."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The choice of splits, columns and labels of some data. The defaults choose nothing."""
+
+    splits: SplitNames | None = None
+    """The names that form each split. None if the usual names are recognised."""
+    image: str | None = None
+    """The column of images or of their paths."""
+    label: str | None = None
+    """The column of labels."""
+    separator: str | None = None
+    """The text between the labels in a cell. "none" if a cell is always one label. None if the user did not choose."""
+    keep_missing: bool = False
+    """True if words for a missing value, such as None and NA, are names of classes."""
+
+    def refuse_others(self, title: str, *used: str) -> None:
+        """Raise `DataError` if something was chosen on which the format of the data does not act."""
+        unused = [OPTIONS[one.name] for one in fields(self) if one.name not in used and getattr(self, one.name)]
+        if unused:
+            raise DataError(f"{' and '.join(unused)} has no effect on {title}; leave it out")
+
+
+def choice_in(location: str) -> tuple[str, Choice]:
+    """Return a location without the choice at its end, and this choice. A "?" in the path of a file is part of the
+    path, and that of a URL can be followed by other words. Raise `DataError` or `ConfigError` for a wrong choice."""
+    base, mark, query = location.rpartition("?")
+    if not mark or os.path.lexists(location):
+        return location, Choice()
+    pairs = query.split("&")
+    names = (*SPLITS, "splits", "separator", "missing", *(() if "://" in base else ("image", "label")))
+    divided = [pair.partition("=") for pair in pairs]
+    ours = [(name, unquote(value)) for name, _, value in divided if name in names]
+    others = "&".join(pair for pair, (name, _, _) in zip(pairs, divided, strict=True) if name not in names)
+    is_data = "://" not in base and (base.startswith("hf:") or os.path.lexists(base))
+    if not ours and not is_data:
+        return location, Choice()
+    if (is_data and (others or not ours)) or not all(value for _, value in ours):
+        raise DataError(
+            f"{location!r} ends in ?{query}, which chooses nothing; write ?image=COLUMN, ?label=COLUMN, ?train=NAME, "
+            "?separator=TEXT or ?missing=keep, joined by &"
+        )
+    values = dict(ours)
+    words = [value if name == "splits" else f"{name}={value}" for name, value in ours if name in (*SPLITS, "splits")]
+    if values.get("missing", "keep") != "keep":
+        raise DataError(f"{location!r} has missing={values['missing']!r}, and the only choice is missing=keep")
+    choice = Choice(
+        split_names(words) if words else None,
+        values.get("image"), values.get("label"), values.get("separator"), "missing" in values,
+    )  # fmt: skip
+    return f"{base}?{others}" if others else base, choice
+
+
+def chosen(location: str, splits: Iterable[str] = (), separator: str = "", *, keep_missing: bool = False) -> str:
+    """Return a location with a choice at its end, such as "photos?train=Training&test=Testing" for the words
+    "train=Training" and "test=Testing". Raise `ConfigError` for a wrong word, or if the location has such a choice."""
+    before = choice_in(location)[1]
+    names = split_names(words) if (words := list(splits)) else None
+    given = {"splits": names, "separator": separator, "keep_missing": keep_missing}
+    for name, value in given.items():
+        if (value or value == {}) and getattr(before, name) not in (None, False):
+            raise ConfigError(f"{OPTIONS[name]}: {location!r} has this choice already; leave one out")
+    pairs = [f"{split}={quote(name, safe='/*')}" for split, some in (names or {}).items() for name in some]
+    pairs += ["splits=none"] * (names == {})
+    pairs += [f"separator={quote(separator, safe='')}"] * bool(separator) + ["missing=keep"] * keep_missing
+    asked = before != Choice() or ("?" in location and "://" in location)
+    return location + ("&" if asked else "?") + "&".join(pairs) if pairs else location
+
+
+@dataclass(frozen=True)
+class Request:
+    """The data that a user named, and how it is to be read."""
+
+    location: str
+    """A path, a URL or a name, without a choice or an amount at its end."""
+    choice: Choice = field(default_factory=Choice)
+    classes: tuple[str, ...] | None = None
+    """The classes that labels index, such as those of a model. By default the classes of the data."""
+    numbers: tuple[str, ...] = ()
+    """Columns of numbers that are the targets instead of classes."""
+    unlabelled: bool = False
+    """True if the data needs no labels."""
+
+    @property
+    def title(self) -> str:
+        return f"data {self.location!r}"
+
+    @property
+    def path(self) -> Path:
+        is_file = self.location.startswith("file://")
+        return Path(unquote(self.location.removeprefix("file://")) if is_file else self.location).expanduser()
+
+    @property
+    def is_url(self) -> bool:
+        return "://" in self.location and not self.location.startswith("file://")
+
+    @property
+    def is_folder(self) -> bool:
+        return not self.is_url and self.path.is_dir()
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of data."""
+
+    recognises: Callable[[Request], object]
+    """Returns a true value for data of this format."""
+    open: Callable[[Request], Splits]
+    """Opens the data. Raises `DataError`."""
+    uses: tuple[str, ...] = ()
+    """The fields of `Choice` on which the format acts. A choice of others is refused."""
+    has_numbers: bool = False
+    """True if samples can have numbers as targets."""
+    name: str = ""
+    """The form of the data's name in messages, if the data is not named by a path."""

@@ -13,7 +13,8 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float32, Int64
 
-from vitrail.data.source import Source, Subset
+from vitrail.data.source import Source, subset
+from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.fewshot import check_counts, check_settings, draw_shots, few_shot
 from vitrail.evaluation.classifiers.linear import linear_probe
@@ -21,7 +22,7 @@ from vitrail.evaluation.classifiers.nearest import check_settings as check_neigh
 from vitrail.evaluation.classifiers.nearest import knn
 from vitrail.evaluation.features.extract import Layer
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.truth import SingleLabels, Truth, check_known, truth_of
+from vitrail.evaluation.truth import check_known, truth_of
 from vitrail.settings import at_least, named, raise_problems
 
 SHOTS = (1, 5, 10, 25)
@@ -114,7 +115,7 @@ class ByFewShot:
         features, labelled, rows = self._drawn(outputs, train, truth, max(shots))
         asked = labelled_features(outputs, held_out, self.features)
         answers = asked.truth
-        assert isinstance(answers, SingleLabels)
+        assert answers.kind == "class"
 
         def measure() -> dict[str, float]:
             found = few_shot(
@@ -138,9 +139,9 @@ class ByFewShot:
 
         return outputs.processes.on_first(measure, is_long=True) | asked.counts()
 
-    def _shots(self, truth: SingleLabels, classes: tuple[str, ...]) -> tuple[int, ...]:
+    def _shots(self, truth: Targets, classes: tuple[str, ...]) -> tuple[int, ...]:
         """Return the numbers of shots to measure. Raise `DataError` if a class has too few images."""
-        counts = np.bincount(truth.rows(truth.known).values, minlength=truth.num_classes)
+        counts = np.bincount(truth.rows(truth.known).values, minlength=truth.columns)
         shots = self.shots or SHOTS
         if not self.shots and not self.allow_fewer:
             shots = tuple(count for count in SHOTS if count <= counts.min()) or SHOTS[:1]
@@ -149,8 +150,8 @@ class ByFewShot:
         return shots
 
     def _drawn(
-        self, outputs: Outputs, train: Source, truth: SingleLabels, most: int
-    ) -> tuple[Float32[np.ndarray, "k d"], SingleLabels, Int64[np.ndarray, " k"]]:
+        self, outputs: Outputs, train: Source, truth: Targets, most: int
+    ) -> tuple[Float32[np.ndarray, "k d"], Targets, Int64[np.ndarray, " k"]]:
         """Return the features of the drawn images, the labels of all usable images, and the rows of the drawn images.
 
         Only the features of drawn images are computed. If a drawn image cannot be decoded, this image is skipped, and
@@ -168,7 +169,7 @@ class ByFewShot:
             if not new:
                 break
             whole = whole or outputs.has_features(train, self.features) or 2 * len(wanted) > len(train)
-            some = outputs.features(train if whole else Subset(train, new), self.features)
+            some = outputs.features(train if whole else subset(train, new), self.features)
             places = {key: place for place, key in enumerate(some.keys)}
             found |= {number: some.features[places[key]] for number in new if (key := train.key(number)) in places}
             usable = np.setdiff1d(usable, [number for number in new if number not in found])
@@ -231,7 +232,7 @@ class Labelled:
     """Features of the images whose target is known."""
 
     features: Float32[np.ndarray, "n d"]
-    truth: Truth
+    truth: Targets
     skipped: int
 
     def counts(self) -> dict[str, float]:
@@ -262,11 +263,11 @@ def labelled_features(outputs: Outputs, source: Source, layer: Layer) -> Labelle
     return Labelled(found.features[known], found.truth.rows(known), skipped)
 
 
-def _single_labels(source: Source) -> SingleLabels:
+def _single_labels(source: Source) -> Targets:
     """Return the labels of a source. Raise `DataError` if images have several labels or numbers, or if no image is
     labelled."""
     truth = truth_of(source)
-    if not isinstance(truth, SingleLabels):
+    if truth.kind != "class":
         theirs = {"classes": "can have several", "numbers": "have numbers and no classes"}[truth.kind]
         raise DataError(f"fewshot needs images with one label each, but these {theirs}; use linear or knn")
     check_known(source, "fewshot")

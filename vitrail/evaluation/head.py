@@ -10,21 +10,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vitrail.data.batch import Batch
-from vitrail.data.source import Source
+from vitrail.data.source import Source, samples_of
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.imagenet import (
-    MappedSource,
-    imagenet_columns,
-    map_classes,
-    read_real,
-    real_accuracy,
-    real_labels,
-)
+from vitrail.evaluation.imagenet import imagenet_columns, map_classes, read_real, real_accuracy, real_labels
 from vitrail.evaluation.metrics.intervals import Metric
 from vitrail.evaluation.metrics.numbers import MeanMetrics, NumberMetrics, StreamingAccuracy, StreamingErrors
 from vitrail.evaluation.metrics.report import absent_note, regression_report, report
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.truth import Numbers, check_known, truth_of
+from vitrail.evaluation.truth import check_known, truth_of
 from vitrail.weights.bundle import OutputKind
 
 
@@ -104,7 +97,7 @@ class ByAccuracy:
         if classes and classes != tuple(held_out.classes):
             mapped = map_classes(classes, held_out.classes, mapping=self.class_names or None)
             outputs.note(mapped.note)
-            held_out = MappedSource(held_out, mapped, classes)
+            held_out = samples_of(held_out).renumbered(mapped.columns, classes)
         predictions = outputs.predictions(held_out)
         found = report(predictions, bootstrap=self.bootstrap)
         if note := absent_note(found):
@@ -173,7 +166,7 @@ class ByRegression:
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `ConfigError` if the model does not predict numbers, and `DataError` if it predicts other numbers than
         the targets."""
-        if not isinstance(check_known(held_out, "regression"), Numbers):
+        if check_known(held_out, "regression").kind != "numbers":
             raise DataError("regression needs numbers, but the targets of this data are classes; use accuracy")
         bundle = outputs.bundle
         if bundle.output != "numbers":
@@ -205,7 +198,7 @@ class ByRegression:
 
 def _check_classes(source: Source) -> None:
     """Raise `DataError` if the targets of a source are numbers, or if no target is known."""
-    if isinstance(check_known(source, "accuracy"), Numbers):
+    if check_known(source, "accuracy").kind == "numbers":
         raise DataError("accuracy needs classes, but the targets of this data are numbers; use regression")
 
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
@@ -17,7 +17,6 @@ import numpy as np
 from jaxtyping import Int64
 
 from vitrail.data import remote
-from vitrail.data.source import Sample, Source, Target, class_indices, target_kind
 from vitrail.errors import DataError
 from vitrail.evaluation.metrics.intervals import Metric, mean_interval
 from vitrail.evaluation.predictions import Predictions
@@ -54,34 +53,6 @@ class ClassMap:
     columns: tuple[int, ...]
     note: str
     """Message for the user about the rule that matched the classes."""
-
-
-class MappedSource:
-    """A source with the model's classes. Its labels are indices of the model's outputs."""
-
-    def __init__(self, source: Source, class_map: ClassMap, classes: tuple[str, ...]) -> None:
-        self.source = source
-        self.classes = classes
-        self.target_kind = target_kind(source)
-        self._columns = class_map.columns
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> Sample:
-        sample = self.source[index]
-        return replace(sample, target=self._column(sample.target))
-
-    def key(self, index: int) -> str:
-        return self.source.key(index)
-
-    def target(self, index: int) -> Target:
-        return self._column(self.source.target(index))
-
-    def _column(self, label: Target) -> Target:
-        if isinstance(label, tuple):
-            return tuple(sorted(self._columns[one] for one in class_indices(label)))
-        return None if label is None else self._columns[label]
 
 
 def map_classes(

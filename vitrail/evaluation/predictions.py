@@ -16,8 +16,9 @@ from vitrail.data.batch import Batch, Skipped
 from vitrail.data.pipeline import Ranks, Readers, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
+from vitrail.data.targets import Targets
 from vitrail.errors import BundleError, ConfigError
-from vitrail.evaluation.truth import Truth, truth_of
+from vitrail.evaluation.truth import truth_of
 from vitrail.machine import Precision
 from vitrail.models.predictor import Predictor
 from vitrail.processes.group import Processes
@@ -29,7 +30,7 @@ class Predictions:
     """The network's outputs and the targets for every sample that could be decoded, in the order of the source."""
 
     logits: Float32[np.ndarray, "n outputs"]
-    truth: Truth
+    truth: Targets
     keys: tuple[str, ...]
     """Keys of the samples in the source."""
     indices: Int64[np.ndarray, " n"]

@@ -20,21 +20,22 @@ from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from vitrail.data.batch import Batch
-from vitrail.data.confidence import balanced_copies, is_confident
-from vitrail.data.overlap import shared_images
-from vitrail.data.pipeline import Readers
-from vitrail.data.source import Source, fingerprint
-from vitrail.data.sources import absolute_spec, has_amount, open_pool
-from vitrail.data.sources.pseudo_labels import (
+from vitrail.data.check.duplicates import shared_images
+from vitrail.data.formats.pseudo_labels import (
     ClassCounts,
     LabelKind,
     LabelledRows,
     Pool,
     PseudoLabelInfo,
+    balanced_copies,
+    is_confident,
     looks_like_pseudo_labels,
     read_info,
     write_pseudo_labels,
 )
+from vitrail.data.pipeline import Readers
+from vitrail.data.source import Source, fingerprint
+from vitrail.data.sources import absolute_spec, has_amount, open_pool
 from vitrail.data.splits import Splits
 from vitrail.errors import BundleError, ConfigError, DataError, RunError, plural
 from vitrail.evaluation.predictions import each_batch, predict_all

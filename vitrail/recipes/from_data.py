@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from vitrail.data.colour import MIN_IMAGES, colours_in, images_of
+from vitrail.data.check.images import MIN_IMAGES, colours_in, images_of
 from vitrail.data.pixels.decode import open_image
 from vitrail.data.pixels.preprocess import SPARE, Preprocess
 from vitrail.data.source import Source

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vitrail.data.augmentation.augment import Augment, Preset
+from vitrail.data.augment.settings import Augment, Preset
 from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.config import ModelConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vitrail.data.augmentation.augment import Augment
+from vitrail.data.augment.settings import Augment
 from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.experiments.noisy_student import Labelling, NoisyStudentConfig, Rounds

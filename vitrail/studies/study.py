@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from vitrail.data.augmentation.augment import Augment
-from vitrail.data.colour import colours_in, images_of
+from vitrail.data.augment.settings import Augment
+from vitrail.data.check.images import colours_in, images_of
 from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import fingerprint

@@ -12,8 +12,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
-from vitrail.data.source import Source, class_indices
+from vitrail.data.source import Source
 from vitrail.data.splits import Splits, check_classes
+from vitrail.data.targets import class_indices
 from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.head import Accuracy

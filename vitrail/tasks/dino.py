@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vitrail.data.augmentation.augment import Augment
-from vitrail.data.batch import Batch
+from vitrail.data.augment.settings import Augment
+from vitrail.data.batch import Batch, LocalViews
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.rows import LocalViews
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.models.copies import shared_copy

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from vitrail.data.augmentation.draws import Slot, keyed_uniform
-from vitrail.data.augmentation.operations import on_device
+from vitrail.data.augment.draws import Slot, keyed_uniform
+from vitrail.data.augment.operations import on_device
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from vitrail.data.augmentation.draws import Slot, keyed_uniform
-from vitrail.data.augmentation.operations import GREY
+from vitrail.data.augment.draws import Slot, keyed_uniform
+from vitrail.data.augment.operations import GREY
 from vitrail.data.batch import Batch, Skipped
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from vitrail.data.pixels.decode import to_pil
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Source, class_indices
+from vitrail.data.source import Source
+from vitrail.data.targets import class_indices
 from vitrail.errors import UndecodableImage
 
 NEIGHBOURS = 6

@@ -14,12 +14,12 @@ from typing import Any, ClassVar, NamedTuple
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from vitrail.data.augmentation.augment import Augment
-from vitrail.data.batch import Batch
+from vitrail.data.augment.settings import Augment
+from vitrail.data.batch import Batch, LocalViews
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.rows import LocalViews
-from vitrail.data.source import Mixture, Source, TargetKind
+from vitrail.data.source import Source, parts_of
 from vitrail.data.splits import Splits
+from vitrail.data.targets import TargetKind
 from vitrail.errors import nearest
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.models.cost.footprint import FootprintPrecision
@@ -289,7 +289,6 @@ def mean_of_counted(values: Float[Tensor, " b"], counted: Bool[Tensor, " b"]) ->
 
 def drawn_samples(source: Source) -> Iterator[tuple[int, float]]:
     """Yield the index of every sample with the frequency at which training draws it. The frequencies add up to 1."""
-    parts = source.parts if isinstance(source, Mixture) else ((0, len(source), 1.0),)
-    for first, length, fraction in parts:
+    for first, length, fraction in parts_of(source):
         for index in range(first, first + length):
             yield index, fraction / length

@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vitrail.data.augmentation.draws import Slot, keyed_uniform
-from vitrail.data.augmentation.operations import on_device
+from vitrail.data.augment.draws import Slot, keyed_uniform
+from vitrail.data.augment.operations import on_device
 from vitrail.data.batch import Batch, Skipped
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitrail.data.augmentation.augment import Augment
+from vitrail.data.augment.settings import Augment
 from vitrail.data.pipeline import Readers, check_divisible, default_threads, queue_bytes
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Source, Target, TargetKind, fingerprint, target_kind
+from vitrail.data.source import Source, fingerprint, target_kind
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
+from vitrail.data.targets import Target, TargetKind
 from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.evaluation.evaluators import Evaluator, Together, evaluators_of
 from vitrail.machine import TrainingPrecision, check_memory, describe, pick_device, resolve_precision, total_memory

@@ -14,7 +14,8 @@ from typing import Any
 from PIL import Image
 
 from vitrail.data.pixels.decode import to_pil
-from vitrail.data.source import Source, Target, class_indices, target_kind
+from vitrail.data.source import Source, target_kind
+from vitrail.data.targets import Target, class_indices
 from vitrail.errors import UndecodableImage, plural
 from vitrail.files import partial_path, replacing_folder, saving
 from vitrail.report.charts import LINE_STYLE, UNBOUNDED, MarkedPoint, Point, Series, legend, line_chart

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from vitrail.data.source import Source, Subset
+from vitrail.data.source import Source, subset
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import Stopped
@@ -69,4 +69,4 @@ def _pilot(config: TrainConfig, splits: Splits, steps: int) -> float:
 def _spread(source: Source, count: int) -> Source:
     """Return samples at equal distances, so that sorted data keeps all classes."""
     total = len(source)
-    return source if count == total else Subset(source, [number * total // count for number in range(count)])
+    return source if count == total else subset(source, [number * total // count for number in range(count)])

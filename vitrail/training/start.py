@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Mixture, Source, Widened
+from vitrail.data.source import Samples, Source
 from vitrail.data.splits import Splits
 from vitrail.errors import BundleError, ConfigError, DataError, RunError, plural
 from vitrail.evaluation.classifiers.linear import LinearMap, fit_linear
@@ -226,7 +226,7 @@ def start_head(outputs: Outputs, splits: Splits, *, kept: bool) -> str:
 
 def _own_images(train: Source) -> Source:
     """Return the images of the data itself, without further data that is mixed in. The classes are those of all."""
-    return Widened(train.sources[0], tuple(train.classes)) if isinstance(train, Mixture) else train
+    return train.first_part() if isinstance(train, Samples) else train
 
 
 def _is_better(model: LinearMap, head: nn.Linear, outputs: Outputs, splits: Splits) -> bool:

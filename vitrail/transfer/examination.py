@@ -20,13 +20,14 @@ from jaxtyping import Float, Float64, Int64
 from vitrail.data.pipeline import Readers, default_threads
 from vitrail.data.pixels.decode import decode
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Sample, Source, Subset, Target, TargetKind, target_kind
+from vitrail.data.source import Sample, Source, subset, target_kind
+from vitrail.data.targets import Target, TargetKind, Targets
 from vitrail.errors import DataError, UndecodableImage
 from vitrail.evaluation.classifiers.linear import fit_linear
 from vitrail.evaluation.classifiers.logistic import class_ranks
 from vitrail.evaluation.features.extract import FeatureSet
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.truth import MultiLabels, Numbers, SingleLabels, Truth, truth_of
+from vitrail.evaluation.truth import truth_of
 from vitrail.machine import Precision
 from vitrail.models.variants import AnyConfig
 from vitrail.transfer.facts import DataFacts, Explicit, Findings, scaled_size
@@ -228,7 +229,7 @@ def divide(train: Source, most: int = MAX_IMAGES, seed: int = 0) -> Division | N
     is_tested = class_ranks(groups, seed) < (counts // 3)[groups]
     if is_tested.sum() < MIN_TESTED:
         return None
-    return Division(Subset(train, usable[~is_tested].tolist()), Subset(train, usable[is_tested].tolist()))
+    return Division(subset(train, usable[~is_tested].tolist()), subset(train, usable[is_tested].tolist()))
 
 
 def _drawn(groups: Int64[np.ndarray, " n"], most: int, seed: int) -> Int64[np.ndarray, " m"]:
@@ -329,7 +330,7 @@ def fit(found: FeatureSet) -> ErrorsOf:
 
     The model has outputs only for the classes of its own images, because the data can have many more.
     """
-    columns = np.unique(found.truth.groups()).tolist() if isinstance(found.truth, SingleLabels) else None
+    columns = np.unique(found.truth.groups()).tolist() if found.truth.kind == "class" else None
     truth = found.truth if columns is None else found.truth.restricted(columns)
     model = fit_linear(found.features, truth).model
 
@@ -341,18 +342,19 @@ def fit(found: FeatureSet) -> ErrorsOf:
     return errors_of
 
 
-def errors(scores: Float[np.ndarray, "n outputs"], truth: Truth) -> Float64[np.ndarray, " n"]:
+def errors(scores: Float[np.ndarray, "n outputs"], truth: Targets) -> Float64[np.ndarray, " n"]:
     """Return the error of each image: 1 for a wrong class; if images can have several labels, the number of wrong
     labels as a fraction of those of the best constant prediction per image; or the squared error of numbers as a
     fraction of their variance. Numbers that do not vary have no error."""
-    if isinstance(truth, SingleLabels):
+    if truth.kind == "class":
         return (scores.argmax(axis=1) != truth.values).astype(np.float64)
-    if isinstance(truth, MultiLabels):
-        wrong = ((scores > 0) != (truth.values > 0)).mean(axis=1)
-        fractions = truth.values.mean(axis=0)
+    if truth.kind == "classes":
+        labels = truth.dense
+        wrong = ((scores > 0) != (labels > 0)).mean(axis=1)
+        fractions = labels.mean(axis=0)
         constant = np.minimum(fractions, 1 - fractions).mean()
-        return np.asarray(wrong / max(constant, 1 / truth.values.size), np.float64)  # at least one wrong label
-    if not isinstance(truth, Numbers):
+        return np.asarray(wrong / max(constant, 1 / labels.size), np.float64)  # at least one wrong label
+    if truth.kind != "numbers":
         raise DataError(f"targets of the kind {truth.kind} have no error")
     variance = _moments(truth)[1]
     counted = ~np.isnan(truth.values) & (variance > 0)
@@ -360,20 +362,20 @@ def errors(scores: Float[np.ndarray, "n outputs"], truth: Truth) -> Float64[np.n
     return np.asarray(squares.sum(axis=1) / np.maximum(counted.sum(axis=1), 1), np.float64)
 
 
-def chance(truth: Truth) -> float:
+def chance(truth: Targets) -> float:
     """Return the mean error of the best constant prediction. It is 0 if the targets of all images are equal."""
-    if isinstance(truth, SingleLabels):
+    if truth.kind == "class":
         constant = np.bincount(truth.values[truth.known], minlength=truth.columns).astype(np.float64)
-    elif isinstance(truth, MultiLabels):
-        constant = truth.values.mean(axis=0) - 0.5
-    elif isinstance(truth, Numbers):
+    elif truth.kind == "classes":
+        constant = truth.dense.mean(axis=0) - 0.5
+    elif truth.kind == "numbers":
         constant = _moments(truth)[0]
     else:
         raise DataError(f"targets of the kind {truth.kind} have no error")
     return float(errors(np.tile(constant, (len(truth), 1)), truth).mean())
 
 
-def _moments(truth: Numbers) -> tuple[Float64[np.ndarray, " outputs"], Float64[np.ndarray, " outputs"]]:
+def _moments(truth: Targets) -> tuple[Float64[np.ndarray, " outputs"], Float64[np.ndarray, " outputs"]]:
     """Return the mean and the variance of the known values of each number."""
     known = ~np.isnan(truth.values)
     counts = np.maximum(known.sum(axis=0), 1)

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitrail.data.augmentation.augment import PRESETS
+from vitrail.data.augment.settings import PRESETS
 from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.preprocess import GEOMETRIES
-from vitrail.data.source import Source, TargetKind, target_kind
+from vitrail.data.source import Source, target_kind
 from vitrail.data.splits import Splits
+from vitrail.data.targets import TargetKind
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.truth import truth_of
 from vitrail.models.cost.footprint import training_bytes

@@ -18,7 +18,7 @@ from vitrail.errors import ConfigError, plural
 from vitrail.evaluation.metrics.classes import fit_temperature
 from vitrail.evaluation.metrics.report import regression_report, report
 from vitrail.evaluation.predictions import Predictions, predict_all
-from vitrail.evaluation.truth import SingleLabels, truth_of
+from vitrail.evaluation.truth import truth_of
 from vitrail.machine import Precision, available_memory, pick_device, resolve_precision
 from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
@@ -305,7 +305,7 @@ def evaluate_run(
     if split in names:
         measured = ("--data", config.data.spec, "--split", names[split])
         commands.append(("vitrail", "evaluate", str(model), *measured, *_numbers(config)))
-        if isinstance(predictions.truth, SingleLabels):
+        if predictions.truth.kind == "class":
             commands.append(("vitrail", "report", str(run.folder), *measured))
     page = write_report(
         run.folder,
@@ -322,7 +322,7 @@ def evaluate_run(
 def _temperature(run: RunResult, source: Source, config: TrainConfig) -> float | None:
     """Return the calibration temperature of a model. If images can have several labels, return None."""
     judged = _predictions(run, "validation", source, config).labelled()
-    if not isinstance(judged.truth, SingleLabels) or not len(judged):
+    if judged.truth.kind != "class" or not len(judged):
         return None
     return fit_temperature(judged.logits, judged.truth.values, scores=judged.scores)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from vitrail.data.augmentation.augment import Augment
+from vitrail.data.augment.settings import Augment
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import fingerprint
 from vitrail.data.sources import OpenedData

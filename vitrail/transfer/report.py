@@ -11,8 +11,8 @@ from typing import Any
 
 from PIL import Image
 
-from vitrail.data.augmentation.augment import Augment
-from vitrail.data.colour import colour_note, images_of
+from vitrail.data.augment.settings import Augment
+from vitrail.data.check.images import colour_note, images_of
 from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source
 from vitrail.data.splits import Splits

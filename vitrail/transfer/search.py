@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from vitrail.cores import compute_threads
-from vitrail.data.source import Subset, fingerprint
+from vitrail.data.source import fingerprint, subset
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import NonFiniteLoss
@@ -262,7 +262,7 @@ def _with_fewer(spec: str, splits: Splits) -> OpenedData:
     validation = splits.validation
     if validation is not None and len(validation) > TRIAL_VALIDATION:
         rows = np.linspace(0, len(validation) - 1, TRIAL_VALIDATION).round().astype(np.int64)
-        validation = Subset(validation, rows.tolist())
+        validation = subset(validation, rows.tolist())
     return OpenedData("", replace(splits, validation=validation, test=None, title=f"data {spec!r}"))
 
 

@@ -15,7 +15,7 @@ from vitrail.analysis.heads import attention_distance
 from vitrail.analysis.saliency import class_relevance
 from vitrail.analysis.similarity import layer_similarity
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Source, Subset
+from vitrail.data.source import Source, subset
 from vitrail.data.sources import open_whole
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.metrics.intervals import mcnemar
@@ -151,7 +151,7 @@ def test_models_that_cannot_be_compared(second: dict[str, Any], message: str) ->
 
 def test_too_few_images_of_the_data(colours: Path) -> None:
     bundle = bundle_of()
-    few = Subset(source_of(colours, bundle), range(3))
+    few = subset(source_of(colours, bundle), range(3))
     with pytest.raises(DataError, match=r"^3 images with a label can be compared; the layers need at least 4"):
         compare((Outputs(bundle), Outputs(bundle)), (few, few), ("one", "two"))
 

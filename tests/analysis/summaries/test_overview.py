@@ -19,8 +19,9 @@ from vitrail.analysis.overview import Overview, overview
 from vitrail.analysis.saliency import attention_rollout, class_relevance
 from vitrail.analysis.samples import evenly, images_at, inputs_of
 from vitrail.analysis.similarity import layer_similarity
-from vitrail.data.source import Sample, Source, Subset, Target
+from vitrail.data.source import Samples, Source, samples_of, subset
 from vitrail.data.sources import open_whole
+from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError
 from vitrail.evaluation.outputs import Outputs
 from vitrail.weights.bundle import Bundle, OutputKind
@@ -31,17 +32,9 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_colour_folder(tmp_path_factory.mktemp("data") / "colours", images=9)
 
 
-class Unlabelled(Subset):
-    """A source whose images have no labels."""
-
-    def __init__(self, source: Source) -> None:
-        super().__init__(source, range(len(source)))
-
-    def __getitem__(self, index: int) -> Sample:
-        return replace(super().__getitem__(index), target=None)
-
-    def target(self, index: int) -> Target:
-        return None
+def unlabelled(source: Source) -> Samples:
+    """Return a source whose images have no labels."""
+    return replace(samples_of(source), targets=Targets.unknown("class", source.classes, len(source)))
 
 
 def seen(folder: Path, bundle: Bundle, **fields: Any) -> Overview:
@@ -123,7 +116,7 @@ def test_linear_models_are_not_measured_on_images_that_they_learned_from(colours
 def test_few_images_have_no_similarity_of_layers(colours: Path, images: int) -> None:
     bundle = bundle_of(seed=3)
     source = source_of(colours, bundle)
-    found = overview(Outputs(bundle), Subset(source, range(images)), source, "it", saliency_images=0, bootstrap=0)
+    found = overview(Outputs(bundle), subset(source, range(images)), source, "it", saliency_images=0, bootstrap=0)
     assert found.layers.similarity is None and found.layers.images == images
     notes = ["the similarity of layers, which needs at least 4 images"]
     if images == 1:
@@ -135,7 +128,7 @@ def test_few_images_have_no_similarity_of_layers(colours: Path, images: int) -> 
 def test_one_image_of_one_patch_has_no_colours(colours: Path) -> None:
     bundle = bundle_of(size=(4, 4))
     found = overview(
-        Outputs(bundle), Subset(source_of(colours, bundle), [0]), None, "it", saliency_images=0, bootstrap=0
+        Outputs(bundle), subset(source_of(colours, bundle), [0]), None, "it", saliency_images=0, bootstrap=0
     )
     assert found.patches is None and any("the number of directions of these tokens" in note for note in found.notes)
 
@@ -147,7 +140,7 @@ def test_images_that_cannot_be_decoded_are_skipped_and_listed(tmp_path: Path) ->
     files = {index: folder / source.key(index) for index in (1, 17)}
     for file in files.values():
         file.write_bytes(file.read_bytes()[:60])
-    measured, learned = Subset(source, range(9)), Subset(source, range(9, 18))
+    measured, learned = subset(source, range(9)), subset(source, range(9, 18))
     found = overview(Outputs(bundle), measured, learned, "it", images=4, saliency_images=0, bootstrap=0)
     assert found.images == 8 and found.embedding is not None and len(found.embedding.keys) == 8
     assert [item.key for item in found.skipped] == [source.key(1), source.key(17)]
@@ -162,7 +155,7 @@ def test_images_that_cannot_be_decoded_are_skipped_and_listed(tmp_path: Path) ->
 def test_without_a_training_image_there_are_no_linear_models(colours: Path) -> None:
     bundle = bundle_of(seed=3)
     source = source_of(colours, bundle)
-    found = overview(Outputs(bundle), source, Subset(source, []), "it", images=4, saliency_images=0, bootstrap=0)
+    found = overview(Outputs(bundle), source, subset(source, []), "it", images=4, saliency_images=0, bootstrap=0)
     assert not found.probes
     assert found.notes == ("no training image has a label and can be decoded, so no layer has a linear model",)
 
@@ -200,7 +193,7 @@ def test_saliency_maps_are_measured_on_images_at_equal_distances(output: OutputK
 def test_a_model_without_a_head_has_layers_and_embeddings(colours: Path, has_labels: bool) -> None:
     bundle = bundle_of(seed=3, classes=())
     whole = open_whole(str(colours)).whole.train
-    source = whole if has_labels else Unlabelled(whole)
+    source = whole if has_labels else unlabelled(whole)
     found = overview(Outputs(bundle), source, whole, "it", images=6, probe_images=12, bootstrap=0)
     assert found.answers is None and found.saliency is None and found.images == 27
     assert found.layers.entropy is not None and found.embedding is not None

@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 
 from vitrail.cli import main
-from vitrail.data.check import Report, check_data
+from vitrail.data.check.findings import Report
+from vitrail.data.check.report import check_data
 from vitrail.data.sources import open_data
 from vitrail.settings import from_plain
 

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from vitrail.cli import main
+from vitrail.data.formats.tar import open_shards
 from vitrail.data.sources import open_data
-from vitrail.data.sources.shards.shards import open_shards
 
 
 @pytest.fixture

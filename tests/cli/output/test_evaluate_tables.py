@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 from rich.console import Console, RenderableType
 
+from tests.targets import multi_labels, single_labels
 from vitrail.cli.evaluate import confusion_table, metrics_table, per_class_table, suite_table
 from vitrail.evaluation.metrics.report import ClassificationReport, report
 from vitrail.evaluation.predictions import Predictions
-from vitrail.evaluation.truth import MultiLabels, SingleLabels
 from vitrail.transfer.suite import Suite, SuiteResult, SuiteTask, TaskResult
 
 
@@ -27,7 +27,7 @@ def predictions(labels: list[int], likeliest: list[int], classes: int) -> Predic
     names = tuple(f"c{number}" for number in range(classes))
     keys = tuple(map(str, range(len(labels))))
     return Predictions(
-        logits, SingleLabels(np.array(labels, np.int64), len(names)), keys, np.arange(len(labels)), names
+        logits, single_labels(np.array(labels, np.int64), len(names)), keys, np.arange(len(labels)), names
     )
 
 
@@ -59,7 +59,7 @@ def test_of_several_labels_accuracy_is_called_what_it_is() -> None:
         "likeliest class is a label 50.00%", "all labels right 25.00%", "F1 over all answers 75.00%",
     ]  # fmt: skip
     targets = np.array([[1, 1], [0, 1]], np.uint8)
-    several = replace(predictions([0, 1], [0, 1], 2), truth=MultiLabels(targets), scores="sigmoid")
+    several = replace(predictions([0, 1], [0, 1], 2), truth=multi_labels(targets), scores="sigmoid")
     heads = " ".join(shown(per_class_table("test", report(several, bootstrap=0)))[0])
     assert "recall precision F1 average precision" in heads and "accuracy" not in heads
 

@@ -21,8 +21,16 @@ from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
 from vitrail.data.pixels import decode as decode_module
-from vitrail.data.pixels.decode import MAX_PIXELS, allow_pixels, decode, image_size_of, open_image, pixel_limit, to_pil
-from vitrail.data.pixels.formats import FORMATS
+from vitrail.data.pixels.decode import (
+    FORMATS,
+    MAX_PIXELS,
+    allow_pixels,
+    decode,
+    image_size_of,
+    open_image,
+    pixel_limit,
+    to_pil,
+)
 from vitrail.errors import ConfigError, UndecodableImage
 
 Encode = Callable[..., bytes]

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image, features
 
-from vitrail.data.check.look import look
-from vitrail.data.packing.pack import pack
+from vitrail.data.check.images import look
+from vitrail.data.formats.pack import pack
 from vitrail.data.pixels import decode as decode_module
-from vitrail.data.pixels import formats
-from vitrail.data.pixels.decode import decode, image_size_of
-from vitrail.data.pixels.signature import format_of
+from vitrail.data.pixels import decode as formats
+from vitrail.data.pixels.decode import decode, format_of, image_size_of
 from vitrail.data.sources import open_data
 from vitrail.errors import UndecodableImage
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vitrail.data.pixels.preprocess import GEOMETRIES, Preprocess
-from vitrail.data.pixels.tensorflow_resize import resize
+from vitrail.data.pixels.tensorflow import resize
 from vitrail.errors import ConfigError
 
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}

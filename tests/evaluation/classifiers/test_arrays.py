@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.targets import multi_labels, single_labels
 from vitrail.errors import DataError
 from vitrail.evaluation.classifiers import logistic as arrays
 from vitrail.evaluation.classifiers.logistic import (
@@ -19,7 +20,6 @@ from vitrail.evaluation.classifiers.logistic import (
     moments,
     parts,
 )
-from vitrail.evaluation.truth import MultiLabels, SingleLabels
 
 
 @given(rows=st.integers(0, 500), width=st.integers(0, 40))
@@ -75,22 +75,22 @@ def test_ranks_are_fair() -> None:
 def test_samples_without_a_truth_are_refused() -> None:
     features = np.zeros((5, 2), np.float32)
     with pytest.raises(DataError, match="rows: 2 of 5 labels are unknown, the first in row 2; select the rows with a"):
-        check_truth("rows", features, SingleLabels(np.array([0, 1, -1, 2, -1]), 3))
-    check_truth("rows", features, SingleLabels(np.array([0, 1, 0, 2, 1]), 3))
+        check_truth("rows", features, single_labels(np.array([0, 1, -1, 2, -1]), 3))
+    check_truth("rows", features, single_labels(np.array([0, 1, 0, 2, 1]), 3))
     with pytest.raises(
         DataError, match="rows: there are 5 features and 4 labels; give at least one feature, and one label"
     ):
-        check_truth("rows", features, SingleLabels(np.zeros(4, np.int64), 3))
+        check_truth("rows", features, single_labels(np.zeros(4, np.int64), 3))
     with pytest.raises(DataError, match="rows: there are 0 features and 0 labels"):
-        check_truth("rows", features[:0], MultiLabels(np.zeros((0, 3), np.uint8)))
+        check_truth("rows", features[:0], multi_labels(np.zeros((0, 3), np.uint8)))
 
 
 def test_pairs_that_do_not_fit_are_refused() -> None:
     with pytest.raises(DataError, match="training features have 2 columns, but test features have 3"):
         check_pair(np.zeros((4, 2), np.float32), np.zeros((4, 3), np.float32))
-    one, other = SingleLabels(np.zeros(4, np.int64), 3), MultiLabels(np.zeros((4, 3), np.uint8))
+    one, other = single_labels(np.zeros(4, np.int64), 3), multi_labels(np.zeros((4, 3), np.uint8))
     with pytest.raises(DataError, match="are class with 3 columns, and test targets are classes with 3; both"):
         check_same_kind(one, other)
     with pytest.raises(DataError, match="class with 3 columns, and test targets are class with 4; both need the"):
-        check_same_kind(one, SingleLabels(one.values, 4))
+        check_same_kind(one, single_labels(one.values, 4))
     check_same_kind(other, other)

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.golden.weights import tensor
+from tests.targets import single_labels
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.fewshot import LOO_GRID, FewShotResult, draw_shots, few_shot, fit_least_squares
 from vitrail.evaluation.classifiers.linear import LinearMap
-from vitrail.evaluation.truth import SingleLabels
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "pipeline" / "fewshot.json").read_text())
 """Results of big_vision's evaluator, in float32 and solved exactly in float64."""
@@ -53,7 +53,7 @@ def clusters(
 def measured(
     train: np.ndarray, labels: np.ndarray, test: np.ndarray, truth: np.ndarray, *, num_classes: int, **settings: Any
 ) -> FewShotResult:
-    return few_shot(train, SingleLabels(labels, num_classes), test, SingleLabels(truth, num_classes), **settings)
+    return few_shot(train, single_labels(labels, num_classes), test, single_labels(truth, num_classes), **settings)
 
 
 def normal_equations(

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score
 from sklearn.neighbors import KNeighborsClassifier
 
+from tests.targets import multi_labels, single_labels
+from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers import nearest as module
 from vitrail.evaluation.classifiers.nearest import NeighbourRow, Neighbours, knn, nearest
-from vitrail.evaluation.truth import MultiLabels, SingleLabels, Truth
 
 
 def corners(n: int, seed: int) -> np.ndarray:
@@ -93,8 +94,8 @@ def test_all_alike_and_zeros_stand_in_order() -> None:
     assert indices[:3].tolist() == [[1, 2], [0, 2], [0, 1]]
 
 
-def truth_in(values: np.ndarray, num_classes: int) -> Truth:
-    return SingleLabels(values, num_classes) if values.ndim == 1 else MultiLabels(values)
+def truth_in(values: np.ndarray, num_classes: int) -> Targets:
+    return single_labels(values, num_classes) if values.ndim == 1 else multi_labels(values)
 
 
 def voted(

@@ -14,12 +14,13 @@ from sklearn.linear_model import LogisticRegression as Reference
 from sklearn.metrics import average_precision_score
 from sklearn.preprocessing import StandardScaler
 
+from tests.targets import multi_labels, single_labels
+from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers import linear
 from vitrail.evaluation.classifiers import logistic as arrays
 from vitrail.evaluation.classifiers.linear import PENALTIES, LinearMap, LinearResult, linear_probe
 from vitrail.evaluation.classifiers.logistic import LogisticRegression
-from vitrail.evaluation.truth import MultiLabels, SingleLabels
 
 
 def drawn(n: int, width: int, classes: int, *, seed: int = 0, noise: float = 2.0) -> tuple[np.ndarray, np.ndarray]:
@@ -38,7 +39,7 @@ def probed(
 ) -> LinearResult:
     """Return the result of the probe for labels, or for targets with a column for each class."""
     one, other = (
-        SingleLabels(values, num_classes) if values.ndim == 1 else MultiLabels(values) for values in (labels, truth)
+        single_labels(values, num_classes) if values.ndim == 1 else multi_labels(values) for values in (labels, truth)
     )
     return linear_probe(train, one, test, other, **settings)
 
@@ -67,7 +68,7 @@ def test_the_sweep_is_scikit_learns_on_the_same_cut() -> None:
     test, truth = drawn(150, 40, 3, seed=1)
     penalties = (1e-4, 1.0, 0.01)
     result = probed(train, labels, test, truth, num_classes=3, penalties=penalties, held_out=0.3, seed=5)
-    fitted, kept = linear._cut(SingleLabels(labels, 3), 0.3, 5)
+    fitted, kept = linear._cut(single_labels(labels, 3), 0.3, 5)
     accuracies = {}
     for penalty in penalties:
         scaler, fit = reference(train[fitted], labels[fitted], penalty)
@@ -103,13 +104,13 @@ def test_held_out_rows_are_fitted_only_at_the_end(monkeypatch: pytest.MonkeyPatc
     sizes = []
     original = LogisticRegression.__init__
 
-    def note(self: LogisticRegression, features: torch.Tensor, truth: SingleLabels) -> None:
+    def note(self: LogisticRegression, features: torch.Tensor, truth: Targets) -> None:
         sizes.append(len(features))
         original(self, features, truth)
 
     monkeypatch.setattr(LogisticRegression, "__init__", note)
     probed(train, labels, train, labels, num_classes=3, penalties=[0.1, 0.01], held_out=0.2)
-    assert sizes == [len(linear._cut(SingleLabels(labels, 3), 0.2, 0)[0]), 150]
+    assert sizes == [len(linear._cut(single_labels(labels, 3), 0.2, 0)[0]), 150]
 
 
 @given(
@@ -119,9 +120,9 @@ def test_the_cut_takes_its_share_of_each_class(labels: list[int], share: float, 
     array = np.array(labels, np.int64)
     if max(labels.count(label) for label in labels) == 1:
         with pytest.raises(DataError, match="no class has two training images"):
-            linear._cut(SingleLabels(array, 4), share, seed)
+            linear._cut(single_labels(array, 4), share, seed)
         return
-    fitted, kept = linear._cut(SingleLabels(array, 4), share, seed)
+    fitted, kept = linear._cut(single_labels(array, 4), share, seed)
     assert sorted([*fitted, *kept]) == list(range(len(labels)))
     for label in set(labels):
         count, held = labels.count(label), int((array[kept] == label).sum())
@@ -129,7 +130,7 @@ def test_the_cut_takes_its_share_of_each_class(labels: list[int], share: float, 
 
 
 def test_the_cut_depends_on_the_seed() -> None:
-    labels = SingleLabels(np.arange(100) % 3, 3)
+    labels = single_labels(np.arange(100) % 3, 3)
     assert not np.array_equal(linear._cut(labels, 0.2, 0)[1], linear._cut(labels, 0.2, 1)[1])
     assert np.array_equal(linear._cut(labels, 0.2, 4)[1], linear._cut(labels, 0.2, 4)[1])
 
@@ -179,7 +180,7 @@ def test_scores_of_a_classifier_are_its_affine_map() -> None:
     np.testing.assert_allclose(classifier.scores(features), expected, rtol=1e-12)
     truth = expected.argmax(axis=1)
     truth[:2] = (truth[:2] + 1) % 3
-    assert classifier.measure(features, SingleLabels(truth, 3)) == {"accuracy": 5 / 7}
+    assert classifier.measure(features, single_labels(truth, 3)) == {"accuracy": 5 / 7}
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression as Reference
 
+from tests.targets import multi_labels, single_labels
+from vitrail.data.targets import Targets
 from vitrail.evaluation.classifiers import logistic
 from vitrail.evaluation.classifiers.logistic import LogisticRegression
-from vitrail.evaluation.truth import MultiLabels, SingleLabels
 
 
 def rows(n: int, d: int, classes: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,8 +25,8 @@ def rows(n: int, d: int, classes: int, *, seed: int = 0) -> tuple[torch.Tensor, 
     return torch.from_numpy(features), torch.from_numpy(labels)
 
 
-def as_truth(values: torch.Tensor, classes: int) -> SingleLabels | MultiLabels:
-    return SingleLabels(values.numpy(), classes) if values.ndim == 1 else MultiLabels(values.to(torch.uint8).numpy())
+def as_truth(values: torch.Tensor, classes: int) -> Targets:
+    return single_labels(values.numpy(), classes) if values.ndim == 1 else multi_labels(values.to(torch.uint8).numpy())
 
 
 @pytest.mark.parametrize(("n", "d", "classes", "penalty"), [

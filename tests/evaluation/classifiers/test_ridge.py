@@ -12,16 +12,17 @@ from sklearn.metrics import r2_score
 from sklearn.neighbors import KNeighborsRegressor
 from sklearn.preprocessing import StandardScaler
 
+from tests.targets import number_targets, single_labels
+from vitrail.data.targets import Targets
 from vitrail.errors import DataError
 from vitrail.evaluation.classifiers import linear
 from vitrail.evaluation.classifiers import logistic as arrays
 from vitrail.evaluation.classifiers.linear import RIDGE_PENALTIES, RidgeRegression, linear_probe
 from vitrail.evaluation.classifiers.nearest import knn
 from vitrail.evaluation.metrics.numbers import StreamingErrors
-from vitrail.evaluation.truth import Numbers, SingleLabels
 
 
-def drawn(n: int, width: int, *, seed: int = 0, unknown: float = 0.0) -> tuple[np.ndarray, Numbers]:
+def drawn(n: int, width: int, *, seed: int = 0, unknown: float = 0.0) -> tuple[np.ndarray, Targets]:
     """Return features of different scales and means, and two numbers that depend on them, some of them unknown."""
     shared, random = np.random.default_rng(7), np.random.default_rng(seed)
     mixing, truth = shared.normal(size=(width, width)), shared.normal(size=(width, 2)) * (1, 100)
@@ -30,10 +31,10 @@ def drawn(n: int, width: int, *, seed: int = 0, unknown: float = 0.0) -> tuple[n
     features = (core @ mixing) * np.geomspace(0.01, 10, width) + np.linspace(-30, 30, width)
     numbers[random.random(n) < unknown, 0] = math.nan
     numbers[(random.random(n) < unknown) & ~np.isnan(numbers[:, 0]), 1] = math.nan
-    return features.astype(np.float32), Numbers(numbers)
+    return features.astype(np.float32), number_targets(numbers)
 
 
-def reference(features: np.ndarray, truth: Numbers, output: int, penalty: float, queries: np.ndarray) -> np.ndarray:
+def reference(features: np.ndarray, truth: Targets, output: int, penalty: float, queries: np.ndarray) -> np.ndarray:
     """Return scikit-learn's predictions, fitted on the rows with a known number."""
     scaler = StandardScaler().fit(features.astype(np.float64))
     known = ~np.isnan(truth.values[:, output])
@@ -90,7 +91,7 @@ def test_parts_and_numbers_that_are_never_known(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(arrays, "PART", 5 * 7)
     parts = RidgeRegression(x, truth).fit(0.1)
     torch.testing.assert_close(parts.weight, whole.weight, rtol=1e-9, atol=1e-12)
-    one = RidgeRegression(x, Numbers(np.where([True, False], truth.values, math.nan))).fit(0.1)
+    one = RidgeRegression(x, number_targets(np.where([True, False], truth.values, math.nan))).fit(0.1)
     torch.testing.assert_close(one.weight[:, 0], whole.weight[:, 0])
     assert not one.weight[:, 1].any() and one.bias[1] == 0
 
@@ -111,8 +112,8 @@ def test_neighbours_give_the_weighted_mean_of_scikit_learn(temperature: float) -
 
 def test_neighbours_skip_unknown_numbers() -> None:
     features = np.array([[1, 0], [1, 0.1], [0, 1]], np.float32)
-    stored = Numbers(np.array([[math.nan, 4.0], [2.0, 6.0], [8.0, math.nan]]))
-    query, truth = np.array([[1.0, 0.0]], np.float32), Numbers(np.array([[2.0, 5.0]]))
+    stored = number_targets(np.array([[math.nan, 4.0], [2.0, 6.0], [8.0, math.nan]]))
+    query, truth = np.array([[1.0, 0.0]], np.float32), number_targets(np.array([[2.0, 5.0]]))
     one, two = knn(features, stored, query, truth, k=(1, 2), temperature=math.inf)
     first, second = ([row.metrics[f"{number}:mean_absolute_error"] for number in (1, 2)] for row in (one, two))
     assert second == [0, 0], "(2, mean of 4 and 6)"
@@ -122,6 +123,6 @@ def test_neighbours_skip_unknown_numbers() -> None:
 def test_kinds_that_differ_are_refused() -> None:
     train, known = drawn(20, 4)
     with pytest.raises(DataError, match="are numbers with 2 columns, and test targets are class with 2; both need"):
-        linear_probe(train, known, train, SingleLabels(np.zeros(20, np.int64), 2))
+        linear_probe(train, known, train, single_labels(np.zeros(20, np.int64), 2))
     with pytest.raises(DataError, match="training features: 20 of 20 labels are unknown"):
-        knn(train, Numbers(known.values * math.nan), train, known, k=[1])
+        knn(train, number_targets(known.values * math.nan), train, known, k=[1])

@@ -25,10 +25,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from vitrail.data.formats.folder import read_folder
 from vitrail.data.pipeline import Ranks, Readers
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Sample, Subset, Target
-from vitrail.data.sources.folder import FolderSource
+from vitrail.data.source import Sample, subset
+from vitrail.data.targets import Target
 from vitrail.errors import ConfigError, Interrupted
 from vitrail.evaluation.features import cache as feature_rows
 from vitrail.evaluation.features.extract import FeatureSet, Layer, compare_precisions, extract
@@ -112,7 +113,7 @@ def same(one: FeatureSet, other: FeatureSet) -> bool:
     return (
         one.features.tobytes() == other.features.tobytes()
         and one.features.shape == other.features.shape
-        and np.array_equal(one.truth.values, other.truth.values)
+        and np.array_equal(one.truth.dense, other.truth.dense)
         and (one.keys, one.classes, one.skipped) == (other.keys, other.classes, other.skipped)
     )
 
@@ -123,12 +124,12 @@ def the_entry(cache: Path) -> Path:
 
 
 def test_features_are_what_the_bundle_embeds(colour_folder: Path) -> None:
-    source = FolderSource(colour_folder)
+    source = read_folder(colour_folder).samples
     bundle = Bundle(make_network().eval(), ("a", "b", "c"), PREPROCESS)
     features = extract(bundle.network, source, PREPROCESS, batch_size=36)
     images = [colour_folder / source.key(index) for index in range(36)]
     assert np.array_equal(features.features, bundle.embed(images, batch_size=36).numpy())
-    assert features.truth.values.tolist() == [0] * 12 + [1] * 12 + [2] * 12
+    assert features.truth.dense.tolist() == [0] * 12 + [1] * 12 + [2] * 12
     assert features.keys[12] == "green/00.png" and features.classes == ("blue", "green", "red")
     assert features.truth.kind == "class" and (len(features), features.width) == (36, 16)
 
@@ -147,7 +148,7 @@ def test_every_decodable_image_has_a_row_in_order(count: int, broken: set[int], 
             assert np.allclose(features.features, expected, atol=1e-5) and features.features.dtype == np.float32
             assert features.features.shape == (len(left), 16)
             assert features.keys == tuple(f"picture {index}" for index in left)
-            assert features.truth.values.tolist() == [index % 3 for index in left]
+            assert features.truth.dense.tolist() == [index % 3 for index in left]
             assert [item.key for item in features.skipped] == [f"picture {index}" for index in sorted(source.broken)]
             assert all("HTML" in item.reason for item in features.skipped)
             assert watched.progress[-1] == count
@@ -156,9 +157,9 @@ def test_every_decodable_image_has_a_row_in_order(count: int, broken: set[int], 
 
 def test_labels_of_several_classes_become_targets_and_none_becomes_minus_one(tmp_path: Path) -> None:
     several = extract(make_network(), Pictures(3, labels=[(0, 2), (), (1,)]), PREPROCESS, readers=HERE)
-    assert several.truth.kind == "classes" and several.truth.values.tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
+    assert several.truth.kind == "classes" and several.truth.dense.tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
     some = extract(make_network(), Pictures(3, labels=[2, None, 1]), PREPROCESS, readers=HERE, cache=tmp_path)
-    assert some.truth.kind == "class" and some.truth.values.tolist() == [2, -1, 1]
+    assert some.truth.kind == "class" and some.truth.dense.tolist() == [2, -1, 1]
 
 
 def test_the_second_time_they_are_read_and_mapped(tmp_path: Path) -> None:
@@ -222,8 +223,8 @@ def test_features_of_other_data_are_never_used(tmp_path: Path) -> None:
     source.images[3] = 255 - source.images[3]
     assert same(watched(source, tmp_path), watched(source, None))
     source.labels[2] = 1
-    assert watched(source, tmp_path).truth.values[2] == 1
-    assert watched(Subset(source, [1, 2]), tmp_path).keys == ("picture 1", "picture 2")
+    assert watched(source, tmp_path).truth.dense[2] == 1
+    assert watched(subset(source, [1, 2]), tmp_path).keys == ("picture 1", "picture 2")
     assert watched.notes == []
     assert sum(path.is_dir() for path in tmp_path.iterdir()) == 4
 
@@ -457,7 +458,7 @@ from pathlib import Path
 import torch
 from vitrail.data.pipeline import Ranks, Readers
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.sources.folder import FolderSource
+from vitrail.data.formats.folder import read_folder
 from vitrail.evaluation.features import cache as feature_cache
 from vitrail.evaluation.features import cache as feature_rows
 from vitrail.evaluation.features import extract as features
@@ -483,7 +484,8 @@ def die():
 
 {what}
 features.extract(
-    network, FolderSource(folder), preprocess, batch_size=5, readers=Readers(0), cache=cache, ranks=Ranks(rank, world)
+    network, read_folder(folder).samples, preprocess, batch_size=5, readers=Readers(0), cache=cache,
+    ranks=Ranks(rank, world),
 )
 print(sum(written))
 """
@@ -524,7 +526,7 @@ def test_a_killed_extraction_goes_on_to_the_same_bytes(
     process = child(where, colour_folder, tmp_path / "cache", 0, 1)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == -signal.SIGKILL, errors
-    source, watched = FolderSource(colour_folder), Watched()
+    source, watched = read_folder(colour_folder).samples, Watched()
     expected = watched(source, tmp_path / "straight")
     assert len(source) == watched.seen == 38
     features = watched(source, tmp_path / "cache")
@@ -549,6 +551,6 @@ def test_two_ranks_share_the_work_and_write_the_same_bytes(colour_folder: Path, 
     outputs = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert [int(output) for output, _ in outputs] == [20, 16]
-    source, watched = FolderSource(colour_folder), Watched()
+    source, watched = read_folder(colour_folder).samples, Watched()
     expected = watched(source, tmp_path / "straight")
     assert same(watched(source, tmp_path / "cache"), expected) and watched.seen == 36

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.targets import multi_labels, number_targets, single_labels
 from vitrail.data.batch import Skipped
 from vitrail.errors import DataError, SaveError
 from vitrail.evaluation.features import feature_files
 from vitrail.evaluation.features.extract import FeatureSet
 from vitrail.evaluation.features.feature_files import load_features, parquet_library, save_features, save_parquet
-from vitrail.evaluation.truth import MultiLabels, Numbers, SingleLabels
 
 CLASSES = ("rose", "daisy", "oak")
 
@@ -29,9 +29,9 @@ def make(labels: list[int], *, targets: list[list[int]] | None = None, width: in
     count = len(labels)
     return FeatureSet(
         np.random.default_rng(count).standard_normal((count, width)).astype(np.float32),
-        SingleLabels(np.array(labels, np.int64), 3)
+        single_labels(np.array(labels, np.int64), 3)
         if targets is None
-        else MultiLabels(np.array(targets, np.uint8).reshape(count, 3)),
+        else multi_labels(np.array(targets, np.uint8).reshape(count, 3)),
         tuple(f"a folder/{row}.png" for row in range(count)),
         CLASSES,
         (Skipped("broken.png", "is empty (0 bytes)"),),
@@ -40,7 +40,7 @@ def make(labels: list[int], *, targets: list[list[int]] | None = None, width: in
 
 def assert_same(one: FeatureSet, other: FeatureSet) -> None:
     assert np.array_equal(one.features, other.features) and one.features.shape == other.features.shape
-    assert one.truth.kind == other.truth.kind and np.array_equal(one.truth.values, other.truth.values)
+    assert one.truth.kind == other.truth.kind and np.array_equal(one.truth.dense, other.truth.dense)
     assert (one.keys, one.classes, one.skipped) == (other.keys, other.classes, other.skipped)
 
 
@@ -165,11 +165,11 @@ def test_files_of_the_first_format_are_read(several: bool, tmp_path: Path) -> No
 
 
 def test_numbers_are_saved_and_loaded(tmp_path: Path) -> None:
-    truth = Numbers(np.array([[1.5, -3e30], [math.nan, 7]]))
+    truth = number_targets(np.array([[1.5, -3e30], [math.nan, 7]]))
     features = FeatureSet(np.ones((2, 4), np.float32), truth, ("a", "b"), ("age", "height"))
     save_features(features, tmp_path / "out")
     assert '{"key": "b", "numbers": [null, 7.0]}' in (tmp_path / "out" / "keys.jsonl").read_text()
     found = load_features(tmp_path / "out").truth
-    assert isinstance(found, Numbers) and np.array_equal(found.values, truth.values, equal_nan=True)
+    assert found.kind == "numbers" and np.array_equal(found.values, truth.dense, equal_nan=True)
     save_parquet(features, tmp_path / "out.parquet")
     assert pyarrow.parquet.read_table(tmp_path / "out.parquet")["numbers"].to_pylist() == [[1.5, -3e30], [None, 7.0]]

@@ -13,11 +13,11 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from vitrail.data.packing.pack import pack
-from vitrail.data.source import Mixture, Sample, Source, Subset
+from vitrail.data.formats.fractals import FractalSource
+from vitrail.data.formats.idx import idx_samples
+from vitrail.data.formats.pack import pack
+from vitrail.data.source import Sample, Source, mixed, subset
 from vitrail.data.sources import open_data
-from vitrail.data.sources.fractals import FractalSource
-from vitrail.data.sources.idx import IdxSource
 from vitrail.evaluation.features.cache import SAMPLED, data_fingerprint, weights_fingerprint
 from vitrail.models.variants import create
 
@@ -100,7 +100,7 @@ def test_pixels_of_idx_files_are_hashed(tmp_path: Path) -> None:
 
     def of(array: np.ndarray) -> str:
         idx(tmp_path / "images", array)
-        return data_fingerprint(IdxSource(tmp_path / "images", tmp_path / "labels"))
+        return data_fingerprint(idx_samples(tmp_path / "images", tmp_path / "labels"))
 
     before = of(pixels)
     assert of(pixels) == before
@@ -113,7 +113,7 @@ def test_fractals_are_told_apart_by_what_they_follow_from() -> None:
         return data_fingerprint(FractalSource(*numbers, size=16))
 
     assert of(2, 100_000_000) == of(2, 100_000_000) != of(2, 100_000_000, 1)
-    parts = {data_fingerprint(Subset(FractalSource(2, 8, seed, size=16), [1, 2])) for seed in (0, 0, 1)}
+    parts = {data_fingerprint(subset(FractalSource(2, 8, seed, size=16), [1, 2])) for seed in (0, 0, 1)}
     assert len(parts) == 2
 
 
@@ -121,13 +121,13 @@ def test_of_a_subset_or_a_mixture_its_own_files_count(colour_folder: Path) -> No
     def of(make: Callable[[Source], Source]) -> str:
         return data_fingerprint(make(train_of(colour_folder)))
 
-    def subset(source: Source) -> Source:
-        return Subset(source, [3, 30])
+    def part(source: Source) -> Source:
+        return subset(source, [3, 30])
 
     def mixture(source: Source) -> Source:
-        return Mixture([Subset(source, [3]), Subset(source, [30])], [0.5, 0.5])
+        return mixed([subset(source, [3]), subset(source, [30])], [0.5, 0.5])
 
-    for make in (subset, mixture):
+    for make in (part, mixture):
         before = of(make)
         rewrite(colour_folder / "green" / "00.png")
         assert of(make) == before
@@ -173,9 +173,9 @@ def test_of_a_source_that_cannot_say_some_images_are_hashed(kind: str) -> None:
     data_fingerprint(few)
     assert few.read == [0, 1, 2]
     assert data_fingerprint(Numbers([])) != before
-    mixed = Mixture([FractalSource(2, 4, size=8), source], [0.5, 0.5])
-    other = Mixture([FractalSource(2, 4, size=8), make(99)], [0.5, 0.5])
-    assert data_fingerprint(mixed) != data_fingerprint(other)
+    mixture = mixed([FractalSource(2, 4, size=8), source], [0.5, 0.5])
+    other = mixed([FractalSource(2, 4, size=8), make(99)], [0.5, 0.5])
+    assert data_fingerprint(mixture) != data_fingerprint(other)
 
 
 def test_weights_are_told_apart_to_the_last_bit() -> None:

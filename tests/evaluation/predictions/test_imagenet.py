@@ -20,14 +20,15 @@ from fsspec.spec import AbstractFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.targets import single_labels
 from vitrail.data import remote
-from vitrail.data.source import Sample, Target
+from vitrail.data.source import Sample, samples_of
 from vitrail.data.sources import open_data
+from vitrail.data.targets import Target
 from vitrail.errors import DataError, SaveError
 from vitrail.evaluation import imagenet
 from vitrail.evaluation.imagenet import (
     ClassMap,
-    MappedSource,
     Synset,
     imagenet_columns,
     map_classes,
@@ -37,7 +38,6 @@ from vitrail.evaluation.imagenet import (
 )
 from vitrail.evaluation.metrics.intervals import mean_interval
 from vitrail.evaluation.predictions import Predictions
-from vitrail.evaluation.truth import SingleLabels
 from vitrail.testing import check_source
 
 IDS = [f"n{1_000_000 + 37 * number:08}" for number in range(1000)]
@@ -283,7 +283,7 @@ def test_a_mapped_source_is_what_open_data_gives_where_names_are_equal(colour_fo
         head_ids = tuple(f"{ids.get(name, 'n00000000')} {name}" for name in head)
     bare = open_data(str(colour_folder), validation_share=0.0).train
     classes = head if named else head_ids
-    mapped = MappedSource(bare, map_classes(classes, bare.classes), classes)
+    mapped = samples_of(bare).renumbered(map_classes(classes, bare.classes).columns, classes)
     check_source(mapped)
     assert mapped.classes == classes
     found = {Path(mapped.key(index)).name + str(mapped.target(index)) for index in range(len(mapped))}
@@ -293,10 +293,10 @@ def test_a_mapped_source_is_what_open_data_gives_where_names_are_equal(colour_fo
 def test_labels_of_a_mapped_source() -> None:
     class Few:
         classes = ("x", "y", "z")
-        labels: tuple[Target, ...] = (2, None, (0, 2), ())
+        labels: tuple[Target, ...] = ((2,), (0, 2), ())
 
         def __len__(self) -> int:
-            return 4
+            return 3
 
         def __getitem__(self, index: int) -> Sample:
             return Sample(self.key(index), b"", self.labels[index])
@@ -307,9 +307,9 @@ def test_labels_of_a_mapped_source() -> None:
         def target(self, index: int) -> Target:
             return self.labels[index]
 
-    mapped = MappedSource(Few(), ClassMap((7, 0, 4), ""), tuple("abcdefgh"))
-    assert [mapped.target(index) for index in range(4)] == [4, None, (4, 7), ()]
-    assert mapped[2] == Sample("2", b"", (4, 7)) and mapped.key(3) == "3" and len(mapped) == 4
+    mapped = samples_of(Few()).renumbered(ClassMap((7, 0, 4), "").columns, tuple("abcdefgh"))
+    assert [mapped.target(index) for index in range(3)] == [(4,), (4, 7), ()]
+    assert mapped[1] == Sample("1", b"", (4, 7)) and mapped.key(2) == "2" and len(mapped) == 3
 
 
 def real_json(labels: list[list[int]]) -> bytes:
@@ -321,7 +321,7 @@ def predicting(likeliest: list[int], images: list[int], classes: list[str] = NUM
     keys = tuple(f"val/ILSVRC2012_val_{number:08}.JPEG" for number in images)
     logits = np.eye(1000, dtype=np.float32)[likeliest]
     return Predictions(
-        logits, SingleLabels(np.full(len(images), -1), len(classes)), keys, np.arange(len(images)), tuple(classes)
+        logits, single_labels(np.full(len(images), -1), len(classes)), keys, np.arange(len(images)), tuple(classes)
     )
 
 

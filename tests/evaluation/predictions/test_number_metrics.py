@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn import metrics as reference
 
+from tests.targets import number_targets
 from vitrail.errors import DataError
 from vitrail.evaluation.metrics.numbers import MeanMetrics, NumberMetrics, StreamingErrors, number_metrics
-from vitrail.evaluation.truth import Numbers
 
 
 def drawn(n: int, outputs: int, *, seed: int = 0, unknown: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
@@ -70,7 +70,7 @@ def test_parts_add_up_to_the_metrics_of_all(n: int, outputs: int, seed: int, unk
     predicted, truth = drawn(n, outputs, seed=seed, unknown=unknown)
     errors = StreamingErrors()
     for first, last in itertools.pairwise([0, *sorted(min(cut, n) for cut in cuts), n]):
-        errors.add(predicted[first:last], Numbers(truth[first:last], tuple("abc"[:outputs])))
+        errors.add(predicted[first:last], number_targets(truth[first:last], tuple("abc"[:outputs])))
     found = errors.result()
     if np.isnan(truth).all():
         assert found == {}
@@ -93,7 +93,7 @@ def test_equal_true_numbers_have_an_r2_of_0_or_1(shift: float) -> None:
     assert number_metrics(truth + shift, truth, resamples=20)[0].r2.value == float(shift == 0)
     errors = StreamingErrors()
     for part in (slice(0, 7), slice(7, 30)):
-        errors.add(truth[part] + shift, Numbers(truth[part]))
+        errors.add(truth[part] + shift, number_targets(truth[part]))
     assert errors.result()["r2"] == float(shift == 0)
 
 
@@ -137,7 +137,7 @@ def test_means_do_not_depend_on_the_units_of_the_numbers() -> None:
 def test_an_error_that_is_not_finite_stays_so(wrong: float) -> None:
     for truth in ([[1.0], [2.0]], [[1.0], [1.0]]):
         errors = StreamingErrors()
-        errors.add(np.full((2, 1), wrong), Numbers(np.array(truth)))
+        errors.add(np.full((2, 1), wrong), number_targets(np.array(truth)))
         with np.errstate(invalid="ignore"):
             assert not math.isfinite(errors.result()["standardised_error"])
 

@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.targets import multi_labels, single_labels
 from vitrail.data.batch import Skipped
 from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Sample, Target
+from vitrail.data.source import Sample
+from vitrail.data.targets import Target
 from vitrail.errors import BundleError, ConfigError
 from vitrail.evaluation.head import Accuracy
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.predictions import Predictions, predict_all
-from vitrail.evaluation.truth import MultiLabels, SingleLabels
 from vitrail.models.variants import create
 from vitrail.weights.bundle import Bundle
 
@@ -68,7 +69,7 @@ def test_every_sample_once_and_in_order(readers: Readers, batch_size: int) -> No
     assert network.training and found.scores == "sigmoid" and found.classes == ("a", "b", "c")
     assert found.indices.tolist() == [0, 2, 3, 4, 5, 7, 8] and len(found) == 7
     assert found.keys == tuple(f"picture {index}" for index in found.indices)
-    assert found.truth.kind == "class" and found.truth.values.tolist() == [0, -1, 2, 1, 0, 2, 1]
+    assert found.truth.kind == "class" and found.truth.dense.tolist() == [0, -1, 2, 1, 0, 2, 1]
     assert [item.key for item in found.skipped] == ["picture 1", "picture 6"] and tuple(named) == found.skipped
     images = torch.from_numpy(source.images[found.indices].transpose(0, 3, 1, 2).copy())
     with torch.no_grad():
@@ -78,7 +79,7 @@ def test_every_sample_once_and_in_order(readers: Readers, batch_size: int) -> No
 
 def test_several_labels_are_targets() -> None:
     found = predict_all(make_network(), Pictures([(0, 2), (), (1,)], broken=(1,)), PREPROCESS, batch_size=2)
-    assert found.truth.kind == "classes" and found.truth.values.tolist() == [[1, 0, 1], [0, 1, 0]]
+    assert found.truth.kind == "classes" and found.truth.dense.tolist() == [[1, 0, 1], [0, 1, 0]]
     assert found.labelled() is found
 
 
@@ -87,7 +88,7 @@ def test_it_agrees_with_the_streaming_accuracy() -> None:
     found = predict_all(network, source, PREPROCESS).labelled()
     streamed = Accuracy()(Outputs(Bundle(network, source.classes, PREPROCESS)), source, source)
     assert len(found) == streamed["images"] == 5 and streamed["skipped"] == 1
-    assert (found.logits.argmax(axis=1) == found.truth.values).mean() == streamed["accuracy"]
+    assert (found.logits.argmax(axis=1) == found.truth.dense).mean() == streamed["accuracy"]
 
 
 def test_a_model_without_a_head_is_refused() -> None:
@@ -130,7 +131,7 @@ def predictions() -> Callable[..., Predictions]:
         logits = np.random.default_rng(0).standard_normal((len(labels), 4)).astype(np.float32)
         keys = tuple(f"k{row}" for row in range(len(labels)))
         made = Predictions(
-            logits, SingleLabels(np.array(labels), 4), keys, np.arange(len(labels)) * 3, ("a", "b", "c", "d")
+            logits, single_labels(np.array(labels), 4), keys, np.arange(len(labels)) * 3, ("a", "b", "c", "d")
         )
         return replace(made, **fields)
 
@@ -140,7 +141,7 @@ def predictions() -> Callable[..., Predictions]:
 def test_unlabelled_samples_can_be_left_out(predictions: Callable[..., Predictions]) -> None:
     made = predictions([2, -1, 0, -1])
     kept = made.labelled()
-    assert kept.truth.values.tolist() == [2, 0] and kept.keys == ("k0", "k2") and kept.indices.tolist() == [0, 6]
+    assert kept.truth.dense.tolist() == [2, 0] and kept.keys == ("k0", "k2") and kept.indices.tolist() == [0, 6]
     assert np.array_equal(kept.logits, made.logits[[0, 2]])
     full = predictions([2, 1])
     assert full.labelled() is full
@@ -150,10 +151,10 @@ def test_restricting_to_some_outputs(predictions: Callable[..., Predictions]) ->
     targets = np.array([[1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]], np.uint8)
     made = predictions([3, 0, -1])
     kept = made.restricted((3, 1))
-    assert kept.classes == ("d", "b") and kept.truth.values.tolist() == [0, -1, -1]
+    assert kept.classes == ("d", "b") and kept.truth.dense.tolist() == [0, -1, -1]
     assert np.array_equal(kept.logits, made.logits[:, [3, 1]])
-    several = predictions([3, 0, -1], truth=MultiLabels(targets)).restricted((3, 1))
-    assert several.truth.values.tolist() == [[0, 1], [1, 0], [0, 0]]
+    several = predictions([3, 0, -1], truth=multi_labels(targets)).restricted((3, 1))
+    assert several.truth.dense.tolist() == [[0, 1], [1, 0], [0, 0]]
     for columns in ((0, 0), (4,), (-1,)):
         with pytest.raises(ConfigError, match="must be distinct numbers from 0 to 3"):
             made.restricted(columns)

@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.targets import number_targets, single_labels
 from vitrail.data.batch import Skipped
 from vitrail.errors import DataError
 from vitrail.evaluation.metrics.numbers import number_metrics
 from vitrail.evaluation.metrics.report import QUANTILES, RegressionReport, regression_report, report
 from vitrail.evaluation.predictions import Predictions
-from vitrail.evaluation.truth import Numbers, SingleLabels
 from vitrail.settings import from_plain, to_plain
 
 NAN = math.nan
@@ -24,7 +24,7 @@ def make(truth: list[list[float]], predicted: list[list[float]]) -> Predictions:
     names = ("age", "height", "weight")[: len(truth[0])]
     return Predictions(
         np.array(predicted, np.float32),
-        Numbers(np.array(truth, np.float64)),
+        number_targets(np.array(truth, np.float64)),
         tuple(f"{row}.png" for row in range(len(truth))),
         np.arange(len(truth)) + 100,
         names,
@@ -94,6 +94,6 @@ def test_truth_of_another_kind_is_refused() -> None:
     with pytest.raises(DataError, match="none of 2 images has a known number, so there is nothing to measure"):
         regression_report(numbers)
     with pytest.raises(DataError, match="a regression report needs numbers, but these samples have classes"):
-        regression_report(replace(numbers, truth=SingleLabels(np.array([0, 0]), 1)))
+        regression_report(replace(numbers, truth=single_labels(np.array([0, 0]), 1)))
     with pytest.raises(DataError, match="a classification report needs classes, but these samples have numbers; use"):
         report(make([[1], [2]], [[1], [2]]))

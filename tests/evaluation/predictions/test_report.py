@@ -10,6 +10,7 @@ import pytest
 import torch
 from sklearn import metrics as reference
 
+from tests.targets import multi_labels, single_labels
 from vitrail.data.batch import Skipped
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.metrics.classes import (
@@ -28,7 +29,6 @@ from vitrail.evaluation.metrics.intervals import (
 )
 from vitrail.evaluation.metrics.report import ClassificationReport, absent_note, report
 from vitrail.evaluation.predictions import Predictions
-from vitrail.evaluation.truth import MultiLabels, SingleLabels
 from vitrail.settings import from_plain, to_plain
 
 
@@ -44,7 +44,7 @@ def make_predictions(count: int = 60, classes: int = 7, *, unlabelled: int = 0) 
     keys = tuple(f"{number}.png" for number in range(count))
     names = tuple(f"class {number}" for number in range(classes))
     return Predictions(
-        logits, SingleLabels(labels, classes), keys, np.arange(count) + 100, names, skipped=(Skipped("x", "not one"),)
+        logits, single_labels(labels, classes), keys, np.arange(count) + 100, names, skipped=(Skipped("x", "not one"),)
     )
 
 
@@ -52,13 +52,13 @@ def several(count: int = 40, classes: int = 5) -> Predictions:
     targets = (np.random.default_rng(1).random((count, classes)) < (0.5, 0.3, 0.2, 0.1, 0)).astype(np.uint8)
     made = make_predictions(count, classes)
     logits = (made.logits + 2 * targets - 1).astype(np.float32)
-    return replace(made, logits=logits, truth=MultiLabels(targets), scores="sigmoid")
+    return replace(made, logits=logits, truth=multi_labels(targets), scores="sigmoid")
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 def test_it_gathers_the_figures_of_one_label(scores: str) -> None:
     predictions = replace(make_predictions(), scores=scores)
-    logits, labels = predictions.logits, predictions.truth.values
+    logits, labels = predictions.logits, predictions.truth.dense
     found = report(predictions, bootstrap=50, seed=3, temperature=2.0)
     settings = {"resamples": 50, "seed": 3}
     judged, again = (per_sample(logits, labels, scores=predictions.scores, temperature=t) for t in (1.0, 2.0))
@@ -81,7 +81,7 @@ def test_it_gathers_the_figures_of_one_label(scores: str) -> None:
 def test_classes_and_confusion() -> None:
     predictions = make_predictions()
     found = report(predictions, bootstrap=0)
-    table = confusion(predictions.truth.values, predictions.logits.argmax(axis=1), 7)
+    table = confusion(predictions.truth.dense, predictions.logits.argmax(axis=1), 7)
     rebuilt = np.zeros_like(table)
     for true, likeliest, images in found.confusion:
         rebuilt[true, likeliest] = images
@@ -103,13 +103,13 @@ def test_classes_and_confusion() -> None:
 def test_worst_mistakes_first() -> None:
     predictions = make_predictions()
     found = report(predictions, bootstrap=0, worst=6).worst
-    judged = per_sample(predictions.logits, predictions.truth.values)
-    wrong = judged.predicted != predictions.truth.values
+    judged = per_sample(predictions.logits, predictions.truth.dense)
+    wrong = judged.predicted != predictions.truth.dense
     losses = sorted(judged.cross_entropy[wrong], reverse=True)
     assert [item.loss for item in found] == losses[:6]
     for item in found:
         row = item.index - 100
-        assert item.key == f"{row}.png" and item.labels == (f"class {predictions.truth.values[row]}",)
+        assert item.key == f"{row}.png" and item.labels == (f"class {predictions.truth.dense[row]}",)
         assert item.predicted == (f"class {judged.predicted[row]}",) != item.labels
         assert item.probability == judged.confidence[row] and item.loss == judged.cross_entropy[row]
     assert len(report(predictions, bootstrap=0, worst=1000).worst) == wrong.sum()
@@ -117,7 +117,7 @@ def test_worst_mistakes_first() -> None:
 
 def test_it_gathers_the_figures_of_several_labels() -> None:
     predictions = several()
-    targets = predictions.truth.values
+    targets = predictions.truth.dense
     found = report(predictions, bootstrap=30, seed=1)
     predicted = predictions.logits > 0
     figures = found.multi_label
@@ -172,7 +172,7 @@ def test_no_top5_of_five_classes_and_no_intervals_without_resamples() -> None:
 def test_several_labels_of_which_none_holds() -> None:
     predictions = several()
     empty = replace(
-        predictions, truth=MultiLabels(predictions.truth.values * 0), logits=np.full((40, 5), -3, np.float32)
+        predictions, truth=multi_labels(predictions.truth.dense * 0), logits=np.full((40, 5), -3, np.float32)
     )
     figures = report(empty, bootstrap=0).multi_label
     assert figures is not None and figures.exact_match.value == 1
@@ -200,7 +200,7 @@ def test_a_mistake_can_have_a_logit_of_any_size() -> None:
 
 def test_several_labels_are_judged_by_probabilities_of_a_softmax() -> None:
     predictions = replace(several(), scores="softmax")
-    logits, targets = predictions.logits.astype(np.float64) + 20, predictions.truth.values
+    logits, targets = predictions.logits.astype(np.float64) + 20, predictions.truth.dense
     found = report(replace(predictions, logits=logits.astype(np.float32)), bootstrap=0)
     probabilities = torch.from_numpy(logits).softmax(dim=1)
     losses = torch.nn.functional.binary_cross_entropy(

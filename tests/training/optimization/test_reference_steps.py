@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitrail.data.augmentation.augment import Augment
+from vitrail.data.augment.settings import Augment
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.vit import VisionTransformer

@@ -10,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
+from vitrail.data.formats.folder import read_folder
 from vitrail.data.pixels.decode import decode
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample
-from vitrail.data.sources.folder import FolderSource
 from vitrail.models.variants import create
 from vitrail.training.config import TrainConfig
 from vitrail.training.page import write_examples
@@ -31,7 +31,7 @@ def bundle() -> Bundle:
 
 
 def test_they_are_spread_over_the_source(bundle: Bundle, colour_folder: Path, tmp_path: Path) -> None:
-    source = FolderSource(colour_folder)
+    source = read_folder(colour_folder).samples
     examples = write_examples(bundle, source, tmp_path / "examples", count=6)
     assert [example.label for example in examples] == ["blue", "blue", "green", "green", "red", "red"]
     assert [example.path.name for example in examples] == [
@@ -47,7 +47,7 @@ def test_they_are_spread_over_the_source(bundle: Bundle, colour_folder: Path, tm
 
 
 def test_a_small_source_is_written_whole(bundle: Bundle, colour_folder: Path, tmp_path: Path) -> None:
-    assert len(write_examples(bundle, FolderSource(colour_folder), tmp_path / "examples", count=100)) == 36
+    assert len(write_examples(bundle, read_folder(colour_folder).samples, tmp_path / "examples", count=100)) == 36
 
 
 def test_broken_and_unlabelled_samples_are_left_out(bundle: Bundle, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vitrail.data.augmentation.augment import Augment
+from vitrail.data.augment.settings import Augment
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.training import clock as timing
 from vitrail.training.clock import MachineLimit, TimeLeft, Timing

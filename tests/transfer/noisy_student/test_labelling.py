@@ -11,10 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
+from vitrail.data.formats.pseudo_labels import Pool, read_info
 from vitrail.data.pipeline import Readers
-from vitrail.data.source import soft_target_of
+from vitrail.data.source import has_soft_targets, soft_target_of
 from vitrail.data.sources import open_data
-from vitrail.data.sources.pseudo_labels import Pool, PseudoLabels, read_info
 from vitrail.errors import BundleError, ConfigError, DataError
 from vitrail.experiments.noisy_student import Labelling, choose_rows, label_images
 from vitrail.weights.bundle import weights_sha256
@@ -35,7 +35,7 @@ def test_labels_are_the_probabilities_of_the_teacher(
     model = teacher(dropout=0.5)
     info = label(model, colour_folder, tmp_path / "labels", balance=False)
     bundle, source = load(model, device="cpu"), open_data(str(tmp_path / "labels"), validation_share=0.0).train
-    assert isinstance(source, PseudoLabels)
+    assert has_soft_targets(source)
     bundle.network.eval()
     found: dict[str, np.ndarray] = {}
     for path in sorted(colour_folder.rglob("*.png")):

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from vitrail.data.formats.pseudo_labels import Pool, read_info
 from vitrail.data.sources import open_data
-from vitrail.data.sources.pseudo_labels import Pool, read_info
 from vitrail.errors import ConfigError, DataError, RunError
 from vitrail.experiments.noisy_student import (
     Events,

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int64, UInt8, UInt64
 from PIL import Image
 
-from vitrail.data.check.look import CHUNK, Looks, Progress, in_threads
-from vitrail.data.check.shifted import shifted_copies
+from vitrail.data.check.images import CHUNK, DETAIL_SIDE, Looks, Progress, in_threads
 from vitrail.data.pixels.decode import to_pil
-from vitrail.data.source import Source
+from vitrail.data.source import Source, samples_of
 from vitrail.errors import DataError
 
 RADIUS = 0.05
@@ -236,3 +236,204 @@ def _components(pairs: Int64[np.ndarray, "p 2"]) -> list[list[int]]:
     for row in sorted(parent):
         groups.setdefault(root(row), []).append(row)
     return list(groups.values())
+
+
+NEIGHBOURS = 5
+"""Number of images with which each image is compared: the images with the most similar thumbnails."""
+
+FLATTEST_THUMBNAIL = 3.0
+"""Contrast in grey levels of the flattest thumbnails that are fully compared. For a flatter thumbnail, the similarity
+to other thumbnails is reduced."""
+
+MARGIN = 5
+"""Largest shift between two images that is tried, in pixels. Every image is scaled to 32 x 32 pixels first."""
+
+FINE, COARSE = 0.7, 2.5
+"""Standard deviations in pixels of two Gaussian filters. Their difference keeps the details of a picture, and removes
+noise and smooth shading."""
+
+MATCH = 0.85
+"""Smallest correlation of the details of near duplicates."""
+
+MATCH_OF_FEW, FEW = 0.95, 30
+"""If fewer than `FEW` pairs are compared, near duplicates need at least the correlation `MATCH_OF_FEW`. So few pairs do
+not show which correlations are usual for the data."""
+
+OUTLIER = 5.0
+"""Smallest difference between the score of near duplicates and the median score of all compared pairs, in robust
+standard deviations. A score is a correlation after Fisher's transformation."""
+
+BUSY = 0.2
+"""Smallest fraction of a near duplicate's pixels that contain details. Images with fewer details, such as small objects
+on a plain background, look alike without being copies."""
+
+ROWS, GROUP, PAIRS_AT_ONCE = 256, 64, 2048
+
+
+def shifted_copies(
+    thumbnails: UInt8[np.ndarray, "n 8 8"], details: UInt8[np.ndarray, "n 32 32"], *, threads: int | None = None
+) -> Int64[np.ndarray, "p 2"]:
+    """Return the pairs of images that show the same picture. The first index of a pair is the smaller one.
+
+    The correlation of details must be at least `MATCH`. It must also be unusual for the data: in some data sets, such
+    as drawings of the same objects, the most similar images correlate strongly without being copies. The distribution
+    of the correlations of all compared pairs, after Fisher's transformation, shows which correlations are usual.
+    """
+    pairs = most_similar(thumbnails, threads=threads)
+    if not len(pairs):
+        return pairs
+    starts = range(0, len(pairs), PAIRS_AT_ONCE)
+    with in_threads(
+        lambda start: detail_correlation(details, pairs[start : start + PAIRS_AT_ONCE]), starts, threads
+    ) as blocks:
+        correlation, busy = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+    scores = np.arctanh(np.clip(correlation, -0.999, 0.9999))
+    if len(pairs) < FEW:
+        limit = np.arctanh(MATCH_OF_FEW)
+    else:
+        usual = np.median(scores)
+        deviation = 1.4826 * np.median(np.abs(scores - usual))
+        limit = max(np.arctanh(MATCH), usual + OUTLIER * deviation)
+    return pairs[(scores >= limit) & (busy >= BUSY)]
+
+
+def most_similar(thumbnails: UInt8[np.ndarray, "n 8 8"], *, threads: int | None = None) -> Int64[np.ndarray, "p 2"]:
+    """Return pairs of thumbnails: each thumbnail with each of the five others that correlate most with it.
+
+    Each pair occurs once, with the smaller index first. All thumbnails are compared with all others, so the time grows
+    with the square of their number.
+    """
+    count = len(thumbnails)
+    flat = thumbnails.reshape(count, 64).astype(np.float32)
+    flat -= flat.mean(axis=1, keepdims=True)
+    flat /= np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 8 * FLATTEST_THUMBNAIL)
+    columns = max(-(-count // GROUP), NEIGHBOURS) * GROUP
+    others = np.zeros((64, columns), np.float32)
+    others[:, :count] = flat.T
+
+    def nearest(start: int) -> Int64[np.ndarray, "q 2"]:
+        rows = np.arange(start, min(start + ROWS, count))
+        similarity = flat[rows] @ others
+        similarity[np.arange(len(rows)), rows] = -2
+        similarity[:, count:] = -2
+        groups = similarity.reshape(len(rows), -1, GROUP)
+        best = np.argpartition(-groups.max(axis=2), NEIGHBOURS - 1, axis=1)[:, :NEIGHBOURS]  # the groups of the best
+        values = np.take_along_axis(groups, best[..., None], axis=1).reshape(len(rows), -1)
+        places = (best[..., None] * GROUP + np.arange(GROUP)).reshape(len(rows), -1)
+        chosen = np.take_along_axis(places, np.argpartition(-values, NEIGHBOURS - 1, axis=1)[:, :NEIGHBOURS], axis=1)
+        found = np.stack([np.repeat(rows, NEIGHBOURS), chosen.ravel()], axis=1)
+        return np.sort(found[(found[:, 1] < count) & (found[:, 0] != found[:, 1])], axis=1)
+
+    with in_threads(nearest, range(0, count, ROWS), threads) as parts:
+        return np.unique(np.concatenate([np.zeros((0, 2), np.int64), *parts]), axis=0)
+
+
+def detail_correlation(
+    details: UInt8[np.ndarray, "n 32 32"], pairs: Int64[np.ndarray, "p 2"]
+) -> tuple[Float32[np.ndarray, " p"], Float32[np.ndarray, " p"]]:
+    """Return the correlation of the details of each pair at the best shift, and the fraction of the pixels that hold
+    the details.
+
+    The centre of the first image is compared with all windows of its size in the second image. The fraction is the
+    participation ratio of the squared details.
+    """
+    side, window = DETAIL_SIDE, _window()
+    template = _details_of(details[pairs[:, 0]]) * window
+    picture = _details_of(details[pairs[:, 1]])
+    energy = np.square(template).sum(axis=(1, 2))
+    busy = np.square(energy) / np.maximum((template**4).sum(axis=(1, 2)), 1e-6) / window.sum()
+    shifts = np.r_[0 : MARGIN + 1, side - MARGIN : side]
+
+    def slide(kernel: np.ndarray, image: np.ndarray) -> np.ndarray:
+        products = np.conj(np.fft.rfft2(kernel)) * np.fft.rfft2(image)
+        return np.fft.irfft2(products, s=(side, side))[:, shifts][:, :, shifts]
+
+    energies = energy[:, None, None] * slide(window, np.square(picture))
+    correlation = slide(template, picture) / np.sqrt(np.maximum(energies, 1e-3))
+    return correlation.max(axis=(1, 2)).astype(np.float32), busy.astype(np.float32)
+
+
+def _details_of(pictures: UInt8[np.ndarray, "n 32 32"]) -> Float32[np.ndarray, "n 32 32"]:
+    values = pictures.astype(np.float32)
+    fine, coarse = _blur(FINE), _blur(COARSE)
+    return fine @ values @ fine.T - coarse @ values @ coarse.T
+
+
+@functools.cache
+def _blur(deviation: float) -> Float32[np.ndarray, "32 32"]:
+    """Return the matrix of a one-dimensional Gaussian filter. Beyond the edge, the pixel at the edge is repeated."""
+    side, reach = DETAIL_SIDE, round(5 * deviation)
+    matrix = np.zeros((side, side))
+    for row in range(side):
+        for other in range(row - reach, row + reach + 1):
+            matrix[row, min(max(other, 0), side - 1)] += np.exp(-((row - other) ** 2) / (2 * deviation**2))
+    return (matrix / matrix.sum(axis=1, keepdims=True)).astype(np.float32)
+
+
+@functools.cache
+def _window() -> Float32[np.ndarray, "32 32"]:
+    """Return a mask of the pixels that remain in a picture at all shifts."""
+    window = np.zeros((DETAIL_SIDE, DETAIL_SIDE), np.float32)
+    window[MARGIN:-MARGIN, MARGIN:-MARGIN] = 1
+    return window
+
+
+MOST_READ = 1000
+"""Largest number of pairs of images with the same file name that are read and compared."""
+
+
+def shared_images(train: Source, held_out: Source) -> list[int]:
+    """Return the indices of held-out images that the training data also contains.
+
+    Two samples are the same image if both come from the same place, such as a file or a part of a file, even under
+    different names. Two images are also the same if they have the same file name and the same bytes or pixels. If more
+    than 1,000 pairs have the same file name, only 1,000 evenly spaced pairs are compared.
+    """
+    if not len(train) or not len(held_out):
+        return []
+    own, other_samples = samples_of(train), samples_of(held_out)
+    origins = {origin: index for index in range(len(held_out)) if (origin := other_samples.origin(index)) is not None}
+    kind = (own.origin(0) or "").partition(" ")[0]
+    same = set()
+    if any(origin.startswith(f"{kind} ") for origin in origins):
+        for index in range(len(train)):
+            other = origins.get(own.origin(index) or "")
+            if other is None:
+                continue
+            # files on two disks can have the same inode, but hardly the same times as well
+            if kind != "file" or own.stamp(index) == other_samples.stamp(other):
+                same.add(other)
+    if kind != "fractal":
+        same |= {
+            other
+            for one, other in _with_same_name(train, held_out)
+            if other not in same and _equal(train, held_out, one, other)
+        }
+    return sorted(same)
+
+
+def _with_same_name(train: Source, held_out: Source) -> Iterator[tuple[int, int]]:
+    """Yield at most `MOST_READ` pairs of indices: a training image and a held-out image with the same file name in any
+    folder.
+
+    The pairs are counted and not listed, because classes whose images have the same numbers have millions of them.
+    """
+    names: dict[str, list[int]] = {}
+    for index in range(len(held_out)):
+        names.setdefault(held_out.key(index).rpartition("/")[2], []).append(index)
+    counts = [len(names.get(train.key(index).rpartition("/")[2], ())) for index in range(len(train))]
+    ends = np.cumsum(counts, dtype=np.int64)
+    total = int(ends[-1])
+    for place in np.unique(np.linspace(0, total - 1, min(MOST_READ, total)).astype(np.int64)).tolist():
+        index = int(np.searchsorted(ends, place, side="right"))
+        yield index, names[train.key(index).rpartition("/")[2]][place - int(ends[index]) + counts[index]]
+
+
+def _equal(train: Source, held_out: Source, one: int, other: int) -> bool:
+    try:
+        mine, theirs = train[one].image, held_out[other].image
+    except DataError:  # training will skip the image and report it
+        return False
+    if isinstance(mine, bytes) and isinstance(theirs, bytes):
+        return mine == theirs != b""  # an empty file is a broken image, not a copy
+    return isinstance(mine, np.ndarray) and isinstance(theirs, np.ndarray) and np.array_equal(mine, theirs)

@@ -1,20 +1,257 @@
-"""Findings from the images themselves: broken files, copies, blank images and outliers."""
+"""The findings of a check of data, and the examinations of images and labels that make them."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import get_args
 
 import numpy as np
 
 from vitrail.data.check.duplicates import Duplicates
-from vitrail.data.check.look import Looks, Oddity, State
-from vitrail.data.check.report import Example, Finding, Severity, Sizes, example, first
+from vitrail.data.check.images import Looks, Oddity, State
+from vitrail.data.faults import Fault, Severity
 from vitrail.data.pipeline import skips_allowed
-from vitrail.data.source import Source
-from vitrail.errors import plural
+from vitrail.data.source import Source, target_kind
+from vitrail.data.splits import Splits
+from vitrail.data.targets import Target, class_indices, holds_numbers
+from vitrail.errors import listed, plural
+from vitrail.report.page import printable
+
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
+
+MOST_GROUPS = 1000
+MOST_MEMBERS = 20
+
+
+@dataclass(frozen=True)
+class Example:
+    """One of the images that a finding is about."""
+
+    split: str
+    index: int
+    """Index of the image in the source of its split."""
+    key: str
+    """Key of the sample, with unprintable characters escaped."""
+    label: str | None
+    """Names of the image's classes, or None if the image has no label."""
+    detail: str = ""
+    """Details about this image, such as the reason why it cannot be decoded."""
+
+
+@dataclass(frozen=True)
+class Finding(Fault):
+    """A fact about a data set that matters for training. `kind` is the same in every report, and docs/data-check.md
+    lists all kinds. `count` can also be that of images."""
+
+    groups: tuple[tuple[Example, ...], ...] = ()
+    """The first images that the finding is about. Images that are copies of each other form a group. Any other image is
+    a group of its own."""
+
+
+@dataclass(frozen=True)
+class SplitCounts:
+    """The number of images in a split, in total and per class."""
+
+    name: str
+    images: int
+    looked_at: int
+    per_class: tuple[int, ...]
+    """Number of images per class. An image with several labels counts for each label. Empty if the targets are numbers
+    or the split has no targets."""
+    unlabelled: int
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The distribution of the training images over the classes. Classes without training images are ignored."""
+
+    largest: int
+    smallest: int
+    effective: float
+    """Effective number of classes: exp of the entropy of the class fractions. It equals the number of classes if all
+    have the same size."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Widths and heights of the decoded images in pixels, after rotation by the EXIF tag, ordered by area."""
+
+    smallest: tuple[int, int]
+    median: tuple[int, int]
+    largest: tuple[int, int]
+    common: tuple[tuple[int, int, int], ...]
+    """The five most common sizes, as width, height and number of images."""
+    different: int
+    """Number of different sizes."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of `check_data`. `vitrail.settings` converts it to plain values and back."""
+
+    classes: tuple[str, ...]
+    splits: tuple[SplitCounts, ...]
+    balance: Balance | None
+    """None if no training image has a label."""
+    sizes: Sizes | None
+    """None if no image could be decoded."""
+    kinds: dict[str, int]
+    """Number of images of each format and mode, such as "JPEG RGB", the most common first."""
+    findings: tuple[Finding, ...]
+    """All findings, the most severe first."""
+    notes: tuple[str, ...]
+    """The notes from opening the data, for example about a new validation split or skipped files."""
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.severity == "error")
+
+    @property
+    def images(self) -> int:
+        return sum(split.images for split in self.splits)
+
+    @property
+    def looked_at(self) -> int:
+        return sum(split.looked_at for split in self.splits)
+
+
+def example(split: str, source: Source, index: int, detail: str = "") -> Example:
+    """Return the example for a sample of a split, without reading its image."""
+    return Example(split, index, printable(source.key(index)), names_of(source.target(index), source.classes), detail)
+
+
+def names_of(label: Target, classes: Sequence[str]) -> str | None:
+    """Return the class names of a target, or the names and values of its numbers, or None if the target is None."""
+    if label is None:
+        return None
+    if isinstance(label, tuple) and any(isinstance(number, float) for number in label):
+        return ", ".join(f"{name} {number:g}" for name, number in zip(classes, label, strict=True))
+    return ", ".join(classes[one] for one in class_indices(label))
+
+
+def first(groups: Iterable[Iterable[Example]]) -> tuple[tuple[Example, ...], ...]:
+    """Return the first groups and the first members of each group, up to the limits of a report."""
+    found: list[tuple[Example, ...]] = []
+    for group in groups:
+        if len(found) == MOST_GROUPS:
+            break
+        found.append(tuple(member for member, _ in zip(group, range(MOST_MEMBERS), strict=False)))
+    return tuple(found)
+
+
+MANY = 20
+"""Smallest number of classes called by whole numbers that can be measured numbers."""
+
+UNEVEN = 10
+"""Smallest ratio of the largest class to the smallest class for which the imbalance is a warning."""
+
+
+def named_sources(splits: Splits) -> dict[str, Source]:
+    """Return the sources of all splits that exist, by name."""
+    named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
+    return {name: source for name, source in named.items() if source is not None}
+
+
+def count(name: str, source: Source, looked_at: int) -> SplitCounts:
+    """Count the samples of a split per class, and the samples without a target."""
+    has_classes = target_kind(source) != "numbers"
+    per_class = [0] * len(source.classes) if has_classes else []
+    unlabelled = 0
+    for index in range(len(source)):
+        label = source.target(index)
+        if label is None:
+            unlabelled += 1
+        if label is None or not has_classes:
+            continue
+        for one in class_indices(label):
+            per_class[one] += 1
+    return SplitCounts(name, len(source), looked_at, tuple(per_class), unlabelled)
+
+
+def balance_of(train: SplitCounts) -> Balance | None:
+    counts = np.array([number for number in train.per_class if number], np.float64)
+    if not len(counts):
+        return None
+    fractions = counts / counts.sum()
+    return Balance(int(counts.max()), int(counts.min()), math.exp(float(-(fractions * np.log(fractions)).sum())))
+
+
+def label_findings(classes: Sequence[str], splits: Mapping[str, SplitCounts]) -> Iterator[Finding]:
+    train = splits["train"]
+    if not classes:  # the data was opened as unlabelled
+        return
+    yield from _unlabelled(splits)
+    if not train.per_class:  # numbers
+        return
+    yield from _missing(classes, splits)
+    yield from _numbers(classes, train)
+    single = [name for name, number in zip(classes, train.per_class, strict=True) if number == 1]
+    if single:
+        yield Finding(
+            "single-image-class", "warning", len(single),
+            f"{plural(len(single), 'class')} with only one training image: {listed(single)}",
+            "The class is trained on its only image. A validation split that is cut off never contains that image, so "
+            "no metric covers the class.",
+            "Add images, or remove the class.",
+        )  # fmt: skip
+    balance = balance_of(train)
+    if balance is not None and balance.largest >= UNEVEN * balance.smallest:
+        yield Finding(
+            "imbalance", "warning", sum(number > 0 for number in train.per_class),
+            f"the largest class has {balance.largest / balance.smallest:,.0f} times as many training images as the "
+            f"smallest ({balance.largest:,} and {balance.smallest:,}); the {len(classes)} classes have the entropy of "
+            f"{balance.effective:.1f} classes of equal size",
+            "Every image has the same weight, so frequent classes are learned first, and the overall accuracy says "
+            "little about rare classes.",
+            "Add images of rare classes, and look at the accuracy per class.",
+        )  # fmt: skip
+
+
+def _numbers(classes: Sequence[str], train: SplitCounts) -> Iterator[Finding]:
+    """Yield a finding if the classes look like measured numbers: some have decimals, or many occur once."""
+    if not holds_numbers(classes):
+        return
+    occur_once = len(classes) >= MANY and 2 * train.per_class.count(1) > len(classes)
+    if occur_once or any(not float(name).is_integer() for name in classes):
+        yield Finding(
+            "numbers-as-classes", "warning", len(classes),
+            f"the {len(classes):,} classes are numbers: {listed(classes)}",
+            "Each number is a class of its own. Classes have no order, so 3.1 and 3.2 are as different as 3 and 900.",
+            "To predict numbers, name their columns: --numbers COLUMN. Keep the classes if the numbers are only names.",
+        )  # fmt: skip
+
+
+def _unlabelled(splits: Mapping[str, SplitCounts]) -> Iterator[Finding]:
+    without = {name: split.unlabelled for name, split in splits.items() if split.unlabelled}
+    if without:
+        yield Finding(
+            "unlabelled", "warning", sum(without.values()),
+            "without a label: " + ", ".join(plural(number, f"{name} image") for name, number in without.items()),
+            "These images are skipped, both in training and in evaluation.",
+            "Label these images, or remove them.",
+        )  # fmt: skip
+
+
+def _missing(classes: Sequence[str], splits: Mapping[str, SplitCounts]) -> Iterator[Finding]:
+    for name, split in splits.items():
+        missing = [one for one, number in zip(classes, split.per_class, strict=True) if not number]
+        if not missing:
+            continue
+        if name == "train":
+            consequence = "The network learns never to predict such a class."
+        else:
+            consequence = f"The {name} accuracy does not cover such a class."
+        yield Finding(
+            f"missing-in-{name}", "warning", len(missing),
+            f"{plural(len(missing), 'class')} without {name} images: {listed(missing)}",
+            consequence,
+            f"Add {name} images of the class" + (", or remove the class." if name == "train" else "."),
+        )  # fmt: skip
+
 
 FEWEST = 20
 """Smallest number of images for which outliers are searched."""

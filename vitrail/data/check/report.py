@@ -1,145 +1,297 @@
-"""The result of a check: counts, sizes and findings, in types that can be saved as JSON."""
+"""Checks of a data set before training. A report lists the problems and their effects on training."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from vitrail.data.source import Source, Target, class_indices
-from vitrail.report.page import printable
+import numpy as np
 
-Severity = Literal["error", "warning", "note"]
-"""Severity of a finding. An error makes training fail. With a warning, training works, but the model is worse or its
-metrics are wrong. A note is only information."""
+from vitrail.data.check.duplicates import find_duplicates
+from vitrail.data.check.findings import (
+    SEVERITIES,
+    Examined,
+    Example,
+    Finding,
+    Report,
+    balance_of,
+    count,
+    example,
+    image_findings,
+    kinds_of,
+    label_findings,
+    named_sources,
+    sizes_of,
+)
+from vitrail.data.check.images import MOST_DETAILED, Looks, Progress, State, examine, look_at_all
+from vitrail.data.faults import Severity
+from vitrail.data.pixels.decode import to_pil
+from vitrail.data.source import Source, target_kind
+from vitrail.data.splits import Splits, drawn, drawn_per_class
+from vitrail.errors import ConfigError, DataError, listed, plural
+from vitrail.report.page import document, escape, figure, printable, table, thumbnail
 
-SEVERITIES: tuple[Severity, ...] = get_args(Severity)
-
-MOST_GROUPS = 1000
-MOST_MEMBERS = 20
-
-
-@dataclass(frozen=True)
-class Example:
-    """One of the images that a finding is about."""
-
-    split: str
-    index: int
-    """Index of the image in the source of its split."""
-    key: str
-    """Key of the sample, with unprintable characters escaped."""
-    label: str | None
-    """Names of the image's classes, or None if the image has no label."""
-    detail: str = ""
-    """Details about this image, such as the reason why it cannot be decoded."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A fact about a data set that matters for training."""
-
-    kind: str
-    """Identifier of the finding, such as "blank", the same in every report. docs/data-check.md lists all
-    identifiers."""
-    severity: Severity
-    count: int
-    """Number of images, or of classes, that the finding is about."""
-    text: str
-    training: str
-    """The effect on training."""
-    advice: str
-    """Action that the user can take."""
-    groups: tuple[tuple[Example, ...], ...] = ()
-    """The first images that the finding is about. Images that are copies of each other form a group. Any other image is
-    a group of its own."""
+QUICK_IMAGES = 64
+QUICK_SECONDS = 0.3
 
 
-@dataclass(frozen=True)
-class SplitCounts:
-    """The number of images in a split, in total and per class."""
+def check_data(
+    splits: Splits,
+    *,
+    sample: int | None = None,
+    threads: int | None = None,
+    max_skipped: float = 0.01,
+    progress: Progress | None = None,
+) -> Report:
+    """Check all images of `splits`, or a sample of `sample` images, and return a report.
 
-    name: str
-    images: int
-    looked_at: int
-    per_class: tuple[int, ...]
-    """Number of images per class. An image with several labels counts for each label. Empty if the targets are numbers
-    or the split has no targets."""
-    unlabelled: int
-
-
-@dataclass(frozen=True)
-class Balance:
-    """The distribution of the training images over the classes. Classes without training images are ignored."""
-
-    largest: int
-    smallest: int
-    effective: float
-    """Effective number of classes: exp of the entropy of the class fractions. It equals the number of classes if all
-    have the same size."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Widths and heights of the decoded images in pixels, after rotation by the EXIF tag, ordered by area."""
-
-    smallest: tuple[int, int]
-    median: tuple[int, int]
-    largest: tuple[int, int]
-    common: tuple[tuple[int, int, int], ...]
-    """The five most common sizes, as width, height and number of images."""
-    different: int
-    """Number of different sizes."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """The result of `check_data`. `vitrail.settings` converts it to plain values and back."""
-
-    classes: tuple[str, ...]
-    splits: tuple[SplitCounts, ...]
-    balance: Balance | None
-    """None if no training image has a label."""
-    sizes: Sizes | None
-    """None if no image could be decoded."""
-    kinds: dict[str, int]
-    """Number of images of each format and mode, such as "JPEG RGB", the most common first."""
-    findings: tuple[Finding, ...]
-    """All findings, the most severe first."""
-    notes: tuple[str, ...]
-    """The notes from opening the data, for example about a new validation split or skipped files."""
-
-    @property
-    def errors(self) -> tuple[Finding, ...]:
-        return tuple(finding for finding in self.findings if finding.severity == "error")
-
-    @property
-    def images(self) -> int:
-        return sum(split.images for split in self.splits)
-
-    @property
-    def looked_at(self) -> int:
-        return sum(split.looked_at for split in self.splits)
+    The sample is chosen by a hash and contains about the same fraction of every split and class. Labels are always
+    counted for all images. `max_skipped` is the fraction of training images that may fail to decode, as in
+    `DataConfig`. A broken image is a finding, not an error. Raises `ConfigError` if an argument is out of range.
+    """
+    if sample is not None and sample < 1:
+        raise ConfigError(f"sample={sample} is less than 1; check at least one image")
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads={threads} is less than 1; use at least one thread")
+    if not 0 <= max_skipped <= 1:
+        raise ConfigError(f"max_skipped={max_skipped} is not in [0, 1]; it is a fraction of the training images")
+    sources = named_sources(splits)
+    rows = _rows(list(sources.values()), sample)
+    looks = look_at_all(list(sources.values()), rows, threads=threads, progress=progress)
+    duplicates = find_duplicates(looks, list(sources.values()), threads=threads, progress=progress)
+    counts = {name: count(name, source, len(part)) for (name, source), part in zip(sources.items(), rows, strict=True)}
+    found = [
+        *(Finding(**vars(fault)) for fault in splits.faults),
+        *image_findings(Examined(sources, looks, duplicates, max_skipped)),
+        *label_findings(splits.classes, counts),
+    ]
+    notes = list(splits.notes)
+    if (looked_at := len(looks)) < (images := sum(map(len, sources.values()))):
+        notes.append(f"checked {looked_at:,} of {images:,} images; copies are found only among these")
+    if not duplicates.complete:
+        notes.append("so many images look alike that not all pairs were compared; there may be more near duplicates")
+    if not duplicates.shifted:
+        notes.append(f"shifted and recoloured copies are searched among at most {MOST_DETAILED:,} images; use --sample")
+    return Report(
+        classes=splits.classes,
+        splits=tuple(counts.values()),
+        balance=balance_of(counts["train"]),
+        sizes=sizes_of(looks),
+        kinds=kinds_of(looks),
+        findings=_most_severe_first(found),
+        notes=tuple(notes),
+    )
 
 
-def example(split: str, source: Source, index: int, detail: str = "") -> Example:
-    """Return the example for a sample of a split, without reading its image."""
-    return Example(split, index, printable(source.key(index)), names_of(source.target(index), source.classes), detail)
+def quick_check(splits: Splits) -> tuple[str, ...]:
+    """Return lines of text for the start of a run: image counts, image sizes, the most severe finding, and one line per
+    split that lacks a class.
+
+    All labels are examined. Up to 64 training images are decoded, within about 0.3 seconds. A broken image is a
+    finding, not an error.
+    """
+    sources = named_sources(splits)
+    counts = {name: count(name, source, 0) for name, source in sources.items()}
+    images = ", ".join(f"{len(source):,} {name}" for name, source in sources.items())
+    noun = "number" if splits.target_kind == "numbers" else "class"
+    line = f"images: {images}; {plural(len(splits.classes), noun) if splits.classes else 'no labels'}"
+    if (balance := balance_of(counts["train"])) is not None:
+        line += f" of {balance.smallest:,} to {balance.largest:,} training images each"
+    looks = _glance(splits.train)
+    found = [*_broken(splits.train, looks), *label_findings(splits.classes, counts)]
+    seen = f"checked {plural(len(looks), 'image')}: "
+    if (sizes := sizes_of(looks)) is not None:
+        (low, high), kinds = (sizes.smallest, sizes.largest), list(kinds_of(looks))
+        span = f"{low[0]} x {low[1]}" + ("" if low == high else f" to {high[0]} x {high[1]}")
+        seen += f"{span} pixels (width x height), {listed(kinds, 3)}"
+    else:
+        seen += "none of them can be decoded"
+    worst = _most_severe_first(found)
+    if not worst:
+        return line, seen, "no problem found"
+    missing = [one for one in worst[1:] if one.kind.startswith("missing-in-")]
+    others = len(worst) - 1 - len(missing)
+    more = f" (and {plural(others, 'other finding')})" if others else ""
+    lines = [f"{one.severity}: {one.text}" for one in (worst[0], *missing)]
+    return line, seen, f"{lines[0]}{more}", *lines[1:]
 
 
-def names_of(label: Target, classes: Sequence[str]) -> str | None:
-    """Return the class names of a target, or the names and values of its numbers, or None if the target is None."""
-    if label is None:
-        return None
-    if isinstance(label, tuple) and any(isinstance(number, float) for number in label):
-        return ", ".join(f"{name} {number:g}" for name, number in zip(classes, label, strict=True))
-    return ", ".join(classes[one] for one in class_indices(label))
+def _rows(sources: list[Source], sample: int | None) -> list[np.ndarray]:
+    """Return, for each source, the indices of the images to check."""
+    total = sum(map(len, sources))
+    if sample is None or sample >= total:
+        return [np.arange(len(source)) for source in sources]
+    ends = [round(sample * end / total) for end in np.cumsum([len(source) for source in sources]).tolist()]
+    counts = np.diff([0, *ends]).tolist()
+    return [np.array(drawn(source, part), np.int64) for source, part in zip(sources, counts, strict=True)]
 
 
-def first(groups: Iterable[Iterable[Example]]) -> tuple[tuple[Example, ...], ...]:
-    """Return the first groups and the first members of each group, up to the limits of a report."""
-    found: list[tuple[Example, ...]] = []
-    for group in groups:
-        if len(found) == MOST_GROUPS:
+def _glance(source: Source) -> Looks:
+    """Examine evenly spaced images of a source, one after another, until the time limit is reached."""
+    begun = time.perf_counter()
+    rows = np.unique(np.linspace(0, len(source) - 1, min(QUICK_IMAGES, len(source))).astype(np.int64))
+    results = []
+    for row in rows.tolist():
+        results.append(examine(source, row))
+        if time.perf_counter() - begun > QUICK_SECONDS:
             break
-        found.append(tuple(member for member, _ in zip(group, range(MOST_MEMBERS), strict=False)))
-    return tuple(found)
+    looks = Looks(np.zeros(len(results), np.uint8), rows[: len(results)])
+    for place, result in enumerate(results):
+        looks.put(place, result)
+    return looks
+
+
+def _broken(source: Source, looks: Looks) -> list[Finding]:
+    """Return a finding if some of the examined images could not be read or decoded."""
+    rows = np.flatnonzero(looks.state != State.OK).tolist()
+    if not rows:
+        return []
+    severity: Severity = "error" if (looks.state == State.UNREADABLE).any() else "warning"
+    first = f"{printable(source.key(int(looks.index[rows[0]])))}: {looks.reasons[rows[0]]}"
+    text = f"{len(rows)} of {plural(len(looks), 'checked image')} cannot be decoded, such as {first}"
+    return [Finding("broken", severity, len(rows), text, "", "")]
+
+
+def _most_severe_first(found: list[Finding]) -> tuple[Finding, ...]:
+    return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))
+
+
+MOST_GROUPS = 12
+MOST_MEMBERS = 4
+MOST_ROWS = 20
+"""Largest number of classes in the table, as in the terminal. The other classes share a row."""
+
+MOST_LISTED = 200
+"""Largest number of classes in the second table, which follows if the first does not have all classes."""
+
+MOST_CLASSES = 24
+OF_EACH_CLASS = 5
+
+
+def page(report: Report, splits: Splits, title: str) -> str:
+    """Return the HTML of a report. At most a few hundred images are read again and embedded."""
+    sources = named_sources(splits)
+    counts = {one: sum(finding.severity == one for finding in report.findings) for one in ("error", "warning", "note")}
+    verdict = ", ".join(plural(number, one) for one, number in counts.items() if number) or "no problem found"
+    parts = [
+        f'<p class="dim">{report.looked_at:,} of {plural(report.images, "image")} checked: {verdict}.</p>',
+        *(f"<p>{escape(note)}</p>" for note in report.notes),
+        *_counts(report),
+        *(["<h2>Findings</h2>"] if report.findings else []),
+        *(_finding(finding, sources) for finding in report.findings),
+        *_sizes_and_formats(report),
+        *_classes(splits.train),
+        *_all_classes(report),
+    ]
+    return document(f"Check of {title}", parts)
+
+
+def _counts(report: Report) -> Iterator[str]:
+    """Yield the number of images per class and split, as the terminal shows it."""
+    counted = bool(report.splits[0].per_class)
+    if counted:
+        yield f"<h2>{plural(len(report.classes), 'class')}</h2>"
+    else:
+        yield "<h2>No labels</h2>" if not report.classes else f"<h2>Numbers: {escape(listed(report.classes, 20))}</h2>"
+    if report.balance is not None:
+        yield (
+            f'<p class="dim">Training images per class: {report.balance.smallest:,} to {report.balance.largest:,}. The '
+            f"classes have the entropy of {report.balance.effective:.1f} classes of equal size.</p>"
+        )
+    rows, rest = _class_rows(report)[:MOST_ROWS], _largest_first(report)[MOST_ROWS:]
+    if rest:
+        sums = (f"{sum(split.per_class[one] for one in rest):,}" for split in report.splits)
+        rows.append((f"{len(rest):,} more", *sums))
+    if any(split.unlabelled for split in report.splits):
+        rows.append(("no label", *(f"{split.unlabelled:,}" for split in report.splits)))
+    rows.append(("images", *(f"{split.images:,}" for split in report.splits)))
+    yield table(("class" if counted else "", *(split.name for split in report.splits)), rows)
+
+
+def _all_classes(report: Report) -> Iterator[str]:
+    """Yield the table of all classes if the first table has only the largest ones."""
+    rows = _class_rows(report)
+    if len(rows) > MOST_ROWS:
+        yield "<h2>Images of all classes</h2>"
+        yield table(("class", *(split.name for split in report.splits)), rows[:MOST_LISTED])
+        if len(rows) > MOST_LISTED:
+            yield f'<p class="dim">and {plural(len(rows) - MOST_LISTED, "smaller class")}</p>'
+
+
+def _largest_first(report: Report) -> list[int]:
+    counted = report.splits[0].per_class
+    return sorted(range(len(counted)), key=lambda one: -counted[one])
+
+
+def _class_rows(report: Report) -> list[tuple[str, ...]]:
+    return [
+        (report.classes[one], *(f"{split.per_class[one]:,}" for split in report.splits))
+        for one in _largest_first(report)
+    ]
+
+
+def _sizes_and_formats(report: Report) -> Iterator[str]:
+    if report.sizes is not None:
+        sizes = report.sizes
+        yield "<h2>Sizes and formats</h2>"
+        if sizes.different > 1:
+            yield (
+                f"<p>{sizes.different:,} different sizes (width x height), from {_size(sizes.smallest)} to "
+                f"{_size(sizes.largest)}, with the median {_size(sizes.median)}.</p>"
+            )
+        yield table(("size", "images"), [(_size(one[:2]), f"{one[2]:,}") for one in sizes.common])
+        yield table(("format and mode", "images"), [(kind, f"{count:,}") for kind, count in report.kinds.items()])
+
+
+def _size(size: tuple[int, int]) -> str:
+    return f"{size[0]:,} x {size[1]:,}"
+
+
+def _finding(finding: Finding, sources: Mapping[str, Source]) -> str:
+    groups = "\n".join(_group(group, sources) for group in finding.groups[:MOST_GROUPS])
+    hidden = len(finding.groups) - MOST_GROUPS
+    more = f'<p class="dim">and {hidden:,} more of this kind</p>' if hidden > 0 else ""
+    return (
+        f'<article class="{finding.severity}">\n<h3><span class="tag">{finding.severity}</span> '
+        f"{escape(finding.text)}</h3>\n<p>Training: {escape(finding.training)}</p>\n"
+        f"<p>Advice: {escape(finding.advice)}</p>\n"
+        + (f'<div class="strip">\n{groups}\n</div>\n' if groups else "")
+        + f"{more}</article>"
+    )
+
+
+def _group(group: Sequence[Example], sources: Mapping[str, Source]) -> str:
+    figures = "\n".join(_figure(one, sources[one.split]) for one in group[:MOST_MEMBERS])
+    return f'<div class="group">\n{figures}\n</div>' if len(group) > 1 else figures
+
+
+def _figure(one: Example, source: Source) -> str:
+    try:
+        picture = to_pil(source[one.index].image, 3)
+    except DataError:
+        picture = None
+    lines = [text for text in (f"{one.split}: {one.key}", one.label, one.detail) if text]
+    return figure(thumbnail(picture, one.key), lines)
+
+
+def _classes(train: Source) -> Iterator[str]:
+    """Yield a few training images of every class, so that the reader can see if the labels match the images.
+
+    If the data has no classes, images are chosen from the whole split.
+    """
+    if target_kind(train) == "numbers" or not train.classes:
+        yield "<h2>Examples</h2>"
+        examples = [example("train", train, index) for index in drawn(train, MOST_CLASSES)]
+        yield '<div class="strip">\n' + "\n".join(_figure(one, train) for one in examples) + "\n</div>"
+        return
+    yield "<h2>Examples of each class</h2>"
+    rows: dict[str, list[Example]] = {}
+    for index in drawn_per_class(train, OF_EACH_CLASS):
+        one = example("train", train, index)
+        rows.setdefault(one.label or "no label", []).append(replace(one, label=None))
+    for label in sorted(rows)[:MOST_CLASSES]:
+        figures = "\n".join(_figure(one, train) for one in rows[label])
+        yield f'<p><strong>{escape(label)}</strong></p>\n<div class="strip">\n{figures}\n</div>'
+    if len(rows) > MOST_CLASSES:
+        yield f'<p class="dim">and {plural(len(rows) - MOST_CLASSES, "more class")}</p>'

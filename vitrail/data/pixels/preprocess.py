@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vitrail.data.pixels.decode import Opened, decode, open_image, pixel_limit
 from vitrail.data.pixels.geometry import Box, Placement, Resize, place, place_like_big_vision
-from vitrail.data.pixels.tensorflow_resize import resize as tensorflow_resize
+from vitrail.data.pixels.tensorflow import resize as tensorflow_resize
 from vitrail.errors import ConfigError, UndecodableImage
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "area"]

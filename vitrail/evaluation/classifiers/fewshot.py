@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
+from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.linear import LinearMap
 from vitrail.evaluation.classifiers.logistic import check_pair, check_same_kind, check_truth, moments, tensor
-from vitrail.evaluation.truth import SingleLabels
 
 CONSTANT = 100.0
 """Value of the constant feature that gives the intercept. A large constant needs only a small weight, so that
@@ -55,9 +55,9 @@ class FewShotResult:
 
 def few_shot(
     train_features: Float[np.ndarray, "n d"],
-    train_truth: SingleLabels,
+    train_truth: Targets,
     test_features: Float[np.ndarray, "m d"],
-    test_truth: SingleLabels,
+    test_truth: Targets,
     *,
     shots: Sequence[int] = (1, 5, 10, 25),
     seeds: int | Sequence[int] = 3,
@@ -85,7 +85,7 @@ def few_shot(
     check_truth("test features", test_features, test_truth)
     check_pair(train_features, test_features)
     check_same_kind(train_truth, test_truth)
-    train_labels, num_classes = train_truth.values, train_truth.num_classes
+    train_labels, num_classes = train_truth.values, train_truth.columns
     if not allow_fewer:
         check_counts(np.bincount(train_labels, minlength=num_classes), max(shots), class_names)
     rows = []

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
+from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.logistic import (
     Fit,
@@ -27,7 +28,6 @@ from vitrail.evaluation.classifiers.logistic import (
     tensor,
 )
 from vitrail.evaluation.metrics.numbers import SELECTING, merit, streaming_metrics
-from vitrail.evaluation.truth import MultiLabels, Numbers, SingleLabels, Truth
 
 PENALTIES = tuple(10 ** (-step / 2) for step in range(13))
 """Default penalties of logistic regression, from 1 to 0.000001, two per decade."""
@@ -52,7 +52,7 @@ class LinearMap:
             raise DataError(f"features have {features.shape[1]} columns, but this linear map takes {len(self.weight)}")
         return (tensor(features) @ torch.from_numpy(self.weight) + torch.from_numpy(self.bias)).numpy()
 
-    def measure(self, features: Float[np.ndarray, "n d"], truth: Truth) -> dict[str, float]:
+    def measure(self, features: Float[np.ndarray, "n d"], truth: Targets) -> dict[str, float]:
         """Return the metrics of the scores, as `streaming_metrics` computes them.
 
         Raise `DataError` if the features have another width or are not finite.
@@ -63,13 +63,13 @@ class LinearMap:
             metrics.add(self.scores(features[part]), truth.rows(part))
         return metrics.result()
 
-    def merit(self, features: Float[np.ndarray, "n d"], truth: Truth) -> tuple[float, float]:
+    def merit(self, features: Float[np.ndarray, "n d"], truth: Targets) -> tuple[float, float]:
         """Return the `merit` of the map by the metric in `SELECTING` and the mean cross-entropy. Equal R² needs no
         loss. Raise the errors of `measure`."""
-        loss, answers = None, torch.from_numpy(truth.values)
-        if isinstance(truth, SingleLabels):
+        loss, answers = None, torch.from_numpy(truth.dense)
+        if truth.kind == "class":
             loss = F.cross_entropy(torch.from_numpy(self.scores(features)), answers).item()
-        elif isinstance(truth, MultiLabels):
+        elif truth.kind == "classes":
             loss = F.binary_cross_entropy_with_logits(torch.from_numpy(self.scores(features)), answers.double()).item()
         return merit(self.measure(features, truth)[SELECTING[truth.kind]], loss)
 
@@ -103,9 +103,9 @@ class LinearResult(LinearFit):
 
 def linear_probe(
     train_features: Float[np.ndarray, "n d"],
-    train_truth: Truth,
+    train_truth: Targets,
     test_features: Float[np.ndarray, "m d"],
-    test_truth: Truth,
+    test_truth: Targets,
     *,
     penalties: Sequence[float] | None = None,
     held_out: float = 0.1,
@@ -126,7 +126,7 @@ def linear_probe(
 
 def fit_linear(
     features: Float[np.ndarray, "n d"],
-    truth: Truth,
+    truth: Targets,
     *,
     penalties: Sequence[float] | None = None,
     held_out: float = 0.1,
@@ -164,11 +164,11 @@ def fit_linear(
     return LinearFit(penalty, sweep, problem.model(problem.regression.fit(penalty, start=start)))
 
 
-def _penalties(penalties: Sequence[float] | None, truth: Truth) -> Sequence[float]:
+def _penalties(penalties: Sequence[float] | None, truth: Targets) -> Sequence[float]:
     """Return the penalties to try: those of the caller, or the default penalties for these targets."""
     if penalties is not None:
         return penalties
-    return RIDGE_PENALTIES if isinstance(truth, Numbers) else PENALTIES
+    return RIDGE_PENALTIES if truth.kind == "numbers" else PENALTIES
 
 
 class _Problem:
@@ -177,7 +177,7 @@ class _Problem:
     def __init__(
         self,
         features: Float[np.ndarray, "n d"],
-        truth: Truth,
+        truth: Targets,
         device: torch.device,
         rows: Int64[np.ndarray, " m"],
     ) -> None:
@@ -193,10 +193,9 @@ class _Problem:
         return LinearMap(weight.numpy(), (fit.bias - self.mean @ weight).numpy())
 
 
-def _regression(features: Float[Tensor, "n d"], truth: Truth) -> LogisticRegression | RidgeRegression:
-    if isinstance(truth, Numbers):
+def _regression(features: Float[Tensor, "n d"], truth: Targets) -> LogisticRegression | RidgeRegression:
+    if truth.kind == "numbers":
         return RidgeRegression(features, truth)
-    assert isinstance(truth, SingleLabels | MultiLabels)
     return LogisticRegression(features, truth)
 
 
@@ -204,7 +203,7 @@ def _sweep(
     problem: _Problem,
     penalties: Sequence[float],
     features: Float[np.ndarray, "m d"],
-    truth: Truth,
+    truth: Targets,
 ) -> tuple[tuple[SweepRow, ...], float, Fit]:
     """Return the metrics of each penalty on held-out features, the best penalty and its fit.
 
@@ -224,7 +223,7 @@ def _sweep(
     return tuple(rows), best[1], best[2]
 
 
-def _cut(truth: Truth, held_out: float, seed: int) -> tuple[Int64[np.ndarray, " fitted"], Int64[np.ndarray, " kept"]]:
+def _cut(truth: Targets, held_out: float, seed: int) -> tuple[Int64[np.ndarray, " fitted"], Int64[np.ndarray, " kept"]]:
     """Divide the rows into rows to fit and held-out rows. The fraction `held_out` of every class is held out. Both
     groups have at least one row.
     """
@@ -271,7 +270,7 @@ class RidgeRegression:
     `Ridge(alpha=penalty * n)` has the same minimum. Sums are computed in float64.
     """
 
-    def __init__(self, features: Float[Tensor, "n d"], truth: Numbers) -> None:
+    def __init__(self, features: Float[Tensor, "n d"], truth: Targets) -> None:
         self.width, self.columns = features.shape[1], truth.columns
         known = ~np.isnan(truth.values)
         patterns, places = np.unique(known, axis=1, return_inverse=True)

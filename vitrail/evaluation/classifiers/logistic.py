@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float64, Int64, Shaped
 from torch import Tensor
 
-from vitrail.data.augmentation.draws import keyed_uniform
+from vitrail.data.augment.draws import keyed_uniform
+from vitrail.data.targets import Targets
 from vitrail.errors import DataError
-from vitrail.evaluation.truth import MultiLabels, SingleLabels, Truth
 
 MEMORY = 10
 """Number of previous steps that L-BFGS uses."""
@@ -64,10 +64,10 @@ class LogisticRegression:
     depend on the features, and needs far fewer iterations than the identity.
     """
 
-    def __init__(self, features: Float[Tensor, "n d"], truth: SingleLabels | MultiLabels) -> None:
+    def __init__(self, features: Float[Tensor, "n d"], truth: Targets) -> None:
         self.features, self.num_classes = features, truth.columns
-        self.truth: Shaped[Tensor, "n ..."] = torch.from_numpy(truth.values).to(features.device)
-        self.is_softmax = isinstance(truth, SingleLabels)
+        self.truth: Shaped[Tensor, "n ..."] = torch.from_numpy(truth.dense).to(features.device)
+        self.is_softmax = truth.kind == "class"
         covariance = (features.t() @ features / len(features)).cpu().double()
         variances, self.directions = torch.linalg.eigh(covariance)
         self.variances = variances.clamp(min=0)
@@ -200,7 +200,7 @@ ROWS_PART = 2**23
 """Number of float64 values in a slice (64 MB)."""
 
 
-def check_truth(what: str, features: Float[np.ndarray, "n d"], truth: Truth) -> None:
+def check_truth(what: str, features: Float[np.ndarray, "n d"], truth: Targets) -> None:
     """Raise `DataError` if there are no features, or if the target of any feature is unknown.
 
     `what` names the features in the message.
@@ -227,7 +227,7 @@ def check_pair(train: Float[np.ndarray, "n d"], test: Float[np.ndarray, "m e"]) 
         )
 
 
-def check_same_kind(train: Truth, test: Truth) -> None:
+def check_same_kind(train: Targets, test: Targets) -> None:
     """Raise `DataError` if training and test targets are of different kinds or have different numbers of columns."""
     if (train.kind, train.columns) != (test.kind, test.columns):
         raise DataError(

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
+from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError
 from vitrail.evaluation.classifiers.logistic import check_finite, check_pair, check_same_kind, check_truth, tensor
 from vitrail.evaluation.metrics.numbers import streaming_metrics
-from vitrail.evaluation.truth import Numbers, Truth
 
 QUERIES = 8192
 """Number of queries per pass over the stored features."""
@@ -44,9 +44,9 @@ class NeighbourRow:
 
 def knn(
     train_features: Float[np.ndarray, "n d"],
-    train_truth: Truth,
+    train_truth: Targets,
     test_features: Float[np.ndarray, "m d"],
-    test_truth: Truth,
+    test_truth: Targets,
     *,
     k: Sequence[int] = (1, 5, 10, 20, 100, 200),
     temperature: float = 0.07,
@@ -181,8 +181,8 @@ def check_settings(k: Sequence[int], temperature: float) -> None:
 
 def _vote(
     found: Iterator[Neighbours],
-    stored_truth: Truth,
-    truth: Truth,
+    stored_truth: Targets,
+    truth: Targets,
     k: Sequence[int],
     temperature: float,
 ) -> tuple[NeighbourRow, ...]:
@@ -205,14 +205,17 @@ def _vote(
 class _Sums:
     """Weighted sums of the neighbours' targets for some queries."""
 
-    def __init__(self, truth: Truth, queries: int) -> None:
+    def __init__(self, truth: Targets, queries: int) -> None:
         self.truth = truth
         self.sums = np.zeros((queries, truth.columns))
         self.weights: Float64[np.ndarray, "queries ..."] = np.zeros((queries, 1))
-        self.known: Numbers | None = None
-        if isinstance(truth, Numbers):
+        self.known: Targets | None = None
+        if truth.kind == "numbers":
             is_known = ~np.isnan(truth.values)
-            self.known, self.weights = Numbers(is_known.astype(np.float64)), np.zeros_like(self.sums)
+            self.known, self.weights = (
+                Targets("numbers", truth.names, is_known.astype(np.float64)),
+                np.zeros_like(self.sums),
+            )
             self.mean = np.where(is_known, truth.values, 0).sum(axis=0) / np.maximum(is_known.sum(axis=0), 1)
 
     def add(self, rows: Int64[np.ndarray, " b"], weights: Float64[np.ndarray, " b"]) -> None:

@@ -29,7 +29,7 @@ from torch import nn
 
 from vitrail.data.pixels.decode import pixel_limit
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Source, fingerprint, stamp_of
+from vitrail.data.source import Source, fingerprint, identity_of, samples_of
 from vitrail.errors import DataError
 from vitrail.files import cache_folder, saving
 from vitrail.settings import from_plain, to_plain
@@ -268,7 +268,7 @@ FORMAT = 2
 """Version of the entries and of the computation in `embed`. Entries of other versions are ignored."""
 
 SAMPLED = 16
-"""Number of images that are hashed if a source has no method `stamp_of`."""
+"""Number of images that are hashed if a source has no method `stamp`."""
 
 
 @dataclass(frozen=True)
@@ -296,14 +296,15 @@ def data_fingerprint(source: Source) -> str:
     """Return a hash of all keys and targets in order, and of the images' identities, without decoding any image.
 
     Files, shards and Parquet files are identified by size and modification time. Arrays are identified by their pixels.
-    If a source has no `stamp_of`, 16 evenly spaced images are read and hashed. A change to any other image is then not
-    detected.
+    If a source has no method `stamp`, 16 evenly spaced images are read and hashed. A change to any other image is then
+    not detected.
     """
     digest = hashlib.sha256(fingerprint(source).encode())
-    if isinstance(getattr(source, "identity", None), str):  # the source's own fingerprint includes the images
+    if identity_of(source) is not None:  # the source's own fingerprint includes the images
         return digest.hexdigest()
+    samples = samples_of(source)
     for index in range(len(source)):
-        stamp = stamp_of(source, index)
+        stamp = samples.stamp(index)
         if stamp is None:
             break
         digest.update(os.fsencode(f"{stamp}\n"))

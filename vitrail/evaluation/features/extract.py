@@ -19,11 +19,12 @@ from torch.nn.functional import cosine_similarity
 from vitrail.data.batch import Skipped
 from vitrail.data.pipeline import Ranks, Readers, evaluation_batches
 from vitrail.data.pixels.preprocess import Pixels, Preprocess
-from vitrail.data.source import Source, Subset
+from vitrail.data.source import Source, subset
+from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError, Interrupted, SaveError, UndecodableImage, plural
 from vitrail.evaluation.features import cache as feature_rows
 from vitrail.evaluation.features.cache import Entry, Identity, Kept, data_fingerprint, weights_fingerprint
-from vitrail.evaluation.truth import Truth, truth_of
+from vitrail.evaluation.truth import truth_of
 from vitrail.machine import Precision, resolve_precision
 from vitrail.models.cost.batch import prediction_batch
 from vitrail.models.network import Network
@@ -50,7 +51,7 @@ class FeatureSet:
 
     features: Float32[np.ndarray, "n d"]
     """Feature vectors. An array from a file is memory-mapped and read-only, and may be larger than memory."""
-    truth: Truth
+    truth: Targets
     keys: tuple[str, ...]
     """Keys of the samples in the source."""
     classes: tuple[str, ...]
@@ -195,7 +196,7 @@ class _Job:
             return
         predictor, size, first = Predictor(self.network, self.precision), self.batch_size, 0
         while first < len(rows):
-            part = Subset(self.source, rows[first:].tolist())
+            part = subset(self.source, rows[first:].tolist())
             begun = time.monotonic()
             with contextlib.closing(
                 evaluation_batches(part, self.preprocess, batch_size=size, readers=self.readers)

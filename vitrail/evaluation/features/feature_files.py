@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from vitrail.data.batch import Skipped
-from vitrail.data.source import Target, TargetKind
+from vitrail.data.targets import Target, TargetKind, Targets
 from vitrail.errors import DataError
 from vitrail.evaluation.features.cache import map_features
 from vitrail.evaluation.features.extract import FeatureSet
-from vitrail.evaluation.truth import Truth, target_from_plain, truth_of_targets
+from vitrail.evaluation.truth import target_from_plain, truth_of_targets
 from vitrail.files import check_new_folder, partial_path, replacing_folder, saving
 from vitrail.settings import from_plain, to_plain
 
@@ -185,7 +185,7 @@ def printable_key(key: str) -> str:
     return key.encode("utf-8", "backslashreplace").decode()
 
 
-def _read_keys(path: Path, written: _Written) -> tuple[tuple[str, ...], Truth]:
+def _read_keys(path: Path, written: _Written) -> tuple[tuple[str, ...], Targets]:
     """Return the key and the target of each feature. Raise `DataError` with the number of the first invalid line."""
     keys: list[str] = []
     targets: list[Target] = []

@@ -19,11 +19,10 @@ from typing import Protocol, TypeVar, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Int64
 
-from vitrail.data.source import TargetKind
+from vitrail.data.targets import TargetKind, Targets
 from vitrail.errors import DataError
 from vitrail.evaluation.metrics.classes import mean_average_precision
 from vitrail.evaluation.metrics.intervals import LEVEL, Metric, interval, resampled_means
-from vitrail.evaluation.truth import MultiLabels, Numbers, Truth
 
 T = TypeVar("T", "MeanMetrics", "NumberMetrics")
 
@@ -94,10 +93,10 @@ class StreamingErrors:
         self._names: tuple[str, ...] = ()
         self._sums: Float64[np.ndarray, "5 outputs"] | None = None
 
-    def add(self, outputs: Float[np.ndarray, "b outputs"], truth: Truth) -> None:
+    def add(self, outputs: Float[np.ndarray, "b outputs"], truth: Targets) -> None:
         """Add a batch of samples: their predicted numbers and their true numbers."""
-        assert isinstance(truth, Numbers), "the accumulator is for numbers"
-        self._names = truth.output_names
+        assert truth.kind == "numbers", "the accumulator is for numbers"
+        self._names = truth.names
         known = ~np.isnan(truth.values)
         errors = np.where(known, outputs - truth.values, 0)
         mean = _mean(truth.values, known)
@@ -216,7 +215,7 @@ def merit(value: float | None, loss: float | None, *, higher_is_better: bool = T
 class StreamingMetrics(Protocol):
     """Adds up metrics batch by batch."""
 
-    def add(self, outputs: Float[np.ndarray, "b outputs"], truth: Truth) -> None:
+    def add(self, outputs: Float[np.ndarray, "b outputs"], truth: Targets) -> None:
         """Add a batch of samples: the model's outputs for them, and their targets."""
 
     def result(self) -> dict[str, float]:
@@ -234,12 +233,12 @@ class StreamingAccuracy:
         self.right = self.count = 0
         self._several: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def add(self, outputs: Float[np.ndarray, "b classes"], truth: Truth) -> None:
+    def add(self, outputs: Float[np.ndarray, "b classes"], truth: Targets) -> None:
         self.add_likeliest(outputs.argmax(axis=1), truth)
-        if isinstance(truth, MultiLabels):
-            self.add_ranking(outputs, truth.values > 0)
+        if truth.kind == "classes":
+            self.add_ranking(outputs, truth.dense > 0)
 
-    def add_likeliest(self, likeliest: Int64[np.ndarray, " b"], truth: Truth) -> None:
+    def add_likeliest(self, likeliest: Int64[np.ndarray, " b"], truth: Targets) -> None:
         """Add samples for which only the likeliest class is given."""
         known = truth.known
         self.right += int(truth.hits(likeliest)[known].sum())
@@ -257,6 +256,6 @@ class StreamingAccuracy:
         return metrics
 
 
-def streaming_metrics(truth: Truth) -> StreamingMetrics:
+def streaming_metrics(truth: Targets) -> StreamingMetrics:
     """Return an empty accumulator of the metrics for this kind of target."""
-    return StreamingErrors() if isinstance(truth, Numbers) else StreamingAccuracy()
+    return StreamingErrors() if truth.kind == "numbers" else StreamingAccuracy()

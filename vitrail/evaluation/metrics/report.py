@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from vitrail.data.batch import Skipped
+from vitrail.data.targets import Targets
 from vitrail.errors import DataError, listed, plural
 from vitrail.evaluation.metrics.classes import (
     CalibrationBin,
@@ -34,7 +35,6 @@ from vitrail.evaluation.metrics.intervals import (
 )
 from vitrail.evaluation.metrics.numbers import MeanMetrics, NumberMetrics, number_metrics
 from vitrail.evaluation.predictions import Predictions
-from vitrail.evaluation.truth import MultiLabels, Numbers, SingleLabels
 
 
 @dataclass(frozen=True)
@@ -150,18 +150,18 @@ def report(
     if not len(labelled):
         raise DataError(f"none of {len(predictions):,} images has a label, so there is nothing to measure")
     settings = {"resamples": bootstrap, "seed": seed}
-    if isinstance(labelled.truth, Numbers):
+    if labelled.truth.kind == "numbers":
         raise DataError("a classification report needs classes, but these samples have numbers; use regression_report")
     unlabelled = len(predictions) - len(labelled)
-    if isinstance(labelled.truth, MultiLabels):
+    if labelled.truth.kind == "classes":
         return _several_labels(labelled, labelled.truth, settings, worst)
-    assert isinstance(labelled.truth, SingleLabels)
+    assert labelled.truth.kind == "class"
     return _one_label(labelled, labelled.truth, unlabelled, settings, temperature, worst)
 
 
 def _one_label(
     predictions: Predictions,
-    truth: SingleLabels,
+    truth: Targets,
     unlabelled: int,
     settings: dict[str, int],
     temperature: float | None,
@@ -207,9 +207,9 @@ def _one_label(
 
 
 def _several_labels(
-    predictions: Predictions, truth: MultiLabels, settings: dict[str, int], worst: int
+    predictions: Predictions, truth: Targets, settings: dict[str, int], worst: int
 ) -> ClassificationReport:
-    targets, count = truth.values, len(predictions.classes)
+    targets, count = truth.dense, len(predictions.classes)
     logits = binary_logits(predictions.logits) if predictions.scores == "softmax" else predictions.logits
     predicted = logits > 0
     losses = binary_cross_entropy(logits, targets)
@@ -386,7 +386,7 @@ def regression_report(
     `points` is the maximum number of points of a scatter plot. Raise `DataError` if the targets are not numbers, or if
     no number is known.
     """
-    if not isinstance(predictions.truth, Numbers):
+    if predictions.truth.kind != "numbers":
         raise DataError("a regression report needs numbers, but these samples have classes; use report")
     labelled = predictions.labelled()
     if not len(labelled):

@@ -1,0 +1,423 @@
+"""Tests of batch augmentation: flips, shifts and erased boxes against plain references, and presets.
+
+Each sample is changed independently of the other samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vitrail.data.augment import operations, randaugment
+from vitrail.data.augment.draws import Slot, keyed_uniform, tensorflow_crop, torchvision_crop
+from vitrail.data.augment.settings import PRESETS, Augment
+from vitrail.data.batch import Batch
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.errors import ConfigError
+
+
+def reference_uniform(seed: int, epoch: int, sample: int, draws: int) -> list[float]:
+    return keyed_uniform(seed, np.array([epoch]), np.array([sample]), draws=draws)[0].tolist()
+
+
+def reference_augment(image: np.ndarray, numbers: list[float], *, flip: bool, shift: int) -> np.ndarray:
+    """Return an image (c, h, w) that is mirrored, padded with its edge, and cropped at the drawn position."""
+    _, height, width = image.shape
+    if flip and numbers[0] < 0.5:
+        image = image[:, :, ::-1]
+    top, left = (int(number * (2 * shift + 1)) for number in numbers[1:3])
+    padded = np.pad(image, ((0, 0), (shift, shift), (shift, shift)), mode="edge")
+    return padded[:, top : top + height, left : left + width]
+
+
+def longs(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def batch(count: int, height: int = 5, width: int = 7, channels: int = 3) -> torch.Tensor:
+    return torch.randint(
+        0, 256, (count, channels, height, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(4)
+    )
+
+
+def make_batch(images: Tensor, epochs: Tensor, samples: Tensor) -> Batch:
+    return Batch(images, samples % 4, torch.ones(len(images), dtype=torch.bool), samples, epochs)
+
+
+def change(augment: Augment, images: Tensor, *, seed: int, epochs: Tensor, samples: Tensor) -> Tensor:
+    return augment(make_batch(images, epochs, samples), seed=seed, classes=4).images
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    epoch=st.integers(0, 500),
+    first=st.integers(0, 10**6),
+    size=st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)),
+    flip=st.booleans(),
+    shift=st.integers(0, 12),
+)
+def test_images_equal_the_reference(
+    seed: int, epoch: int, first: int, size: tuple[int, int, int], flip: bool, shift: int
+) -> None:
+    channels, height, width = size
+    images = batch(4, height, width, channels)
+    before = images.clone()
+    samples = [first + number for number in range(4)]
+    found = change(
+        Augment(flip=flip, shift=shift), images, seed=seed, epochs=longs(*[epoch] * 4), samples=longs(*samples)
+    )
+    assert found.dtype == torch.uint8 and found.shape == images.shape
+    for image, sample, result in zip(before.numpy(), samples, found.numpy(), strict=True):
+        numbers = reference_uniform(seed, epoch, sample, 3)
+        np.testing.assert_array_equal(result, reference_augment(image, numbers, flip=flip, shift=shift))
+    assert torch.equal(images, before)
+
+
+EVERYTHING: dict[str, Any] = {
+    "shift": 2, "erase": 0.5, "colour_jitter": (0.4, 0.4, 0.4, 0.1), "randaugment_layers": 2,
+}  # fmt: skip
+
+
+@settings(max_examples=10)
+@given(order=st.permutations(range(12)), cuts=st.sets(st.integers(1, 11)), seed=st.integers(0, 9))
+def test_what_happens_to_a_sample_depends_neither_on_its_batch_nor_on_its_place(
+    order: list[int], cuts: set[int], seed: int
+) -> None:
+    images, samples = batch(12), torch.arange(100, 112)
+    epochs = torch.arange(12) // 5
+    augment = Augment(**EVERYTHING)
+    together = change(augment, images, seed=seed, epochs=epochs, samples=samples)
+    parts = [
+        change(augment, images[part], seed=seed, epochs=epochs[part], samples=samples[part])
+        for part in torch.tensor(order).tensor_split(sorted(cuts))
+    ]
+    assert torch.equal(torch.cat(parts), together[torch.tensor(order)])
+
+
+@pytest.mark.parametrize("fields", [{"mixup": 0.4}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0}], ids=str)
+@pytest.mark.parametrize("place", [0, 3, 7])
+def test_with_mixing_only_the_partner_comes_from_the_batch(fields: dict[str, float], place: int) -> None:
+    """A sample with the same next sample is mixed in the same way, whatever the rest of the batch is."""
+    augment = Augment(**EVERYTHING, **fields)
+    images, samples = batch(12), torch.arange(100, 112)
+    whole = make_batch(images, samples // 105, samples)
+    together = augment(whole, seed=2, classes=4)
+    pair = torch.tensor([place, place + 1, (place + 5) % 12])
+    few = augment(make_batch(images[pair], whole.epochs[pair], samples[pair]), seed=2, classes=4)
+    assert torch.equal(few.images[0], together.images[place])
+    assert together.targets is not None and few.targets is not None
+    assert torch.equal(few.targets[0], together.targets[place])
+    assert not torch.equal(few.images[2], together.images[pair[2]]), "another partner"
+
+
+def test_the_steps_follow_each_other_in_the_order_stated() -> None:
+    images, epochs, samples = batch(20, 16, 21), torch.zeros(20, dtype=torch.int64), torch.arange(20)
+    key = {"seed": 3, "epochs": epochs, "samples": samples}
+
+    def draws(first: Slot, count: int) -> np.ndarray:
+        return keyed_uniform(3, epochs.numpy(), samples.numpy(), draws=count, first=first)
+
+    expected = change(Augment(flip=True, shift=2), images, **key)
+    expected = operations.colour_jitter(expected, draws(Slot.JITTER, 8), EVERYTHING["colour_jitter"])
+    numbers = draws(Slot.RANDAUGMENT, 8).reshape(20, 2, 4)
+    expected = randaugment.randaugment(expected, numbers, magnitude=10.0)
+    expected = change(Augment(flip=False, erase=0.5), expected, **key)
+    assert torch.equal(change(Augment(**EVERYTHING), images, **key), expected)
+
+
+def test_all_offsets_appear_about_equally_often_and_half_are_flipped() -> None:
+    count, shift = 9800, 3
+    rows, columns = torch.meshgrid(torch.arange(7), torch.arange(7), indexing="ij")
+    image = (16 * rows + columns).to(torch.uint8)  # the middle pixel shows the offset, and its neighbour shows the flip
+    found = change(
+        Augment(flip=True, shift=shift),
+        image.expand(count, 1, 7, 7),
+        seed=3,
+        epochs=torch.zeros(count, dtype=torch.int64),
+        samples=torch.arange(count),
+    )
+    down = found[:, 0, 3, 3].long() // 16
+    across = found[:, 0, 3, 3].long() % 16
+    pairs = torch.bincount(7 * down + across, minlength=49)
+    assert len(pairs) == 49 and pairs.min() > 200 - 4 * 200**0.5 and pairs.max() < 200 + 4 * 200**0.5
+    flipped = (found[:, 0, 3, 2] > found[:, 0, 3, 4]).float().mean()
+    assert abs(flipped - 0.5) < 4 * 0.5 / count**0.5
+
+
+@pytest.mark.parametrize("part", ["seed", "epochs", "samples"])
+def test_another_seed_epoch_or_sample_gives_another_change(part: str) -> None:
+    images = batch(1).expand(64, -1, -1, -1)
+    key = {"seed": 0, "epochs": torch.zeros(64, dtype=torch.int64), "samples": torch.arange(64)}
+    augment = Augment(flip=True, shift=2)
+    changed = change(augment, images, **key) != change(augment, images, **{**key, part: key[part] + 64})
+    assert changed.flatten(1).any(1).float().mean() > 0.8
+
+
+def test_flip_alone_mirrors_some_and_shifts_none() -> None:
+    images = batch(64)
+    found = change(
+        Augment(flip=True, shift=0), images, seed=1, epochs=torch.zeros(64, dtype=torch.int64), samples=torch.arange(64)
+    )
+    same = (found == images).flatten(1).all(1)
+    mirrored = (found == images.flip(3)).flatten(1).all(1)
+    assert (same ^ mirrored).all() and 16 < mirrored.sum() < 48
+
+
+def test_without_flip_and_shift_nothing_happens() -> None:
+    images = batch(8)
+    found = change(Augment(flip=False, shift=0), images, seed=1, epochs=torch.arange(8), samples=torch.arange(8))
+    assert torch.equal(found, images)
+
+
+def test_a_flip_is_decided_apart_from_the_shift() -> None:
+    images, key = batch(32, 9, 9), {"seed": 2, "epochs": torch.arange(32), "samples": torch.arange(32)}
+    shifted = change(Augment(flip=False, shift=2), images, **key)
+    flipped = change(Augment(flip=True, shift=0), images, **key)
+    assert torch.equal(
+        change(Augment(flip=True, shift=2), images, **key), change(Augment(flip=False, shift=2), flipped, **key)
+    )
+    assert not torch.equal(shifted, images)
+
+
+@given(size=st.tuples(st.integers(1, 3), st.integers(1, 31), st.integers(1, 31)), chance=st.sampled_from([0.3, 1.0]))
+def test_erased_boxes_equal_the_reference(size: tuple[int, int, int], chance: float) -> None:
+    channels, height, width = size
+    images = batch(6, height, width, channels)
+    samples = list(range(6))
+    found = change(Augment(flip=False, erase=chance), images, seed=5, epochs=longs(*[2] * 6), samples=longs(*samples))
+    for image, sample, result in zip(images.numpy(), samples, found.numpy(), strict=True):
+        drawn, centre_y, centre_x, size_y, size_x = reference_uniform(5, 2, sample, 8)[3:]
+        expected = image.copy()
+        for y in range(height):
+            for x in range(width):
+                inside_y = abs((y + 0.5) / height - centre_y) < 0.05 + 0.15 * size_y - 1e-6
+                inside_x = abs((x + 0.5) / width - centre_x) < 0.05 + 0.15 * size_x - 1e-6
+                if drawn < chance and inside_y and inside_x:
+                    expected[:, y, x] = 128
+        assert (result != expected).mean() < 0.02  # a pixel's middle may lie on the border, where rounding decides
+
+
+def test_half_of_the_images_lose_a_twentieth() -> None:
+    images = torch.zeros(4000, 1, 20, 30, dtype=torch.uint8)
+    found = change(
+        Augment(flip=False, erase=0.5),
+        images,
+        seed=0,
+        epochs=torch.zeros(4000, dtype=torch.int64),
+        samples=torch.arange(4000),
+    )
+    erased = (found == 128).float().mean(dim=(1, 2, 3))
+    assert ((erased > 0).float().mean() - 0.5).abs() < 0.04
+    assert 0.04 < erased[erased > 0].mean() < 0.0625  # a quarter of each side on average, less what is cut off
+    assert erased.max() <= 0.4**2 * 1.1
+
+
+def test_presets_are_the_papers() -> None:
+    """The numbers are the layers and magnitude of RandAugment, and alpha of mixup (2106.10270 section 3.3,
+    2205.01580)."""
+    paper = {
+        "none": (0, 0, 0), "light1": (2, 0, 0), "light2": (2, 10, 0.2), "medium1": (2, 15, 0.2),
+        "medium2": (2, 15, 0.5), "strong1": (2, 20, 0.5), "strong2": (2, 20, 0.8), "bp": (2, 10, 0.2),
+    }  # fmt: skip
+    found = {
+        name: (
+            settings.randaugment_layers,
+            settings.randaugment_magnitude if settings.randaugment_layers else 0,
+            settings.mixup,
+        )
+        for name, settings in PRESETS.items()
+    }
+    exact = {f"augreg-{name}": amounts for name, amounts in paper.items() if name != "bp"}
+    assert found == paper | exact
+    assert {name: settings.crop_area for name, settings in PRESETS.items() if settings.crop_area} == dict.fromkeys(
+        ("bp", *exact), (0.05, 1.0)
+    )
+    rules = {
+        name: (settings.crop_rule, settings.randaugment_rule, settings.mixup_per) for name, settings in PRESETS.items()
+    }
+    assert rules == dict.fromkeys(paper, ("torchvision", "pillow", "sample")) | dict.fromkeys(
+        exact, ("tensorflow", "big-vision", "batch")
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"flip": True}, {"shift": 1}, {"crop_from": (40, 48)}, {"crop_area": (0.5, 1.0)}, {"erase": 0.1},
+        {"colour_jitter": (0.0, 0.0, 0.0, 0.1)}, {"preset": "light1"}, {"mixup": 0.1}, {"cutmix": 1.0},
+    ],
+)  # fmt: skip
+def test_images_that_differ_from_epoch_to_epoch(fields: dict[str, Any]) -> None:
+    plain: dict[str, Any] = {"flip": False, "crop_area": (1.0, 1.0)}
+    assert not Augment(**plain).is_random
+    assert Augment(**{**plain, **fields}).is_random
+
+
+def test_a_preset_fills_what_is_not_given() -> None:
+    chosen = Augment(preset="medium2", mixup=0.0, randaugment_layers=3).settings
+    assert (chosen.randaugment_layers, chosen.randaugment_magnitude, chosen.mixup) == (3, 15.0, 0.0)
+    changed = replace(Augment(preset="medium2", mixup=0.1), preset="strong2").settings
+    assert (changed.randaugment_magnitude, changed.mixup) == (20.0, 0.1)
+    assert Augment(randaugment_layers=1).settings.randaugment_magnitude == 10.0
+    assert Augment(preset="bp").settings.crop_area == (0.05, 1.0)
+    assert Augment(preset="bp", crop_area=(0.3, 1.0)).settings.crop_area == (0.3, 1.0)
+    assert Augment(preset="bp", crop_area=(1.0, 1.0)).settings.crop_area is None
+    assert Augment() == replace(Augment(), preset="none") and Augment().settings.crop_area is None
+
+
+def test_an_exact_preset_changes_pixels_as_its_rules_say() -> None:
+    pictures, epochs, samples = batch(16, 20, 24), torch.zeros(16, dtype=torch.int64), torch.arange(16)
+    data = make_batch(pictures, epochs, samples)
+    fields: dict[str, Any] = {"randaugment_layers": 2, "randaugment_magnitude": 15.0, "mixup": 0.5}
+    rules: dict[str, Any] = {"randaugment_rule": "big-vision", "mixup_per": "batch"}
+    found = Augment(preset="augreg-medium2")(data, seed=1, classes=4)
+    given = Augment(**fields, **rules)(data, seed=1, classes=4)
+    assert torch.equal(found.images, given.images) and torch.equal(found.targets, given.targets)
+    for name, rule in (("randaugment_rule", "pillow"), ("mixup_per", "sample")):
+        other = Augment(preset="augreg-medium2", **{name: rule})(data, seed=1, classes=4)  # type: ignore[arg-type]
+        assert not torch.equal(found.images, other.images), name
+
+
+def test_boxes_follow_the_rule() -> None:
+    assert Augment().crop(3) is None
+    for augment, rule in (
+        (Augment(crop_area=(0.2, 0.9)), torchvision_crop),
+        (Augment(crop_area=(0.2, 0.9), crop_rule="tensorflow"), tensorflow_crop),
+        (Augment(crop_area=(0.2, 0.9), preset="augreg-none"), tensorflow_crop),
+    ):
+        crop = augment.crop(3)
+        assert crop is not None
+        assert crop(1, 2, 50, 40, view=1) == rule(3, 1, 2, 50, 40, area=(0.2, 0.9), view=1)
+
+
+def test_the_original_crop_is_scaled_without_antialiasing() -> None:
+    images = Preprocess(image_size=(7, 9), interpolation="area", resize="crop")
+    original = Augment(preset="augreg-none")
+    assert original.training_preprocess(images) == replace(images, interpolation="bilinear", antialias=False)
+    for other in (Augment(), Augment(crop_area=(0.2, 1.0)), replace(original, crop_area=(1.0, 1.0))):
+        assert other.training_preprocess(images) == images
+    with pytest.raises(ConfigError, match=r"^scaled_decode=True averages pixels, and crop_rule='tensorflow' scales"):
+        original.training_preprocess(Preprocess(image_size=(7, 9), scaled_decode=True))
+
+
+def test_a_preset_does_what_its_fields_do() -> None:
+    pictures, epochs, samples = batch(16, 20, 24), torch.zeros(16, dtype=torch.int64), torch.arange(16)
+    data = make_batch(pictures, epochs, samples)
+    one = Augment(preset="light2")(data, seed=1, classes=4)
+    other = Augment(randaugment_layers=2, randaugment_magnitude=10.0, mixup=0.2)(data, seed=1, classes=4)
+    assert one.targets is not None and other.targets is not None
+    assert torch.equal(one.images, other.images) and torch.equal(one.targets, other.targets)
+    assert Augment()(data, seed=1).targets is None
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"preset": "heavy"}, "preset='heavy' is not one of 'none', 'light1', 'light2', 'medium1', 'medium2', 'strong1', "
+     "'strong2', 'bp', 'augreg-none', 'augreg-light1', 'augreg-light2', 'augreg-medium1', 'augreg-medium2', "
+     "'augreg-strong1', 'augreg-strong2'"),
+    ({"crop_rule": "inception"}, "crop_rule='inception' is not one of 'torchvision', 'tensorflow'"),
+    ({"randaugment_rule": "timm"}, "randaugment_rule='timm' is not one of 'pillow', 'big-vision'"),
+    ({"mixup_per": "step"}, "mixup_per='step' is not one of 'sample', 'batch'"),
+    ({"shift": -1}, "shift=-1 is negative; 0 means none"),
+    ({"erase": 1.5}, "erase=1.5 is not in [0, 1]"),
+    ({"randaugment_layers": -2}, "randaugment_layers=-2 is negative; 0 means none"),
+    ({"randaugment_magnitude": 31.0}, "randaugment_magnitude=31.0 is not in [0, 30]"),
+    ({"randaugment_magnitude": float("nan")}, "randaugment_magnitude=nan is not in [0, 30]"),
+    ({"mixup": -0.1}, "mixup=-0.1 must be 0 or more; 0 turns it off"),
+    ({"cutmix": float("inf")}, "cutmix=inf must be 0 or more; 0 turns it off"),
+    ({"crop_area": (0.0, 1.0)}, "crop_area=(0.0, 1.0) is not two fractions in (0, 1], the smaller first"),
+    ({"crop_area": (0.8, 0.2)}, "crop_area=(0.8, 0.2) is not two fractions in (0, 1], the smaller first"),
+    ({"colour_jitter": (0.4, 0.4, 0.4, 0.6)}, "colour_jitter=(0.4, 0.4, 0.4, 0.6) is not brightness, contrast and "
+     "saturation in [0, 1] and hue in [0, 0.5]"),
+    ({"colour_jitter": (0.4, -0.4, 0.4, 0.1)}, "colour_jitter=(0.4, -0.4, 0.4, 0.1) is not brightness, contrast and "
+     "saturation in [0, 1] and hue in [0, 0.5]"),
+    ({"shift": -2, "erase": -1.0}, "shift=-2 is negative; 0 means none\nerase=-1.0 is not in [0, 1]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD, ids=[message for _, message in BAD])
+def test_a_value_out_of_range_is_named_with_its_rule(
+    fields: dict[str, Any], message: str, types_unchecked: None
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Augment(**fields)
+    assert str(caught.value) == message
+
+
+def test_the_key_must_lie_on_the_cpu() -> None:
+    """A key on another device is an error, because reading it would make the processor wait for the device."""
+    images, away = batch(2), torch.zeros(2, dtype=torch.int64, device="meta")
+    data = replace(make_batch(images, longs(0, 0), longs(0, 1)), samples=away)
+    with pytest.raises(BufferError):
+        Augment()(data, seed=0)
+
+
+@pytest.mark.parametrize("fields", [{}, {"mixup": 0.4}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0}], ids=str)
+def test_each_view_is_augmented_and_mixed_for_itself(fields: dict[str, float]) -> None:
+    """View 0 of several views equals the batch of one view. The other views differ, and are mixed with each other."""
+    augment, views = Augment(**EVERYTHING, **fields), 3
+    images, samples = batch(8), torch.arange(8)
+    single = augment(make_batch(images, samples // 5, samples), seed=2, classes=4)
+    rows = torch.arange(8).repeat_interleave(views)
+    several = replace(make_batch(images[rows], samples[rows] // 5, samples[rows]), views=torch.arange(24) % views)
+    several = augment(several, seed=2, classes=4)
+    assert torch.equal(several.images[::views], single.images)
+    assert not torch.equal(several.images[1::views], single.images)
+    assert not torch.equal(several.images[1::views], several.images[2::views])
+    if fields:
+        assert torch.equal(several.targets[::views], single.targets)
+        partners = (several.targets[1::views] > 0).nonzero()
+        assert all((label - row) % 4 in (0, 1) for row, label in partners.tolist()), "the next sample is the partner"
+
+
+@pytest.mark.parametrize(("flip", "shift"), [(True, 0), (False, 2), (True, 2)])
+def test_placements_say_where_images_land(flip: bool, shift: int) -> None:
+    """The pixels of the images are numbered. Pixels that are moved in from outside the border have no position."""
+    count, height, width = 24, 5, 7
+    ids = np.arange(height * width, dtype=np.uint8).reshape(height, width)
+    images = torch.from_numpy(ids).repeat(count, 1, 1, 1)
+    samples = torch.arange(count) // 2
+    data = replace(make_batch(images, samples * 0, samples), views=torch.arange(count) % 2)
+    augment = Augment(flip=flip, shift=shift)
+    before = Preprocess(image_size=(height, width)).placement((height, width))
+    found = augment.placements(data, [before] * count, seed=5)
+    changed = augment(data, seed=5).images[:, 0].numpy()
+    for placement, image in zip(found, changed, strict=True):
+        expected = placement.mask(ids, fill=255)
+        assert np.array_equal(image[expected != 255], expected[expected != 255]) and (expected != 255).any()
+    assert len(set(found)) > 1 and {placement.mirrored for placement in found} == {False, flip}
+
+
+def test_a_box_is_cut_out_of_scaled_images_and_placements_follow() -> None:
+    """The pixels of the images are numbered. Every corner is drawn equally often."""
+    count, scaled, size = 4000, (7, 9), (5, 6)
+    ids = np.arange(63, dtype=np.uint8).reshape(scaled)
+    samples = torch.arange(count)
+    data = make_batch(torch.from_numpy(ids).repeat(count, 1, 1, 1), samples * 0, samples)
+    augment = Augment(flip=True, crop_from=scaled)
+    before = augment.training_preprocess(Preprocess(image_size=size, resize="crop", crop_share=0.9)).placement(scaled)
+    changed = augment(data, seed=5, size=size).images[:, 0].numpy()
+    found = augment.placements(data, [before] * count, seed=5, size=size)
+    assert all(np.array_equal(image, place.mask(ids)) for image, place in zip(changed, found, strict=True))
+    corners, counts = np.unique([(place.top, place.left) for place in found], axis=0, return_counts=True)
+    assert corners.tolist() == [[top, left] for top in range(3) for left in range(4)]
+    assert np.abs(counts - count / 12).max() < 4 * np.sqrt(count / 12)
+    part = slice(7, 8)
+    alone = augment(make_batch(data.images[part], data.epochs[part], samples[part]), seed=5, size=size)
+    assert np.array_equal(alone.images[0, 0], changed[7])
+
+
+def test_images_are_scaled_to_the_larger_size_for_training_alone() -> None:
+    images = Preprocess(image_size=(5, 6), resize="crop", crop_share=0.9, interpolation="bicubic")
+    larger = replace(images, image_size=(7, 9), resize="squash", crop_share=1.0)
+    assert Augment(crop_from=(7, 9)).training_preprocess(images) == larger
+    with pytest.raises(ConfigError, match=r"crop_from=\(7, 5\) is smaller than image_size=\(5, 6\)"):
+        Augment(crop_from=(7, 5)).training_preprocess(images)
+    with pytest.raises(ConfigError, match=r"crop_from=.* and crop_area=.* both cut boxes out of images; choose one"):
+        Augment(crop_from=(7, 9), crop_area=(0.5, 1.0))

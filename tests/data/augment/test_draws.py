@@ -1,0 +1,157 @@
+"""Tests of the keyed random numbers: the published generator, independence, and the beta distribution."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitrail.data.augment import mixing, operations, randaugment
+from vitrail.data.augment.draws import Slot, keyed_uniform, symmetric_beta
+
+MASK = (1 << 64) - 1
+
+
+class SplitMix64:
+    """The generator from its authors' C source (Vigna), in Python's integers."""
+
+    def __init__(self, state: int) -> None:
+        self.state = state & MASK
+
+    def __call__(self) -> int:
+        self.state = (self.state + 0x9E3779B97F4A7C15) & MASK
+        z = self.state
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+        return z ^ (z >> 31)
+
+
+def reference_uniform(seed: int, epoch: int, sample: int, draws: range) -> list[float]:
+    state = SplitMix64(seed)()
+    state = SplitMix64(state ^ epoch)()
+    state = SplitMix64(state ^ sample)()
+    numbers = [SplitMix64(state + (draw + 1) * 0x9E3779B97F4A7C15)() for draw in draws]
+    return [(number >> 40) / 2**24 for number in numbers]
+
+
+def longs(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def test_the_reference_is_splitmix64() -> None:
+    generator = SplitMix64(1234567)
+    assert [generator() for _ in range(3)] == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    keys=st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 2**40)), min_size=1, max_size=5),
+    draws=st.integers(1, 5),
+    first=st.integers(0, 100),
+)
+def test_keyed_uniform_equals_the_reference(seed: int, keys: list[tuple[int, int]], draws: int, first: int) -> None:
+    epochs, samples = (longs(*column) for column in zip(*keys, strict=True))
+    found = keyed_uniform(seed, epochs, samples, draws=draws, first=first)
+    assert found.dtype == np.float32
+    numbers = range(first, first + draws)
+    assert found.tolist() == [reference_uniform(seed, epoch, sample, numbers) for epoch, sample in keys]
+
+
+def test_keyed_uniform_is_uniform_from_0_to_below_1() -> None:
+    count = 200_000
+    numbers = keyed_uniform(0, np.zeros(count, np.int64), np.arange(count), draws=3).astype(np.float64)
+    assert numbers.min() >= 0 and numbers.max() < 1
+    assert np.abs(numbers.mean(0) - 0.5).max() < 4 * (1 / 12) ** 0.5 / count**0.5
+    assert np.abs(numbers.var(0) - 1 / 12).max() < 4 * (1 / 180) ** 0.5 / count**0.5
+    counts = np.stack([np.histogram(column, 100, (0, 1))[0] for column in numbers.T])
+    chi_square = ((counts - count / 100) ** 2 / (count / 100)).sum(1)
+    assert chi_square.min() > 50 and chi_square.max() < 165  # 99 degrees of freedom: 99 +- 14
+
+
+@pytest.mark.parametrize("key", ["seed", "epoch", "sample", "draw"])
+def test_neighbours_in_any_part_of_the_key_are_independent(key: str) -> None:
+    count = 20_000
+    zeros, numbers = np.zeros(count, np.int64), np.arange(count)
+    if key == "seed":
+        pair = [keyed_uniform(seed, zeros, numbers, draws=1)[:, 0] for seed in (0, 1)]
+    elif key == "epoch":
+        pair = [keyed_uniform(0, zeros + epoch, numbers, draws=1)[:, 0] for epoch in (0, 1)]
+    elif key == "sample":
+        pair = [keyed_uniform(0, zeros, numbers + step, draws=1)[:, 0] for step in (0, 1)]
+    else:
+        pair = list(keyed_uniform(0, zeros, numbers, draws=2).T)
+    assert (pair[0] == pair[1]).mean() < 0.001
+    assert abs(np.corrcoef(pair)[0, 1]) < 4 / count**0.5
+
+
+def test_parts_of_the_key_are_not_interchangeable() -> None:
+    keys = list(product(range(6), repeat=3))
+    numbers = [keyed_uniform(seed, longs(epoch), longs(sample), draws=1).item() for seed, epoch, sample in keys]
+    assert len(set(numbers)) == len(keys)
+
+
+def test_no_two_uses_share_a_draw() -> None:
+    used = {Slot.MOVE: 3, Slot.ERASE: 5, Slot.CROP: 40, Slot.JITTER: operations.JITTER_DRAWS, Slot.MIX: mixing.DRAWS}
+    numbers = [first + draw for first, draws in used.items() for draw in range(draws)]
+    assert len(set(numbers)) == len(numbers) and max(numbers) < Slot.RANDAUGMENT
+    assert Slot.RANDAUGMENT + 1000 * randaugment.DRAWS < Slot.TENSORFLOW_CROP
+    assert Slot.TENSORFLOW_CROP + 4 * 100 < Slot.WINDOW
+    assert Slot.WINDOW + 2 < Slot.PATCH_ORDER and Slot.PATCH_ORDER + 10**6 < Slot.PATCH_SOURCE
+    assert Slot.PATCH_SOURCE + 10**6 < Slot.CODE_RESTART and Slot.CODE_RESTART + 10**6 < Slot.PATCH_BLOCKS == max(Slot)
+    large = {Slot.RANDAUGMENT, Slot.TENSORFLOW_CROP, Slot.WINDOW, Slot.PATCH_ORDER, Slot.PATCH_SOURCE}
+    large |= {Slot.CODE_RESTART, Slot.PATCH_BLOCKS}
+    assert {*used, *large} == set(Slot)
+
+
+def moment(alpha: float, power: int) -> float:
+    """Return E[X^power] for X from Beta(alpha, alpha)."""
+    return math.prod((alpha + r) / (2 * alpha + r) for r in range(power))
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.2, 0.5, 0.8, 1.0, 2.0, 7.5])
+def test_beta_has_the_moments_of_its_distribution(alpha: float) -> None:
+    count = 200_000
+    uniform = keyed_uniform(11, np.zeros(count, np.int64), np.arange(count), draws=2)
+    found = symmetric_beta(uniform, alpha)
+    assert found.dtype == np.float64 and found.min() >= 0 and found.max() <= 1
+    for power in range(1, 7):
+        error = (moment(alpha, 2 * power) - moment(alpha, power) ** 2) ** 0.5 / count**0.5
+        assert abs((found**power).mean() - moment(alpha, power)) < 4 * error
+
+
+QUANTILES = {
+    1.0: lambda x: x,  # the uniform distribution
+    0.5: lambda x: 2 / math.pi * math.asin(math.sqrt(x)),  # the arcsine distribution
+    2.0: lambda x: 3 * x**2 - 2 * x**3,
+    3.0: lambda x: 10 * x**3 - 15 * x**4 + 6 * x**5,
+}
+
+
+@pytest.mark.parametrize("alpha", QUANTILES)
+def test_beta_has_the_distribution_function_in_closed_form(alpha: float) -> None:
+    count = 100_000
+    uniform = keyed_uniform(5, np.ones(count, np.int64), np.arange(count), draws=2)
+    found = np.sort(symmetric_beta(uniform, alpha))
+    expected = np.array([QUANTILES[alpha](x) for x in found])
+    ranks = np.arange(count) / count
+    assert np.abs(expected - ranks).max() < 1.95 / count**0.5  # Kolmogorov and Smirnov at 0.1 %
+
+
+def test_the_least_draw_gives_a_share_of_0_or_1() -> None:
+    uniform = np.array([[0, 0], [0, 0.5], [0, 0.25], [2**-24, 0.1]], np.float32)
+    assert symmetric_beta(uniform[:2], 0.01).tolist() == [1, 0]
+    assert np.isfinite(symmetric_beta(uniform, 0.01)).all()
+
+
+@given(view=st.integers(1, 100), epoch=st.integers(0, 2**40), sample=st.integers(0, 2**40))
+def test_view_0_draws_what_one_view_draws_and_others_are_keyed(view: int, epoch: int, sample: int) -> None:
+    both = keyed_uniform(7, longs(epoch, epoch), longs(sample, sample), longs(0, view), draws=6, first=3)
+    assert both[0].tolist() == keyed_uniform(7, longs(epoch), longs(sample), draws=6, first=3)[0].tolist()
+    assert both[0].tolist() == reference_uniform(7, epoch, sample, range(3, 9))
+    state = SplitMix64(SplitMix64(SplitMix64(SplitMix64(7)() ^ epoch)() ^ sample)() ^ view)()
+    numbers = [SplitMix64(state + (draw + 1) * 0x9E3779B97F4A7C15)() for draw in range(3, 9)]
+    assert both[1].tolist() == [(number >> 40) / 2**24 for number in numbers]

@@ -1,0 +1,289 @@
+"""Tests of fractals: equal pictures on every machine, similar within a class, different between classes, never
+empty."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitrail.data.formats import fractals
+from vitrail.data.formats.fractals import FractalSource, FunctionSystem, dots_of, open_fractals, system_of
+from vitrail.data.source import subset
+from vitrail.errors import DataError
+from vitrail.testing import check_source
+
+MOST = 2**31 - 1
+
+
+def pictures(source: FractalSource) -> np.ndarray:
+    return np.stack([source[index].image[..., 0] for index in range(len(source))])
+
+
+def hash_of(source: FractalSource) -> str:
+    return hashlib.sha256(pictures(source).tobytes()).hexdigest()
+
+
+def test_it_keeps_the_contract_of_a_source() -> None:
+    check_source(FractalSource(3, 4, seed=1, size=20))
+
+
+def test_samples_of_classes_take_turns() -> None:
+    source = FractalSource(5, 3, size=8)
+    assert len(source) == 15 and source.classes == tuple(f"fractal-000{number}" for number in range(5))
+    assert [source.target(index) for index in range(15)] == [0, 1, 2, 3, 4] * 3
+    assert [source.key(index) for index in (0, 4, 5, 14)] == [
+        "fractal-0000/0", "fractal-0004/0", "fractal-0000/1", "fractal-0004/2",
+    ]  # fmt: skip
+    assert subset(source, [7])[0].key == "fractal-0002/1"
+    with pytest.raises(IndexError, match="sample 15 of 15"):
+        source.target(15)
+    with pytest.raises(IndexError, match="sample -1 of 15"):
+        source.key(-1)
+
+
+def test_names_of_many_classes_sort_by_number() -> None:
+    classes = FractalSource(10_001, 1).classes
+    assert classes[7] == "fractal-00007" and list(classes) == sorted(classes)
+
+
+def test_more_classes_or_samples_add_to_the_same_pictures() -> None:
+    small, large = FractalSource(3, 2, seed=4, size=16), FractalSource(7, 5, seed=4, size=16)
+    for index in range(len(small)):
+        sample, number = divmod(index, 3)
+        np.testing.assert_array_equal(small[index].image, large[sample * 7 + number].image)
+
+
+@pytest.mark.parametrize("seed", [1, 2**32 - 1])
+def test_another_seed_gives_other_pictures(seed: int) -> None:
+    first, other = pictures(FractalSource(2, 2, size=32)), pictures(FractalSource(2, 2, seed, size=32))
+    assert all((one != two).mean() > 0.05 for one, two in zip(first, other, strict=True))
+
+
+def test_samples_of_a_class_differ() -> None:
+    found = pictures(FractalSource(2, 20, size=32))
+    assert len({picture.tobytes() for picture in found}) == 40
+
+
+def test_keys_and_labels_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fractals, "dots_of", None)
+    source = FractalSource(1_000_000, 1000)
+    assert len(source) == 10**9
+    assert (source.key(10**9 - 1), source.target(10**9 - 1)) == ("fractal-999999/999", 999_999)
+    assert "classes" not in vars(source)
+    with pytest.raises(TypeError):
+        source[10**9 - 1]
+
+
+def test_the_last_of_a_billion_is_a_picture() -> None:
+    sample = FractalSource(1_000_000, 1000, size=64)[10**9 - 1]
+    assert sample.image.shape == (64, 64, 1) and 10 < sample.image.mean() < 160
+
+
+def test_another_process_draws_the_same_in_any_order() -> None:
+    script = """
+import sys
+from vitrail.data.formats.fractals import FractalSource
+source = FractalSource(3, 2, 9, size=40)
+images = {index: source[index].image.tobytes() for index in (5, 0, 3, 1, 4, 2)}
+sys.stdout.buffer.write(b"".join(images[index] for index in range(6)))
+"""
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    assert finished.stdout == pictures(FractalSource(3, 2, 9, size=40)).tobytes()
+
+
+@pytest.mark.parametrize(("size", "expected"), [(32, "e9fab920157cbe84"), (224, "ccffe2c4a3596231")])
+def test_pictures_are_the_same_on_every_machine(size: int, expected: str) -> None:
+    assert hash_of(FractalSource(4, 3, 7, size=size)).startswith(expected)
+
+
+def test_colours_are_the_same_on_every_machine_and_show_the_same_fractals() -> None:
+    grey, coloured = FractalSource(4, 3, 7, size=32), FractalSource(4, 3, 7, size=32, colour=True)
+    check_source(coloured)
+    found = np.stack([coloured[index].image for index in range(12)])
+    assert hashlib.sha256(found.tobytes()).hexdigest().startswith("1437cb4664205245")
+    assert grey.identity != coloured.identity and grey.origin(0) != coloured.origin(0)
+    later = coloured.held_out(0.25)[0]
+    assert later.key == "fractal-0000/3" and later.image.shape == (32, 32, 3)
+    for index in range(12):
+        lit, picture = grey[index].image[..., 0], found[index].astype(float)
+        inside, outside = picture[lit == 255].mean(0), picture[lit == 0].mean(0)
+        assert np.abs(inside - outside).sum() > 100, "the fractal stands out from its background"
+        steps = np.abs(np.diff(picture, axis=0))[(lit[1:] == 0) & (lit[:-1] == 0)]
+        assert steps.max() < 20, "a background varies smoothly"
+
+
+@given(size=st.integers(1, 45), seed=st.integers(0, 2**32 - 1))
+def test_any_size_is_in_colour(size: int, seed: int) -> None:
+    image = FractalSource(2, 1, seed, size=size, colour=True)[1].image
+    assert image.dtype == np.uint8 and image.shape == (size, size, 3) and image.flags.c_contiguous
+
+
+@given(size=st.integers(1, 45), seed=st.integers(0, 2**32 - 1))
+def test_any_size_is_grey_and_is_not_empty(size: int, seed: int) -> None:
+    image = FractalSource(2, 1, seed, size=size)[1].image
+    assert image.dtype == np.uint8 and image.shape == (size, size, 1) and image.flags.c_contiguous
+    assert 5 < image.mean() < 200
+
+
+def test_a_small_picture_is_a_large_one_averaged() -> None:
+    small, large = (pictures(FractalSource(3, 2, size=size)).astype(float) for size in (16, 128))
+    averaged = large.reshape(6, 16, 8, 16, 8).mean((2, 4))
+    assert np.abs(averaged - small).max() <= 0.5
+
+
+def test_every_class_fills_enough_of_its_square() -> None:
+    fillings = [dots_of(system_of(0, number), 128, 128, "again").mean() for number in range(60)]
+    assert min(fillings) > 0.15  # 0.175 is the least of 300: other points than those it was kept for
+
+
+def test_no_sample_is_a_speck_or_a_sheet() -> None:
+    source = FractalSource(40, 4, size=224)
+    found = np.stack([source[index].image[..., 0] for index in range(160)])
+    lit = (found > 0).mean((1, 2))
+    assert set(np.unique(found)) == {0, 255}
+    assert lit.min() > 0.05 and lit.max() < 0.7  # 0.085 and 0.524 are the extremes of 546 samples of 300 classes
+    extents = [np.ptp(np.flatnonzero(picture.any(axis))) for picture in found for axis in (0, 1)]
+    assert min(extents) == 221 and max(extents) == 223  # from edge to edge, but for the part of a patch that is dark
+
+
+def test_systems_are_contractions_whatever_a_sample_scales() -> None:
+    counts = set()
+    for number in range(60):
+        maps, probabilities = system_of(0, number).maps, system_of(0, number).probabilities
+        counts.add(maps.shape[1])
+        linear = maps[:4].T.reshape(-1, 2, 2)
+        scaled = linear[:, None] * np.stack(np.meshgrid(*[[0.8, 1.2]] * 4), -1).reshape(16, 2, 2)
+        assert np.linalg.norm(scaled, 2, axis=(-2, -1)).max() < 1
+        assert (np.abs(maps[4:]) <= 1).all()
+        areas = np.abs(np.linalg.det(linear))
+        np.testing.assert_allclose(probabilities, areas / areas.sum(), rtol=1e-9)
+    assert counts == set(range(2, 9))
+
+
+def test_points_are_those_of_a_walk() -> None:
+    """The reference maps one point at a time, with a map that is drawn at random for each step."""
+    system, side = system_of(0, 1), 64
+    random = np.random.default_rng(0)
+    x, walk = np.zeros(2), []
+    for letter in random.choice(len(system.probabilities), 40_000, p=system.probabilities):
+        a, b, c, d, e, f = system.maps[:, letter]
+        x = np.array([a * x[0] + b * x[1] + e, c * x[0] + d * x[1] + f])
+        walk.append(x)
+    points = np.array(walk[100:])
+    places = ((points - points.min(0)) / np.ptp(points, 0) * (side - 3)).astype(int)
+    walked = np.zeros((side, side), bool)
+    walked[places[:, 1], places[:, 0]] = True
+    found = dots_of(system, side, 200, "walk")
+    for some, others in ((found, walked), (walked, found)):  # within a pixel: the two differ in where the edges are
+        wide = np.pad(others, 1)
+        near = np.any([wide[y : y + side, x : x + side] for y in range(3) for x in range(3)], axis=0)
+        assert near[some].mean() > 0.95
+
+
+def test_points_under_known_maps_are_where_they_belong() -> None:
+    """The maps give Sierpinski's triangle with corners (0, 0), (1, 0), (0, 1). No point has a binary digit 1 in both x
+    and y.
+    """
+    half, zero = [0.5] * 3, [0.0] * 3
+    system = FunctionSystem(np.array([half, zero, zero, half, [0, 0.5, 0], [0, 0, 0.5]]), np.full(3, 1 / 3))
+    y, x = np.nonzero(dots_of(system, 259, 300, "sierpinski"))  # 256 pixels, and 3 of a patch's room
+    assert x.min() == y.min() == 0 and x.max() == y.max() == 256
+    allowed = (x & y) >> 4 == 0
+    assert len(np.unique(np.stack([x, y])[:, allowed] >> 4, axis=1).T) >= 3**4
+    assert allowed.mean() > 0.95  # the rest are a pixel away: the points do not reach the very corners
+
+
+def test_pictures_of_a_class_are_nearest_to_each_other() -> None:
+    source = FractalSource(20, 10, size=32)
+    found = pictures(source).reshape(200, 16, 2, 16, 2).mean((2, 4)).reshape(200, -1)
+    labels = np.array([source.target(index) for index in range(200)])
+    distances = np.square(found[:, None] - found[None]).sum(-1)
+    np.fill_diagonal(distances, np.inf)
+    assert (labels[distances.argmin(1)] == labels).mean() > 0.35  # measured 0.45 to 0.53; chance is 0.05
+
+
+def test_where_no_system_fills_enough_the_fullest_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fractals, "SMALLEST_FILLING", 0.9)
+    monkeypatch.setattr(fractals, "ATTEMPTS", 12)
+    system_of.cache_clear()
+    try:
+        fullest = system_of(0, 0)
+        assert dots_of(fullest, 128, 128, "again").mean() > 0.25
+    finally:
+        system_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("fractals:10:5", (10, 5, 0, 224)),
+        ("fractals:10:5:3", (10, 5, 3, 224)),
+        ("fractals:10:5:3:64", (10, 5, 3, 64)),
+        ("fractals:1000000:1000", (1_000_000, 1000, 0, 224)),
+        (f"fractals:2:1:{2**32 - 1}:1024", (2, 1, 2**32 - 1, 1024)),
+        ("fractals:2:1073741823", (2, 1_073_741_823, 0, 224)),
+    ],
+)
+def test_grey_specs_are_read(spec: str, expected: tuple[int, ...]) -> None:
+    source = open_fractals(spec)
+    assert (source.count, source.samples, source.seed, source.size, source.colour) == (*expected, False)
+
+
+def test_a_spec_in_colour_is_read() -> None:
+    source = open_fractals("fractals:10:5:3:64:colour")
+    assert (source.count, source.samples, source.seed, source.size, source.colour) == (10, 5, 3, 64, True)
+    assert source.identity == "fractals:10:5:3:64:0:colour"
+
+
+@pytest.mark.parametrize(
+    ("spec", "rule"),
+    [
+        ("fractals:1:5", "classes=1 is not from 2 to 2,147,483,647"),
+        ("fractals:2:0", "samples=0 is not from 1 to 2,147,483,647"),
+        ("fractals:2:1073741824", "2,147,483,648 images; the maximum is 2,147,483,647"),
+        ("fractals:99999999999:1", "classes=99999999999 is not from 2"),
+        ("fractals:2:1:4294967296", "seed=4294967296 is not from 0 to 4,294,967,295"),
+        ("fractals:2:1:0:0", "size=0 is not from 1 to 1,024"),
+        ("fractals:2:1:0:1025", "size=1025 is not from 1 to 1,024"),
+        *((bad, "is not fractals:CLASSES:SAMPLES") for bad in (
+            "fractals", "fractals:", "fractals:2", "fractals:2:", "fractals:2:1:", "fractals:2:1:0:8:9", "fractals:a:1",
+            "fractals:2:1:-1", "fractals:-2:1", "fractals:2.0:1", "fractals:2:1e3", "fractals: 2:1", "fractals:2:1\n",
+            "fractals:2:1:0:colour", "fractals:2:1:0:8:color", "fractals:2:1:0:8:colour:1",
+            "fractals:1_0:1", "fractals:٣:1", "Fractals:2:1", f"fractals:2:{'9' * 5000}",
+        )),
+    ],
+)  # fmt: skip
+def test_bad_specs_are_refused_with_value_rule_and_example(spec: str, rule: str) -> None:
+    with pytest.raises(DataError) as caught:
+        open_fractals(spec)
+    message = str(caught.value)
+    assert repr(spec) in message and rule in message and "fractals:1000:100" in message
+
+
+@given(parts=st.lists(st.one_of(st.integers(-3, 2**34).map(str), st.text(max_size=6)), max_size=6))
+def test_any_spec_is_opened_or_refused(parts: list[str]) -> None:
+    spec = ":".join(["fractals", *parts])
+    try:
+        source = open_fractals(spec)
+    except DataError as error:
+        assert repr(spec) in str(error)
+    else:
+        assert 2 <= source.count <= len(source) <= MOST and [int(part) for part in parts][:2] == [
+            source.count, source.samples,
+        ]  # fmt: skip
+
+
+@given(classes=st.integers(-2, 2**40), samples=st.integers(-2, 2**40), seed=st.integers(-9, 2**40))
+def test_numbers_out_of_range_are_refused(classes: int, samples: int, seed: int) -> None:
+    fits = classes >= 2 and samples >= 1 and classes * samples <= MOST and 0 <= seed < 2**32
+    if fits:
+        assert len(FractalSource(classes, samples, seed)) == classes * samples
+    else:
+        with pytest.raises(DataError, match="fractals: "):
+            FractalSource(classes, samples, seed)

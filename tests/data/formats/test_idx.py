@@ -1,0 +1,172 @@
+"""Tests of IDX files, valid and damaged."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitrail.data.formats.idx import find_idx, idx_samples, read_idx
+from vitrail.data.source import Source
+from vitrail.errors import DataError
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for files that each example overwrites."""
+    return tmp_path_factory.mktemp("scratch")
+
+
+@given(
+    shape=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+    name=st.sampled_from(["plain", "packed.gz"]),
+    seed=st.integers(0, 99),
+)
+def test_arrays_of_any_shape_are_read_back(
+    scratch: Path, write_idx: Write, shape: list[int], name: str, seed: int
+) -> None:
+    array = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    found = read_idx(write_idx(scratch / name, array))
+    assert found.dtype == np.uint8 and found.shape == array.shape
+    np.testing.assert_array_equal(found, array)
+
+
+def test_the_format_is_the_published_one(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes.fromhex("00000802 00000002 00000003 010203 040506"))
+    np.testing.assert_array_equal(read_idx(path), [[1, 2, 3], [4, 5, 6]])
+
+
+@pytest.mark.parametrize(
+    ("data", "begins"),
+    [
+        (b"", "nothing"),
+        (b"\0\0\x08", "000008"),
+        (b"<html>", "3c68746d"),
+        (bytes.fromhex("00000d01 00000001 00000000"), "00000d01"),
+        (bytes.fromhex("00010801 00000001 00"), "00010801"),
+    ],
+    ids=["empty", "three bytes", "html", "of floats", "wrong magic"],
+)
+def test_what_is_not_idx_is_refused_with_its_beginning(tmp_path: Path, data: bytes, begins: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=rf"file is not an IDX file of unsigned bytes: it begins with {begins}$"):
+        read_idx(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ("00000803 00000001", r"\(1,\), but 0 bytes follow"),
+        ("00000803 00000001 00000002", r"\(1, 2\), but 0 bytes follow"),
+        ("00000802 00000002 00000002 010203", r"\(2, 2\), but 3 bytes follow"),
+        ("00000801 00000002 010203", r"\(2,\), but 3 bytes follow"),
+        ("00000802 ffffffff ffffffff 01", r"\(4294967295, 4294967295\), but 1 bytes follow"),
+    ],
+    ids=["header cut", "header cut later", "a byte short", "a byte long", "huge"],
+)
+def test_sizes_that_do_not_fit_are_damage(tmp_path: Path, data: str, says: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes.fromhex(data))
+    with pytest.raises(DataError, match=rf"file is damaged: its header states the shape {says}$"):
+        read_idx(path)
+
+
+@given(share=st.floats(0, 0.99))
+def test_gzipped_files_cut_anywhere_are_refused(scratch: Path, write_idx: Write, share: float) -> None:
+    path = write_idx(scratch / "cut.gz", np.random.default_rng(0).integers(0, 256, (10, 8, 8), dtype=np.uint8))
+    data = path.read_bytes()
+    path.write_bytes(data[: int(share * len(data))])
+    with pytest.raises(DataError, match=r"cut\.gz"):
+        read_idx(path)
+
+
+def test_a_plain_file_named_gz_and_a_missing_file_cannot_be_read(tmp_path: Path, write_idx: Write) -> None:
+    plain = write_idx(tmp_path / "plain", np.zeros(3)).rename(tmp_path / "plain.gz")
+    with pytest.raises(DataError, match=r"cannot read .*plain\.gz: Not a gzipped file"):
+        read_idx(plain)
+    with pytest.raises(DataError, match=r"cannot read .*missing: .*No such file"):
+        read_idx(tmp_path / "missing")
+
+
+def test_source_gives_grey_images_their_labels_and_numbers(tmp_path: Path, write_idx: Write) -> None:
+    images = np.arange(24).reshape(3, 4, 2)
+    source = idx_samples(write_idx(tmp_path / "i", images), write_idx(tmp_path / "l.gz", np.array([2, 0, 1])))
+    assert isinstance(source, Source)
+    assert len(source) == 3 and source.classes == ("0", "1", "2")
+    sample = source[1]
+    assert (sample.key, sample.target, source.key(1), source.target(1)) == ("1", 0, "1", 0)
+    np.testing.assert_array_equal(sample.image, images[1][:, :, None])
+
+
+def test_source_takes_names_for_its_classes(tmp_path: Path, write_idx: Write) -> None:
+    images, labels = write_idx(tmp_path / "i", np.zeros((2, 3, 3))), write_idx(tmp_path / "l", np.array([0, 1]))
+    assert idx_samples(images, labels, ("cat", "dog", "cow")).classes == ("cat", "dog", "cow")
+
+
+@pytest.mark.parametrize(
+    ("images", "labels"), [((3, 2, 2), (2,)), ((2, 4), (2,)), ((2, 2, 2), (2, 1)), ((2, 2, 2, 3), (2,))]
+)
+def test_arrays_that_do_not_pair_up_are_refused(
+    tmp_path: Path, write_idx: Write, images: tuple[int, ...], labels: tuple[int, ...]
+) -> None:
+    paths = write_idx(tmp_path / "i", np.zeros(images)), write_idx(tmp_path / "l", np.zeros(labels))
+    with pytest.raises(
+        DataError, match=r"images must be \(n, height, width\) and labels \(n,\) with the same n"
+    ) as caught:
+        idx_samples(*paths)
+    assert str(images) in str(caught.value) and str(labels) in str(caught.value)
+
+
+def test_a_label_beyond_the_classes_is_named(tmp_path: Path, write_idx: Write) -> None:
+    paths = write_idx(tmp_path / "i", np.zeros((3, 2, 2))), write_idx(tmp_path / "l", np.array([0, 2, 1]))
+    with pytest.raises(DataError, match=r"l has the label 2, but the 2 classes are numbered from 0"):
+        idx_samples(*paths, ("cat", "dog"))
+
+
+@pytest.mark.parametrize(
+    ("split", "prefix"),
+    [("train", "train"), ("test", "t10k"), ("test", "test"), ("validation", "val"), ("validation", "validation")],
+)
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_files_of_a_split_are_found_by_name(
+    idx_folder: Callable[..., Path], split: str, prefix: str, suffix: str
+) -> None:
+    root = idx_folder(suffix=suffix, **{prefix: [0, 1]})
+    expected = root / f"{prefix}-images-idx3-ubyte{suffix}", root / f"{prefix}-labels-idx1-ubyte{suffix}"
+    assert find_idx(root, split) == expected
+    assert all(find_idx(root, other) is None for other in {"train", "test", "validation"} - {split})
+
+
+def test_images_without_labels_are_no_split(idx_folder: Callable[..., Path]) -> None:
+    root = idx_folder(train=[0, 1])
+    labels = root / "train-labels-idx1-ubyte"
+    data = labels.read_bytes()
+    labels.unlink()
+    assert find_idx(root, "train") is None
+    (root / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(data))
+    assert find_idx(root, "train") is None
+    assert find_idx(root / "nowhere", "train") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.gz", gzip.compress(b"\0\0\x08\1\0\0\0\1x", mtime=0)[:12] + b"\xff" * 12, "cannot read"),
+        ("a", b"\0\0\x08\3\0\0", "is damaged"),
+        ("a", bytes.fromhex("00000803ffffffffffffffff00000000"), "is damaged"),
+        ("a", b"\0\0\x08\xff" + b"\0" * 1020, "is damaged"),
+    ],
+)
+def test_every_kind_of_damage_is_named(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=message):
+        read_idx(tmp_path / name)

@@ -1,0 +1,775 @@
+"""Tests of Parquet files of images that pyarrow wrote in the ways of other programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitrail.data.formats import parquet
+from vitrail.data.formats.parquet import looks_like_parquet, open_parquet
+from vitrail.data.source import Source, fingerprint, target_kind
+from vitrail.data.sources import open_data
+from vitrail.data.splits import Splits, choice_in
+from vitrail.errors import DataError, SaveError
+from vitrail.testing import check_source
+
+IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder of the unpacked images."""
+    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "parquet"
+
+
+@pytest.fixture(scope="module")
+def pictures(encode: Callable[..., bytes]) -> list[bytes]:
+    """Return encoded images of odd sizes. No two of them are equal."""
+    random = np.random.default_rng(0)
+    sizes = [(5 + number % 4, 9 - number % 5, 3) for number in range(30)]
+    return [encode(random.integers(0, 256, size, dtype=np.uint8), ("PNG", "JPEG")[size[0] % 2]) for size in sizes]
+
+
+def images(pieces: Sequence[bytes | None], kind: pa.DataType = IMAGE) -> pa.Array:
+    """Return a column of images. None is a row without an image."""
+    if pa.types.is_struct(kind):
+        return pa.array([None if piece is None else {"bytes": piece, "path": None} for piece in pieces], kind)
+    return pa.array(pieces, kind)
+
+
+def class_label(*names: str) -> dict[str, Any]:
+    return {"names": list(names), "_type": "ClassLabel"}
+
+
+def write(path: Path, columns: dict[str, Any], features: dict[str, Any] | None = None, **options: Any) -> Path:
+    """Write a Parquet file whose schema describes the columns as Hugging Face's library does."""
+    table = pa.table(columns)
+    if features is not None:
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path, **{"row_group_size": 7, **options})
+    return path
+
+
+def samples_of(source: Source | None) -> list[tuple[str, Any, Any]]:
+    assert source is not None
+    return [(sample.key, sample.image, sample.target) for sample in map(source.__getitem__, range(len(source)))]
+
+
+def labels_of(source: Source | None) -> list[Any]:
+    assert source is not None
+    return [source.target(index) for index in range(len(source))]
+
+
+def opened(path: Path | str, classes: tuple[str, ...] | None = None) -> Splits:
+    """Open a file, of which "?" and a choice of columns can follow the path."""
+    location, choice = choice_in(str(path))
+    return open_parquet(Path(location), classes, choice=choice)
+
+
+def message(path: Path | str, classes: tuple[str, ...] | None = None, kind: type[Exception] = DataError) -> str:
+    with pytest.raises(kind) as caught:
+        opened(path, classes)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- the same samples, however they are stored
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy", "gzip", "zstd", "brotli"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        IMAGE,
+        pa.struct({"path": pa.string(), "bytes": pa.large_binary()}),
+        pa.struct({"bytes": pa.binary()}),
+        pa.binary(),
+        pa.large_binary(),
+        pa.binary_view(),
+        pa.dictionary(pa.int32(), pa.binary()),
+    ],
+    ids=str,
+)
+def test_the_contract_of_a_source(tmp_path: Path, pictures: list[bytes], kind: pa.DataType, compression: str) -> None:
+    labels = [number % 3 for number in range(30)]
+    column = (
+        images(pictures, pa.binary()).dictionary_encode() if pa.types.is_dictionary(kind) else images(pictures, kind)
+    )
+    path = write(
+        tmp_path / "a.parquet",
+        {"width": list(range(30)), "image": column, "label": labels, "caption": ["x"] * 30},
+        {"label": class_label("rose", "daisy", "tulip")},
+        compression=compression,
+    )
+    splits = opened(path, None)
+    assert splits.validation is None and splits.test is None and splits.classes == ("rose", "daisy", "tulip")
+    assert samples_of(splits.train) == [(f"a.parquet:{n}", pictures[n], labels[n]) for n in range(30)]
+    check_source(splits.train)
+
+
+@given(data=st.data())
+def test_any_rows(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    rows = data.draw(
+        st.lists(st.tuples(st.none() | st.binary(max_size=40), st.none() | st.integers(-1, 4)), min_size=1, max_size=40)
+    )
+    path = write(
+        tmp_path_factory.mktemp("any") / "a.parquet",
+        {"img": images([piece for piece, _ in rows]), "label": pa.array([label for _, label in rows], pa.int64())},
+        {"label": class_label(*"abcde")},
+        row_group_size=data.draw(st.integers(1, 41)),
+        use_dictionary=data.draw(st.booleans()),
+        data_page_size=data.draw(st.sampled_from([1, 64, 2**20])),
+    )
+    source = opened(path, None).train
+    assert [sample[1:] for sample in samples_of(source)] == [
+        (piece or b"", None if label in (None, -1) else label) for piece, label in rows
+    ]
+    check_source(source, decodes=False)
+
+
+def test_several_files_are_one_split(tmp_path: Path, pictures: list[bytes]) -> None:
+    for number, some in enumerate((pictures[:4], pictures[4:4], pictures[4:11])):
+        write(
+            tmp_path / f"data/train-{number:05}-of-00003.parquet",
+            {"image": images(some), "label": pa.array([number] * len(some), pa.int32())},
+        )
+    source = open_parquet(tmp_path, None).train
+    check_source(source)
+    assert [sample.image for sample in map(source.__getitem__, range(11))] == pictures[:11]
+    assert [source.key(index) for index in (0, 3, 4, 10)] == [
+        f"data/train-{file:05}-of-00003.parquet:{row}" for file, row in ((0, 0), (0, 3), (2, 0), (2, 6))
+    ]
+    assert source.classes == ("0", "1", "2")
+    assert source[-1].key == source.key(10) and source[-1].target == source.target(10)
+    for reader in (source.key, source.target, source.__getitem__):
+        with pytest.raises(IndexError):
+            reader(11)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"train": "data/train-00000-of-00001.parquet", "validation": "data/validation-00000-of-00001-0f3.parquet",
+         "test": "data/test-00000-of-00001.parquet"},
+        {"train": "train/0000.parquet", "validation": "valid/0000.parquet", "test": "test/0000.parquet"},
+        {"train": "plain/train/0000.parquet", "validation": "plain/val/0000.parquet", "test": "plain/test/0.parquet"},
+        {"train": "Train.parquet", "validation": "Val.parquet", "test": "Test.parquet"},
+    ],
+)  # fmt: skip
+def test_splits_by_names(tmp_path: Path, pictures: list[bytes], names: dict[str, str]) -> None:
+    for place, name in enumerate(names.values()):
+        write(tmp_path / "set" / name, {"image": images(pictures[place : place + 2]), "label": [0, 1]})
+    (tmp_path / "set/.cache").mkdir()
+    (tmp_path / "set/.cache/other.parquet").write_bytes(b"hidden")
+    splits = open_parquet(tmp_path / "set", None)
+    for place, split in enumerate(names):
+        assert [piece for _, piece, _ in samples_of(getattr(splits, split))] == pictures[place : place + 2]
+
+
+def test_a_file_is_to_train_on_whatever_its_name(tmp_path: Path, pictures: list[bytes]) -> None:
+    path = write(tmp_path / "test-00000-of-00001.parquet", {"image": images(pictures), "label": [0] * 30})
+    splits = opened(path, None)
+    assert len(splits.train) == 30 and splits.test is None
+
+
+def test_folders_of_several_data_sets(tmp_path: Path, pictures: list[bytes]) -> None:
+    for name in ("large/train", "small/train", "small/test"):
+        write(tmp_path / f"{name}-00000-of-00001.parquet", {"image": images(pictures), "label": [0] * 30})
+    assert "several data sets, in the folders large, small; open one of them, such as " in message(tmp_path)
+    assert len(open_parquet(tmp_path / "small", None).test) == 30
+
+
+# --- labels
+
+
+def test_unlabelled_rows_have_none(tmp_path: Path, pictures: list[bytes]) -> None:
+    features = {"label": class_label("a", "b")}
+    write(tmp_path / "train.parquet", {"image": images(pictures[:4]), "label": [1, -1, None, 0]}, features)
+    write(tmp_path / "val.parquet", {"image": images(pictures[4:6]), "label": [-1, 1]}, features)
+    write(tmp_path / "test.parquet", {"image": images(pictures[6:8]), "label": [-1, -1]}, features)
+    splits = open_parquet(tmp_path, None)
+    assert labels_of(splits.train) == [1, None, None, 0] and labels_of(splits.validation) == [None, 1]
+    assert splits.test is None
+    assert splits.notes[0] == f"{tmp_path}: the test split is skipped, because none of its images has a label"
+    write(tmp_path / "test.parquet", {"image": images(pictures[6:8])})
+    assert open_parquet(tmp_path, None).notes[0] == splits.notes[0]
+    write(tmp_path / "test.parquet", {"image": images([]), "label": pa.array([], pa.int64())}, features)
+    assert "the test split is skipped, because it is empty" in open_parquet(tmp_path, None).notes[0]
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())]
+)
+def test_words_are_classes_in_their_order(tmp_path: Path, pictures: list[bytes], kind: pa.DataType) -> None:
+    def column(*words: str | None) -> pa.Array:
+        return (
+            pa.array(words, pa.string()).dictionary_encode() if pa.types.is_dictionary(kind) else pa.array(words, kind)
+        )
+
+    write(tmp_path / "train-0.parquet", {"image": images(pictures[:2]), "label": column("rose", "daisy")})
+    write(tmp_path / "train-1.parquet", {"image": images(pictures[:3]), "label": column("tulip", None, "daisy")})
+    write(tmp_path / "test.parquet", {"image": images(pictures[:2]), "label": column("tulip", "rose")})
+    splits = open_parquet(tmp_path, None)
+    assert splits.classes == ("daisy", "rose", "tulip")
+    assert labels_of(splits.train) == [1, 0, 2, None, 0] and labels_of(splits.test) == [2, 1]
+    given = ("tulip", "rose", "moss", "daisy")
+    splits = open_parquet(tmp_path, given)
+    assert splits.classes == given and labels_of(splits.train) == [1, 3, 0, None, 3]
+    write(tmp_path / "test.parquet", {"image": images(pictures[:3]), "label": column("tulip", "fern", "rose")})
+    (fault,) = (splits := open_parquet(tmp_path, None)).faults
+    assert fault.text.endswith("the test split has unknown classes: fern; the known classes are: daisy, rose, tulip")
+    assert (fault.kind, fault.severity, fault.count) == ("unknown-class", "error", 1)
+    assert splits.classes == ("daisy", "rose", "tulip") and labels_of(splits.test) == [2, None, 1]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_label_that_only_a_held_out_split_has_is_a_fault(
+    tmp_path: Path, pictures: list[bytes], several: bool
+) -> None:
+    def column(*labels: int) -> pa.Array:
+        return pa.array([[label, 0] for label in labels], pa.list_(pa.int64())) if several else pa.array(labels)
+
+    write(tmp_path / "train.parquet", {"image": images(pictures[:2]), "label": column(0, 1)})
+    write(tmp_path / "val.parquet", {"image": images(pictures[:3]), "label": column(1, 7, 0)})
+    (fault,) = (splits := open_parquet(tmp_path, None)).faults
+    assert fault.text.endswith("has the label 7, but the labels of 2 classes go from 0 to 1") and fault.count == 1
+    assert labels_of(splits.validation) == ([(0, 1), (0,), (0,)] if several else [1, None, 0])
+    with pytest.raises(DataError, match="has the label 7"):
+        open_data(str(tmp_path), validation_share=0.0)
+
+
+def test_an_image_with_several_unknown_labels_is_counted_once(tmp_path: Path, pictures: list[bytes]) -> None:
+    def column(*rows: list[int]) -> pa.Array:
+        return pa.array(rows, pa.list_(pa.int64()))
+
+    write(tmp_path / "train.parquet", {"image": images(pictures[:2]), "label": column([0], [1])})
+    write(tmp_path / "val.parquet", {"image": images(pictures[:4]), "label": column([7, 1, 8, 9], [], [5], [0, 1])})
+    (fault,) = (splits := open_parquet(tmp_path, None)).faults
+    assert fault.count == 2 and "counts 2 images of the validation split" in fault.training
+    assert labels_of(splits.validation) == [(1,), (), (), (0, 1)]
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.int64()), pa.large_list(pa.int8()), pa.list_(pa.int64(), 2)], ids=str)
+@pytest.mark.parametrize(
+    "feature",
+    [
+        {"feature": class_label("a", "b", "c"), "_type": "Sequence"},
+        {"feature": class_label("a", "b", "c"), "_type": "List"},
+        [class_label("a", "b", "c")],
+        None,
+    ],
+    ids=["Sequence", "List", "bare", "none"],
+)
+def test_lists_are_several_labels(
+    tmp_path: Path, pictures: list[bytes], kind: pa.DataType, feature: dict[str, Any] | None
+) -> None:
+    fixed = pa.types.is_fixed_size_list(kind)
+    rows = [[2, 0], [1, 1], [-1, 0]] if fixed else [[2, 0], [], None, [1, 1], [-1], [0, 1, 2]]
+    for number in range(2):
+        write(
+            tmp_path / f"train-{number}.parquet",
+            {"image": images(pictures[: len(rows)]), "labels": pa.array(rows, kind)},
+            {"labels": feature},
+        )
+    source = open_parquet(tmp_path, None).train
+    expected = [(0, 2), (1,), (0,)] if fixed else [(0, 2), (), (), (1,), (), (0, 1, 2)]
+    assert labels_of(source) == expected * 2 and target_kind(source) == "classes"
+    assert source.classes == (("0", "1", "2") if feature is None else ("a", "b", "c"))
+    check_source(source)
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.string_view()])
+def test_an_empty_word_is_no_label(tmp_path: Path, pictures: list[bytes], kind: pa.DataType) -> None:
+    words = pa.array(["rose", "", None, "daisy", "", "tulip"], kind)
+    source = open_parquet(write(tmp_path / "a.parquet", {"image": images(pictures[:6]), "label": words}), None).train
+    assert source.classes == ("daisy", "rose", "tulip") and labels_of(source) == [1, None, None, 0, None, 2]
+    lists = [["", "b"], [""], ["a", ""]]
+    source = open_parquet(write(tmp_path / "b.parquet", {"image": images(pictures[:3]), "label": lists}), None).train
+    assert source.classes == ("a", "b") and labels_of(source) == [(1,), (), (0,)]
+
+
+def test_lists_of_words(tmp_path: Path, pictures: list[bytes]) -> None:
+    path = write(tmp_path / "a.parquet", {"image": images(pictures[:3]), "label": [["b", "a"], [], ["a", "c"]]})
+    source = opened(path, None).train
+    assert source.classes == ("a", "b", "c") and labels_of(source) == [(0, 1), (), (0, 2)]
+
+
+def test_without_labels(tmp_path: Path, pictures: list[bytes]) -> None:
+    path = write(tmp_path / "a.parquet", {"image": images(pictures[:3]), "category": ["x", "y", "x"]})
+    splits = opened(path, None)
+    assert splits.classes == () and labels_of(splits.train) == [None] * 3
+    assert "has no column of labels" in splits.notes[0] and "category (string)" in splits.notes[0]
+    check_source(splits.train)
+    assert opened(f"{path}?label=category", None).classes == ("x", "y")
+
+
+@pytest.mark.parametrize(
+    ("column", "expected"),
+    [(pa.array([True, False, None]), [1, 0, None]), (pa.array([2, 0, 1], pa.uint8()), [2, 0, 1]),
+     (pa.nulls(3), [None] * 3)],
+)  # fmt: skip
+def test_numbers_of_other_types(tmp_path: Path, pictures: list[bytes], column: pa.Array, expected: list[Any]) -> None:
+    source = open_parquet(write(tmp_path / "a.parquet", {"image": images(pictures[:3]), "label": column}), None).train
+    assert labels_of(source) == expected and len(source.classes) == max(
+        [0, *(e + 1 for e in expected if e is not None)]
+    )
+
+
+def test_a_models_classes(tmp_path: Path, pictures: list[bytes]) -> None:
+    path = write(
+        tmp_path / "a.parquet", {"image": images(pictures[:3]), "label": [0, 1, -1]}, {"label": class_label("x", "y")}
+    )
+    splits = opened(path, ("y", "z", "x"))
+    assert splits.classes == ("y", "z", "x") and labels_of(splits.train) == [2, 0, None]
+    assert "unknown classes: y; the known classes are: x, z" in message(path, ("x", "z"))
+    path = write(tmp_path / "b.parquet", {"image": images(pictures[:3]), "label": [0, 1, 2]})
+    splits = opened(path, ("0", "1", "10", "2"))
+    assert splits.classes == ("0", "1", "10", "2") and labels_of(splits.train) == [0, 1, 3]
+    assert "unknown classes: 0, 1, 2; the known classes are: y, z, x" in message(path, ("y", "z", "x"))
+    assert "unknown classes: 2; the known classes are: 0, 1" in message(path, ("0", "1"))
+
+
+def test_two_classes_of_one_name(tmp_path: Path, pictures: list[bytes]) -> None:
+    names = {"label": class_label("crane", "maillot", "crane")}
+    path = write(tmp_path / "a.parquet", {"image": images(pictures[:3]), "label": [2, 1, 0]}, names)
+    splits = opened(path, None)
+    assert splits.classes == ("crane", "maillot", "crane (2)") and labels_of(splits.train) == [2, 1, 0]
+    assert labels_of(opened(path, splits.classes).train) == [2, 1, 0]
+
+
+# --- which columns
+
+
+def test_columns_by_what_the_schema_says(tmp_path: Path, pictures: list[bytes]) -> None:
+    path = write(
+        tmp_path / "a.parquet",
+        {"id": [7, 8], "scan": images(pictures[:2], pa.binary()), "thumbnail": pa.array([b"", b""]), "species": [1, 0]},
+        {"scan": {"_type": "Image"}, "species": class_label("a", "b")},
+    )
+    assert samples_of(opened(path, None).train) == [
+        ("a.parquet:0", pictures[0], 1),
+        ("a.parquet:1", pictures[1], 0),
+    ]
+
+
+def test_columns_are_chosen_where_there_are_several(tmp_path: Path, pictures: list[bytes], cache: Path) -> None:
+    path = write(
+        tmp_path / "a.parquet",
+        {
+            "left": images(pictures[:2]), "right": images(pictures[2:4]), "fine_label": [0, 1], "coarse_label": [1, 1],
+            "id": [5, 6],
+        },
+        {"fine_label": class_label("a", "b"), "coarse_label": class_label("c", "d")},
+    )  # fmt: skip
+    assert "several columns of images: left, right; choose one by adding, for example, ?image=left" in message(path)
+    left = Path(f"{path}?image=left")
+    expected = (
+        "several columns of labels: fine_label, coarse_label; choose one by adding, for example, ?label=fine_label"
+    )
+    assert expected in message(left)
+    splits = opened(f"{path}?image=right&label=coarse_label", None)
+    assert splits.classes == ("c", "d")
+    assert samples_of(splits.train) == [("a.parquet:0", pictures[2], 1), ("a.parquet:1", pictures[3], 1)]
+    laid_out = list(cache.iterdir())
+    assert len(laid_out) == 1
+    assert not any("unpacked" in note for note in opened(f"{path}?label=fine_label&image=right").notes)
+    assert list(cache.iterdir()) == laid_out
+    assert "has no column 'coarse'; nearest: coarse_label" in message(Path(f"{path}?image=left&label=coarse"))
+    assert "has no column 'up'; " in message(Path(f"{path}?image=up"))
+    assert "column 'id' has the type int64, which holds no images" in message(Path(f"{path}?image=id"))
+    for query in ("", "label", "label=", "labels=id", "label=id&x=1"):
+        assert f"ends in ?{query}, which chooses nothing; write ?image=COLUMN" in message(Path(f"{path}?{query}"))
+
+
+def test_a_question_mark_in_a_name(tmp_path: Path, pictures: list[bytes]) -> None:
+    path = write(tmp_path / "why?label=x.parquet", {"image": images(pictures[:2]), "label": [0, 1], "x": [1, 0]})
+    assert labels_of(opened(path, None).train) == [0, 1]
+    assert labels_of(opened(f"{path}?label=x", None).train) == [1, 0]
+
+
+def test_what_looks_like_parquet(tmp_path: Path) -> None:
+    for name in (
+        "a/x.parquet",
+        "b/data/x.PARQUET",
+        "c/d/e/x.parquet",
+        "f/g/h/i/x.parquet",
+        "j/k/1.png",
+        "l/.m/x.parquet",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "a/banner.png").touch()
+    found = {name for name in "abcfjlz" if looks_like_parquet(tmp_path / name)}
+    assert found == {"a", "b", "c"}
+    assert looks_like_parquet(Path("nowhere/x.parquet"))
+
+
+# --- images that lie beside the file
+
+
+def test_images_by_their_paths(tmp_path: Path, pictures: list[bytes]) -> None:
+    folder = tmp_path / "set"
+    (folder / "images").mkdir(parents=True)
+    (folder / "images/1.png").write_bytes(pictures[1])
+    (tmp_path / "outside.png").write_bytes(pictures[2])
+
+    def with_path(path: str) -> Path:
+        rows = [{"bytes": pictures[0], "path": "nowhere.png"}, {"bytes": None, "path": path}]
+        return write(folder / "a.parquet", {"image": pa.array(rows, IMAGE), "label": [0, 1]})
+
+    source = open_parquet(with_path("images/1.png"), None).train
+    assert [source[0].image, source[1].image] == pictures[:2]
+    for bad in ("images/2.png", "../outside.png", str(tmp_path / "outside.png"), "images"):
+        text = message(with_path(bad))
+        assert f"row 1: the row has no image but only the path {bad!r}, and the folder {folder} does" in text
+
+
+# --- unpacked once
+
+
+def test_images_are_laid_out_once_and_anew_when_the_file_changes(
+    tmp_path: Path, pictures: list[bytes], cache: Path
+) -> None:
+    path = write(tmp_path / "a.parquet", {"image": images(pictures[:2]), "label": [0, 1]})
+    notes = opened(path, None).notes
+    size = sum(map(len, pictures[:2]))
+    assert notes == (
+        f"{path}: the images were unpacked once into {cache} ({size / 1e6:.2f} MB), for random access; files deleted "
+        "there are made again when they are needed",
+    )
+    (laid_out,) = cache.iterdir()
+    before = laid_out.stat()
+    first = opened(path, None)
+    assert first.notes == () and laid_out.stat().st_mtime_ns == before.st_mtime_ns
+    assert before.st_size == size + 3 * 8 + 24  # the images, where each begins, and the end
+    write(path, {"image": images(pictures[2:4]), "label": [0, 1]})
+    os.utime(path, ns=(1, 1))
+    again = opened(path, None)
+    assert len(again.notes) == 1 and again.train[0].image == pictures[2] and first.train[0].image == pictures[0]
+
+
+def test_the_same_keys_on_every_machine(tmp_path: Path, pictures: list[bytes]) -> None:
+    path = write(tmp_path / "here/train.parquet", {"image": images(pictures), "label": [0, 1, 2] * 10})
+    shutil.copytree(path.parent, tmp_path / "there")
+    here, there = (open_parquet(tmp_path / name, None).train for name in ("here", "there"))
+    assert fingerprint(here) == fingerprint(there)
+
+
+def test_a_replaced_file_of_the_same_size_and_time_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    plain: dict[str, Any] = {"compression": "none", "use_dictionary": False}
+    sizes = set()
+    for pieces in ([b"first", b"other"], [b"other", b"first"]):
+        other = write(tmp_path / "new", {"image": images(pieces), "label": [0, 1]}, None, **plain)
+        os.utime(other, (10**9, 10**9))
+        other.replace(path)
+        sizes.add(path.stat().st_size)
+        assert [sample.image for sample in map(opened(path, None).train.__getitem__, range(2))] == pieces
+    assert len(sizes) == 1
+
+
+def test_damage_to_what_was_laid_out(tmp_path: Path, pictures: list[bytes], cache: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"image": images(pictures), "label": [0, 1, 2] * 10})
+    source = opened(path, None).train
+    (laid_out,) = cache.iterdir()
+    whole = laid_out.read_bytes()
+    laid_out.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match="the file is truncated"):
+        source[29]
+    assert opened(path, None).train[29].image == pictures[29] and laid_out.read_bytes() == whole
+    laid_out.unlink()
+    with pytest.raises(DataError, match="No such file"):
+        source[29]
+
+
+def test_what_a_killed_process_left_is_overwritten(tmp_path: Path, pictures: list[bytes], cache: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"image": images(pictures), "label": [0] * 30})
+    opened(path, None)
+    (laid_out,) = cache.iterdir()
+    whole = laid_out.read_bytes()
+    laid_out.unlink()
+    laid_out.with_name(f"{laid_out.name}.partial").write_bytes(b"x" * 100_000)
+    opened(path, None)
+    assert laid_out.read_bytes() == whole and list(cache.iterdir()) == [laid_out]
+
+
+def test_processes_that_open_it_at_once(tmp_path: Path, pictures: list[bytes], cache: Path) -> None:
+    for number in range(3):
+        write(tmp_path / f"set/train-{number}.parquet", {"image": images(pictures * 20), "label": [0, 1] * 300})
+    script = f"""
+import sys
+from pathlib import Path
+from vitrail.data.formats.parquet import open_parquet
+sys.stdin.readline()
+source = open_parquet(Path({str(tmp_path / "set")!r}), None).train
+print(len(source), hash(tuple(source[index].image for index in range(0, len(source), 7))))
+"""
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script], env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    answers = [process.communicate() for process in processes]
+    assert len({out for out, _ in answers}) == 1 and answers[0][0].startswith("1800 "), answers
+    assert sorted(path.suffix for path in cache.iterdir()) == [".images"] * 3
+
+
+def test_a_disk_that_is_too_small(
+    tmp_path: Path, pictures: list[bytes], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.parquet", {"image": images(pictures), "label": [0] * 30})
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+        text = message(path, kind=SaveError)
+    size = float(re.search(r" takes (\S+) MB, but only 0\.00 MB are free there", text)[1])  # type: ignore[index]
+    assert (
+        str(cache) in text and "VITRAIL_DATA" in text and size == pytest.approx(sum(map(len, pictures)) / 1e6, abs=0.01)
+    )
+    cache.parent.mkdir()
+    cache.write_text("a file where a folder should be")
+    assert f"could not save unpacked images to {cache}" in message(path, kind=SaveError)
+
+
+def test_workers_need_no_pyarrow(tmp_path: Path, pictures: list[bytes]) -> None:
+    path = write(tmp_path / "a.parquet", {"image": images(pictures), "label": [0, 1, 2] * 10})
+    (tmp_path / "pickled").write_bytes(pickle.dumps(opened(path, None).train))
+    script = f"""
+import pickle, sys
+from pathlib import Path
+source = pickle.loads(Path({str(tmp_path / "pickled")!r}).read_bytes())
+assert len(source[29].image) == {len(pictures[29])} and source.target(29) == 2 and source.classes == ("0", "1", "2")
+assert "pyarrow" not in sys.modules
+"""
+    finished = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_without_pyarrow(tmp_path: Path, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.parquet", {"image": images(pictures), "label": [0] * 30})
+    parquet._pyarrow.cache_clear()
+    with monkeypatch.context() as patch:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "pyarrow"]:
+            patch.setitem(sys.modules, name, None)
+        assert "needs pyarrow: pip install 'vitrail[parquet]'" in message(path)
+
+
+# --- bad input
+
+
+def test_not_parquet(tmp_path: Path, pictures: list[bytes]) -> None:
+    path = tmp_path / "a.parquet"
+    whole = write(path, {"image": images(pictures), "label": [0] * 30}).read_bytes()
+    for content in (b"", b"PAR1", b"not a Parquet file at all, but a text", whole[:-10], whole[: len(whole) // 2]):
+        path.write_bytes(content)
+        assert message(path).startswith(f"{path} cannot be read as Parquet: ")
+    path.unlink()
+    assert f"there is no file or folder {path}" in message(path)
+    assert f"{tmp_path} has no .parquet files in it" in message(tmp_path)
+    path.mkdir()
+    assert "has no .parquet files" in message(path)
+
+
+@pytest.mark.parametrize("compression", ["snappy", "gzip", "zstd"])
+def test_a_damaged_page(tmp_path: Path, cache: Path, compression: str) -> None:
+    pieces = [bytes([number]) * 5000 for number in range(30)]
+    path = write(tmp_path / "a.parquet", {"image": images(pieces), "label": [0] * 30}, compression=compression)
+    chunk = pq.ParquetFile(path).metadata.row_group(2).column(0)
+    content = bytearray(path.read_bytes())
+    start = chunk.dictionary_page_offset or chunk.data_page_offset
+    content[start : start + chunk.total_compressed_size] = os.urandom(chunk.total_compressed_size)
+    path.write_bytes(content)
+    assert message(path).startswith(f"{path} cannot be read as Parquet: ")
+    assert list(cache.iterdir()) == []
+
+
+def test_no_images(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"text": ["a"], "label": [0], "image": ["1.png"], "data": [b""]})
+    text = message(path)
+    columns = "text (string), label (int64), image (string), data (binary)"
+    assert f"has no column of images: its columns are {columns}; a column of images is a struct of bytes and" in text
+    assert text.endswith("or a binary column called image or img")
+
+
+def test_no_rows(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"image": images([]), "label": pa.array([], pa.int64())})
+    assert message(path) == f"{path} has an empty training split; training needs at least one row"
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "expected"),
+    [
+        ([0, 2], "ab", "row 1: the label 2 in column 'label' is out of range; the classes are 0 to 1, and -1 means no"),
+        ([0, -2], "ab", "row 1: the label -2 in column"),
+        ([0, -2], "", "the classes are numbered from 0, and -1 means no label"),
+        ([[0], [1, 2]], "ab", "row 1: the label 2 in column"),
+        ([0, 2**40], "ab", "row 1: the label 1099511627776 in column"),
+        ([0, 2**31], "", "row 1: the label 2147483648 in column"),
+        ([0, 123_456], "", "the labels have no names and go up to 123,456, so they are not class numbers"),
+        ([0.0, 1.5], "", "column 'label' holds 1.5, which is not a whole number"),
+        ([{"a": 1}] * 2, "", "column 'label' has the type struct<a: int64>, which holds no labels"),
+        ([[["a"]]] * 2, "", "which holds no labels"),
+        ([0, 1], ["a\nx", "b"], "classes with unprintable names: ['a\\nx']"),
+    ],
+)
+def test_bad_labels(tmp_path: Path, pictures: list[bytes], labels: Any, names: Any, expected: str) -> None:
+    feature = class_label(*names) if names else None
+    if names and isinstance(labels[0], list):
+        feature = {"feature": feature, "_type": "List"}
+    path = write(tmp_path / "a.parquet", {"image": images(pictures[:2]), "label": labels}, {"label": feature})
+    assert expected in message(path)
+
+
+@pytest.mark.parametrize("second", ["train-1", "test"])
+def test_files_that_disagree(tmp_path: Path, pictures: list[bytes], second: str) -> None:
+    def text(columns: dict[str, Any], features: dict[str, Any] | None = None) -> str:
+        write(tmp_path / f"{second}.parquet", columns, features)
+        return message(tmp_path)
+
+    two = images(pictures[:2])
+    write(tmp_path / "train-0.parquet", {"image": two, "label": [0, 1]}, {"label": class_label("a", "b")})
+    assert "state different classes: " in text({"image": two, "label": [0, 1]}, {"label": class_label("a", "c")})
+    assert re.search(
+        r"class 1 is '[bc]' and '[bc]'", text({"image": two, "label": [0, 1]}, {"label": class_label("a", "c")})
+    )
+    assert re.search("[23] names and [23] names", text({"image": two, "label": [0, 1]}, {"label": class_label(*"abc")}))
+    for kind, labels in {"numbers": [0, 1], "lists of numbers": [[0], [1]], "text": ["a", "b"]}.items():
+        expected = f"labels of different kinds: {kind} and numbers with names"
+        assert expected in text({"image": two, "label": labels})
+    assert "has no column 'image'" in text({"img": two, "label": [0, 1]})
+    if second == "train-1":
+        assert "only one of the two has the column 'label'" in text({"image": two})
+
+
+# --- size
+
+
+@pytest.mark.slow
+def test_memory_is_bounded_by_the_row_groups(tmp_path: Path) -> None:
+    """Images of 320 MB in row groups of 20 MB are unpacked and read with a fraction of that memory."""
+    piece = np.random.default_rng(0).bytes(200_000)
+    table = pa.table({"image": images([piece] * 1600), "label": [0, 1] * 800})
+    pq.write_table(table, tmp_path / "a.parquet", use_dictionary=False, row_group_size=100)
+    script = f"""
+from pathlib import Path
+import pyarrow.compute, pyarrow.parquet
+from vitrail.data.formats.parquet import open_parquet
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) // 1024
+before = peak()
+source = open_parquet(Path({str(tmp_path / "a.parquet")!r}), None).train
+assert all(len(source[index].image) == 200_000 for index in range(0, 1600, 3))
+print(peak() - before)
+"""
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert int(finished.stdout) < 160
+
+
+def test_columns_of_numbers_are_targets(tmp_path: Path, pictures: list[bytes]) -> None:
+    columns = {
+        "image": images(pictures[:9]),
+        "Age": pa.array([*range(7), None, 8], pa.int16()),
+        "size": pa.array([0.5] * 8 + [None], pa.float32()),
+        "price": pa.array([Decimal("1.25")] * 9),
+    }
+    write(tmp_path / "data" / "train-0.parquet", columns)
+    write(
+        tmp_path / "data" / "test-0.parquet",
+        {**columns, "Age": pa.nulls(9, pa.int16()), "size": pa.nulls(9, pa.float64())},
+    )
+    splits = open_data(str(tmp_path / "data"), validation_share=0.0, numbers=("age", "size"))
+    assert splits.classes == ("age", "size") and splits.target_kind == "numbers" and splits.test is None
+    assert splits.notes[0].endswith("the test split is skipped, because none of its images has a number")
+    assert [str(target) for target in labels_of(splits.train)[6:]] == ["(6.0, 0.5)", "(nan, 0.5)", "(8.0, nan)"]
+    assert splits.train[2].target == (2.0, 0.5)
+    price = open_data(str(tmp_path / "data"), validation_share=0.0, numbers=("price",))
+    assert labels_of(price.train) == labels_of(price.test) == [(1.25,)] * 9
+
+
+def test_columns_without_numbers_are_named(tmp_path: Path, pictures: list[bytes]) -> None:
+    words = pa.array([None, "old", "new"])
+    path = write(tmp_path / "x.parquet", {"image": images(pictures[:3]), "age": words, "size": [1.0, 2.0, math.inf]})
+
+    def fails(column: str) -> str:
+        with pytest.raises(DataError) as caught:
+            open_data(str(path), validation_share=0.0, numbers=(column,))
+        return str(caught.value)
+
+    assert "x.parquet: column 'age' is of type string, which holds no numbers, like 'old'; regression" in fails("age")
+    assert "x.parquet has no column 'sizes' of numbers; nearest: size" in fails("sizes")
+    assert "x.parquet, row 2: column 'size' holds inf, which is not a finite number" in fails("size")
+
+
+# --- what pandas writes
+
+
+def test_floats_of_pandas_are_class_numbers(tmp_path: Path, pictures: list[bytes]) -> None:
+    labels = pa.array([1.0, None, 0.0, float("nan"), 2.0], pa.float64())
+    splits = opened(write(tmp_path / "a.parquet", {"image": images(pictures[:5]), "label": labels}))
+    assert splits.classes == ("0", "1", "2") and labels_of(splits.train) == [1, None, 0, None, 2]
+
+
+def test_words_for_a_missing_label(tmp_path: Path, pictures: list[bytes]) -> None:
+    words = ["None", "cat ", "cafe\u0301", "nan", "café"]
+    path = write(tmp_path / "a.parquet", {"image": images(pictures[:5]), "label": words, "age": [1] * 5})
+    splits = opened(path)
+    assert splits.classes == ("café", "cat") and labels_of(splits.train) == [None, 1, 0, None, 0]
+    assert any("2 labels (None, nan)" in note for note in splits.notes)
+    assert any("1 column not used: age" in note for note in splits.notes)
+    assert opened(f"{path}?missing=keep").classes == ("None", "café", "cat", "nan")
+
+
+def test_several_labels_in_a_cell(tmp_path: Path, pictures: list[bytes]) -> None:
+    words = ["cat", "fox", "cat|fox", None, "cat|fox"]
+    path = write(tmp_path / "a.parquet", {"image": images(pictures[:5]), "label": words})
+    assert "join the names of other classes" in message(path)
+    splits = opened(f"{path}?separator=%7C")
+    assert splits.classes == ("cat", "fox") and labels_of(splits.train) == [(0,), (1,), (0, 1), (), (0, 1)]
+
+
+def test_a_column_of_splits_divides_the_rows(tmp_path: Path, pictures: list[bytes], cache: Path) -> None:
+    columns = {
+        "image": images(pictures[:6]), "label": ["b", "a", "a", "b", "c", "a"], "age": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+        "set": ["test", "train", "val", "train", "test", "train"],
+    }  # fmt: skip
+    path = write(tmp_path / "a.parquet", columns)
+    splits = opened(path)
+    assert samples_of(splits.train) == [
+        (f"a.parquet:{row}", pictures[row], label) for row, label in ((1, 0), (3, 1), (5, 0))
+    ]
+    assert samples_of(splits.validation) == [("a.parquet:2", pictures[2], 0)]
+    assert labels_of(splits.test) == [1, None] and splits.faults[0].kind == "unknown-class"
+    assert any("column 'set' divides" in note for note in splits.notes)
+    check_source(splits.train)
+    assert len(opened(f"{path}?splits=none").train) == 6 and len(list(cache.iterdir())) == 1
+    splits = opened(f"{path}?train=val&test=test")
+    assert len(splits.train) == 1 and splits.test is not None and len(splits.test) == 2
+    numbers = open_parquet(path, None, ("age",))
+    assert numbers.train.target(1) == (4.0,) and numbers.test is not None and numbers.test.target(1) == (5.0,)

@@ -1,0 +1,420 @@
+"""Tests of tables of images: the meaning of columns, several labels, splits, and the line number of every mistake."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vitrail.data.formats.table import open_table
+from vitrail.data.source import Source, target_kind
+from vitrail.data.sources import open_data, open_whole, with_choice
+from vitrail.errors import ConfigError, DataError, UserError
+from vitrail.testing import check_source
+
+Trees = Callable[..., Path]
+
+
+@pytest.fixture
+def table(tree: Trees) -> Callable[..., Path]:
+    """Return a function that writes a table beside a/1.jpg, a/2.jpg, b/3.PNG and 4.jpg: `table("path,label",
+    "a/1.jpg,rose")`.
+    """
+
+    def write(*lines: str, name: str = "labels.csv") -> Path:
+        path = tree("a/1.jpg", "a/2.jpg", "b/3.PNG", "4.jpg", name=f"with {name}") / name
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return path
+
+    return write
+
+
+def opened(path: Path | str, **options: object) -> Source:
+    return open_data(str(path), **{"validation_share": 0.0, **options}).train
+
+
+def rows_of(source: Source) -> list[tuple[str, object]]:
+    return [(source.key(index), source.target(index)) for index in range(len(source))]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("path,label", "b/3.PNG,rose", "a/1.jpg,daisy", "4.jpg,rose"),
+        ("Label , File_Name", "rose,b/3.PNG", "daisy,./a/1.jpg", "rose,4.jpg"),
+        ("filename,weight,class", "b/3.PNG,1.5,rose", "a/1.jpg,0,daisy", "4.jpg,,rose"),
+        ("image,flower", "b/3.PNG,rose", "", "a/1.jpg,daisy", '4.jpg,"rose"'),
+        ("\ufeffpath,label", "b/3.PNG,rose", "a/1.jpg,daisy", "4.jpg,rose"),
+    ],
+)
+def test_columns_are_found_by_their_names(table: Callable[..., Path], lines: tuple[str, ...]) -> None:
+    source = opened(table(*lines))
+    assert source.classes == ("daisy", "rose")
+    assert rows_of(source) == [("b/3.PNG", 1), ("a/1.jpg", 0), ("4.jpg", 1)]
+    check_source(source, decodes=False)
+
+
+def test_tabs_separate_where_the_suffix_says_so(table: Callable[..., Path]) -> None:
+    source = opened(table("path\tlabel", "a/1.jpg\trose, red", "4.jpg\tdaisy", name="labels.TSV"))
+    assert source.classes == ("daisy", "rose, red") and rows_of(source) == [("a/1.jpg", 1), ("4.jpg", 0)]
+
+
+def test_numbers_are_sorted_by_value(table: Callable[..., Path]) -> None:
+    assert opened(table("path,label", "a/1.jpg,10", "4.jpg,9", "a/2.jpg,100")).classes == ("9", "10", "100")
+
+
+def test_numbers_of_one_value_are_sorted_as_text(table: Callable[..., Path]) -> None:
+    """The order of a set, which differs from process to process, has no influence."""
+    files = ("a/1.jpg", "a/2.jpg", "b/3.PNG", "4.jpg")
+    for labels in itertools.permutations(("01", "1", "001", "2")):
+        path = table("path,label", *(f"{file},{label}" for file, label in zip(files, labels, strict=True)))
+        assert opened(path).classes == ("001", "01", "1", "2")
+
+
+def test_columns_of_0_and_1_make_several_labels(table: Callable[..., Path]) -> None:
+    source = opened(table("path,rose,fern,daisy", "a/1.jpg,1,0,1", "4.jpg,0,0,0", "a/2.jpg,0,0,1"))
+    assert source.classes == ("rose", "fern", "daisy")
+    assert rows_of(source) == [("a/1.jpg", (0, 2)), ("4.jpg", ()), ("a/2.jpg", (2,))]
+    check_source(source, decodes=False)
+
+
+def test_an_empty_label_is_none(table: Callable[..., Path]) -> None:
+    assert rows_of(opened(table("path,label", "a/1.jpg,rose", "4.jpg,", "a/2.jpg,x"))) == [
+        ("a/1.jpg", 0), ("4.jpg", None), ("a/2.jpg", 1),
+    ]  # fmt: skip
+    lines = [{"file_name": "a/1.jpg", "label": "x"}, {"file_name": "4.jpg", "label": ""}]
+    source = opened(table(*map(json.dumps, [*lines, {"file_name": "a/2.jpg", "label": "y"}]), name="labels.jsonl"))
+    assert source.classes == ("x", "y") and rows_of(source) == [("a/1.jpg", 0), ("4.jpg", None), ("a/2.jpg", 1)]
+
+
+def test_a_missing_value_of_json_lines_is_no_label(table: Callable[..., Path]) -> None:
+    lines = [{"file_name": "a/1.jpg", "label": "x", "split": None}, {"file_name": "4.jpg", "label": math.nan}]
+    source = opened(table(*map(json.dumps, [*lines, {"file_name": "a/2.jpg", "label": "y"}]), name="labels.jsonl"))
+    assert source.classes == ("x", "y") and rows_of(source) == [("a/1.jpg", 0), ("4.jpg", None), ("a/2.jpg", 1)]
+    several: list[dict[str, Any]] = [{"file_name": "a/1.jpg", "label": ["x", None, ""]}]
+    several += [{"file_name": "4.jpg", "label": [math.nan]}, {"file_name": "a/2.jpg", "label": ["y", "x"]}]
+    source = opened(table(*map(json.dumps, several), name="labels.jsonl"))
+    assert source.classes == ("x", "y") and [target for _, target in rows_of(source)] == [(0,), (), (0, 1)]
+
+
+def test_json_lines_have_one_label_or_a_list(table: Callable[..., Path]) -> None:
+    one = [{"file_name": "a/1.jpg", "label": 3, "text": "x"}, {"label": 12, "file_name": "4.jpg"}]
+    source = opened(table(*map(json.dumps, one), name="metadata.jsonl"))
+    assert source.classes == ("3", "12") and rows_of(source) == [("a/1.jpg", 0), ("4.jpg", 1)]
+    several = [{"file_name": "a/1.jpg", "labels": ["x", "y"]}, {"file_name": "4.jpg", "labels": []}]
+    source = opened(table(*map(json.dumps, several), name="other.jsonl"))
+    assert rows_of(source) == [("a/1.jpg", (0, 1)), ("4.jpg", ())]
+
+
+def test_a_column_divides_the_table(table: Callable[..., Path]) -> None:
+    path = table("path,label,split", "a/1.jpg,x,train", "4.jpg,y,Val", "a/2.jpg,y,train", "b/3.PNG,x,test")
+    splits = open_data(str(path), validation_share=0.5)
+    assert [rows_of(part) for part in (splits.train, splits.validation, splits.test)] == [
+        [("a/1.jpg", 0), ("a/2.jpg", 1)], [("4.jpg", 1)], [("b/3.PNG", 0)],
+    ]  # fmt: skip
+
+
+def test_tables_named_after_splits_make_a_data_set(table: Callable[..., Path]) -> None:
+    path = table("path,label", "a/1.jpg,x", "a/2.jpg,y", name="train.csv")
+    _merge_folders(path.parent)
+    (path.parent / "val.csv").write_text("path,label\n4.jpg,y\n")
+    (path.parent / "notes.csv").write_text("what,ever\n")
+    splits = open_data(str(path.parent), validation_share=0.5)
+    assert splits.classes == ("x", "y") and rows_of(splits.validation) == [("4.jpg", 1)] and splits.test is None
+    (path.parent / "valid.csv").write_text("path,label\na/3.PNG,y\n")
+    with pytest.raises(
+        DataError, match=r"has val\.csv and valid\.csv, but only one of them can be the validation split"
+    ):
+        open_data(str(path.parent), validation_share=0.5)
+
+
+def test_a_folder_with_metadata_is_its_table(table: Callable[..., Path]) -> None:
+    path = table("file_name,label", "a/1.jpg,x", "a/2.jpg,y", name="metadata.csv")
+    _merge_folders(path.parent)
+    (path.parent / "more.csv").write_text("what,ever\n")
+    assert len(opened(path.parent)) == 2
+
+
+def _merge_folders(root: Path) -> None:
+    """Leave one folder of images, which cannot be class folders."""
+    (root / "b/3.PNG").rename(root / "a/3.PNG")
+    (root / "b").rmdir()
+
+
+def test_a_million_rows_would_list_each_folder_once(
+    table: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vitrail.data.formats import table as module
+
+    listed: list[str] = []
+    scandir = module.os.scandir
+    monkeypatch.setattr(module.os, "scandir", lambda path: (listed.append(str(path)), scandir(path))[1])
+    opened(table("path,label", "a/1.jpg,x", "a/2.jpg,y", "4.jpg,y", "b/3.PNG,x"))
+    assert len(listed) == 3
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (("name,label", "a/1.jpg,x"), r"has no column of paths: its columns are name, label; the column of paths must"),
+        (("path,size,weight", "4.jpg,9,1"), r"has no column of labels: its columns are path, size, weight; the column"),
+        (("path,size,weight", "4.jpg,9,"), r"to predict numbers, name their columns: --numbers size$"),
+        (("path", "4.jpg"), r"has no column of labels: its columns are path; the column of labels must"),
+        (("path,label,Path", "4.jpg,x,4.jpg"), r"names a column twice: path, label, Path"),
+        (("path,label", "4.jpg,x,y"), r"labels\.csv, line 2: the line has 3 cells, but the first line names 2 columns"),
+        (("path,label",), r"labels\.csv has no rows; each image needs a row"),
+        ((), r"has no column of paths: its columns are none"),
+        (("path,label", "4.jpg,x", "a/9.jpg,y"), r"1 of 2 rows name a file that does not exist \(line 3: a/9\.jpg\)"),
+        (("path,label", "../x.jpg,x"), r"is not inside the table's folder \(line 2: '\.\./x\.jpg'\)"),
+        (("path,label", "/etc/passwd,x"), r"is not inside the table's folder \(line 2: '/etc/passwd'\)"),
+        (("path,label", "a/../4.jpg,x"), r"is not inside the table's folder \(line 2: 'a/\.\./4\.jpg'\)"),
+        (("path,label", ",x"), r"is not inside the table's folder \(line 2: ''\)"),
+        (("path,label", "4.jpg,x", "a/1.jpg,y", "./4.jpg,y"), r"\(line 4: \./4\.jpg, which is also in line 2\)"),
+        (("path,label", "4.jpg,", "a/1.jpg,"), r"has no labels: the cells of the label column are all empty"),
+        (("path,label,split", "4.jpg,x,mine"), r"line 2: the split 'mine' is not one of train, val, test"),
+        (("path,label,split", "4.jpg,x,test"), r"has a test split but no training images"),
+        (("path,label", "4.jpg,x"), r"has only one class, 'x'; classification needs at least two"),
+        (('path,label', '"4.jpg,x'), r"cannot read .*labels\.csv as a table in UTF-8: unexpected end of data"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(table: Callable[..., Path], lines: tuple[str, ...], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        opened(table(*lines))
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (('{"file_name": "4.jpg", "label": "x"',), r"line 1: the line is not valid JSON \("),
+        (('{"file_name": "4.jpg", "label": ' + "[" * 100_000,), r"line 1: the line is not valid JSON \("),
+        (("[1]",), r"line 1: the line is a JSON list; it must be an object"),
+        (('{"file_name": "4.jpg"}',), r"has no column of labels: its columns are file_name"),
+        (('{"file_name": "4.jpg", "eye size": 3.5}',), r"name their columns: --numbers 'eye size'"),
+        (
+            ('{"file_name": "4.jpg", "label": [1]}', '{"file_name": "a/1.jpg", "label": 2}'),
+            r"some rows have one label",
+        ),
+    ],
+)
+def test_mistakes_in_json_lines_are_named(table: Callable[..., Path], lines: tuple[str, ...], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        opened(table(*lines, name="metadata.jsonl"))
+
+
+def numbers_of(source: Source | None) -> list[Any]:
+    """Return the targets, with a text for NaN, which does not equal itself."""
+    assert source is not None
+    targets = [source.target(index) for index in range(len(source))]
+    return [
+        target if target is None else tuple("?" if math.isnan(one) else one for one in target) for target in targets
+    ]
+
+
+def test_columns_of_numbers_are_targets(table: Callable[..., Path]) -> None:
+    lines = ("path,Age,label,height,split", "a/1.jpg, 1.5 ,x,-2e3,train", "a/2.jpg,,y,7,train", "4.jpg,,x, ,train")
+    path = table(*lines, "b/3.PNG,nan,x,0.25,test")
+    splits = open_data(str(path), validation_share=0.0, numbers=("height", "age"))
+    assert splits.classes == ("height", "age") and splits.target_kind == target_kind(splits.test) == "numbers"
+    assert numbers_of(splits.train) == [(-2000.0, 1.5), (7.0, "?"), None] and numbers_of(splits.test) == [(0.25, "?")]
+    assert splits.train[0].target == (-2000.0, 1.5)
+    assert numbers_of(open_data(str(path), validation_share=0.0, numbers=("Age",)).train) == [(1.5,), None, None]
+    assert open_data(str(path), validation_share=0.0).target_kind == "class"  # without numbers, the labels are read
+
+
+def test_json_lines_have_numbers_too(table: Callable[..., Path]) -> None:
+    lines = ('{"path": "4.jpg", "age": 3}', '{"path": "a/1.jpg", "AGE": null}', '{"path": "a/2.jpg", "size": 0.5}')
+    path = table(*lines, name="metadata.jsonl")
+    assert numbers_of(open_table([path], None, numbers=("age", "size")).train) == [(3.0, "?"), None, ("?", 0.5)]
+    with pytest.raises(DataError, match=r"metadata\.jsonl has no column 'ages' of numbers; nearest: age"):
+        open_table([path], None, numbers=("ages",))
+
+
+@pytest.mark.parametrize("cell", ["old", "1 2", "inf", "1_0", "true"])
+def test_text_is_not_a_number(table: Callable[..., Path], cell: str) -> None:
+    path = table("path,age", "4.jpg,3", f"a/1.jpg,{cell}")
+    message = rf"labels\.csv, line 3: column 'age' holds '{cell}', which is not a finite number; regression needs"
+    with pytest.raises(DataError, match=message):
+        open_data(str(path), validation_share=0.0, numbers=("age",))
+    path = table('{"path": "4.jpg", "age": "old"}', name="metadata.jsonl")
+    with pytest.raises(DataError, match=r"metadata\.jsonl, line 1: column 'age' holds 'old', which is not a finite"):
+        open_table([path], None, numbers=("age",))
+
+
+def test_numbers_that_cannot_be_are_named(table: Callable[..., Path]) -> None:
+    path = table("path,age,height", "4.jpg,3,1")
+    for numbers, message in (
+        (("agee",), r"labels\.csv has no column 'agee' of numbers; nearest: age"),
+        (("age", "age"), r"numbers=\('age', 'age'\) names a column twice"),
+    ):
+        with pytest.raises(UserError, match=message):
+            open_data(str(path), validation_share=0.0, numbers=numbers)
+    with pytest.raises(ConfigError, match=r"numbers=\('age',\) cannot be combined with classes"):
+        open_data(str(path), validation_share=0.0, numbers=("age",), classes=("a", "b"))
+
+
+def test_a_table_without_labels_opens_when_none_are_needed(table: Callable[..., Path]) -> None:
+    rows = ("4.jpg,9,1", "a/1.jpg,2,3")
+    splits = open_data(str(table("path,size,weight", *rows)), validation_share=0.0, unlabelled=True)
+    assert splits.target_kind == "none" and splits.classes == () and numbers_of(splits.train) == [None, None]
+    path = table('{"path": "4.jpg"}', '{"path": "a/1.jpg"}', name="metadata.jsonl")
+    assert numbers_of(open_data(str(path), validation_share=0.0, unlabelled=True).train) == [None, None]
+    path = table("path,label", "4.jpg,", "a/1.jpg,", name="empty.csv")
+    assert open_data(str(path), validation_share=0.0, unlabelled=True).target_kind == "none"
+
+
+def test_labels_outside_the_classes_are_named(table: Callable[..., Path]) -> None:
+    path = table("path,label", "4.jpg,rosa", "a/1.jpg,daisy")
+    with pytest.raises(DataError, match=r"line 2: the label 'rosa' is not among the classes; nearest: rose"):
+        opened(path, classes=("rose", "daisy"))
+    path = table("path,label,split", "4.jpg,rose,train", "a/1.jpg,daisy,train", "a/2.jpg,fern,test", name="b.csv")
+    with pytest.raises(DataError, match=r"line 4: the label 'fern' is not among the classes; choices: daisy, rose"):
+        opened(path)
+
+
+def test_bytes_that_are_no_text_are_refused(table: Callable[..., Path]) -> None:
+    path = table("path,label")
+    path.write_bytes(b"path,label\n\xff\xfe,x\n")
+    with pytest.raises(DataError, match=r"cannot read .*labels\.csv as a table in UTF-8: 'utf-8' codec"):
+        opened(path)
+
+
+def test_two_names_of_one_file_in_two_splits_are_refused(table: Callable[..., Path]) -> None:
+    path = table("path,label,split", "4.jpg,x,train", "a/1.jpg,y,train", "a/link.jpg,x,test")
+    (path.parent / "a" / "link.jpg").symlink_to(path.parent / "4.jpg")
+    with pytest.raises(
+        DataError, match=r"the training split and the test split share 1 file, such as .*4\.jpg and .*link"
+    ):
+        opened(path)
+
+
+# --- what other programs write
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("path,label", "b/3.PNG,rose ", "a/1.jpg, daisy", "4.jpg,rose\u00a0"),
+        (",path,label", "0,b/3.PNG,rose", "1,a/1.jpg,daisy", "2,4.jpg,rose"),
+        ("Unnamed: 0,path,flower", "7,b/3.PNG,rose", "8,a/1.jpg,daisy", "9,4.jpg,rose"),
+        ("path,label,,", "b/3.PNG,rose,,", ",,,", "a/1.jpg,daisy,,", "4.jpg,rose,,", ",,,"),
+        ("path;label", "b/3.PNG;rose", "a/1.jpg;daisy", "4.jpg;rose"),
+        ("path,label", r"b\3.PNG,rose", r"a\1.jpg,daisy", "4.jpg,rose"),
+    ],
+    ids=["spaces", "index", "pandas", "blank", "semicolons", "windows"],
+)
+def test_tables_of_spreadsheets_and_pandas_are_read(table: Callable[..., Path], lines: tuple[str, ...]) -> None:
+    source = opened(table(*lines))
+    assert source.classes == ("daisy", "rose")
+    assert rows_of(source) == [("b/3.PNG", 1), ("a/1.jpg", 0), ("4.jpg", 1)]
+
+
+@pytest.mark.parametrize(("yes", "no"), [("1", "0"), ("1.0", "0.0"), ("True", "False"), ("true", "false")])
+def test_columns_of_yes_and_no_are_classes(table: Callable[..., Path], yes: str, no: str) -> None:
+    path = table(",path,cat,dog", f"0,a/1.jpg,{yes},{no}", f"1,a/2.jpg,{yes},{yes}", f"2,4.jpg,{no},{no}")
+    assert rows_of(opened(path)) == [("a/1.jpg", (0,)), ("a/2.jpg", (0, 1)), ("4.jpg", ())]
+
+
+def test_whole_floats_are_class_numbers_in_all_splits(table: Callable[..., Path]) -> None:
+    path = table("path,label,split", "a/1.jpg,0.0,train", "a/2.jpg,10.0,train", "4.jpg,nan,train", "b/3.PNG,10,test")
+    splits = open_data(str(path), validation_share=0.0)
+    assert splits.classes == ("0", "10") and rows_of(splits.train) == [("a/1.jpg", 0), ("a/2.jpg", 1), ("4.jpg", None)]
+    assert splits.test is not None and rows_of(splits.test) == [("b/3.PNG", 1)]
+    assert any("1 label (nan)" in note for note in splits.notes)
+
+
+def test_several_labels_in_a_cell(table: Callable[..., Path]) -> None:
+    path = table("path,labels", "a/1.jpg,cat", "a/2.jpg,fox", "b/3.PNG,cat|fox", "4.jpg,cat|fox")
+    with pytest.raises(DataError, match=r"2 labels such as 'cat\|fox' join the names of other classes"):
+        opened(path)
+    assert opened(f"{path}?separator=none").classes == ("cat", "cat|fox", "fox")
+    source = opened(with_choice(str(path), separator="|"))
+    assert source.classes == ("cat", "fox") and [target for _, target in rows_of(source)] == [
+        (0,),
+        (1,),
+        (0, 1),
+        (0, 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [("split", ["train", "train", "test"]), ("Set", ["Training", "training", "TEST"]), ("phase", ["train", "train",
+    "test"]),
+     ("is_test", ["False", "0", "True"]), ("dataset", ["train", "train", "test"])],
+)  # fmt: skip
+def test_a_column_of_splits_divides(table: Callable[..., Path], column: str, values: list[str]) -> None:
+    images = ["a/1.jpg,x", "a/2.jpg,y", "4.jpg,x"]
+    path = table(f"path,label,{column}", *(f"{image},{value}" for image, value in zip(images, values, strict=True)))
+    splits = open_data(str(path), validation_share=0.0)
+    assert len(splits.train) == 2 and splits.test is not None and rows_of(splits.test) == [("4.jpg", 0)]
+    assert len(opened(f"{path}?splits=none")) == 3
+
+
+def test_folds_divide_only_if_they_are_chosen(table: Callable[..., Path]) -> None:
+    path = table("path,label,fold", "a/1.jpg,x,0", "a/2.jpg,y,1", "4.jpg,x,2")
+    splits = open_data(str(path), validation_share=0.0)
+    assert len(splits.train) == 3 and any("'fold' (0, 1, 2) does not divide" in note for note in splits.notes)
+    splits = open_data(f"{path}?train=0&train=1&test=2", validation_share=0.0)
+    assert len(splits.train) == 2 and splits.test is not None and rows_of(splits.test) == [("4.jpg", 0)]
+
+
+def test_folders_of_splits_in_paths_divide(tree: Trees) -> None:
+    root = tree("img/train/1.jpg", "img/train/2.jpg", "img/test/3.jpg", "img/x/4.jpg")
+    rows = "path,label\nimg/train/1.jpg,a\nimg/train/2.jpg,b\nimg/test/3.jpg,a\n"
+    (root / "labels.csv").write_text(rows)
+    splits = open_data(str(root / "labels.csv"), validation_share=0.0)
+    assert len(splits.train) == 2 and splits.test is not None and rows_of(splits.test) == [("img/test/3.jpg", 0)]
+    assert any("test, train of its paths divide" in note for note in splits.notes)
+    (root / "labels.csv").write_text(f"{rows}img/x/4.jpg,b\n")
+    splits = open_data(str(root / "labels.csv"), validation_share=0.0)
+    assert len(splits.train) == 4 and any("3 rows begin with test, train" in note for note in splits.notes)
+
+
+def test_columns_are_chosen_and_the_others_named(table: Callable[..., Path]) -> None:
+    path = table("path,label,kind,Weight", "a/1.jpg,x,u,3", "a/2.jpg,y,v,4")
+    splits = open_data(f"{path}?label=KIND", validation_share=0.0)
+    assert splits.classes == ("u", "v") and any("2 columns not used: label, Weight" in note for note in splits.notes)
+    with pytest.raises(DataError, match=r"has no column 'kinds'; nearest: kind"):
+        opened(f"{path}?label=kinds")
+
+
+def test_absolute_paths_in_the_folder_are_accepted(table: Callable[..., Path]) -> None:
+    root = table("path,label").parent
+    path = table("path,label", f"{root}/a/1.jpg,x", f"{root}/b/3.PNG,y")
+    assert [key for key, _ in rows_of(opened(path))] == ["a/1.jpg", "b/3.PNG"]
+
+
+def test_a_check_names_all_faults_of_a_table(table: Callable[..., Path]) -> None:
+    rows = ("a/1.jpg,x", "a/2.jpg,y", "gone,x", "../away,y", "./a/1.jpg,x", "b/gone,x")
+    faults = open_whole(str(table("path,label", *rows)), tolerant=True).whole.faults
+    assert [(fault.kind, fault.count) for fault in faults] == [
+        ("path-outside", 1),
+        ("missing-file", 2),
+        ("repeated-row", 1),
+    ]
+    with pytest.raises(DataError) as caught:
+        opened(table("path,label", *rows))
+    assert all(word in str(caught.value) for word in ("gone", "away", "./a/1.jpg", "b/gone"))
+
+
+def test_files_that_are_elsewhere_are_named(tree: Trees) -> None:
+    root = tree("train/1.jpg", "train/2.jpg", "3.jpg")
+    for paths, hint in (
+        (("1.jpg", "2.jpg"), "paths must begin with train/"),
+        (("1", "2"), "a file train/1.jpg"),
+        (("3", "4"), "3.jpg"),
+    ):
+        (root / "labels.csv").write_text(f"image_id,label\n{paths[0]},a\n{paths[1]},b\n")
+        with pytest.raises(DataError, match=hint):
+            opened(root / "labels.csv")
+
+
+@pytest.mark.parametrize("word", ["nan", "None", "NA", "<NA>", "null", ""])
+def test_a_word_for_a_missing_number_is_an_unknown_number(table: Callable[..., Path], word: str) -> None:
+    path = table("path,age", "4.jpg,3", f"a/1.jpg,{word}")
+    assert numbers_of(open_table([path], None, numbers=("age",)).train) == [(3.0,), None]

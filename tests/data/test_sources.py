@@ -1,0 +1,550 @@
+"""Tests of opening data by its SPEC: names, folders with and without splits, and held-out validation images."""
+
+from __future__ import annotations
+
+import io
+import re
+import tarfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vitrail.data.formats import folder, idx
+from vitrail.data.source import Source, samples_of, target_kind
+from vitrail.data.sources import mix_in, open_data, open_mixed, open_whole
+from vitrail.data.splits import Splits, check_classes, check_numbers
+from vitrail.errors import DataError
+
+Trees = Callable[..., Path]
+
+
+def keys_of(source: Source | None) -> list[str]:
+    assert source is not None
+    return [source.key(index) for index in range(len(source))]
+
+
+def names_of(source: Source | None) -> list[str]:
+    """Return the class name of each sample."""
+    assert source is not None
+    return [source.classes[source.target(index)] for index in range(len(source))]
+
+
+def many(*folders: str, count: int = 40) -> list[str]:
+    return [f"{folder}/{number:03}.png" for folder in folders for number in range(count)]
+
+
+def test_class_folders_are_cut_and_the_cut_is_stated(tree: Trees) -> None:
+    root = tree(*many("a", "b", count=600))
+    splits = open_data(str(root), validation_share=0.25)
+    held_out = len(splits.validation)
+    assert splits.classes == ("a", "b") and splits.test is None
+    assert sorted(keys_of(splits.train) + keys_of(splits.validation)) == many("a", "b", count=600)
+    assert 230 < held_out < 370
+    assert splits.notes == (
+        f"data {str(root)!r} has no validation split: {held_out} of its 1,200 training images are held out for "
+        "validation (by a hash of their names, 25%)",
+    )
+
+
+def test_the_cut_is_the_same_wherever_the_folder_lies(tree: Trees) -> None:
+    here, there = (
+        open_data(str(tree(*many("a", "b"), name=name)), validation_share=0.2) for name in ("here", "other place")
+    )
+    assert keys_of(here.validation) == keys_of(there.validation)
+
+
+def test_a_share_of_0_leaves_no_validation_split(tree: Trees) -> None:
+    splits = open_data(str(tree(*many("a", "b"))), validation_share=0.0)
+    assert splits.validation is None and splits.test is None and splits.held_out is None and splits.notes == ()
+    assert keys_of(splits.train) == many("a", "b")
+
+
+@pytest.mark.parametrize("validation", ["val", "validation", "valid", "VAL", "Validation"])
+@pytest.mark.parametrize(("train", "test"), [("train", "test"), ("Train", "TEST")])
+def test_split_folders_are_found_in_any_case(tree: Trees, train: str, validation: str, test: str) -> None:
+    root = tree(f"{train}/a/1.png", f"{train}/b/2.png", f"{validation}/a/3.png", f"{test}/b/4.png", f"{test}/a/5.png")
+    splits = open_data(str(root), validation_share=0.5)
+    assert keys_of(splits.train) == ["a/1.png", "b/2.png"]
+    assert keys_of(splits.validation) == ["a/3.png"]
+    assert keys_of(splits.test) == ["a/5.png", "b/4.png"]
+    assert splits.notes == () and splits.classes == ("a", "b")
+    assert splits.held_out == ("test", splits.test)
+
+
+def test_without_a_test_split_validation_measures(tree: Trees) -> None:
+    splits = open_data(str(tree("train/a/1.png", "train/b/2.png", "val/a/3.png")), validation_share=0.5)
+    assert splits.held_out == ("validation", splits.validation)
+
+
+def test_validation_is_cut_from_train_when_only_test_is_there(tree: Trees) -> None:
+    root = tree(*many("train/a", "train/b"), "test/a/1.png")
+    splits = open_data(str(root), validation_share=0.5)
+    assert sorted(keys_of(splits.train) + keys_of(splits.validation)) == many("a", "b")
+    assert keys_of(splits.test) == ["a/1.png"]
+    assert len(splits.notes) == 1 and "are held out" in splits.notes[0]
+
+
+def test_other_splits_are_indexed_by_the_training_classes(tree: Trees) -> None:
+    root = tree("train/a/1.png", "train/b/1.png", "train/c/1.png", "val/c/1.png", "val/b/1.png", "test/c/1.png")
+    splits = open_data(str(root), validation_share=0.0)
+    assert splits.validation.classes == splits.test.classes == ("a", "b", "c")
+    assert [splits.validation.target(0), splits.validation.target(1), splits.test.target(0)] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("split", ["test", "val"])
+def test_a_class_that_training_lacks_is_named(tree: Trees, split: str) -> None:
+    root = tree("train/a/1.png", "train/b/1.png", f"{split}/a/1.png", f"{split}/weed/1.png")
+    with pytest.raises(DataError, match=rf"{split} has unknown classes: weed; the known classes are: a, b$"):
+        open_data(str(root), validation_share=0.0)
+
+
+def test_two_validation_folders_are_ambiguous(tree: Trees) -> None:
+    root = tree("train/a/1.png", "train/b/1.png", "valid/a/1.png", "val/a/1.png")
+    with pytest.raises(DataError, match=r"pictures has val and valid, but only one folder can be the validation split"):
+        open_data(str(root), validation_share=0.0)
+
+
+def test_splits_without_train_are_refused(tree: Trees) -> None:
+    with pytest.raises(DataError, match=r"has a validation and a test split but no training images; .*--splits"):
+        open_data(str(tree("val/a/1.png", "test/a/1.png")), validation_share=0.0)
+
+
+def test_folders_beside_the_splits_are_left_out_and_noted(tree: Trees) -> None:
+    root = tree("train/a/1.png", "train/b/1.png", "val/a/1.png", "extra/a/1.png", "docs/1.txt", ".git/a/1.png")
+    splits = open_data(str(root), validation_share=0.0)
+    assert splits.notes == (f"{root}: skipped docs, extra, because only train/, val/ and test/ are read",)
+    assert len(splits.train) == 2
+
+
+def test_ignored_files_are_noted_for_each_split(tree: Trees) -> None:
+    root = tree("train/a/1.png", "train/b/1.png", "train/b/x.txt", "train/b/y.csv", "val/a/1.png", "test/a/1.png")
+    (root / "test/a/notes.md").touch()
+    splits = open_data(str(root), validation_share=0.0)
+    ending = "without a suffix of an image format"
+    assert splits.notes == (
+        f"{root / 'train'}: skipped 2 files {ending}", f"{root / 'test'}: skipped 1 file {ending}"
+    )  # fmt: skip
+
+
+def test_ignored_files_are_noted_before_the_cut(tree: Trees) -> None:
+    splits = open_data(str(tree(*many("a", "b"), "b/readme.txt")), validation_share=0.1)
+    assert len(splits.notes) == 2 and "skipped 1 file" in splits.notes[0] and "are held out" in splits.notes[1]
+
+
+def test_an_empty_folder_is_refused(tree: Trees) -> None:
+    with pytest.raises(DataError, match=r"pictures has no class folders, and no train/, val/ or test/"):
+        open_data(str(tree(".hidden/a/1.png")), validation_share=0.1)
+
+
+def test_an_empty_split_is_refused(tree: Trees) -> None:
+    with pytest.raises(DataError, match=r"train has no class folders; it needs one folder of images for each class"):
+        open_data(str(tree("train/", "val/a/1.png")), validation_share=0.1)
+
+
+def test_a_class_with_the_name_of_a_split_is_named(tree: Trees) -> None:
+    root = tree("bus/1.png", "car/1.png", "train/1.png")
+    with pytest.raises(DataError, match=r"has train beside bus, car, .* splits or classes; .* --splits none"):
+        open_data(str(root), validation_share=0.1)
+    assert open_data(f"{root}?splits=none", validation_share=0.0).classes == ("bus", "car", "train")
+    with pytest.raises(DataError, match=r"train has images but no class folders; .* add --splits none"):
+        open_data(str(tree("train/1.png", "test/1.png", name="flat")), validation_share=0.1)
+
+
+def test_a_path_that_the_system_refuses_is_named() -> None:
+    with pytest.raises(DataError, match=r"data 'x+' cannot be read: File name too long; correct the path"):
+        open_data("x" * 300, validation_share=0.1)
+
+
+def test_one_class_is_refused(tree: Trees) -> None:
+    with pytest.raises(DataError, match=r"has only one class, 'rose'; classification needs at least two"):
+        open_data(str(tree(*many("rose"))), validation_share=0.1)
+
+
+def test_what_is_harmless_is_a_note(tree: Trees) -> None:
+    root = tree(
+        "train/a/1.png", "train/b/1.png", "train/bare/", "val/a/2.png", "val/bare/", "__MACOSX/train/a/._1.png",
+        "train/@eaDir/x.jpg", ".DS_Store",
+    )  # fmt: skip
+    splits = open_data(str(root), validation_share=0.0)
+    assert splits.classes == ("a", "b") and splits.faults == ()
+    assert splits.notes == (
+        f"{root}: skipped 1 folder of the system or of other programs: __MACOSX",
+        f"{root}/train: skipped 1 class folder without images: bare",
+        f"{root}/train: skipped 1 folder of the system or of other programs: @eaDir",
+        f"{root}/val: skipped 1 class folder without images: bare",
+    )
+
+
+def test_what_is_a_fault_is_refused_in_one_message(tree: Trees) -> None:
+    root = tree("train/a/1.png", "train/b/1.png", "train/weed/", "val/weed/1.png", "valid/a/3.png", "test/a/2.png")
+    (root / "test/a/4.png").symlink_to(root / "train/a/1.png")
+    with pytest.raises(DataError) as caught:
+        open_data(str(root), validation_share=0.0)
+    assert str(caught.value).split("\n") == [
+        f"{root} has val and valid, but only one folder can be the validation split; rename or remove the others, "
+        "or choose the splits: --splits train=NAME,test=NAME",
+        f"{root}/val has unknown classes: weed; the known classes are: a, b",
+        f"the training split and the test split share 1 file, such as {root}/train/a/1.png and {root}/test/a/4.png; "
+        "training must not see held-out images, so remove one copy of each",
+        f"{root}/train: skipped 1 class folder without images: weed",
+    ]
+    splits = open_whole(str(root), tolerant=True).whole
+    assert [fault.kind for fault in splits.faults] == [
+        "ambiguous-split", "empty-folder", "unknown-class", "shared-files"
+    ]  # fmt: skip
+    assert splits.validation is None and len(splits.test) == 2 and splits.classes == ("a", "b")
+
+
+def test_one_class_beside_an_empty_folder_names_both(tree: Trees) -> None:
+    root = tree("full/1.png", "bare/notes.txt")
+    with pytest.raises(DataError) as caught:
+        open_data(str(root), validation_share=0.0)
+    assert str(caught.value).split("\n") == [
+        f"data {str(root)!r} has only one class, 'full'; classification needs at least two",
+        f"{root}: skipped 1 class folder without images: bare",
+    ]
+
+
+def test_a_table_with_a_label_only_in_a_held_out_split(tree: Trees) -> None:
+    root = tree("1.png", "2.png", "3.png", "4.png", "5.png")
+    lines = ["1.png,a,train", "2.png,b,train", "3.png,weed,val", "4.png,a,val", "5.png,weed,test"]
+    (root / "labels.csv").write_text("path,label,split\n" + "\n".join(lines))
+    with pytest.raises(DataError, match=r"line 4: the label 'weed' is not among the classes"):
+        open_data(str(root / "labels.csv"), validation_share=0.0)
+    splits = open_whole(str(root / "labels.csv"), tolerant=True).whole
+    assert [(fault.kind, fault.count) for fault in splits.faults] == [("unknown-class", 1), ("unknown-class", 1)]
+    assert len(splits.validation) == 1 and splits.test is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "hint"),
+    [
+        ("bundeld", ", and no data set has this name (nearest: bundled)"),
+        ("Fashion-MNIST", ", and no data set has this name (nearest: fashion-mnist)"),
+        (
+            "zzz",
+            ", and no data set has this name (choices: bundled, fashion-mnist, fractals:CLASSES:SAMPLES, hf:ORG/NAME)",
+        ),
+        ("flowers/bundeld", ""),
+        ("./bundeld", ""),
+    ],
+)
+def test_a_path_that_does_not_exist_is_named_with_the_nearest_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, hint: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as caught:
+        open_data(spec, validation_share=0.1)
+    assert str(caught.value) == f"data {spec!r} does not exist: there is no such file or folder{hint}"
+
+
+def test_a_path_that_is_a_file_is_refused(tree: Trees) -> None:
+    path = tree("rose.png") / "rose.png"
+    with pytest.raises(DataError, match=r"rose\.png' has an unknown file format; supported are files of \.csv, "):
+        open_data(str(path), validation_share=0.1)
+
+
+def test_a_tilde_is_the_home_folder(tree: Trees, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree("a/1.png", "b/1.png")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_data("~/pictures", validation_share=0.0).classes == ("a", "b")
+
+
+def test_a_models_classes_index_the_folders(tree: Trees) -> None:
+    splits = open_data(str(tree("rose/1.png", "daisy/1.png")), validation_share=0.0, classes=("rose", "lily", "daisy"))
+    assert splits.classes == ("rose", "lily", "daisy")
+    assert names_of(splits.train) == ["daisy", "rose"]
+
+
+def test_folders_that_a_model_does_not_know_are_named(tree: Trees) -> None:
+    with pytest.raises(DataError, match=r"unknown classes: daisy; the known classes are: rose, lily$"):
+        open_data(str(tree("rose/1.png", "daisy/1.png")), validation_share=0.0, classes=("rose", "lily"))
+
+
+@pytest.mark.parametrize("form", ["folders", "table", "shards"])
+def test_a_message_does_not_list_a_thousand_classes(tree: Trees, form: str) -> None:
+    """Neither those of the model, nor those of the data."""
+    known = tuple(f"class {number}, of the model" for number in range(1000))
+    root = tree(*(f"n{number:03}/1.png" for number in range(200)))
+    if form == "table":
+        (root / "labels.csv").write_text("path,label\n" + "".join(f"n{n:03}/1.png,n{n:03}\n" for n in range(200)))
+    elif form == "shards":
+        with tarfile.open(root / "all.tar", "w") as file:
+            for number in range(200):
+                for suffix, data in (("png", b"any"), ("cls", b"n%03d" % number)):
+                    member = tarfile.TarInfo(f"{number}.{suffix}")
+                    member.size = len(data)
+                    file.addfile(member, io.BytesIO(data))
+        root = root / "all.tar"
+    with pytest.raises(DataError, match=r"n000.* class 19, of the model.* and 9[08]0 more") as caught:
+        open_data(str(root), validation_share=0.0, classes=known)
+    assert len(str(caught.value)) < 3000
+
+
+def test_idx_folders_have_splits_and_numbered_classes(idx_folder: Callable[..., Path]) -> None:
+    root = idx_folder(train=[0, 2, 1, 1], val=[0, 0], t10k=[1])
+    splits = open_data(str(root), validation_share=0.5)
+    assert (len(splits.train), len(splits.validation), len(splits.test)) == (4, 2, 1)
+    assert splits.classes == splits.validation.classes == splits.test.classes == ("0", "1", "2")
+    assert splits.notes == ()
+
+
+def test_idx_folders_without_validation_are_cut(idx_folder: Callable[..., Path]) -> None:
+    splits = open_data(str(idx_folder(train=[0, 1] * 50)), validation_share=0.2)
+    assert sorted(keys_of(splits.train) + keys_of(splits.validation)) == sorted(map(str, range(100)))
+    assert f"{len(splits.validation)} of its 100 training images" in splits.notes[0] and "20%" in splits.notes[0]
+
+
+def test_a_label_that_training_lacks_is_named(idx_folder: Callable[..., Path]) -> None:
+    root = idx_folder(train=[0, 1, 1], t10k=[0, 2])
+    with pytest.raises(
+        DataError, match=r"t10k-labels-idx1-ubyte has the label 2, but the 2 classes are numbered from 0"
+    ):
+        open_data(str(root), validation_share=0.0)
+
+
+def test_numbers_of_idx_files_are_matched_with_classes_of_the_same_name(idx_folder: Callable[..., Path]) -> None:
+    root = idx_folder(train=[0, 2, 1])
+    splits = open_data(str(root), validation_share=0.0, classes=("1", "10", "2", "0"))
+    assert splits.classes == ("1", "10", "2", "0")
+    assert [splits.train.target(index) for index in range(3)] == [3, 2, 0]
+    for classes in (("x", "y", "z"), ("0", "1")):
+        with pytest.raises(DataError, match="the labels of IDX files are numbers without names"):
+            open_data(str(root), validation_share=0.0, classes=classes)
+
+
+def test_bundled_is_ten_classes_and_is_cut() -> None:
+    splits = open_data("bundled", validation_share=0.1)
+    assert splits.classes == idx.FASHION_MNIST and len(splits.test) == 2000
+    assert len(splits.train) + len(splits.validation) == 10_000 and 880 < len(splits.validation) < 1120
+    assert splits.notes[0].startswith(f"data 'bundled' has no validation split: {len(splits.validation):,} of its 10,")
+    assert set(np.unique(names_of(splits.validation))) == set(idx.FASHION_MNIST)
+    assert open_data("bundled", validation_share=0.0, classes=idx.FASHION_MNIST).classes == idx.FASHION_MNIST
+
+
+def test_bundled_for_a_model_of_other_classes_is_refused() -> None:
+    with pytest.raises(DataError) as caught:
+        open_data("bundled", validation_share=0.0, classes=("cat", "dog"))
+    expected = f"data 'bundled' has the classes {', '.join(idx.FASHION_MNIST)}, but the model has cat, dog"
+    assert re.sub(r"\s+", " ", str(caught.value)).startswith(f"{expected}; ")
+
+
+def test_fashion_mnist_is_opened_where_it_is_located(
+    idx_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = idx_folder(train=[0, 9, 3], t10k=[5])
+    monkeypatch.setattr("vitrail.data.sources.locate_fashion_mnist", lambda: root)
+    splits = open_data("fashion-mnist", validation_share=0.0)
+    assert isinstance(splits, Splits) and splits.classes == idx.FASHION_MNIST
+    assert names_of(splits.train) == ["T-shirt/top", "Ankle boot", "Dress"] and names_of(splits.test) == ["Sandal"]
+
+
+def test_split_folders_that_differ_in_case_alone_are_ambiguous(tree: Trees) -> None:
+    root = tree("train/a/1.png", "train/b/1.png", "val/a/1.png", "VAL/b/1.png")
+    with pytest.raises(DataError, match="has VAL and val, but only one folder can be the validation split"):
+        open_data(str(root), validation_share=0.1)
+
+
+def test_a_class_whose_name_cannot_be_written_down_is_refused(tree: Trees) -> None:
+    root = tree("a/1.png", "b\udcff/1.png")
+    with pytest.raises(DataError, match="unprintable names"):
+        open_data(str(root), validation_share=0.1)
+
+
+def test_part_of_the_training_images_is_taken_after_the_cut(tree: Trees) -> None:
+    root = str(tree(*many("a", "b", count=100)))
+    whole = open_data(root, validation_share=0.2)
+    count, tenth = (open_data(f"{root}{part}", validation_share=0.2) for part in ("[:50]", "[:10%]"))
+    assert keys_of(count.validation) == keys_of(tenth.validation) == keys_of(whole.validation)
+    assert len(count.train) == 50 and len(tenth.train) == round(0.1 * len(whole.train))
+    assert set(keys_of(tenth.train)) < set(keys_of(count.train)) < set(keys_of(whole.train))
+    assert count.notes[-1] == (
+        f"50 of {len(whole.train)} training images are used, the same ones in every run with this seed"
+    )
+    other = open_data(f"{root}[:50]", validation_share=0.2, subset_seed=1)
+    assert keys_of(other.train) != keys_of(count.train) and keys_of(other.validation) == keys_of(whole.validation)
+
+
+def test_so_many_of_each_class_are_taken(tree: Trees) -> None:
+    splits = open_data(str(tree(*many("a", "b"), *many("c", count=3))), validation_share=0.0, per_class=5)
+    names = names_of(splits.train)
+    assert [names.count(name) for name in "abc"] == [5, 5, 3] and splits.notes[-1].startswith(
+        "13 of 83 training images"
+    )
+    both = open_data(str(tree(*many("a", "b"), name="both")) + "[:20]", validation_share=0.0, per_class=2)
+    assert len(both.train) == 4
+
+
+def test_classes_that_a_part_lacks_are_counted(tree: Trees) -> None:
+    splits = open_data(str(tree(*many("a", count=60), "b/1.png", "c/1.png")) + "[:3]", validation_share=0.0)
+    assert splits.classes == ("a", "b", "c")
+    assert splits.notes[-1].endswith("; 2 of the 3 classes have no image among them")
+
+
+def test_a_path_in_brackets_that_exists_is_a_path(tree: Trees) -> None:
+    root = tree("a/1.png", "b/1.png", name="set[:10%]")
+    assert len(open_data(str(root), validation_share=0.0).train) == 2
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("[100:200]", r"ends in \[100:200\], which is not an amount; write \[:1000\] for 1,000"),
+        ("[:]", r"ends in \[:\], which is not an amount"), ("[:-1]", r"ends in \[:-1\], which is not an amount"),
+        ("[:101%]", r"selects 101% of its images; the amount is at most 100%"),
+        ("[:81]", r"selects 81 of 80 training images"),
+        ("[:2.5]", r"selects 2\.5 of 80 training images; give a whole number"),
+        ("[:0]", r"selects none of 80 training images"), ("[:0.1%]", r"selects none of 80 training images"),
+    ],
+)  # fmt: skip
+def test_amounts_that_make_no_sense_are_refused(tree: Trees, part: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        open_data(str(tree(*many("a", "b"))) + part, validation_share=0.0)
+
+
+def test_a_class_that_only_the_test_split_has_is_refused(tree: Trees) -> None:
+    with pytest.raises(DataError, match=r"pictures/test has unknown classes: c; the known classes are: a, b$"):
+        open_data(str(tree("train/a/1.png", "train/b/1.png", "test/c/1.png")), validation_share=0.0)
+
+
+@pytest.mark.parametrize("how", ["symlink", "hard link"])
+def test_a_file_that_two_splits_share_is_refused(tree: Trees, how: str) -> None:
+    root = tree("train/a/1.png", "train/b/2.png", "val/a/3.png", "test/a/4.png")
+    assert open_data(str(root), validation_share=0.0).test is not None
+    target, link = root / "train/b/2.png", root / "test/a/5.png"
+    link.symlink_to(target) if how == "symlink" else link.hardlink_to(target)
+    message = r"the training split and the test split share 1 file, such as .*train/b/2\.png and .*test/a/5\.png; "
+    with pytest.raises(DataError, match=message):
+        open_data(str(root), validation_share=0.0)
+
+
+def test_open_data_is_cut_again_without_opening_it(tree: Trees, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, more = tree(*many("a", "b"), name="data"), tree(*many("a", "c", count=7), name="more")
+    opened = open_whole(f"{root}[:20]")
+    opened = replace(opened, mixed=open_mixed(opened.whole, (f"0.25:{more}",)))
+    monkeypatch.setattr(folder, "read_folder", lambda *_, **__: pytest.fail("a folder was opened again"))
+    cuts = {fraction: opened.splits(validation_share=fraction, subset_seed=3) for fraction in (0.0, 0.1, 0.3)}
+    monkeypatch.undo()
+    for fraction, splits in cuts.items():
+        expected = open_data(f"{root}[:20]", validation_share=fraction, subset_seed=3)
+        assert keys_of(splits.train.first_part()) == keys_of(expected.train)
+        assert splits.classes == ("a", "b", "c") and splits.notes == expected.notes
+        assert (splits.validation is None) == (fraction == 0)
+        assert fraction == 0 or keys_of(splits.validation) == keys_of(expected.validation)
+
+
+def test_drawn_samples_are_held_out_in_any_number() -> None:
+    opened = open_whole("fractals:3:10")
+    assert opened.splits(validation_share=0.0).validation is None
+    splits = opened.splits(validation_share=0.5)
+    assert len(splits.train) == len(splits.validation) == 30
+    assert not {*keys_of(splits.train)} & {*keys_of(splits.validation)}
+
+
+def test_more_is_mixed_in_by_its_share(tree: Trees) -> None:
+    root, more = tree(*many("rose", "daisy"), name="flowers"), tree(*many("rose", "oak", count=7), name="more")
+    splits = open_data(str(root), validation_share=0.2)
+    mixed = mix_in(splits, (f"0.25:{more}[:10]", "0.05:bundled[:100]"))
+    assert mixed.classes[:3] == ("daisy", "rose", "oak") and len(mixed.classes) == 13
+    assert [(length, weight) for _, length, weight in mixed.train.mixture] == [
+        (len(splits.train), pytest.approx(0.7)), (10, 0.25), (100, 0.05),
+    ]  # fmt: skip
+    assert mixed.validation is not None and mixed.validation.classes == mixed.classes and mixed.test is None
+    assert keys_of(mixed.validation) == keys_of(splits.validation)
+    assert names_of(mixed.validation) == names_of(splits.validation)
+    sample = mixed.validation[0]
+    assert (sample.key, sample.target) == (mixed.validation.key(0), mixed.validation.target(0))
+    assert samples_of(mixed.validation).stamp(0) == samples_of(splits.validation).stamp(0) is not None
+    assert mix_in(splits, ()) is splits
+    known = tree(*many("rose", count=7), *many("daisy", count=2), name="known")
+    assert mix_in(splits, (f"0.25:{known}",)).validation is splits.validation, "no class is new"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("0.3",), r"mix '0\.3' must be a fraction between 0 and 1, a colon and a data set, such as 0\.3:more/images"),
+        (("bundled",), r"mix 'bundled' must be a fraction"), (("1:bundled",), r"mix '1:bundled' must be a fraction"),
+        (("0.0:bundled",), r"mix '0\.0:bundled' must be a fraction"), (("0.5:",), r"mix '0\.5:' must be a fraction"),
+        (("0.5:bundled", "0.5:bundled"), r"leaves nothing for the data itself; keep their sum below 1"),
+        (("0.5:bundeld",), r"data 'bundeld' does not exist: .*nearest: bundled"),
+    ],
+)  # fmt: skip
+def test_mixtures_that_make_no_sense_are_refused(tree: Trees, more: tuple[str, ...], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        mix_in(open_data(str(tree(*many("a", "b"))), validation_share=0.0), more)
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        ["b.png", "a.jpg", "notes.txt"],
+        ["trip/b.png", "trip/day/a.jpg", "trip/notes.txt"],
+        ["b.png", "one/a.jpg", "two/c.jpg", "two/notes.txt"],
+        ["train/b.png", "train/a.jpg", "train/notes.txt", "test/c.png"],
+    ],
+)
+def test_images_without_classes_open_when_none_are_needed(tree: Trees, paths: list[str]) -> None:
+    root = tree(*paths)
+    splits = open_data(str(root), validation_share=0.0, unlabelled=True)
+    images = [path for path in paths if not path.startswith("test") and not path.endswith("txt")]
+    wanted = sorted(path.removeprefix("train/") for path in images)
+    assert keys_of(splits.train) == wanted and splits.classes == () and splits.target_kind == "none"
+    assert [splits.train.target(index) for index in range(len(wanted))] == [None] * len(wanted)
+    assert splits.train[0].target is None and len(splits.notes) == 1 and "skipped 1 file without" in splits.notes[0]
+    assert splits.test is None or (keys_of(splits.test) == ["c.png"] and target_kind(splits.test) == "none")
+    with pytest.raises(DataError, match=r"has no labels; classification needs a label for each image: label them, or"):
+        check_classes(splits)
+    with pytest.raises(DataError, match=r"has no targets and no numbers; regression needs columns of numbers"):
+        check_numbers(splits)
+
+
+def test_images_without_classes_are_cut_and_taken_by_hash(tree: Trees) -> None:
+    root = tree(*(f"{number:03}.png" for number in range(200)))
+    splits = open_data(f"{root}[:10%]", validation_share=0.25, unlabelled=True)
+    assert 30 < len(splits.validation) < 70 and len(splits.train) == round((200 - len(splits.validation)) / 10)
+    with pytest.raises(DataError, match=r"per_class=3: data .* has no classes; take a number of images instead, like"):
+        open_data(str(root), validation_share=0.0, unlabelled=True, per_class=3)
+    mixed = mix_in(splits, (f"0.5:{tree(*many('a', 'b', count=3), name='more')}",))
+    assert mixed.target_kind == "none" and mixed.classes == () and mixed.train.target(len(mixed.train) - 1) is None
+
+
+def test_class_folders_keep_their_classes_when_none_are_needed(tree: Trees) -> None:
+    splits = open_data(str(tree(*many("a", "b"))), validation_share=0.0, unlabelled=True)
+    assert splits.classes == ("a", "b") and splits.target_kind == "class"
+    check_classes(splits)
+
+
+def test_a_folder_of_loose_images_says_why_it_is_refused(tree: Trees) -> None:
+    with pytest.raises(DataError, match=r"has images but no class folders, so its images have no labels; put the"):
+        open_data(str(tree("a.png", "b.png")), validation_share=0.0)
+    with pytest.raises(DataError, match=r"pictures2 has no images \(.*\), neither in it nor in its folders"):
+        open_data(str(tree("one/a.txt", name="pictures2")), validation_share=0.0, unlabelled=True)
+
+
+def test_numbers_are_asked_of_data_that_can_have_them(tree: Trees) -> None:
+    with pytest.raises(DataError, match=r"has no columns of numbers, but numbers=age asks for some; tables \(\.csv"):
+        open_data(str(tree(*many("a", "b"))), validation_share=0.0, numbers=("age",))
+    splits = open_data(str(tree(*many("a", "b"))), validation_share=0.0)
+    with pytest.raises(DataError, match=r"has classes \(a, b\) and no numbers; regression needs columns of numbers"):
+        check_numbers(splits)
+
+
+def test_numbers_are_cut_taken_and_mixed(tree: Trees) -> None:
+    root = tree(*(f"{number}.png" for number in range(100)))
+    (root / "t.csv").write_text("path,age,size\n" + "".join(f"{n}.png,{n / 4},{-n}\n" for n in range(100)))
+    splits = open_data(f"{root}[:30]", validation_share=0.2, numbers=("age", "size"))
+    assert 10 < len(splits.validation) < 35 and len(splits.train) == 30
+    assert splits.train.target(0) == (float(splits.train.key(0)[:-4]) / 4, -float(splits.train.key(0)[:-4]))
+    check_numbers(splits)
+    with pytest.raises(DataError, match=r"has numbers \(age, size\) and no classes; classification needs classes"):
+        check_classes(splits)
+    with pytest.raises(DataError, match=r"per_class=3: data .* has no classes"):
+        open_data(str(root), validation_share=0.0, numbers=("age",), per_class=3)
+    mixed = mix_in(replace(splits, validation=None), (f"0.5:{root}",))
+    assert mixed.target_kind == "numbers" and mixed.train.target(30) == (0.0, 0.0) and len(mixed.train) == 130
+    with pytest.raises(DataError, match=r"mix 0\.5:bundled|has no columns of numbers"):
+        mix_in(splits, ("0.5:bundled",))

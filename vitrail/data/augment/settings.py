@@ -1,0 +1,300 @@
+"""Random changes to a training batch, made all at once on the training device.
+
+Every random number is a pure function of (seed, epoch, sample, view, draw). In a given epoch of a run, a view of a
+sample is therefore always changed in the same way. Batch size, workers, accumulation and resuming make no difference.
+Mixup and CutMix are exceptions: they mix samples of the same batch, so they depend on the batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float32, Int64, UInt8
+from torch import Tensor
+
+from vitrail.data.augment import mixing, operations, randaugment
+from vitrail.data.augment.draws import CROPS, CropRule, Slot, keyed_uniform
+from vitrail.data.augment.mixing import MixupPer
+from vitrail.data.augment.operations import JITTER_DRAWS, colour_jitter, on_device
+from vitrail.data.augment.randaugment import RandAugmentRule
+from vitrail.data.batch import Batch, Crop
+from vitrail.data.pixels.geometry import Placement
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.errors import ConfigError
+from vitrail.settings import one_of
+
+Preset = Literal[
+    "none", "light1", "light2", "medium1", "medium2", "strong1", "strong2", "bp",
+    "augreg-none", "augreg-light1", "augreg-light2", "augreg-medium1", "augreg-medium2", "augreg-strong1",
+    "augreg-strong2",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a preset. Each field is described by the field of the same name in `Augment`."""
+
+    randaugment_layers: int = 0
+    randaugment_magnitude: float = 10.0
+    mixup: float = 0.0
+    crop_area: tuple[float, float] | None = None
+    crop_rule: CropRule = "torchvision"
+    randaugment_rule: RandAugmentRule = "pillow"
+    mixup_per: MixupPer = "sample"
+
+
+def _original(layers: int = 0, magnitude: float = 10.0, mixup: float = 0.0) -> Settings:
+    """Return settings that change images exactly as big_vision does."""
+    return Settings(layers, magnitude, mixup, (0.05, 1.0), "tensorflow", "big-vision", "batch")
+
+
+PRESETS: dict[Preset, Settings] = {
+    "none": Settings(),
+    "light1": Settings(2, 0.0),
+    "light2": Settings(2, 10.0, 0.2),
+    "medium1": Settings(2, 15.0, 0.2),
+    "medium2": Settings(2, 15.0, 0.5),
+    "strong1": Settings(2, 20.0, 0.5),
+    "strong2": Settings(2, 20.0, 0.8),
+    "bp": Settings(2, 10.0, 0.2, (0.05, 1.0)),
+    "augreg-none": _original(),
+    "augreg-light1": _original(2, 0.0),
+    "augreg-light2": _original(2, 10.0, 0.2),
+    "augreg-medium1": _original(2, 15.0, 0.2),
+    "augreg-medium2": _original(2, 15.0, 0.5),
+    "augreg-strong1": _original(2, 20.0, 0.5),
+    "augreg-strong2": _original(2, 20.0, 0.8),
+}
+"""Settings by preset name. The amounts come from AugReg (2106.10270, section 3.3) and, for `bp`, from "Better plain ViT
+baselines" for ViT-S/16 (2205.01580). The presets `augreg-...` also crop, and change images exactly as the original code
+does. Apart from mirroring, `augreg-light2` is the complete augmentation of the ViT-S/16 in 2205.01580."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augment:
+    """Random changes to training images before normalisation. Raise `ConfigError` if a field is out of its range."""
+
+    preset: Preset = "none"
+    """Preset for the options of crops, RandAugment and mixup. An option that is set replaces the preset's value. The
+    presets augreg-none to augreg-strong2 are exactly AugReg's; the others use torchvision's and Pillow's rules."""
+    crop_area: tuple[float, float] | None = None
+    """Smallest and largest fraction of the image's area that a random crop keeps; 1 1 keeps the whole image."""
+    crop_rule: CropRule | None = None
+    """Rule that draws the box of a random crop: torchvision (the default) or tensorflow, the rule of the papers' code.
+    tensorflow draws smaller boxes, which are scaled bilinearly without antialiasing."""
+    crop_from: tuple[int, int] | None = None
+    """Height and width in pixels to which whole training images are scaled, before a random box of the network's image
+    size is cut out of each (BiT, 1912.11370). By default no such box is cut."""
+    flip: bool = True
+    """Mirror half of the images left to right."""
+    shift: int = 0
+    """Largest random shift in pixels, horizontally and vertically. Empty borders repeat the nearest pixel of the
+    image."""
+    colour_jitter: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    """Strength of the random changes of brightness, contrast, saturation and hue. The first three are fractions from 0
+    to 1. The fourth, from 0 to 0.5, is the largest rotation of the hue as a fraction of the colour circle."""
+    randaugment_layers: int | None = None
+    """Number of RandAugment operations per image; 0 turns RandAugment off."""
+    randaugment_magnitude: float | None = None
+    """Strength of the RandAugment operations, 0 to 30. By default 10."""
+    randaugment_rule: RandAugmentRule | None = None
+    """Code that RandAugment's operations follow. pillow (the default): shifts and boxes are proportional to the image.
+    big-vision: exactly as in big_vision, with shifts and boxes of a fixed number of pixels."""
+    erase: float = 0.0
+    """Probability that a random box of the image turns grey (random erasing, 1708.04896). The box's sides are 10 to
+    40 % of the image's sides."""
+    mixup: float | None = None
+    """Alpha of the Beta(alpha, alpha) distribution of the mixup weights; 0 turns mixup off."""
+    mixup_per: MixupPer | None = None
+    """Draw one mixup weight per sample (the default) or, as in the papers' code, one per batch."""
+    cutmix: float = 0.0
+    """Alpha of CutMix, which pastes a box of another image; 0 turns it off. If mixup is on too, each image gets mixup
+    or CutMix with equal probability."""
+
+    def __post_init__(self) -> None:
+        problems = list(
+            one_of(self, preset=Preset, crop_rule=CropRule, randaugment_rule=RandAugmentRule, mixup_per=MixupPer)
+        )
+        if self.shift < 0:
+            problems.append(f"shift={self.shift} is negative; 0 means none")
+        if self.randaugment_layers is not None and self.randaugment_layers < 0:
+            problems.append(f"randaugment_layers={self.randaugment_layers} is negative; 0 means none")
+        if not 0 <= self.erase <= 1:
+            problems.append(f"erase={self.erase} is not in [0, 1]")
+        if self.randaugment_magnitude is not None and not 0 <= self.randaugment_magnitude <= 30:
+            problems.append(f"randaugment_magnitude={self.randaugment_magnitude} is not in [0, 30]")
+        for name in ("mixup", "cutmix"):
+            if (alpha := getattr(self, name)) is not None and not 0 <= alpha < math.inf:
+                problems.append(f"{name}={alpha} must be 0 or more; 0 turns it off")
+        if self.crop_area is not None and not 0 < self.crop_area[0] <= self.crop_area[1] <= 1:
+            problems.append(f"crop_area={self.crop_area} is not two fractions in (0, 1], the smaller first")
+        if self.crop_from is not None and self.settings.crop_area is not None:
+            problems.append(
+                f"crop_from={self.crop_from} and crop_area={self.settings.crop_area} both cut boxes out of images; "
+                "choose one"
+            )
+        if len(self.colour_jitter) != 4 or not (
+            all(0 <= strength <= 1 for strength in self.colour_jitter) and self.colour_jitter[3] <= 0.5
+        ):
+            problems.append(
+                f"colour_jitter={self.colour_jitter} is not brightness, contrast and saturation in [0, 1] and hue in "
+                "[0, 0.5]"
+            )
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+    @functools.cached_property
+    def settings(self) -> Settings:
+        """The fields of this object, with the preset's value for each field that is None. `crop_area` is None if no
+        crop is made."""
+        given = {item.name: getattr(self, item.name) for item in fields(Settings)}
+        chosen = replace(PRESETS[self.preset], **{name: value for name, value in given.items() if value is not None})
+        return replace(chosen, crop_area=None) if chosen.crop_area == (1, 1) else chosen
+
+    @property
+    def is_random(self) -> bool:
+        """True if an image can look different from epoch to epoch."""
+        chosen = self.settings
+        changes = self.flip, self.shift, self.crop_from, chosen.crop_area, any(self.colour_jitter), self.erase
+        return any((*changes, chosen.randaugment_layers, chosen.mixup, self.cutmix))
+
+    def __call__(self, batch: Batch, *, seed: int, classes: int = 0, size: tuple[int, int] | None = None) -> Batch:
+        """Return the batch with augmented images. If mixup or CutMix is on, the batch also has `targets`.
+
+        `size` is the height and width of the network's images. If `crop_from` is set, boxes of this size are cut out.
+
+        `batch.epochs`, `batch.samples` and `batch.views` are on the CPU and determine the random numbers. The images
+        are uint8, on any device. If the batch has labels but no targets, `classes` sets the number of columns of the
+        new targets.
+        """
+        chosen, images = self.settings, batch.images
+
+        def draw(first: Slot, draws: int) -> Float32[np.ndarray, "b draws"]:
+            # DLPack shares memory on the CPU only, so it cannot wait for a device.
+            key = np.from_dlpack(batch.epochs), np.from_dlpack(batch.samples), np.from_dlpack(batch.views)
+            return keyed_uniform(seed, *key, draws=draws, first=first)
+
+        if self.crop_from is not None and size is not None:
+            images = operations.window(images, self._corners(draw(Slot.WINDOW, 2), size), size)
+        if self.flip or self.shift:
+            images = self._move(images, draw(Slot.MOVE, 3))
+        if any(self.colour_jitter):
+            images = colour_jitter(images, draw(Slot.JITTER, JITTER_DRAWS), self.colour_jitter)
+        if layers := chosen.randaugment_layers:
+            numbers = draw(Slot.RANDAUGMENT, randaugment.DRAWS * layers).reshape(len(batch), layers, -1)
+            images = randaugment.randaugment(
+                images, numbers, magnitude=chosen.randaugment_magnitude, rule=chosen.randaugment_rule
+            )
+        if self.erase:
+            images = self._erase(images, draw(Slot.ERASE, 5))
+        batch = replace(batch, images=images)
+        if self.mixes:
+            numbers = draw(Slot.MIX, mixing.DRAWS)
+            first = None
+            if batch.first_key is not None:
+                key = (np.array([value]) for value in batch.first_key)
+                first = keyed_uniform(seed, *key, draws=mixing.DRAWS, first=Slot.MIX)
+            return mixing.mix(
+                batch, numbers, mixup=chosen.mixup, cutmix=self.cutmix, classes=classes, mixup_per=chosen.mixup_per,
+                first=first,
+            ).without_partners()  # fmt: skip
+        return batch
+
+    @property
+    def mixes(self) -> bool:
+        """True if samples of a batch are mixed with each other."""
+        return bool(self.settings.mixup or self.cutmix)
+
+    def crop(self, seed: int) -> Crop | None:
+        """Return the function that draws the box of an image, or None if no crop is made."""
+        area = self.settings.crop_area
+        return None if area is None else self.crop_of(seed, area)
+
+    def crop_of(self, seed: int, area: tuple[float, float]) -> Crop:
+        """Return the function that draws a box of an image, which covers a fraction of the image within `area`."""
+        return functools.partial(CROPS[self.settings.crop_rule], seed, area=area)
+
+    def training_preprocess(self, preprocess: Preprocess) -> Preprocess:
+        """Return the preprocessing of training images, which differs from the preprocessing of other images in two
+        cases.
+
+        If `crop_from` is set, whole images are scaled to the size `crop_from`. If `crop_rule` is "tensorflow", boxes
+        are scaled by bilinear interpolation without antialiasing, as vision_transformer and big_vision do. Raise
+        `ConfigError` if `preprocess.scaled_decode` is on, which does not work with "tensorflow", or if `crop_from` is
+        smaller than the network's images.
+        """
+        if self.crop_from is not None:
+            if any(big < small for big, small in zip(self.crop_from, preprocess.image_size, strict=True)):
+                raise ConfigError(
+                    f"crop_from={self.crop_from} is smaller than image_size={preprocess.image_size}, but boxes of "
+                    "this size are cut out of the scaled images; choose a larger crop_from"
+                )
+            return replace(preprocess, image_size=self.crop_from, resize="squash", crop_share=1.0)
+        if self.settings.crop_area is None or self.settings.crop_rule == "torchvision":
+            return preprocess
+        if preprocess.scaled_decode:
+            raise ConfigError(
+                "scaled_decode=True averages pixels, and crop_rule='tensorflow' scales without averaging; leave out "
+                "scaled_decode, or choose crop_rule='torchvision'"
+            )
+        return replace(preprocess, interpolation="bilinear", antialias=False)
+
+    def placements(
+        self, batch: Batch, placements: Sequence[Placement], *, seed: int, size: tuple[int, int] | None = None
+    ) -> list[Placement]:
+        """Return the placements of the images after cutting to `size`, mirroring and shifting.
+
+        `placements` are the placements before these changes. Geometric operations of RandAugment are not included.
+        """
+        key = (batch.epochs.numpy(), batch.samples.numpy(), batch.views.numpy())
+        if self.crop_from is not None and size is not None:
+            corners = self._corners(keyed_uniform(seed, *key, draws=2, first=Slot.WINDOW), size)
+            placements = [
+                replace(placement, top=placement.top + top, left=placement.left + left, size=size)
+                for placement, (top, left) in zip(placements, corners.tolist(), strict=True)
+            ]
+        moved = []
+        for placement, draws in zip(placements, keyed_uniform(seed, *key, draws=3, first=Slot.MOVE), strict=True):
+            reach = 2 * self.shift + 1
+            down, right = ((draws[1:] * reach).astype(np.int64) - self.shift).tolist()
+            turned = placement.flipped() if self.flip and draws[0] < 0.5 else placement
+            moved.append(turned.shifted(down, right))
+        return moved
+
+    def _corners(self, draws: Float32[np.ndarray, "b 2"], size: tuple[int, int]) -> Int64[np.ndarray, "b 2"]:
+        """Return the top and the left of the box that is cut out of each image. All positions have the same
+        probability."""
+        assert self.crop_from is not None
+        return (draws * (np.subtract(self.crop_from, size) + 1)).astype(np.int64)
+
+    def _move(self, images: UInt8[Tensor, "b c h w"], draws: Float32[np.ndarray, "b 3"]) -> UInt8[Tensor, "b c h w"]:
+        b, _, height, width = images.shape
+        flip, down, across = draws.T
+        rows, columns = np.arange(height)[None].repeat(b, 0), np.arange(width)[None].repeat(b, 0)
+        if self.shift:
+            reach = 2 * self.shift + 1
+            rows = (rows + (down * reach).astype(np.int64)[:, None] - self.shift).clip(0, height - 1)
+            columns = (columns + (across * reach).astype(np.int64)[:, None] - self.shift).clip(0, width - 1)
+        if self.flip:
+            columns = np.where(flip[:, None] < 0.5, width - 1 - columns, columns)
+        batch = torch.arange(b, device=images.device)[:, None, None]
+        down_to, across_to = on_device(rows, images.device), on_device(columns, images.device)
+        picked = images.permute(0, 2, 3, 1)[batch, down_to[:, :, None], across_to[:, None, :]]  # b h w c
+        return picked.permute(0, 3, 1, 2)
+
+    def _erase(self, images: UInt8[Tensor, "b c h w"], draws: Float32[np.ndarray, "b 5"]) -> UInt8[Tensor, "b c h w"]:
+        """Turn random boxes grey. The centre of a box can be anywhere in the image. A box is cut off at the border of
+        the image."""
+        chance, centre_y, centre_x, size_y, size_x = draws.T[:, :, None]  # each b 1
+        height, width = images.shape[2:]
+        y = (np.arange(height, dtype=np.float32) + np.float32(0.5)) / np.float32(height)  # in fractions of the side
+        x = (np.arange(width, dtype=np.float32) + np.float32(0.5)) / np.float32(width)
+        rows = np.abs(y - centre_y) < (np.float32(0.1) + np.float32(0.3) * size_y) / 2  # b h
+        columns = np.abs(x - centre_x) < (np.float32(0.1) + np.float32(0.3) * size_x) / 2
+        return operations.fill(images, rows & (chance < self.erase), columns)

@@ -1,0 +1,337 @@
+"""Examination of single images. A check keeps a few numbers, a hash and a thumbnail of 64 bytes per image."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from typing import TypeVar
+
+import numpy as np
+from jaxtyping import Int, Integer, UInt8
+from PIL import Image
+from PIL.ImageFile import ImageFile
+
+from vitrail.data.pipeline import default_threads
+from vitrail.data.pixels.decode import open_file, open_image, to_pil
+from vitrail.data.source import Source
+from vitrail.errors import DataError, UndecodableImage, plural
+
+T = TypeVar("T")
+
+Progress = Callable[[int, int], None]
+"""A function that is called with the number of images examined so far and the total number."""
+
+SIDE = 8
+"""Side in pixels of the thumbnails for the search for near duplicates."""
+
+DETAIL_SIDE = 32
+"""Side in pixels of the pictures for the comparison of shifted images."""
+
+MOST_DETAILED = 100_000
+"""Largest number of images for which pictures of this size are kept. Each picture takes 1 kB."""
+
+CHUNK = 64
+"""Number of images that a thread examines at a time. It is small enough to show progress and large enough to be
+fast."""
+
+FLAT = 4
+"""Largest difference between the darkest and the brightest pixel of a blank image, in grey levels."""
+
+REASONS = 1000
+"""Largest number of broken images for which the reason is kept. Further broken images are only counted."""
+
+ORIENTATION = 0x0112
+"""The EXIF tag for the orientation of a picture."""
+
+LEVELS = np.arange(256, dtype=np.float64)
+
+
+class State(IntEnum):
+    """The outcome of examining an image."""
+
+    OK = 0
+    UNDECODABLE = 1
+    UNREADABLE = 2
+    """The source failed to read the image, for example because a file with many images is damaged."""
+
+
+class Oddity(IntFlag):
+    """Properties of an image that training converts or ignores."""
+
+    TRANSPARENT = 1
+    CMYK = 2
+    DEEP = 4
+    """16 bits per channel."""
+    TURNED = 8
+    """Rotated or mirrored by an EXIF tag."""
+    ANIMATED = 16
+    BLANK = 32
+    """A single colour."""
+
+
+MODES = {
+    "1": "black and white", "L": "grey", "LA": "grey with transparency", "P": "with a palette",
+    "RGBA": "RGB with transparency", "I;16": "grey of 16 bits", "I;16B": "grey of 16 bits",
+}  # fmt: skip
+"""Words for Pillow's names of modes. RGB and CMYK, for example, have no other name."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The result of examining one decoded image."""
+
+    kind: str
+    """Format and mode, such as "JPEG RGB", or "grey array" for an array."""
+    width: int
+    height: int
+    oddities: int
+    pixels: int
+    """64-bit hash of size and pixels. A grey picture has the same hash with one channel as with three."""
+    mean: float
+    """Mean of the grey levels, 0 to 255."""
+    contrast: float
+    """Standard deviation of the grey levels."""
+    thumbnails: UInt8[np.ndarray, "8 8"]
+    details: UInt8[np.ndarray, "32 32"]
+
+
+class Looks:
+    """The results of examining many images, one row each. Each image takes about 110 bytes, and another 1 kB if
+    `details` are kept."""
+
+    def __init__(self, split: Integer[np.ndarray, " n"], index: Int[np.ndarray, " n"]) -> None:
+        count = len(index)
+        self.split = split
+        """Index of each image's split."""
+        self.index = index
+        """Index of each image in the source of its split."""
+        self.state = np.zeros(count, np.uint8)
+        self.kind = np.zeros(count, np.uint8)
+        self.width = np.zeros(count, np.int32)
+        self.height = np.zeros(count, np.int32)
+        self.oddities = np.zeros(count, np.uint8)
+        self.pixels = np.zeros(count, np.uint64)
+        self.mean = np.zeros(count, np.float32)
+        self.contrast = np.zeros(count, np.float32)
+        self.thumbnails = np.zeros((count, SIDE, SIDE), np.uint8)
+        self.details = np.zeros((count, DETAIL_SIDE, DETAIL_SIDE), np.uint8) if count <= MOST_DETAILED else None
+        """Small grey pictures, or None if there are too many images."""
+        self.kinds: list[str] = []
+        """Formats and modes. `kind` holds indices into this list."""
+        self.reasons: dict[int, str] = {}
+        """Reasons why images could not be read or decoded, by row, for the first thousand broken images."""
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def ok(self) -> Int[np.ndarray, " ok"]:
+        """The rows of the images that were decoded."""
+        return np.flatnonzero(self.state == State.OK)
+
+    def put(self, row: int, result: Seen | tuple[State, str]) -> None:
+        if isinstance(result, tuple):
+            self.state[row], reason = result
+            if len(self.reasons) < REASONS:
+                self.reasons[row] = reason
+            return
+        if result.kind not in self.kinds:
+            self.kinds.append(result.kind)
+        self.kind[row] = self.kinds.index(result.kind)
+        for name in ("width", "height", "oddities", "pixels", "mean", "contrast", "thumbnails"):
+            getattr(self, name)[row] = getattr(result, name)
+        if self.details is not None:
+            self.details[row] = result.details
+
+
+def look_at_all(
+    sources: Sequence[Source],
+    rows: Sequence[Int[np.ndarray, " _"]],
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Looks:
+    """Examine the samples `rows[i]` of `sources[i]` in threads. An image that cannot be decoded is not an error. The
+    failure is recorded in the image's state."""
+    split = np.repeat(np.arange(len(rows), dtype=np.uint8), [len(part) for part in rows])
+    index = np.concatenate(rows).astype(np.int64)
+    looks = Looks(split, index)
+
+    def read(start: int) -> list[Seen | tuple[State, str]]:
+        places = zip(split[start : start + CHUNK].tolist(), index[start : start + CHUNK].tolist(), strict=True)
+        return [examine(sources[number], place) for number, place in places]
+
+    starts = range(0, len(looks), CHUNK)
+    with in_threads(read, starts, threads) as parts:
+        for start, results in zip(starts, parts, strict=True):
+            for row, result in enumerate(results, start):
+                looks.put(row, result)
+            if progress is not None:
+                progress(start + len(results), len(looks))
+    return looks
+
+
+@contextmanager
+def in_threads(work: Callable[[int], T], places: Sequence[int], threads: int | None) -> Iterator[Iterator[T]]:
+    """Yield the results of `work` in order. After Ctrl-C or an error, the remaining work is cancelled."""
+    pool = ThreadPoolExecutor(threads or default_threads())
+    try:
+        yield pool.map(work, places)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def examine(source: Source, index: int) -> Seen | tuple[State, str]:
+    """Return the result of examining an image of a source, or the reason why it failed."""
+    try:
+        return look(source[index].image)
+    except UndecodableImage as error:
+        return State.UNDECODABLE, str(error)
+    except DataError as error:
+        return State.UNREADABLE, str(error)
+
+
+def look(image: bytes | np.ndarray) -> Seen:
+    """Decode an image as training does, and measure it. Raises `UndecodableImage`."""
+    one_channel = isinstance(image, np.ndarray) and image.shape[2:] in ((), (1,))
+    picture = to_pil(image, 1 if one_channel else 3)
+    kind, oddities = (
+        _header(image) if isinstance(image, bytes) else (f"{MODES.get(picture.mode, picture.mode)} array", Oddity(0))
+    )
+    grey = picture.convert("L")
+    counts = np.array(grey.histogram(), np.float64)
+    mean = float(counts @ LEVELS) / counts.sum()
+    variance = float(counts @ (LEVELS - mean) ** 2) / counts.sum()
+    if all(high - low <= FLAT for low, high in _extrema(picture)):
+        oddities |= Oddity.BLANK
+    plain = grey if _is_grey(picture, grey) else picture
+    digest = hashlib.blake2b(f"{picture.size} {plain.mode} ".encode(), digest_size=8)
+    digest.update(plain.tobytes())
+    small = grey.resize((DETAIL_SIDE, DETAIL_SIDE), Image.Resampling.BICUBIC)
+    return Seen(
+        kind=kind,
+        width=picture.width,
+        height=picture.height,
+        oddities=int(oddities),
+        pixels=int.from_bytes(digest.digest(), "big"),
+        mean=mean,
+        contrast=math.sqrt(variance),
+        thumbnails=np.asarray(small.resize((SIDE, SIDE), Image.Resampling.BICUBIC)),
+        details=np.asarray(small),
+    )
+
+
+def _extrema(picture: Image.Image) -> list[tuple[int, int]]:
+    extrema = picture.getextrema()
+    return [extrema] if picture.mode == "L" else list(extrema)  # type: ignore[list-item,arg-type]
+
+
+def _is_grey(picture: Image.Image, grey: Image.Image) -> bool:
+    if picture.mode == "L":
+        return True
+    red, green, blue = picture.resize((SIDE, SIDE), Image.Resampling.NEAREST).split()
+    if red.tobytes() != green.tobytes() or green.tobytes() != blue.tobytes():  # this cheap test decides most images
+        return False
+    return bool((np.asarray(picture) == np.asarray(grey)[..., None]).all())
+
+
+def _header(data: bytes) -> tuple[str, Oddity]:
+    """Return the format and mode of an encoded image that can be decoded, and its oddities."""
+    with open_file(data) as picture:
+        odd = Oddity(0)
+        if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
+            odd |= Oddity.TRANSPARENT
+        if picture.mode == "CMYK":
+            odd |= Oddity.CMYK
+        if _is_deep(picture):
+            odd |= Oddity.DEEP
+        tagged = "exif" in picture.info or picture.format == "TIFF"  # for other files, Pillow would decode the pixels
+        if tagged and _says(lambda: picture.getexif().get(ORIENTATION, 1) != 1):
+            odd |= Oddity.TURNED
+        if _says(lambda: picture.format != "JPEG" and getattr(picture, "is_animated", False)):
+            odd |= Oddity.ANIMATED
+        return f"{picture.format} {MODES.get(picture.mode, picture.mode)}", odd
+
+
+def _is_deep(picture: ImageFile) -> bool:
+    """Return True if an image file stores 16 bits per channel. Pillow opens such colours in the mode RGB, so the raw
+    mode of the file decides."""
+    return picture.format in ("PNG", "TIFF") and any(";16" in str(tile[3]) for tile in picture.tile)
+
+
+def _says(question: Callable[[], bool]) -> bool:
+    """Return the result of `question`, which tests a field of a header. Return False if this field is damaged.
+
+    An image with a damaged field can still be decoded.
+    """
+    try:
+        return question()
+    except Exception:  # a hostile file can make Pillow raise any exception
+        return False
+
+
+MAX_LOOKS = 32
+"""Maximum number of images that are decoded."""
+
+COLOUR_SIDE = 64
+"""Side in pixels to which an image is shrunk before its colours are compared."""
+
+MIN_DIFFERENCE = 24
+"""Difference between the highest and the lowest of red, green and blue from which a pixel counts as coloured, in levels
+from 0 to 255. Compression and scanning leave smaller differences in grey pictures."""
+
+MIN_PIXELS = 0.01
+"""Fraction of coloured pixels from which an image counts as coloured."""
+
+MIN_IMAGES = 0.1
+"""Smallest fraction of coloured images for which a note is printed."""
+
+
+def has_colour(image: bytes | np.ndarray | Image.Image) -> bool:
+    """Return True if an image has colours, and False if it is grey. Raise `UndecodableImage`."""
+    opened = open_image(image)
+    if opened.picture.mode in ("1", "L", "LA", "I;16", "I", "F"):
+        return False
+    picture = opened.load(3, opened.shrink_for(max(opened.size) / COLOUR_SIDE))
+    picture.thumbnail((COLOUR_SIDE, COLOUR_SIDE))
+    levels = np.asarray(picture).astype(np.int16)
+    differences = levels.max(axis=2) - levels.min(axis=2)
+    return float((differences >= MIN_DIFFERENCE).mean()) >= MIN_PIXELS
+
+
+def images_of(source: Source) -> Iterator[bytes | np.ndarray]:
+    """Yield up to 32 evenly spaced images of a source. Images that cannot be read are skipped."""
+    for index in np.unique(np.linspace(0, len(source) - 1, min(MAX_LOOKS, len(source))).astype(np.int64)).tolist():
+        try:
+            yield source[index].image
+        except DataError:
+            continue
+
+
+def colours_in(images: Iterable[bytes | np.ndarray | Image.Image]) -> list[bool]:
+    """Return for each image if it has colours. Images that cannot be decoded are skipped."""
+    found = []
+    for image in images:
+        with suppress(UndecodableImage):
+            found.append(has_colour(image))
+    return found
+
+
+def colour_note(images: Iterable[bytes | np.ndarray | Image.Image], channels: int) -> str:
+    """Return a sentence about colours that a network of `channels` channels drops, or an empty text if it drops none.
+
+    Images that cannot be decoded are skipped.
+    """
+    if channels != 1:
+        return ""
+    found = colours_in(images)
+    if not found or sum(found) < MIN_IMAGES * len(found):
+        return ""
+    many = f"{sum(found):,} of {plural(len(found), 'image')} looked at" if len(found) > 1 else "the image"
+    has = "has" if len(found) == 1 else "have"
+    return f"the model takes grey images, so colours are dropped; {many} {has} colours"

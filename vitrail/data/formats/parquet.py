@@ -1,0 +1,682 @@
+"""Parquet files of images in Hugging Face's convention: a struct of bytes and path, and a label that is a number.
+
+Parquet is read one row group at a time. In a shuffled order, a whole row group would have to be unpacked for every
+image. The first use therefore unpacks the images of each file into a cache under `$VITRAIL_DATA` or ~/.cache/vitrail.
+The cache takes as much disk space as the images. Labels are read from the Parquet file each time, which is fast.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import hashlib
+import importlib
+import json
+import math
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from vitrail.data.faults import Fault, is_own_output
+from vitrail.data.formats.unpacked import Blob, open_blob, write_blob
+from vitrail.data.pixels.decode import SUFFIXES
+from vitrail.data.source import Samples, Source
+from vitrail.data.splits import (
+    CHOICE,
+    Choice,
+    Split,
+    Splits,
+    by_split,
+    check_chosen,
+    divide,
+    find_split,
+    split_of,
+    splits_from,
+)
+from vitrail.data.targets import (
+    LabelColumn,
+    LabelReader,
+    MissingColumn,
+    Targets,
+    join,
+    number,
+    number_column,
+    places_of,
+    refuse_joined,
+    stated_column,
+    text_column,
+)
+from vitrail.errors import DataError, SaveError, listed, nearest, plural
+from vitrail.files import cache_folder, saving
+
+SUFFIX = ".parquet"
+
+
+class ParquetFile(NamedTuple):
+    """One file of a split."""
+
+    name: str
+    """Relative path of the file, the same on every machine. The keys of samples begin with this path."""
+    path: Path
+    identity: str
+    """Text that identifies the content of the file. The cache uses it to find the unpacked images."""
+
+
+class ParquetImages:
+    """The images of some Parquet files, in order. The key of an image is the file's name and the row:
+    `train/0000.parquet:17`. A row without an image has 0 bytes and counts as undecodable."""
+
+    def __init__(self, names: Sequence[str], blobs: Sequence[Blob]) -> None:
+        self._names = tuple(names)
+        self._blobs = tuple(blobs)
+        self._firsts = [0, *accumulate(len(blob) for blob in blobs)]
+
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    def key(self, place: int) -> str:
+        file, row = self._row(place)
+        return f"{self._names[file]}:{row}"
+
+    def image(self, place: int) -> bytes:
+        file, row = self._row(place)
+        return self._blobs[file][row]
+
+    def stamp(self, place: int) -> str:
+        """Return a text with the row number and the name of the row's file of unpacked images. The name contains a hash
+        of the Parquet file's path, size and times."""
+        file, row = self._row(place)
+        return f"{self._blobs[file].path.name} {row}"
+
+    def _row(self, place: int) -> tuple[int, int]:
+        """Return the index of the file and the row in it."""
+        file = bisect.bisect_right(self._firsts, place) - 1
+        return file, place - self._firsts[file]
+
+
+def looks_like_parquet(path: Path) -> bool:
+    """Return True for the path of a Parquet file, and for a folder with a Parquet file at most two levels below it."""
+    return path.suffix.lower() == SUFFIX or (path.is_dir() and _has_parquet(path, 2, is_root=True))
+
+
+def open_parquet(
+    location: Path,
+    classes: tuple[str, ...] | None,
+    numbers: tuple[str, ...] = (),
+    choice: Choice | None = None,
+) -> Splits:
+    """Open a Parquet file, or a folder of them. The names of files or folders determine the splits, or else a column of
+    splits.
+
+    Images that are not in the cache are unpacked, and a note reports this. Raises `DataError`. Raises `SaveError` if
+    the disk has too little space for the unpacked images.
+    """
+    choice = choice or Choice()
+    chosen, root = choice.splits, location
+    if root.is_dir():
+        names = sorted(path.relative_to(root).as_posix() for path in root.rglob(f"*{SUFFIX}") if path.is_file())
+        names = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
+        folders = {parent for name in names for parent in (root / name).parents if parent.is_relative_to(root)}
+        own = {folder for folder in folders if folder != root and is_own_output(folder)}
+        names = [name for name in names if own.isdisjoint((root / name).parents)]
+        tops = {name.split("/")[0] for name in names if "/" in name and split_of(name.partition("/")[2])}
+        several = sorted(top for top in tops if split_of(top) is None)
+        if len(several) > 1 and chosen is None:
+            raise DataError(
+                f"{root} holds several data sets, in the folders {', '.join(several)}; open one of them, such as "
+                f"{root / several[0]}"
+            )
+    elif root.is_file():
+        names, root = [root.name], root.parent
+    else:
+        raise DataError(f"there is no file or folder {root}")
+    if not names:
+        raise DataError(f"{root} has no {SUFFIX} files in it")
+    single = len(names) == 1 and location.is_file()  # a single file is the training split, whatever its name is
+    if single:
+        splits: dict[Split, list[str]] = {"train": names}
+        notes: tuple[str, ...] = ()
+    else:
+        splits, notes = by_split(str(root), names, chosen)
+        choice = replace(choice, splits={}) if chosen else choice  # the choice is that of files, not of rows
+        tops = {name.split("/")[0] for name in splits.get("train", ()) if "/" in name}
+        if len(tops) > 1 and len(splits) == 1 and not chosen:
+            notes += (f"{root}: the files in {listed(sorted(tops))} are all training data; to choose splits, {CHOICE}",)
+    files = {
+        split: [ParquetFile(name, root / name, identity_of(root / name)) for name in some]
+        for split, some in splits.items()
+    }
+    return open_files(str(location), files, choice, classes, notes, numbers=numbers)
+
+
+def open_files(
+    title: str,
+    files: Mapping[Split, Sequence[ParquetFile]],
+    choice: Choice,
+    classes: tuple[str, ...] | None,
+    notes: Iterable[str] = (),
+    *,
+    numbers: tuple[str, ...] = (),
+) -> Splits:
+    """Return the splits of some files. `title` names the data in messages. Raises the errors of `open_parquet`.
+
+    If `numbers` names columns, the numbers in these columns are the targets. Otherwise the labels are the targets.
+    """
+    opened = {split: [ParquetColumns(file.path) for file in some] for split, some in files.items()}
+    if "train" in opened and not sum(file.rows for file in opened["train"]):
+        raise DataError(f"{title} has an empty training split; training needs at least one row")
+    image, label = _columns(opened, choice)
+    notes = list(notes)
+    rows: dict[Split, Int64[np.ndarray, " n"]] = {}
+    column = None
+    if set(opened) == {"train"}:
+        column, rows, more = _divided(title, opened["train"], choice, {image, label, *numbers})
+        notes += more
+        if rows:
+            files, opened = dict.fromkeys(rows, files["train"]), dict.fromkeys(rows, opened["train"])
+    targets: Mapping[Split, Targets]
+    faults: tuple[Fault, ...] = ()
+    if numbers:
+        targets, names = _number_targets(title, opened, rows, numbers, notes), numbers
+        kept = list(targets)
+    else:
+        targets, kept, names, faults = _label_targets(title, opened, rows, label, choice, classes, notes)
+    if label is not None or numbers:
+        used = {image, column, *(numbers or (label,))}
+        types = next(iter(opened.values()))[0].types
+        lower = {name.lower() for name in used if name is not None}
+        if rest := [name for name in types if name.lower() not in lower]:
+            notes.append(f"{title}: {plural(len(rest), 'column')} not used: {listed(rest)}")
+    pairs = [pair for split in kept for pair in zip(files[split], opened[split], strict=True)]
+    blobs, unpacking_notes = _unpack(title, list(dict.fromkeys(pairs)), image)
+    sources: dict[Split, Source] = {}
+    for split in kept:
+        reader = ParquetImages([file.name for file in files[split]], [blobs[file] for file in files[split]])
+        places = rows[split] if rows else range(len(reader))
+        sources[split] = Samples((reader,), places, targets.get(split) or Targets.unknown("none", names, len(places)))
+    return splits_from(sources, (*notes, *unpacking_notes), faults)
+
+
+def _divided(
+    title: str, files: Sequence[ParquetColumns], choice: Choice, taken: set[str | None]
+) -> tuple[str | None, dict[Split, Int64[np.ndarray, " n"]], list[str]]:
+    """Return the column of splits, the rows of each split, and notes. Without such a column, there are no rows."""
+    free = [name for name in files[0].types if name not in taken and all(name in file.types for file in files)]
+    column, values, notes = find_split(
+        title, free, lambda name: [text for file in files for text in file.texts(name)], choice.splits
+    )
+    if column is None:
+        if choice.splits:
+            check_chosen(title, choice.splits, {}, [file.path.name for file in files])
+        return None, {}, list(notes)
+    where = f"{title}, column {column!r}"
+    parts, skipped = divide(where, values, choice.splits, lambda row: f"row {row}")
+    return column, {split: np.array(rows, np.int64) for split, rows in parts.items()}, [*notes, *skipped]
+
+
+def _label_targets(
+    title: str,
+    opened: Mapping[Split, Sequence[ParquetColumns]],
+    rows: Mapping[Split, Int64[np.ndarray, " n"]],
+    label: str | None,
+    choice: Choice,
+    classes: tuple[str, ...] | None,
+    notes: list[str],
+) -> tuple[dict[Split, Targets], list[Split], tuple[str, ...], tuple[Fault, ...]]:
+    """Return the labels of each split, the splits that are not skipped, the classes, and faults. Notes are added to
+    `notes`."""
+    kept = list(opened)
+    labels: dict[Split, LabelColumn] = {}
+    reader = LabelReader(choice.separator, keep_missing=choice.keep_missing)
+    whole: LabelColumn | None = None
+    for split, some in opened.items():
+        if label is not None and label in some[0].types:
+            if whole is None or not rows:
+                whole = join([str(file.path) for file in some], [file.labels(label, reader) for file in some])
+            labels[split] = whole.rows(rows[split]) if rows else whole
+        count = len(rows[split]) if rows else sum(file.rows for file in some)
+        if split != "train" and (count == 0 or (label is not None and (split not in labels or labels[split].is_empty))):
+            reason = "none of its images has a label" if count else "it is empty"
+            notes.append(f"{title}: the {split} split is skipped, because {reason}")
+            kept.remove(split)
+            labels.pop(split, None)
+    if not kept:
+        raise DataError("\n".join((*notes, f"{title} has no split with labels")))
+    notes += reader.notes(title)
+    if label is None:
+        notes.append(
+            f"{title} has no column of labels, so its images are unlabelled; to use one of the columns "
+            f"{next(iter(opened.values()))[0].described}, add ?label= and its name to the data's name"
+        )
+        return {}, kept, classes or (), ()
+    counts = Counter[str]()
+    for column in labels.values():
+        counts.update(column.counts())
+    refuse_joined(title, counts, choice.separator)
+    names, targets, faults = number(title, labels, classes)
+    return targets, kept, names, faults
+
+
+def _number_targets(
+    title: str,
+    opened: Mapping[Split, Sequence[ParquetColumns]],
+    rows: Mapping[Split, Int64[np.ndarray, " n"]],
+    numbers: tuple[str, ...],
+    notes: list[str],
+) -> dict[Split, Targets]:
+    """Return the numbers of each split. A split in which no number is known is skipped, with one more of `notes`."""
+    values: dict[Split, Targets] = {}
+    for split, some in opened.items():
+        try:
+            found = np.concatenate([file.numbers(numbers) for file in some])
+            values[split] = Targets("numbers", numbers, found[rows[split]] if rows else found)
+        except MissingColumn:
+            if split == "train":
+                raise
+        if split != "train" and (split not in values or not values[split].known.any()):
+            notes.append(f"{title}: the {split} split is skipped, because none of its images has a number")
+            values.pop(split, None)
+    return values
+
+
+def _columns(opened: Mapping[Split, Sequence[ParquetColumns]], choice: Choice) -> tuple[str, str | None]:
+    """Return the columns of images and labels, found in the first training file.
+
+    All other files must have the same columns, but a whole split may lack labels. Raises `DataError`.
+    """
+    first = (opened.get("train") or next(iter(opened.values())))[0]
+    image = first.image_column(choice.image)
+    label = first.label_column(choice.label)
+    for some in opened.values():
+        for file in some:
+            file.image_column(image)
+            if label is not None and (label in file.types) != (label in some[0].types):
+                raise DataError(
+                    f"{some[0].path} and {file.path}: only one of the two has the column {label!r}; all files of a "
+                    "split need it"
+                )
+    return image, label
+
+
+def identity_of(path: Path) -> str:
+    """Return a text of the path, size, modification time and inode change time of a file.
+
+    The text changes when the file changes: programs that copy or unpack files cannot set the inode change time.
+    """
+    status = path.stat()
+    return f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ctime_ns}"
+
+
+def _unpack(
+    title: str, files: Sequence[tuple[ParquetFile, ParquetColumns]], column: str
+) -> tuple[dict[ParquetFile, Blob], tuple[str, ...]]:
+    """Return the unpacked images of each file, and a note if a file had to be unpacked. Files in the cache are not
+    unpacked again."""
+    folder = cache_folder("parquet")
+    places = {file: folder / _blob_name(file, column) for file, _ in files}
+    blobs = {file: blob for file, place in places.items() if (blob := open_blob(place)) is not None}
+    missing = [(file, columns) for file, columns in files if file not in blobs]
+    if not missing:
+        return blobs, ()
+    needed = sum(columns.image_bytes(column) for _, columns in missing)
+    with saving("unpacked images", folder):
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise SaveError(
+            f"{title}: unpacking the images into {folder} takes {_size(needed)}, but only {_size(free)} are free "
+            "there; set VITRAIL_DATA to a folder on a larger disk"
+        )
+    written = 0
+    for file, columns in missing:
+        blobs[file] = write_blob(places[file], columns.images(column))
+        written += int(blobs[file].offsets[-1])
+    for file, columns in missing:
+        if len(blobs[file]) != columns.rows:
+            raise DataError(f"{file.path} changed while it was read; run the command again")
+    note = (
+        f"{title}: the images were unpacked once into {folder} ({_size(written)}), for random access; files deleted "
+        "there are made again when they are needed"
+    )
+    return blobs, (note,)
+
+
+def _blob_name(file: ParquetFile, column: str) -> str:
+    digest = hashlib.sha256(f"{file.identity}\0{column}".encode("utf-8", "surrogateescape")).hexdigest()
+    return f"{Path(file.name).stem[:80]}-{digest[:24]}.images"
+
+
+def _has_parquet(folder: Path, depth: int, *, is_root: bool) -> bool:
+    """Return True if a folder has a Parquet file at most `depth` levels below it.
+
+    The search of a subfolder ends at its first image, because a folder of images may hold a million of them.
+    """
+    subfolders = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                suffix = Path(entry.name).suffix.lower()
+                if entry.name.startswith("."):
+                    continue
+                if suffix == SUFFIX:
+                    return True
+                if suffix in SUFFIXES and not is_root:
+                    return False
+                if depth and entry.is_dir() and not is_own_output(Path(entry.path)):
+                    subfolders.append(Path(entry.path))
+    except OSError:
+        return False
+    return any(_has_parquet(subfolder, depth - 1, is_root=False) for subfolder in subfolders)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB" if count >= 1e7 else f"{count / 1e6:,.2f} MB"
+
+
+IMAGES = ("image", "img")
+LABELS = ("label", "labels", "fine_label")
+BATCH_BYTES = 2**23
+"""Approximate number of bytes that are decoded at once. A larger number needs more memory and is not faster."""
+
+
+class ParquetColumns:
+    """The columns of a Parquet file that follows Hugging Face's convention for images.
+
+    In this convention, an image is a struct of the bytes and the path of an image file. The metadata of the schema name
+    the image columns and the classes. Raises `DataError` if the file is not a Parquet file or is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with self._file() as file:
+            schema = file.schema_arrow
+            self.rows: int = file.metadata.num_rows
+            self.types: dict[str, Any] = {field.name: field.type for field in schema}
+            self._features = _features(schema.metadata or {})
+
+    @property
+    def described(self) -> str:
+        """The names and types of all columns, for messages."""
+        return ", ".join(f"{name} ({kind})" for name, kind in self.types.items()) or "none"
+
+    def image_column(self, wanted: str | None) -> str:
+        """Return the name of the image column, which is `wanted` if given. Raises `DataError` unless exactly one column
+        fits."""
+        if wanted is not None:
+            self._require(wanted)
+            if not self._holds_bytes(wanted):
+                raise DataError(
+                    f"{self.path}: column {wanted!r} has the type {self.types[wanted]}, which holds no images; a "
+                    "column of images is binary, or a struct with a binary field called bytes"
+                )
+            return wanted
+        found = [name for name in self.types if self._is_image(name) and self._holds_bytes(name)]
+        if "image" in found:
+            return "image"
+        if len(found) > 1:
+            raise DataError(
+                f"{self.path} has several columns of images: {', '.join(found)}; choose one by adding, for example, "
+                f"?image={found[0]} to the data's name"
+            )
+        if not found:
+            raise DataError(
+                f"{self.path} has no column of images: its columns are {self.described}; a column of images is a "
+                f"struct of bytes and path, or a binary column called {' or '.join(IMAGES)}"
+            )
+        return found[0]
+
+    def label_column(self, wanted: str | None) -> str | None:
+        """Return the name of the label column, which is `wanted` if given, or None if the file has no labels. Raises
+        `DataError`."""
+        if wanted is not None:
+            self._require(wanted)
+            return wanted
+        if "label" in self.types:
+            return "label"
+        stated = [name for name in self.types if _class_names(self._features.get(name)) is not None]
+        found = stated or [name for name in LABELS if name in self.types]
+        if len(found) > 1:
+            raise DataError(
+                f"{self.path} has several columns of labels: {', '.join(found)}; choose one by adding, for example, "
+                f"?label={found[0]} to the data's name"
+            )
+        return found[0] if found else None
+
+    def labels(self, column: str, reader: LabelReader) -> LabelColumn:
+        """Return all labels of a column: class numbers, text, or lists of either. `reader` reads text. Raises
+        `DataError`."""
+        arrow, compute = _pyarrow(), _pyarrow().compute
+        with self._file() as file:
+            values = file.read(columns=[column], use_threads=False).column(column).combine_chunks()
+            starts = None
+            if _is_list(values.type):
+                lengths = compute.fill_null(compute.list_value_length(values), 0).to_numpy(zero_copy_only=False)
+                starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+                values = values.flatten()
+            kind = values.type
+            if arrow.types.is_dictionary(kind):
+                values = values.dictionary_decode()
+                kind = values.type
+            names = _class_names(self._features.get(column))
+            if arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or arrow.types.is_string_view(kind):
+                encoded = compute.dictionary_encode(values)
+                return text_column(_numbers(encoded.indices), encoded.dictionary.to_pylist(), starts, reader)
+            if arrow.types.is_floating(kind):
+                values = self._whole(column, values)
+                kind = values.type
+            if arrow.types.is_boolean(kind) or arrow.types.is_integer(kind) or arrow.types.is_null(kind):
+                numbers = _numbers(values)
+                self._check_range(column, numbers, starts, names)
+                return number_column(numbers, starts) if names is None else stated_column(numbers, starts, names)
+        raise DataError(
+            f"{self.path}: column {column!r} has the type {self.types[column]}, which holds no labels; labels are "
+            f"whole numbers, text, or lists of them; a column of numbers to predict is named by --numbers {column}"
+        )
+
+    def texts(self, column: str) -> list[str]:
+        """Return the values of a column as text, with "" for null."""
+        with self._file() as file:
+            values = file.read(columns=[column], use_threads=False).column(column).to_pylist()
+        return ["" if value is None else str(value) for value in values]
+
+    def _whole(self, column: str, values: Any) -> Any:
+        """Return class numbers that are stored as floats, which is how pandas writes them if one is missing. NaN is no
+        label."""
+        found = values.to_numpy(zero_copy_only=False).astype(np.float64)
+        wrong = np.isfinite(found) & (found != np.floor(found)) | np.isinf(found)
+        if wrong.any():
+            raise DataError(
+                f"{self.path}: column {column!r} holds {found[wrong.argmax()]}, which is not a whole number; labels "
+                f"are whole numbers, text, or lists of them; numbers to predict are named by --numbers {column}"
+            )
+        return _pyarrow().array(np.where(np.isnan(found), -1, found).astype(np.int64))
+
+    def numbers(self, columns: Sequence[str]) -> Float64[np.ndarray, "n k"]:
+        """Return the numbers in some columns, with NaN for null. Raise `DataError` if a column is missing or holds
+        text."""
+        arrow = _pyarrow()
+        names = [list(self.types)[place] for place in places_of(str(self.path), columns, list(self.types))]
+        for name in names:
+            kind = self.types[name]
+            if not (arrow.types.is_integer(kind) or arrow.types.is_floating(kind) or arrow.types.is_decimal(kind)):
+                raise DataError(
+                    f"{self.path}: column {name!r} is of type {kind}, which holds no numbers{self._first_value(name)}; "
+                    "regression needs whole numbers, floats or decimals"
+                )
+        with self._file() as file:
+            table = file.read(columns=names, use_threads=False)
+            found = [
+                arrow.compute.fill_null(table.column(name).cast(arrow.float64()), math.nan).to_numpy() for name in names
+            ]
+        values = np.stack(found, axis=1).astype(np.float64)
+        if np.isinf(values).any():
+            row, place = np.argwhere(np.isinf(values))[0].tolist()
+            raise DataError(
+                f"{self.path}, row {row}: column {names[place]!r} holds {values[row, place]}, which is not a finite "
+                "number"
+            )
+        return values
+
+    def _first_value(self, column: str) -> str:
+        """Return an example of a column's values for messages."""
+        with self._file() as file:
+            for batch in file.iter_batches(64, columns=[column], use_threads=False):
+                for value in batch.column(0).to_pylist():
+                    if value is not None:
+                        return f", like {str(value)[:40]!r}"
+        return ""
+
+    def image_bytes(self, column: str) -> int:
+        """Return approximately how many bytes the images take. Repeated images are counted once."""
+        total = 0
+        with self._file() as file:
+            for group in range(file.metadata.num_row_groups):
+                chunks = file.metadata.row_group(group)
+                for number in range(chunks.num_columns):
+                    chunk = chunks.column(number)
+                    if f"{chunk.path_in_schema}.".startswith(f"{column}."):
+                        total += chunk.total_uncompressed_size
+        return total
+
+    def images(self, column: str) -> Iterator[Any]:
+        """Yield the bytes of each image as a buffer, in order. Yield None for a row without an image.
+
+        At most two row groups are in memory. If a row has only a path, the image is read from that path, which is
+        relative to the Parquet file and must lie inside its folder. Raises `DataError`.
+        """
+        arrow, compute = _pyarrow(), _pyarrow().compute
+        rows = min(1024, max(1, BATCH_BYTES * self.rows // max(1, self.image_bytes(column))))
+        row = 0
+        with self._file() as file:
+            for batch in file.iter_batches(rows, columns=[column], use_threads=False):
+                values, paths = batch.column(0), None
+                if arrow.types.is_struct(values.type):
+                    if values.type.get_field_index("path") >= 0:
+                        paths = compute.struct_field(values, "path")
+                    values = compute.struct_field(values, "bytes")
+                if arrow.types.is_dictionary(values.type):
+                    values = values.dictionary_decode()
+                for number, value in enumerate(values):
+                    path = None if paths is None or value.is_valid else paths[number].as_py()
+                    yield value.as_buffer() if path is None else self._beside(path, row)
+                    row += 1
+
+    def _beside(self, path: str, row: int) -> bytes:
+        folder = self.path.parent.resolve()
+        target = (folder / path).resolve()
+        if not target.is_relative_to(folder) or not target.is_file():
+            raise DataError(
+                f"{self.path}, row {row}: the row has no image but only the path {path!r}, and the folder {folder} "
+                "does not contain that file"
+            )
+        return target.read_bytes()
+
+    def _require(self, column: str) -> None:
+        if column not in self.types:
+            raise DataError(f"{self.path} has no column {column!r}; {nearest(column, self.types)}")
+
+    def _is_image(self, name: str) -> bool:
+        feature = self._features.get(name)
+        stated = isinstance(feature, dict) and feature.get("_type") == "Image"
+        return stated or name in IMAGES or _pyarrow().types.is_struct(self.types[name])
+
+    def _holds_bytes(self, name: str) -> bool:
+        types, kind = _pyarrow().types, self.types[name]
+        if types.is_struct(kind):
+            place = kind.get_field_index("bytes")
+            if place < 0:
+                return False
+            kind = kind.field(place).type
+        if types.is_dictionary(kind):
+            kind = kind.value_type
+        return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
+
+    def _check_range(
+        self,
+        column: str,
+        numbers: Int64[np.ndarray, " n"],
+        starts: Int64[np.ndarray, " starts"] | None,
+        names: tuple[str, ...] | None,
+    ) -> None:
+        """Raise `DataError` for a label that is out of range. The smallest is -1, for no label. If there are class
+        names, the largest is the index of the last name."""
+        count = 2**31 if names is None else len(names)
+        wrong = (numbers < -1) | (numbers >= count)
+        if wrong.any():
+            place = int(wrong.argmax())
+            row = place if starts is None else int(np.searchsorted(starts, place, side="right")) - 1
+            rule = "numbered from 0" if names is None else f"0 to {count - 1}"
+            raise DataError(
+                f"{self.path}, row {row}: the label {numbers[place]} in column {column!r} is out of "
+                f"range; the classes are {rule}, and -1 means no label"
+            )
+
+    @contextmanager
+    def _file(self) -> Iterator[Any]:
+        """Yield the open file. Every error in reading it becomes a `DataError`."""
+        arrow = _pyarrow()
+        try:
+            # A buffer makes pyarrow read a few pages at a time instead of a whole row group.
+            with arrow.parquet.ParquetFile(self.path, pre_buffer=False, buffer_size=2**20) as file:
+                yield file
+        except DataError:
+            raise
+        except (arrow.lib.ArrowException, OSError, ValueError, OverflowError) as error:
+            text = " ".join(str(error).split())
+            raise DataError(f"{self.path} cannot be read as Parquet: {text[:300]}") from error
+
+
+@functools.cache
+def _pyarrow() -> ModuleType:
+    """Import pyarrow, and return it. It is imported at first use, because the import is slow."""
+    try:
+        for part in ("compute", "parquet"):
+            importlib.import_module(f"pyarrow.{part}")
+        return importlib.import_module("pyarrow")
+    except ImportError as error:
+        raise DataError(f"reading Parquet needs pyarrow: pip install 'vitrail[parquet]' ({error})") from error
+
+
+def _is_list(kind: Any) -> bool:
+    types = _pyarrow().types
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def _numbers(values: Any) -> Int64[np.ndarray, " n"]:
+    """Return an array of whole numbers with -1 for null."""
+    arrow = _pyarrow()
+    filled = arrow.compute.fill_null(values.cast(arrow.int64()), -1)
+    return np.asarray(filled.to_numpy(zero_copy_only=False), np.int64)
+
+
+def _features(metadata: dict[bytes, bytes]) -> dict[str, Any]:
+    """Return the column metadata of Hugging Face's `datasets`. It is empty if another program wrote the file."""
+    try:
+        features = json.loads(metadata.get(b"huggingface", b"{}"))["info"]["features"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return features if isinstance(features, dict) else {}
+
+
+def _class_names(feature: Any) -> tuple[str, ...] | None:
+    """Return the class names of a feature with class labels or lists of class labels, or None for any other feature."""
+    if isinstance(feature, list) and len(feature) == 1:
+        return _class_names(feature[0])
+    if not isinstance(feature, dict):
+        return None
+    if feature.get("_type") in ("Sequence", "List", "LargeList"):
+        return _class_names(feature.get("feature"))
+    names = feature.get("names")
+    if feature.get("_type") != "ClassLabel" or not isinstance(names, list):
+        return None
+    return tuple(str(name) for name in names)

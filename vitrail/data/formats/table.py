@@ -1,0 +1,628 @@
+"""Tables of image files, as CSV, TSV or JSON lines. A table has a column of paths, and a column of labels or a 0/1
+column per class.
+
+Paths are relative to the table. The first row names the columns, and the columns are recognised by their names:
+
+    path,label          file,rose,daisy        {"file_name": "1.jpg", "label": "rose"}
+    a/1.jpg,rose        1.jpg,1,0
+    a/2.jpg,daisy       2.jpg,1,1
+
+A column of splits divides the table. Alternatively, a folder can hold one table per split, and each table is named
+after its split. For regression, the caller names the columns of numbers, and labels are not read.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, takewhile
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from vitrail.data.faults import Fault, has_predictions
+from vitrail.data.formats.folder import class_folders, file_samples, inodes_in
+from vitrail.data.source import Samples
+from vitrail.data.splits import (
+    CHOICE,
+    FALSE,
+    NAMES,
+    TRUE,
+    Choice,
+    Split,
+    SplitNames,
+    Splits,
+    by_split,
+    divide,
+    find_split,
+    named_splits,
+    split_of,
+    splits_from,
+)
+from vitrail.data.targets import (
+    LabelReader,
+    MissingColumn,
+    TargetKind,
+    Targets,
+    check_names,
+    class_name,
+    holds_numbers,
+    number_of,
+    places_of,
+    refuse_joined,
+    whole_numbers,
+)
+from vitrail.errors import DataError, listed, nearest, plural
+
+MOST_SHOWN = 5
+"""Number of rows that the message about a fault names."""
+
+
+def tables_in(folder: Path, chosen: SplitNames | None = None) -> list[Path]:
+    """Return the tables of a folder: those that are named after splits, else `metadata`, else the tables in its folders
+    of splits, else the only table with a column of paths. Predictions are not among them. Raise `DataError` if several
+    tables have such a column."""
+    found = _tables(folder)
+    named = [table for table in found if split_of(table.name, chosen) is not None]
+    if tables := named or [table for table in found if table.stem.lower() == "metadata"]:
+        return tables
+    inner = [_tables(place) for place in class_folders(folder) if split_of(place.name, chosen) is not None]
+    several = [one for some in inner for one in [table for table in some if table.stem.lower() == "metadata"] or some]
+    if several or len(found) < 2:
+        return several or found
+    if has_paths(found[0]):
+        raise DataError(
+            f"{folder} has several tables: {listed([table.name for table in found])}; name one of them, such as "
+            f"{found[0]}, or choose one for each split: {CHOICE}"
+        )
+    return []
+
+
+def _tables(folder: Path) -> list[Path]:
+    """Return the tables directly in a folder. If some of them have a column of paths, the others are left out."""
+    found = sorted(entry for entry in folder.iterdir() if entry.suffix.lower() in SUFFIXES and entry.is_file())
+    found = [table for table in found if not has_predictions(table)]
+    useful = [table for table in found if has_paths(table)]
+    empty = [table for table in found if split_of(table.name) and not table.stat().st_size]
+    return sorted(useful + empty) if useful else found
+
+
+def open_table(
+    tables: list[Path],
+    classes: tuple[str, ...] | None,
+    *,
+    numbers: tuple[str, ...] = (),
+    unlabelled: bool = False,
+    choice: Choice | None = None,
+    is_folder: bool = False,
+) -> Splits:
+    """Return the splits of one table, which a column or the folders of its paths can divide, or of one table per split.
+
+    If `is_folder` is true, the name of a single table also states its split. If `numbers` names columns, the numbers in
+    these columns are the targets. Otherwise the labels are the targets. If `unlabelled` is true, a table without labels
+    is accepted. Held-out splits without labels or without rows are skipped with a note. Rows whose file cannot be used
+    are left out, and are a fault. If `classes` is None, so are rows of held-out splits with a label that no training
+    row has. Raises `DataError`.
+    """
+    choice = choice or Choice()
+    root = Path(os.path.commonpath([table.parent for table in tables]))
+    where = str(root if len(tables) > 1 else tables[0])
+    parts, notes = _parts(root, where, tables, numbers, choice, unlabelled=unlabelled, is_folder=is_folder)
+    for split, part in list(parts.items()):
+        has_labels = numbers or unlabelled or any(row.label is not None for row in part.rows)
+        if split != "train" and len(parts) > 1 and not (part.rows and has_labels):
+            reason = "none of its images has a label" if part.rows else "it has no rows"
+            notes += (f"{part.path}: the {split} split is skipped, because {reason}",)
+            del parts[split]
+    for part in parts.values():
+        if not part.rows:
+            raise DataError(f"{part.path} has no rows; each image needs a row")
+    if len({isinstance(part.rows[0].label, tuple) for part in parts.values()}) > 1:
+        raise DataError(
+            f"{where}: one split has one label per image, and another has several; use the same form in all splits"
+        )
+    parts = _renamed(parts)
+    if not unlabelled:
+        refuse_joined(where, _counts(parts.values()), choice.separator)
+    files: dict[Split, dict[str, tuple[Row, int]]] = {}
+    faults: list[Fault] = []
+    for split, part in parts.items():
+        files[split], found = _files(part)
+        faults += found
+        if not files[split]:
+            raise DataError("\n".join(fault.text for fault in found))
+        parts[split] = part._replace(rows=[row for row, _ in files[split].values()])
+    if numbers:
+        classes = numbers
+    else:
+        first = "train" if "train" in parts else next(iter(parts))
+        known = classes is not None
+        classes = _classes(parts[first], unlabelled) if classes is None else classes
+        for split in [split for split in parts if known or split != first]:
+            strange = [row for row in parts[split].rows if not set(classes).issuperset(row.names)]
+            if strange and known:
+                unknown = next(name for name in strange[0].names if name not in classes)
+                raise DataError(_unknown_label(parts[split].path, strange[0].line, unknown, classes))
+            if strange:
+                faults.append(_unknown_class(parts[split].path, split, strange, classes))
+                left = set(strange)
+                files[split] = {key: pair for key, pair in files[split].items() if pair[0] not in left}
+    sources = {split: _source(part.path.parent, files[split], classes) for split, part in parts.items() if files[split]}
+    return splits_from(sources, notes, faults)
+
+
+def _parts(
+    root: Path,
+    where: str,
+    tables: list[Path],
+    numbers: tuple[str, ...],
+    choice: Choice,
+    *,
+    unlabelled: bool,
+    is_folder: bool,
+) -> tuple[dict[Split, Table], tuple[str, ...]]:
+    """Read the tables. Return the rows of each split, and notes."""
+    names = [table.relative_to(root).as_posix() for table in tables]
+    if len(tables) == 1 and not (is_folder and (split_of(names[0], choice.splits) or split_of(root.name))):
+        table = read(tables[0], choice, numbers, unlabelled=unlabelled)
+        parts, notes = divided(table, choice.splits)
+        return parts, (*table.notes, *notes)
+    by_name, notes = by_split(where, names, choice.splits)
+    choice = replace(choice, splits={})  # each table is one split
+    parts = {}
+    for split, some in by_name.items():
+        if len(some) > 1:
+            raise DataError(
+                f"{where} has {' and '.join(some)}, but only one of them can be the {split} split; remove or rename "
+                f"the others, or choose one: {CHOICE}"
+            )
+        path = root / some[0]
+        if split != "train" and not path.stat().st_size:
+            notes += (f"{path}: the {split} split is skipped, because the file is empty",)
+            continue
+        try:
+            parts[split] = read(path, choice, numbers, unlabelled=unlabelled or split != "train")
+        except MissingColumn:
+            if split == "train":
+                raise
+            notes += (f"{path}: the {split} split is skipped, because it has no column of numbers",)
+            continue
+        notes += parts[split].notes
+    return parts, notes
+
+
+def _renamed(parts: dict[Split, Table]) -> dict[Split, Table]:
+    """Return the tables with whole numbers as labels if all labels are such numbers, like 1.0."""
+    names = {name for part in parts.values() for row in part.rows for name in row.names}
+    whole = whole_numbers(names)
+
+    def one(row: Row) -> Row:
+        if isinstance(row.label, tuple):
+            return row._replace(label=tuple(whole[name] for name in row.label))
+        return row if row.label is None else row._replace(label=whole[row.label])
+
+    return {split: part._replace(rows=list(map(one, part.rows))) for split, part in parts.items()} if whole else parts
+
+
+def _counts(tables: Iterable[Table]) -> Counter[str]:
+    """Return the number of rows of each class, for tables with one label per image."""
+    return Counter(row.label for table in tables for row in table.rows if isinstance(row.label, str))
+
+
+def _source(root: Path, files: dict[str, tuple[Row, int]], classes: tuple[str, ...]) -> Samples:
+    """Return the image files of some rows, in their order. `classes` holds the names of classes or numbers."""
+    rows = [row for row, _ in files.values()]
+    if rows[0].numbers:
+        targets = Targets.of((row.numbers for row in rows), "numbers", classes)
+    else:
+        kind: TargetKind = "none" if not classes else "classes" if isinstance(rows[0].label, tuple) else "class"
+        places = {name: place for place, name in enumerate(classes)}
+        found = [tuple(sorted({places[name] for name in row.names})) for row in rows]
+        labels = found if kind == "classes" else [one[0] if one else None for one in found]
+        targets = Targets.of(labels, kind, classes)
+    return file_samples(root, list(files), [inode for _, inode in files.values()], targets)
+
+
+def _classes(table: Table, unlabelled: bool) -> tuple[str, ...]:
+    """Return the class names: the names of the 0/1 columns, or else the sorted labels. Numeric labels are sorted by
+    value, and labels of the same value, such as 1 and 01, as text."""
+    if table.classes is not None:
+        return table.classes
+    names = {name for row in table.rows for name in row.names}
+    if not names and not unlabelled:
+        raise DataError(f"{table.path} has no labels: the cells of the label column are all empty")
+    check_names(str(table.path), names)
+    by_value = all(name.isdecimal() for name in names)
+    return tuple(sorted(names, key=lambda name: (int(name) if by_value else 0, name)))
+
+
+def _unknown_class(table: Path, split: Split, rows: list[Row], classes: tuple[str, ...]) -> Fault:
+    """Return the fault of rows of a held-out split with labels that no training row has."""
+    unknown = next(name for name in rows[0].names if name not in classes)
+    return Fault(
+        "unknown-class", "error", len(rows), _unknown_label(table, rows[0].line, unknown, classes),
+        "Training refuses the data, because a network cannot learn a class without training images. This check leaves "
+        f"out {plural(len(rows), 'row')} of the {split} split.",
+        "Add training images of the class, or correct or remove these rows.",
+    )  # fmt: skip
+
+
+def _unknown_label(table: Path, line: int, name: str, classes: tuple[str, ...]) -> str:
+    return f"{table}, line {line}: the label {name!r} is not among the classes; {nearest(name, classes)}"
+
+
+def _files(table: Table) -> tuple[dict[str, tuple[Row, int]], list[Fault]]:
+    """Return the row and the inode of each file, by its path relative to the table, and the faults of the other rows.
+
+    Every folder is listed once, because a million calls of stat would take longer.
+    """
+    folder = table.path.parent
+    listings: dict[str, dict[str, int]] = {}
+    found: dict[str, tuple[Row, int]] = {}
+    outside, missing, repeated = [], [], []
+    first_missing = ""
+    for row in table.rows:
+        key = _inside(folder, row.path)
+        if key is None:
+            outside.append(f"line {row.line}: {row.path!r}")
+            continue
+        parent, _, name = key.rpartition("/")
+        if parent not in listings:
+            listings[parent] = inodes_in(folder / parent)
+        inode = listings[parent].get(name)
+        if inode is None:
+            missing.append(f"line {row.line}: {row.path}")
+            first_missing = first_missing or key
+        elif key in found:
+            repeated.append(f"line {row.line}: {row.path}, which is also in line {found[key][0].line}")
+        else:
+            found[key] = (row, inode)
+    hint = _alike(folder, first_missing) if first_missing else ""
+    return found, list(_faults(table, outside, missing, repeated, hint))
+
+
+def _inside(folder: Path, text: str) -> str | None:
+    """Return a path relative to the folder of its table, or None if the path is not in this folder."""
+    if "\\" in text and not (folder / text).exists():
+        text = text.replace("\\", "/")  # from Windows
+    path = PurePosixPath(text)
+    if path.is_absolute():
+        base = next(
+            (base for base in (folder.absolute(), folder.resolve()) if path.is_relative_to(base.as_posix())), None
+        )
+        if base is None:
+            return None
+        path = path.relative_to(base.as_posix())
+    return None if ".." in path.parts or not text.strip() else path.as_posix()
+
+
+def _alike(folder: Path, key: str) -> str:
+    """Return a hint if a folder in that of the table has the missing file, perhaps with another suffix."""
+    for place in (folder, *class_folders(folder)):
+        path = (place / key).parent
+        for name in inodes_in(path):
+            if place != folder and name == Path(key).name:
+                return f"; there is such a file in {place.name}/, so paths must begin with {place.name}/"
+            if Path(name).stem == Path(key).name:
+                found = (path / name).relative_to(folder).as_posix()
+                return f"; there is a file {found}, so paths must be written like it"
+    return ""
+
+
+def _faults(table: Table, outside: list[str], missing: list[str], repeated: list[str], hint: str) -> Iterator[Fault]:
+    count = len(table.rows)
+    for kind, rows, text, advice in (
+        ("path-outside", outside, "a path that is not inside the table's folder", "Give paths in the table's folder."),
+        ("missing-file", missing, "a file that does not exist", "Correct the paths, or remove the rows."),
+        ("repeated-row", repeated, "an image of another row; each image may have only one row", "Remove these rows."),
+    ):
+        if rows:
+            more = hint if rows is missing else ""
+            shown = "; ".join(rows[:MOST_SHOWN]) + ("; and so on" if len(rows) > MOST_SHOWN else "")
+            yield Fault(
+                kind, "error", len(rows),
+                f"{table.path}: {len(rows):,} of {plural(count, 'row')} name {text} ({shown}){more}",
+                "Training refuses the data. This check leaves these rows out.",
+                advice,
+            )  # fmt: skip
+
+
+SUFFIXES = (".csv", ".tsv", ".jsonl")
+PATHS = ("path", "file", "file_name", "filename", "filepath", "image", "image_path", "image_id")
+LABELS = ("label", "labels", "class", "class_name", "category", "target")
+DELIMITERS = ",;\t|"
+INDEX = re.compile(r"|unnamed: \d+|index", re.I)
+"""Names of the column of row numbers that pandas writes."""
+
+
+class Row(NamedTuple):
+    path: str
+    label: str | tuple[str, ...] | None
+    """The name of the image's class, or the names of all classes of the image. None if it has no label."""
+    line: int
+    numbers: tuple[float, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.label if isinstance(self.label, tuple) else () if self.label is None else (self.label,)
+
+
+class Table(NamedTuple):
+    path: Path
+    rows: list[Row]
+    classes: tuple[str, ...] | None
+    """The names of the columns of 0 and 1, or None if there are no such columns."""
+    split_column: str
+    """Name of the column that divides the table, or "" if there is none."""
+    splits: list[str]
+    """The value of each row in this column."""
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """A table as text, or as the values of JSON."""
+
+    path: Path
+    header: list[str]
+    lines: list[tuple[int, list[Any]]]
+    """The line number and the cells of each row. A cell that the row does not have is None."""
+
+    def column(self, place: int) -> list[Any]:
+        return [cells[place] for _, cells in self.lines]
+
+    def find(self, names: Iterable[str]) -> int | None:
+        """Return the position of the first of these columns that exists, ignoring case."""
+        lower = [name.lower() for name in self.header]
+        return next((lower.index(name) for name in names if name in lower), None)
+
+    def named(self, name: str) -> int:
+        """Return the position of a column that the user chose."""
+        (place,) = (self.header.index(name),) if name in self.header else (self.find([name.lower()]),)
+        if place is None:
+            raise DataError(f"{self.path} has no column {name!r}; {nearest(name, self.header)}")
+        return place
+
+
+def has_paths(table: Path) -> bool:
+    """Return True for a table with a column that is called like one of paths."""
+    try:
+        with table.open(encoding="utf-8-sig") as file:
+            first = file.readline(2**20)
+        if table.suffix.lower() == ".jsonl":
+            fields = json.loads(first)
+            names = list(fields) if isinstance(fields, dict) else []
+        else:
+            names = next(csv.reader([first], delimiter=_delimiter(table, first)), [])
+    except (OSError, ValueError, RecursionError, csv.Error):
+        return False
+    return any(name.strip().lower() in PATHS for name in names)
+
+
+def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled: bool = False) -> Table:
+    """Return the rows of a table. Paths are not checked.
+
+    If `numbers` names columns, these are the targets, and labels are not read. If `unlabelled` is true, a table without
+    labels is accepted. Raises `DataError` if the table cannot be read, or has no column of paths or of targets.
+    """
+    cells_of = _json_cells if path.suffix.lower() == ".jsonl" else _csv_cells
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            cells = cells_of(path, file)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"cannot read {path} as a table in UTF-8: {error}") from error
+    image = cells.find(PATHS) if choice.image is None else cells.named(choice.image)
+    if image is None:
+        raise DataError(
+            f"{path} has no column of paths: its columns are {', '.join(cells.header) or 'none'}; the column of paths "
+            f"must be called {' or '.join(PATHS[:3])}, or chosen by adding ?image=COLUMN to the data's name"
+        )
+    label = cells.find(LABELS) if choice.label is None else cells.named(choice.label)
+    free = [name for place, name in enumerate(cells.header) if name and place not in (image, label)]
+    column, splits, split_notes = find_split(
+        str(path), free, lambda name: cells.column(cells.header.index(name)), choice.splits
+    )
+    split = None if column is None else cells.header.index(column)
+    others = [
+        place for place in range(len(cells.header)) if place not in (image, split) and not _is_index(cells, place)
+    ]
+    columns = [(name, place) for name, place in zip(numbers, places_of(str(path), numbers, cells.header), strict=True)]
+    if numbers:
+        used, classes = [place for _, place in columns], None
+        targets: Iterable[Any] = ()
+    elif label is None and _are_flags(cells, others):
+        used, classes = others, tuple(class_name(cells.header[place]) for place in others)
+        targets = (
+            tuple(name for name, place in zip(classes, others, strict=True) if _is_true(line[place]))
+            for _, line in cells.lines
+        )
+    else:
+        candidates = [place for place in others if cells.header[place].lower() not in NAMES]
+        if label is None and len(candidates) == 1 and not _are_measured(cells.column(candidates[0])):
+            (label,) = candidates
+        if label is None and not unlabelled:
+            raise DataError(_without_labels(cells, others))
+        used, classes = [] if label is None else [label], None
+        targets = (None for _ in cells.lines) if label is None else cells.column(label)
+    reader = LabelReader(choice.separator, keep_missing=choice.keep_missing)
+    rows = [
+        Row(
+            str(line[image] or ""), target if classes else reader(target), number, _numbers(path, number, columns, line)
+        )
+        for (number, line), target in zip(cells.lines, targets or [None] * len(cells.lines), strict=True)
+    ]
+    if len({isinstance(row.label, tuple) for row in rows}) > 1:
+        raise DataError(f"{path}: some rows have one label and others a list of labels; use one form in all rows")
+    rest = [name or "(without a name)" for place, name in enumerate(cells.header) if place not in (image, split, *used)]
+    notes = (*split_notes, *reader.notes(str(path)))
+    if rest:
+        notes = (*notes, f"{path}: {plural(len(rest), 'column')} not used: {listed(rest)}")
+    return Table(path, rows, classes, column or "", splits, notes)
+
+
+# --- cells
+
+
+def _delimiter(table: Path, first: str) -> str:
+    """Return the character between cells. Spreadsheets of some countries write semicolons into .csv."""
+    if table.suffix.lower() == ".tsv":
+        return "\t"
+    named = (one for one in DELIMITERS if {name.strip(' "').lower() for name in first.split(one)} & {*PATHS, *LABELS})
+    return "," if "," in first else next((one for one in named if one in first), ",")
+
+
+def _csv_cells(table: Path, file: Iterable[str]) -> _Cells:
+    """Return the cells of a CSV file. Spaces at the ends of cells are removed, and so are empty rows, and empty columns
+    at the end of the table."""
+    lines = iter(file)
+    first = next(lines, "")
+    reader = csv.reader(chain([first], lines), delimiter=_delimiter(table, first), strict=True)
+    rows = [(reader.line_num, [cell.strip() for cell in line]) for line in reader]
+    header, rows = (rows[0][1], [row for row in rows[1:] if any(row[1])]) if rows else ([], [])
+    while header and not header[-1] and not any(line[len(header) - 1 :][:1] not in ([], [""]) for _, line in rows):
+        header.pop()
+    for number, line in rows:
+        if len(line) < len(header) or any(line[len(header) :]):
+            raise DataError(
+                f"{table}, line {number}: the line has {plural(len(line), 'cell')}, but the first line names "
+                f"{plural(len(header), 'column')}"
+            )
+    _refuse_repeated(table, header)
+    return _Cells(table, header, rows)
+
+
+def _json_cells(table: Path, file: Iterable[str]) -> _Cells:
+    rows: list[tuple[int, dict[str, Any]]] = []
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{table}, line {number}: the line is not valid JSON ({error})") from None
+        if not isinstance(fields, dict):
+            raise DataError(
+                f"{table}, line {number}: the line is a JSON {type(fields).__name__}; it must be an object with named "
+                "fields"
+            )
+        rows.append((number, fields))
+    spelled: dict[str, str] = {}
+    for _, fields in rows:
+        _refuse_repeated(table, list(fields))
+        for name in fields:
+            spelled.setdefault(name.lower(), name)
+    header = list(spelled.values())
+    for names in (PATHS, LABELS):
+        known = next((name for name in names if name in map(str.lower, header)), None)
+        for number, fields in rows if known is not None else ():
+            if known not in [field.lower() for field in fields]:
+                raise DataError(
+                    f"{table}, line {number}: there is no field {known!r} among {', '.join(fields)}, but other lines "
+                    "have it; give it to every line, with null for an unknown value"
+                )
+    lower = [(number, {name.lower(): value for name, value in fields.items()}) for number, fields in rows]
+    return _Cells(table, header, [(number, [fields.get(name.lower()) for name in header]) for number, fields in lower])
+
+
+def _refuse_repeated(table: Path, header: list[str]) -> None:
+    """Raise `DataError` if two columns have the same name, ignoring case."""
+    named = [name.lower() for name in header if name]
+    if len(set(named)) != len(named):
+        raise DataError(f"{table} names a column twice: {', '.join(header)}; give each column a name of its own")
+
+
+# --- columns
+
+
+def _is_index(cells: _Cells, place: int) -> bool:
+    """Return True for a column of row numbers, which has no name or one that pandas gives it."""
+    if INDEX.fullmatch(cells.header[place]) is None:
+        return False
+    values = [str(value) for value in cells.column(place)]
+    return all(value.isdecimal() for value in values) and len(set(values)) == len(values)
+
+
+def _are_flags(cells: _Cells, places: Sequence[int]) -> bool:
+    """Return True if there are at least two columns, with 0 and 1 (or False and True) in all cells."""
+    return len(places) > 1 and all(
+        str(line[place]).lower() in TRUE | FALSE for _, line in cells.lines for place in places
+    )
+
+
+def _are_measured(values: Sequence[Any]) -> bool:
+    """Return True if all values are numbers, and not all of them are whole: they are no classes."""
+    return holds_numbers(values) and any(number_of("", "", value) % 1 > 0 for value in values)
+
+
+def _is_true(value: object) -> bool:
+    return str(value).lower() in TRUE
+
+
+def _without_labels(cells: _Cells, others: Sequence[int]) -> str:
+    text = (
+        f"{cells.path} has no column of labels: its columns are {', '.join(cells.header)}; the column of labels must "
+        f"be called {' or '.join(LABELS[:3])}, or chosen by adding ?label=COLUMN to the data's name, unless there is "
+        "one column of 0 and 1 per class"
+    )
+    numbers = [cells.header[place] for place in others if holds_numbers(cells.column(place))]
+    if numbers:
+        return f"{text}; to predict numbers, name their columns: --numbers {' '.join(map(shlex.quote, numbers))}"
+    for number, line in cells.lines:
+        for place in others:
+            if len(others) > 1 and str(line[place]).lower() not in TRUE | FALSE:
+                return f"{text}; line {number} has {line[place]!r} in column {cells.header[place]!r}"
+    return text
+
+
+def _numbers(table: Path, number: int, columns: Sequence[tuple[str, int]], line: Sequence[Any]) -> tuple[float, ...]:
+    """Return the numbers in some columns of a row. The columns are given by name and position."""
+    return tuple(number_of(f"{table}, line {number}", column, line[place]) for column, place in columns)
+
+
+# --- splits
+
+
+def divided(table: Table, chosen: SplitNames | None) -> tuple[dict[Split, Table], tuple[str, ...]]:
+    """Return the rows of each split, and notes. A column of splits divides the table, or else the folders of splits
+    with which all paths begin. Otherwise all rows are of the training split. Raise `DataError` for an unknown split."""
+    notes: tuple[str, ...] = ()
+    where, values = f"{table.path}, column {table.split_column!r}", table.splits
+    if not table.split_column:
+        where = f"{table.path}, folders of the paths"
+        values = [row.path.rpartition("/")[0] for row in table.rows]
+        if chosen is None:
+            values, notes = _split_folders(table, values)
+    if not values or chosen == {}:
+        return {"train": table}, notes
+    parts, skipped = divide(where, values, chosen, lambda row: f"line {table.rows[row].line}")
+    tables = {split: table._replace(rows=[table.rows[row] for row in rows]) for split, rows in parts.items()}
+    return tables, (*notes, *skipped)
+
+
+def _split_folders(table: Table, folders: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Return the folder of a split with which the path of each row begins, and a note. Return no folders unless all
+    rows have one, and unless there are several splits. Folders that all paths share do not matter."""
+    parts = [folder.split("/") for folder in folders]
+    shared = len(list(takewhile(lambda names: len(set(names)) == 1, zip(*parts, strict=False))))
+    first = ["".join(some[shared : shared + 1]) for some in parts]
+    named = named_splits(set(first))
+    if (
+        not named
+        or len(set(first)) < 2
+        or all(row.label in ("", one) for row, one in zip(table.rows, first, strict=True))
+    ):
+        return [], ()
+    shown = listed(sorted(named))
+    if len(set(named.values())) > 1 and len(named) == len(set(first)):
+        note = f"{table.path}: the folders {shown} of its paths divide the table into splits; to read all rows as "
+        return [named[one] for one in first], (f"{note}training data, add --splits none",)
+    count = sum(one in named for one in first)
+    note = f"{table.path}: the paths of {plural(count, 'row')} begin with {shown}, and all rows are training data; to "
+    return [], (f"{note}choose splits, add {CHOICE}",)

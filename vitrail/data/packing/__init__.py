@@ -1,1 +1,0 @@
-"""Packing of any data set into tar shards."""

@@ -1,0 +1,539 @@
+"""Data formats, with one module per format, and `open_data`, which opens any of them as one `Source` per split."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from vitrail.data.check.duplicates import shared_images
+from vitrail.data.faults import has_predictions, is_own_output, refuse
+from vitrail.data.formats.folder import class_folders, has_classes, has_images, open_folders, shared_files
+from vitrail.data.formats.fractals import open_fractals
+from vitrail.data.formats.hub import open_hub_data
+from vitrail.data.formats.idx import BUNDLED, FASHION_MNIST, has_idx, locate_fashion_mnist, open_idx
+from vitrail.data.formats.parquet import looks_like_parquet, open_parquet
+from vitrail.data.formats.pseudo_labels import Pool, looks_like_pseudo_labels, open_pseudo_labels
+from vitrail.data.formats.table import SUFFIXES as TABLES
+from vitrail.data.formats.table import open_table, tables_in
+from vitrail.data.formats.tar import looks_like_shards, open_shards
+from vitrail.data.source import Source, mixed, samples_of, subset, target_kind
+from vitrail.data.splits import (
+    CutMethod,
+    Format,
+    Request,
+    Splits,
+    check_classes,
+    choice_in,
+    chosen,
+    named_splits,
+    one_class,
+    split_of,
+    take,
+    take_per_class,
+    with_validation,
+    without_training,
+)
+from vitrail.data.targets import TargetKind, similar_names
+from vitrail.errors import ConfigError, DataError, listed, nearest, plural
+from vitrail.report.page import printable
+
+KINDS: dict[TargetKind, str] = {
+    "class": "one class per image",
+    "classes": "several classes per image",
+    "numbers": "numbers",
+    "none": "no targets",
+}
+"""Names of the target kinds in messages."""
+
+SUBSET = re.compile(r"(?P<location>.+)\[(?P<inside>[^\[\]]*)\]", re.S)
+FRACTION = re.compile(r"\d*\.\d+")
+AMOUNT = re.compile(r":(?P<number>\d+|\d*\.\d+)(?P<percent>%?)")
+
+
+def open_data(
+    spec: str,
+    *,
+    validation_share: float,
+    validation: str = "auto",
+    classes: tuple[str, ...] | None = None,
+    per_class: int | None = None,
+    subset_seed: int = 0,
+    cut_method: CutMethod = "stratified",
+    numbers: tuple[str, ...] = (),
+    unlabelled: bool = False,
+) -> Splits:
+    """Open the data that `spec` names: a path or a name, optionally followed by an amount in brackets.
+
+    If there is no validation split, the fraction `validation_share` of the training images becomes the validation
+    split; 0 creates none. These images are chosen by a hash of their keys, according to `cut_method`. `validation` can
+    choose other images, as described in `with_validation`. An amount (`[:1000]`, `[:10%]`) or `per_class` then selects
+    some of the remaining training images. The validation images are therefore the same for every amount. `subset_seed`
+    determines which images are selected.
+
+    If `classes` is given, such as the classes of a model, labels are indices into `classes`. `numbers` names columns of
+    numbers that are the targets instead of classes. If `unlabelled` is true, data with one class or without classes is
+    accepted, such as a folder of photographs. Raises `DataError`. Raises `ConfigError` if both `classes` and `numbers`
+    are given.
+    """
+    opened = open_whole(spec, classes=classes, numbers=numbers, unlabelled=unlabelled)
+    return opened.splits(
+        validation_share=validation_share,
+        validation=validation,
+        per_class=per_class,
+        subset_seed=subset_seed,
+        cut_method=cut_method,
+    )
+
+
+class MixedData(NamedTuple):
+    """Opened data that is added to the training split."""
+
+    text: str
+    """The text that the user gave, such as "0.3:more/images"."""
+    fraction: float
+    """Fraction of the training samples that come from this data."""
+    source: Source
+
+
+@dataclass(frozen=True)
+class OpenedData:
+    """Opened data, from which splits can be made repeatedly without opening the files again."""
+
+    spec: str
+    whole: Splits
+    """All samples, before a validation split is made and an amount is selected."""
+    mixed: tuple[MixedData, ...] = ()
+    """Additional training data."""
+
+    def splits(
+        self,
+        *,
+        validation_share: float,
+        validation: str = "auto",
+        per_class: int | None = None,
+        subset_seed: int = 0,
+        cut_method: CutMethod = "stratified",
+    ) -> Splits:
+        """Return the splits by the rules of `open_data`, with the additional training data. Raises `DataError`."""
+        splits = with_validation(self.whole, self.spec, validation_share, validation=validation, method=cut_method)
+        splits = _reduced(splits, self.spec, _amount_of(self.spec)[1], per_class, subset_seed, cut_method)
+        return _mixture(splits, self.mixed) if self.mixed else splits
+
+
+def open_whole(
+    spec: str,
+    *,
+    classes: tuple[str, ...] | None = None,
+    numbers: tuple[str, ...] = (),
+    unlabelled: bool = False,
+    tolerant: bool = False,
+    needs_training: bool = True,
+) -> OpenedData:
+    """Open the data that `spec` names. `OpenedData.splits` then makes the splits.
+
+    The other arguments and the exceptions are the same as for `open_data`. If `tolerant` is true, faults in the
+    structure of the data, such as a class without training images, are collected in `Splits.faults` if the rest of the
+    data can be opened. Otherwise such a fault is a `DataError`, and a harmless fault is a note. Unless `needs_training`
+    is true, data can have no training images; `train` is then empty.
+    """
+    if classes is not None and numbers:
+        raise ConfigError(f"numbers={numbers} cannot be combined with classes: targets are either numbers or classes")
+    if len(set(numbers)) < len(numbers):
+        raise ConfigError(f"numbers={numbers} names a column twice")
+    try:
+        location, choice = choice_in(_amount_of(spec)[0])
+        splits = _open(Request(location, choice, classes, numbers, unlabelled))
+        splits = replace(splits, title=f"data {spec!r}")
+    except OSError as error:  # a folder that may not be entered, or a name that is too long for a path
+        raise DataError(f"data {spec!r} cannot be read: {error.strerror or error}; correct the path") from error
+    if not unlabelled:
+        splits = _without_unlabelled(splits)
+    if needs_training and not len(splits.train):
+        raise without_training(splits)
+    if classes is not None and splits.target_kind == "numbers":
+        raise DataError(
+            f"data {spec!r} has numbers ({', '.join(splits.classes)}) and no classes; the model has classes: "
+            f"{', '.join(classes[:5])}"
+        )
+    if classes is not None and splits.classes and splits.classes != classes:
+        raise DataError(
+            f"data {spec!r} has the classes {listed(splits.classes, 20)}, but the model has {listed(classes, 20)}; "
+            "both must have the same classes in the same order"
+        )
+    faults = list(splits.faults)
+    if not unlabelled and splits.target_kind != "numbers":
+        if len(splits.classes) == 1:
+            faults.append(one_class(splits))
+        else:
+            check_classes(splits)
+        if classes is None:
+            faults += similar_names(splits.title, splits.classes)
+    for split, source in (("validation", splits.validation), ("test", splits.test)):
+        if source is not None:
+            faults += shared_files(splits.train, source, split)
+    if tolerant:
+        return OpenedData(spec, replace(splits, faults=tuple(faults)))
+    return OpenedData(spec, replace(splits, faults=(), notes=(*splits.notes, *refuse(faults))))
+
+
+def mix_in(splits: Splits, more: tuple[str, ...]) -> Splits:
+    """Return the splits with additional training data. Each entry of `more` has the form "FRACTION:SPEC".
+
+    FRACTION is the fraction of training samples that come from the data SPEC. Classes with the same name are merged.
+    New classes follow the classes of `splits`, in all splits. If the targets of `splits` are numbers, the additional
+    data needs columns with the same names. The additional data must not contain images of the validation or test split.
+    Raises `DataError`.
+    """
+    return _mixture(splits, open_mixed(splits, more)) if more else splits
+
+
+def open_mixed(splits: Splits, more: tuple[str, ...]) -> tuple[MixedData, ...]:
+    """Return the data that `mix_in` adds to the splits. Raises `DataError`."""
+    numbers = splits.classes if splits.target_kind == "numbers" else ()
+    opened = []
+    for text in more:
+        fraction, _, spec = text.partition(":")
+        if FRACTION.fullmatch(fraction) is None or not 0 < float(fraction) < 1 or not spec:
+            raise DataError(
+                f"mix {text!r} must be a fraction between 0 and 1, a colon and a data set, such as 0.3:more/images"
+            )
+        further = open_data(spec, validation_share=0.0, numbers=numbers, unlabelled=splits.target_kind == "none")
+        opened.append(MixedData(text, float(fraction), further.train))
+    if sum(mixed.fraction for mixed in opened) >= 1:
+        raise DataError(
+            f"mix {', '.join(more)}: the fractions add up to 1 or more, which leaves nothing for the data itself; keep "
+            "their sum below 1"
+        )
+    kinds = [splits.target_kind, *(target_kind(mixed.source) for mixed in opened)]
+    if len(set(kinds)) > 1 and kinds[0] != "none":
+        held = ", ".join(KINDS[kind] for kind in kinds)
+        raise DataError(
+            f"mix {', '.join(more)}: the data sets have different kinds of targets ({held}); mix only data sets of the "
+            "same kind"
+        )
+    return tuple(opened)
+
+
+def open_pool(pool: Pool) -> Source:
+    """Return the images that a model labels. Raises `DataError` if there are none."""
+    location, amount = _amount_of(pool.spec)
+    opened = open_whole(location if pool.rest else pool.spec, unlabelled=True)
+
+    def train(opened: OpenedData, per_class: int | None) -> Source:
+        return opened.splits(
+            validation_share=pool.validation_share,
+            validation=pool.validation,
+            per_class=per_class,
+            subset_seed=pool.subset_seed,
+            cut_method=pool.cut_method,
+        ).train
+
+    if not pool.rest:
+        return train(opened, pool.per_class)
+    everything, labelled = train(opened, None), train(replace(opened, spec=pool.spec), pool.per_class)
+    keys = {labelled.key(index) for index in range(len(labelled))}
+    rest = [index for index in range(len(everything)) if everything.key(index) not in keys]
+    if not rest:
+        selected = "selects all of them" if amount or pool.per_class else "selects no amount of them"
+        raise DataError(
+            f"data {pool.spec!r} leaves none of its {plural(len(everything), 'training image')} to label, because it "
+            f"{selected}; select a part such as [:10%] to learn from its labels, or give unlabelled=..."
+        )
+    return subset(everything, rest)
+
+
+def _mixture(splits: Splits, further: tuple[MixedData, ...]) -> Splits:
+    """Return the splits with additional training data. New classes follow the classes of the splits. Raise `DataError`
+    if the additional data contains held-out images."""
+    for more in further:
+        for split, held_out in (("validation", splits.validation), ("test", splits.test)):
+            if held_out is not None and (shared := shared_images(more.source, held_out)):
+                raise DataError(
+                    f"mix {more.text!r} contains {plural(len(shared), 'image')} of the {split} split of "
+                    f"{splits.title}, such as {printable(held_out.key(shared[0]))}; training must not see held-out "
+                    "images: remove them from the mixed data, or mix other data"
+                )
+    weights = [more.fraction for more in further]
+    train = mixed([splits.train, *(more.source for more in further)], [1 - sum(weights), *weights])
+
+    def widened(source: Source | None) -> Source | None:
+        if source is None or source.classes == train.classes:
+            return source
+        return samples_of(source).renumbered(range(len(source.classes)), train.classes)
+
+    return replace(splits, train=train, validation=widened(splits.validation), test=widened(splits.test))
+
+
+def _open(request: Request) -> Splits:
+    """Open data by the first format that recognises it."""
+    for one in FORMATS:
+        if not one.recognises(request):
+            continue
+        request.choice.refuse_others(request.title, *one.uses)
+        if request.numbers and not one.has_numbers:
+            raise DataError(
+                f"{request.title} has no columns of numbers, but numbers={','.join(request.numbers)} asks for some; "
+                f"tables ({', '.join(TABLES)}), Parquet files, data sets of the hub and shards packed from them can "
+                "have columns"
+            )
+        return one.open(request)
+    names = sorted(one.name for one in FORMATS if one.name)
+    if request.is_url:
+        raise DataError(
+            f"{request.title} is a URL, from which only tar shards are read; download the data and name its path, or "
+            "name a data set on the Hugging Face hub as hf:ORG/NAME"
+        )
+    if not request.path.exists():
+        own = nearest(request.location, names)
+        hint = "" if "/" in request.location else f", and no data set has this name ({own})"
+        raise DataError(f"{request.title} does not exist: there is no such file or folder{hint}")
+    kinds = ", ".join((*TABLES, ".tar", ".parquet"))
+    raise DataError(
+        f"{request.title} has an unknown file format; supported are files of {kinds}, a folder of class folders, "
+        f"and the names {', '.join(names)}"
+    )
+
+
+def _open_class_folders(request: Request) -> Splits:
+    splits = open_folders(request.path, request.classes, request.unlabelled, request.choice.splits)
+    return replace(splits, notes=(*splits.notes, *_beside(request.path)))
+
+
+def _open_table_file(request: Request) -> Splits:
+    if has_predictions(request.path):
+        raise DataError(
+            f"{request.title} holds predictions of a model, which are not labels; name the images themselves, or let "
+            "vitrail data label write the labels that a model gives them"
+        )
+    return _open_tables(request, [request.path], is_folder=False)
+
+
+def _open_table_folder(request: Request) -> Splits:
+    tables = _tables_in(request)
+    splits = _open_tables(request, tables, is_folder=True)
+    return replace(splits, notes=(*splits.notes, *_beside(request.path, tables)))
+
+
+def _open_tables(request: Request, tables: list[Path], *, is_folder: bool) -> Splits:
+    return open_table(
+        tables, request.classes, numbers=request.numbers, unlabelled=request.unlabelled, choice=request.choice,
+        is_folder=is_folder,
+    )  # fmt: skip
+
+
+def _tables_in(request: Request) -> list[Path]:
+    if not request.is_folder or has_idx(request.path):
+        return []
+    return tables_in(request.path, request.choice.splits)
+
+
+def _inner(request: Request) -> Path | None:
+    return wrapped(request.path) if request.is_folder and not has_idx(request.path) else None
+
+
+def _open_inner(request: Request) -> Splits:
+    inner = _inner(request)
+    assert inner is not None
+    splits = _open(replace(request, location=str(inner)))
+    note = f"{request.path}: reading {inner.name}/, the only folder in it"
+    return replace(splits, notes=(note, *splits.notes))
+
+
+def _refuse_own_output(request: Request) -> Splits:
+    raise DataError(
+        f"{request.title} is a folder that Vitrail wrote, such as a run or a report, and not data; name a folder of "
+        "images"
+    )
+
+
+def _place(request: Request) -> str:
+    """Return the path or the URL of shards."""
+    return request.location if request.is_url else str(request.path)
+
+
+ALL_CHOICES = ("splits", "image", "label", "separator", "keep_missing")
+
+FORMATS = [
+    Format(
+        lambda request: request.location.startswith("hf:"),
+        lambda request: open_hub_data(request.location, request.classes, request.numbers, request.choice),
+        ALL_CHOICES, has_numbers=True, name="hf:ORG/NAME",
+    ),
+    Format(
+        lambda request: (
+            request.is_folder and not request.numbers and has_classes(request.path, request.choice.splits)
+        ),
+        _open_class_folders, ("splits",),
+    ),
+    Format(
+        lambda request: request.location == "bundled",
+        lambda request: open_idx(BUNDLED, FASHION_MNIST), name="bundled",
+    ),
+    Format(
+        lambda request: request.location == "fashion-mnist",
+        lambda request: open_idx(locate_fashion_mnist(), FASHION_MNIST), name="fashion-mnist",
+    ),
+    Format(
+        lambda request: request.location.startswith("fractals:"),
+        lambda request: Splits(open_fractals(request.location), None, None), name="fractals:CLASSES:SAMPLES",
+    ),
+    Format(
+        lambda request: looks_like_shards(_place(request), request.choice.splits),
+        lambda request: open_shards(_place(request), request.classes, request.numbers, request.choice.splits),
+        ("splits",), has_numbers=True,
+    ),
+    Format(
+        lambda request: looks_like_pseudo_labels(request.path),
+        lambda request: open_pseudo_labels(request.path, request.classes, open_pool),
+    ),
+    Format(lambda request: request.is_folder and is_own_output(request.path), _refuse_own_output, ALL_CHOICES,
+           has_numbers=True),
+    Format(
+        lambda request: not request.is_url and looks_like_parquet(request.path),
+        lambda request: open_parquet(request.path, request.classes, request.numbers, request.choice),
+        ALL_CHOICES, has_numbers=True,
+    ),
+    Format(
+        lambda request: request.path.suffix.lower() in TABLES and request.path.is_file(), _open_table_file,
+        ALL_CHOICES, has_numbers=True,
+    ),
+    Format(_tables_in, _open_table_folder, ALL_CHOICES, has_numbers=True),
+    Format(_inner, _open_inner, ALL_CHOICES, has_numbers=True),
+    Format(
+        lambda request: request.is_folder and has_idx(request.path),
+        lambda request: open_idx(request.path, known=request.classes),
+    ),
+    Format(
+        lambda request: request.is_folder,
+        lambda request: open_folders(request.path, request.classes, request.unlabelled, request.choice.splits),
+        ("splits",),
+    ),
+]  # fmt: skip
+"""All formats of data. The first one that recognises the data opens it, so a format must precede more general ones."""
+
+
+def wrapped(root: Path) -> Path | None:
+    """Return the only folder in `root` if it holds several folders and `root` nothing else than hidden and unrelated
+    files. Return None if `root` itself is the data."""
+    folders = class_folders(root)
+    if len(folders) != 1 or named_splits([folders[0].name]) or has_images(root):
+        return None
+    inner = folders[0]
+    is_data = len(class_folders(inner)) > 1 or looks_like_shards(str(inner)) or tables_in(inner) or wrapped(inner)
+    return inner if is_data else None
+
+
+def _beside(folder: Path, tables: Sequence[Path] = ()) -> Iterator[str]:
+    """Yield a note on each kind of files in a folder that could be data, but were not read. By default class folders
+    were read, otherwise `tables`."""
+    kinds = (*TABLES, ".parquet", ".tar")
+    found = sorted(path for path in folder.iterdir() if path.suffix.lower() in kinds and path.is_file())
+    unread = [path for path in found if path not in tables and not path.name.startswith(".")]
+    predictions = [path for path in unread if path.suffix.lower() in TABLES and has_predictions(path)]
+    others = [path for path in unread if path not in predictions]
+    inner = {table.parent for table in tables if table.parent != folder}
+    bare = [place.name for place in class_folders(folder) if split_of(place.name) and place not in inner]
+    if inner and bare:
+        yield f"{folder}: skipped {listed(bare)}, because no table in it gives its images labels"
+    if others:
+        named = {split_of(table.name): table.name for table in tables_in(folder) if not tables}
+        choice = ",".join(f"{split}={name}" for split, name in named.items() if split)
+        way = f"--splits {choice}" if len(named) > 1 else f"--data {others[0]}"
+        read = " and ".join(path.relative_to(folder).as_posix() for path in tables) or "the class folders"
+        yield (
+            f"{folder}: the labels are those of {read}, and {listed([path.name for path in others])} beside them was "
+            f"not read; to read it instead, add {way}"
+        )
+    if predictions:
+        names = listed([path.name for path in predictions])
+        yield f"{folder}: skipped {names}, because predictions of a model are not labels"
+
+
+def _without_unlabelled(splits: Splits) -> Splits:
+    """Return the splits without held-out splits that have no known target, because these cannot measure a model."""
+    if splits.target_kind == "none":
+        return splits
+    for name in ("validation", "test"):
+        source = getattr(splits, name)
+        if source is not None and not samples_of(source).targets.known.any():
+            note = f"the {name} split is skipped, because none of its images has a label"
+            splits = replace(splits, notes=(*splits.notes, note))
+            splits = replace(splits, validation=None) if name == "validation" else replace(splits, test=None)
+    return splits
+
+
+def absolute_spec(spec: str) -> str:
+    """Return the same data with the absolute path if it is on the disk, for a file that is read from any folder."""
+    location, _ = choice_in(_amount_of(spec)[0])
+    path = Path(location).expanduser()
+    if location in ("bundled", "fashion-mnist") or not path.exists():
+        return spec
+    return f"{path.absolute()}{spec[len(location) :]}"
+
+
+def with_choice(spec: str, splits: Sequence[str] = (), separator: str = "", *, keep_missing: bool = False) -> str:
+    """Return the name of the same data with a choice of splits and labels (see `chosen`), before the amount."""
+    location, amount = _amount_of(spec)
+    location = chosen(location, splits, separator, keep_missing=keep_missing)
+    return f"{location}[{amount}]" if amount else location
+
+
+def has_amount(spec: str) -> bool:
+    """Return True if `spec` selects an amount of its training images, such as "photos[:10%]"."""
+    return bool(_amount_of(spec)[1])
+
+
+def _amount_of(spec: str) -> tuple[str, str]:
+    """Split `spec` into the path or name and the amount in brackets. If `spec` as a whole is an existing path, its
+    brackets are part of the path, and the amount is empty."""
+    match = SUBSET.fullmatch(spec)
+    if match is None or Path(spec).expanduser().exists():
+        return spec, ""
+    if AMOUNT.fullmatch(match["inside"]) is None:
+        raise DataError(
+            f"data {spec!r} ends in [{match['inside']}], which is not an amount; write [:1000] for 1,000 training "
+            "images, or [:10%] for a tenth of them"
+        )
+    return match["location"], match["inside"]
+
+
+def _reduced(splits: Splits, spec: str, amount: str, per_class: int | None, seed: int, method: CutMethod) -> Splits:
+    """Return the splits with the amount of training images that the user selected."""
+    train = splits.train
+    if match := AMOUNT.fullmatch(amount):
+        fraction = float(match["number"]) / 100
+        if match["percent"] and fraction > 1:
+            raise DataError(f"data {spec!r} selects {match['number']}% of its images; the amount is at most 100%")
+        count = round(fraction * len(train)) if match["percent"] else round(float(match["number"]))
+        if not match["percent"] and (count > len(train) or "." in match["number"]):
+            raise DataError(
+                f"data {spec!r} selects {match['number']} of {plural(len(train), 'training image')}; give a whole "
+                f"number up to {len(train)}, or a percentage such as [:10%]"
+            )
+        train = take(train, count, seed=seed, method=method)
+    if per_class is not None:
+        if splits.target_kind == "numbers" or not splits.classes:
+            raise DataError(
+                f"per_class={per_class}: data {spec!r} has no classes; take a number of images instead, like "
+                f"{spec}[:{per_class}]"
+            )
+        train = take_per_class(train, per_class, seed=seed, method=method)
+    if train is splits.train:
+        return splits
+    if not len(train):
+        raise DataError(
+            f"data {spec!r} selects none of {plural(len(splits.train), 'training image')}; select a larger amount"
+        )
+    absent = 0
+    if target_kind(train) == "class":
+        present = {train.target(index) for index in range(len(train))}
+        absent = sum(label not in present for label in range(len(train.classes)))
+    note = (
+        f"{len(train):,} of {len(splits.train):,} training images are used, the same ones in every run with this seed"
+    )
+    if absent:
+        note += f"; {absent} of the {len(train.classes)} classes have no image among them"
+    return replace(splits, train=train, notes=(*splits.notes, note))

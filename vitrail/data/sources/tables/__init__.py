@@ -1,1 +1,0 @@
-"""Data sets described by a table: text files with columns, and Parquet."""
