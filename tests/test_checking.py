@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.checking import begin_test, quick
 from vitrail.data.formats.idx import read_idx
-from vitrail.models.layers import LayerScale
+from vitrail.models.blocks import LayerScale
 from vitrail.models.vit_config import ViTConfig
 
 checked = quick(typechecker=beartype)

@@ -18,11 +18,11 @@ from vitrail.errors import ConfigError
 
 Precision = Literal["auto", "int8", "bf16", "float32"]
 """Number format of matrix products. "auto" is bf16 if the processor has matrix units for it, else float32. "int8"
-applies to the dense layers in blocks (`models/linear/int8.py`); all other matrix products then use the format of
+applies to the dense layers in blocks (`models/linear/low_bits.py`); all other matrix products then use the format of
 "auto"."""
 TrainingPrecision = Literal["auto", "float8", "bf16", "float32"]
 """Number format of matrix products during training. "float8" applies to the dense layers in blocks
-(`models/linear/float8.py`); all other matrix products then use bf16."""
+(`models/linear/low_bits.py`); all other matrix products then use bf16."""
 
 
 def pick_device(name: str = "auto") -> torch.device:

@@ -14,7 +14,7 @@ from vitrail.data.source import Sample
 from vitrail.errors import BundleError
 from vitrail.experiments import faster as search_module
 from vitrail.experiments.faster import Images, linear_head, moves, search, settings_of, truncated
-from vitrail.models.tokens.reduction import TokenReduction
+from vitrail.models.reduction import TokenReduction
 from vitrail.models.variants import create
 from vitrail.weights.adapt import with_reduction
 from vitrail.weights.bundle import Bundle

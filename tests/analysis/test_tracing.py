@@ -18,11 +18,11 @@ from torch import Tensor
 from vitrail.analysis import tracing
 from vitrail.analysis.tracing import trace, traces
 from vitrail.errors import ConfigError
-from vitrail.models.attention import ATTENTION, AttentionLayer, AttentionPositions, FullAttention
-from vitrail.models.attention.full import SelfAttention
+from vitrail.models.attention import ATTENTION, AttentionLayer, AttentionPositions
+from vitrail.models.attention.full import FullAttention, SelfAttention
 from vitrail.models.predictor import Predictor
+from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet_config import RootConfig
-from vitrail.models.tokens.reduction import TokenReduction
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
 from vitrail.weights.load import load

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.bench.growth import layer_times, mixings
 from vitrail.models.attention import ATTENTION
-from vitrail.models.cost.mixing import attention_costs, layer_costs, of_pixels
+from vitrail.models.cost import attention_costs, layer_costs, of_pixels
 from vitrail.models.vit_config import ViTConfig
 
 KINDS = tuple(name for name in (*ATTENTION, "axial:sum=on") if name != "full")

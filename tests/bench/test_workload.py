@@ -11,7 +11,7 @@ import torch
 
 from vitrail.bench.workload import Workload
 from vitrail.errors import ConfigError
-from vitrail.models.cost.footprint import activation_bytes, training_bytes
+from vitrail.models.cost import activation_bytes, training_bytes
 
 
 def test_costs_are_of_the_whole_batch(tiny_work: Callable[..., Workload]) -> None:

@@ -9,8 +9,7 @@ import pytest
 
 import vitrail.cli.lists
 from vitrail.cli import main
-from vitrail.models.cost.footprint import training_bytes
-from vitrail.models.cost.mixing import layer_costs
+from vitrail.models.cost import layer_costs, training_bytes
 from vitrail.models.variants import PUBLISHED, variant_config
 
 FIELDS = ["name", "shape", "image_size", "tokens", "parameters", "macs", "training_flops", "training_bytes"]

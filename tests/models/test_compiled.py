@@ -15,9 +15,9 @@ from torch._dynamo.backends.registry import lookup_backend
 import vitrail
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
+from vitrail.models.blocks import StochasticDepth
 from vitrail.models.compiled import Compile, compile_blocks, resolve_compile
-from vitrail.models.layers import StochasticDepth
-from vitrail.models.linear.kernels import ONEDNN
+from vitrail.models.linear.dense import ONEDNN
 from vitrail.models.predictor import Predictor
 from vitrail.models.variants import variant_config
 from vitrail.models.vit import VisionTransformer

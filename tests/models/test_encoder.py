@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
-from vitrail.models.block import Block, make_block
+from vitrail.models.blocks import Block, make_block
 from vitrail.models.network import Features
 from vitrail.models.predictor import Predictor
 from vitrail.models.resnet import ResNet
-from vitrail.models.tokens.patches import mask_tokens
+from vitrail.models.tokens import mask_tokens
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig

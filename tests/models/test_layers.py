@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vitrail.models.layers import Activation, LayerScale, Mlp, StochasticDepth, SwiGlu, lecun_normal_, make_mlp
+from vitrail.models.blocks import LayerScale, Mlp, StochasticDepth, SwiGlu, lecun_normal_, make_mlp
+from vitrail.models.vit_config import Activation
 
 
 def drawn(module: nn.Module) -> nn.Module:

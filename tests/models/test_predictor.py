@@ -16,8 +16,7 @@ from torch.nn.utils.prune import random_unstructured as prune
 
 from vitrail.errors import ConfigError
 from vitrail.machine import autocast
-from vitrail.models.linear.dense import Linear
-from vitrail.models.linear.kernels import ONEDNN
+from vitrail.models.linear.dense import ONEDNN, Linear
 from vitrail.models.linear.lora import add_adapters
 from vitrail.models.predictor import Predictor
 from vitrail.models.variants import AnyNetwork, create

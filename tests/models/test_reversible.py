@@ -16,7 +16,8 @@ from tests.models.cost.test_footprint import saved_per_image
 from vitrail.bench.step import record
 from vitrail.cli import main
 from vitrail.errors import ConfigError
-from vitrail.models.cost.footprint import activation_bytes
+from vitrail.models.cost import activation_bytes
+from vitrail.models.tokens import Patches
 from vitrail.models.vit import VisionTransformer
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -37,7 +38,7 @@ def reversible_network(**fields: Any) -> VisionTransformer:
 def by_hand(network: VisionTransformer, images: Tensor) -> Tensor:
     """Return the logits of two streams, which begin as the same tokens, by ordinary autograd."""
     grid, config = network.config.grid, network.config
-    first = second = network._embedded(images, grid)
+    first = second = network.embedding(images, Patches(grid))
     insides = network.positions.for_attention(grid, len(network.blocks), images.device)
     if network.context is not None:
         insides = network.context.join(insides, grid, images.device, None)

@@ -21,11 +21,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.models.test_tools import OWN, few, images, network
 from vitrail.errors import ConfigError
 from vitrail.models.attention import AttentionContext
-from vitrail.models.linear import kernels
+from vitrail.models.linear import dense
 from vitrail.models.linear.dense import Linear
 from vitrail.models.linear.float32 import float32_products, resolve_float32_products
+from vitrail.models.reduction import TokenReduction
 from vitrail.models.shortcuts import can_fuse, has_plain_type, is_plain
-from vitrail.models.tokens.reduction import TokenReduction
 
 NEVER_CALLED = nn.ModuleList, AttentionContext, nn.Identity
 """Classes that are not called, or not by every kind."""
@@ -38,7 +38,7 @@ REDUCED = {"merged": TokenReduction(tokens=3), "pruned": TokenReduction(tokens=3
 def compute(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module], Tensor]:
     """Return a function that computes a network's logits. In bf16, the fused kernels are used on every processor."""
     is_bf16 = request.param == "bf16"
-    if is_bf16 and not kernels.ONEDNN:
+    if is_bf16 and not dense.ONEDNN:
         fuse_everywhere(monkeypatch)
 
     def run(module: nn.Module) -> Tensor:
@@ -56,8 +56,8 @@ def fuse_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
             x = x if gelu is None else F.gelu(x, approximate=gelu)
             return F.linear(x, weight, None if bias is None else bias.to(torch.bfloat16))
 
-    monkeypatch.setattr(kernels, "ONEDNN", True)
-    monkeypatch.setattr(kernels, "_product", product)
+    monkeypatch.setattr(dense, "ONEDNN", True)
+    monkeypatch.setattr(dense, "_product", product)
 
 
 def parts(module: nn.Module, *kinds: type[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -238,11 +238,11 @@ def test_a_bias_of_any_strides_is_added(strides: tuple[int], monkeypatch: pytest
     monkeypatch.setattr("vitrail.models.linear.float32.SMALLEST", 0)
     x, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(10).as_strided((5,), strides)
     with float32_products("onednn"):
-        torch.testing.assert_close(kernels.linear(x, weight, bias), F.linear(x, weight, bias))
-        tangent = torch.func.jvp(lambda x: kernels.linear(x, weight, bias), (x,), (torch.ones_like(x),))[1]
+        torch.testing.assert_close(dense.linear(x, weight, bias), F.linear(x, weight, bias))
+        tangent = torch.func.jvp(lambda x: dense.linear(x, weight, bias), (x,), (torch.ones_like(x),))[1]
         torch.testing.assert_close(tangent, torch.ones_like(x) @ weight.T)
         with FlopCounterMode(display=False) as counter:
-            kernels.linear(x, weight, bias)
+            dense.linear(x, weight, bias)
         assert counter.get_total_flops() == 2 * x.numel() * 5, resolve_float32_products()
 
 

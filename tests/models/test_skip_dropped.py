@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.errors import ConfigError
-from vitrail.models.block import Block
+from vitrail.models.blocks import Block
 from vitrail.models.compiled import resolve_compile
 from vitrail.models.variants import create, variant_config
 from vitrail.models.vit import VisionTransformer

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
 from vitrail.models.attention.full import SelfAttention
-from vitrail.models.block import Block
-from vitrail.models.layers import Mlp
+from vitrail.models.blocks import Block, Mlp
 from vitrail.models.resnet_config import RootConfig
-from vitrail.models.tokens.pooling import pool
+from vitrail.models.tokens import pool
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
 

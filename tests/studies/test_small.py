@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vitrail.data.formats.fractals import open_fractals
-from vitrail.models.config import ModelConfig
+from vitrail.models.variants import ModelConfig
 from vitrail.studies.study import (
     NETWORKS,
     Settings,

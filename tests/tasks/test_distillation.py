@@ -19,7 +19,7 @@ from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
-from vitrail.models.cost.footprint import prediction_bytes
+from vitrail.models.cost import prediction_bytes
 from vitrail.models.variants import create, variant_config
 from vitrail.tasks.distillation import Distillation, DistillationObjective
 from vitrail.tasks.teacher import Teacher, teacher_facts

@@ -14,7 +14,7 @@ from tests.tasks.objectives import check_gradients_of_parts, overfit, pixels_of,
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
-from vitrail.models.tokens.patches import cut_patches
+from vitrail.models.tokens import cut_patches
 from vitrail.models.variants import variant_config
 from vitrail.tasks.mae import Mae, MaeObjective, patch_pixels
 from vitrail.tasks.patches import draw_order

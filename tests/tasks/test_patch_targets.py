@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.models.tokens.patches import PatchEmbedding, cut_patches
+from vitrail.models.tokens import PatchEmbedding, cut_patches
 from vitrail.tasks.masked_patches import colour_classes, colours
 
 

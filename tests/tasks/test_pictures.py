@@ -13,7 +13,7 @@ from tests.tasks.objectives import small_network
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample
 from vitrail.data.splits import Splits
-from vitrail.models.tokens.patches import cut_patches
+from vitrail.models.tokens import cut_patches
 from vitrail.tasks import Mae, MaskedPatches, SimClr
 from vitrail.tasks.masked_patches import colour_classes, colour_levels
 from vitrail.tasks.patches import PatchTask

@@ -17,7 +17,7 @@ from vitrail.data.augment.settings import Augment
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
-from vitrail.models.cost.footprint import tensor_bytes
+from vitrail.models.cost import tensor_bytes
 from vitrail.models.variants import AnyConfig, build, variant_config
 from vitrail.tasks import Dino, Mae, MaskedPatches, MoCo, SimClr, Task, VqVae
 

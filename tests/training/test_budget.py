@@ -30,9 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vitrail.bench.step import record
-from vitrail.models.block import Block
-from vitrail.models.linear.dense import Linear
-from vitrail.models.linear.kernels import ONEDNN
+from vitrail.models.blocks import Block
+from vitrail.models.linear.dense import ONEDNN, Linear
 from vitrail.models.predictor import Predictor
 from vitrail.training import loop
 from vitrail.training.config import TrainConfig

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from vitrail.errors import ConfigError
-from vitrail.models.config import ModelConfig, override_fields
 from vitrail.models.resnet_config import ResNetConfig
+from vitrail.models.variants import ModelConfig, override_fields
 from vitrail.models.vit_config import ViTConfig
 from vitrail.recipes import RECIPES
 from vitrail.settings import bare_names

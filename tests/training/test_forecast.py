@@ -12,8 +12,8 @@ import torch
 
 from vitrail.data.pipeline import Readers, queue_bytes
 from vitrail.errors import ConfigError
-from vitrail.models.config import ModelConfig
-from vitrail.models.cost.footprint import prediction_bytes, training_bytes
+from vitrail.models.cost import prediction_bytes, training_bytes
+from vitrail.models.variants import ModelConfig
 from vitrail.training import job as forecast
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import Setup, check_run_memory, evaluation_batch, prepare, run_bytes

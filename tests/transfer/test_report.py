@@ -21,8 +21,7 @@ from vitrail.data.sources import open_data
 from vitrail.errors import RunError, SaveError
 from vitrail.evaluation.metrics.report import ClassificationReport, report
 from vitrail.evaluation.predictions import Predictions, predict_all
-from vitrail.models.config import ModelConfig
-from vitrail.models.variants import build
+from vitrail.models.variants import ModelConfig, build
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import Journal

@@ -18,7 +18,7 @@ from vitrail.data.source import Samples, subset
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
-from vitrail.models.cost.footprint import training_bytes
+from vitrail.models.cost import training_bytes
 from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.training.config import TrainConfig
 from vitrail.transfer.facts import DataFacts, Findings, Plan, facts_of

@@ -13,8 +13,8 @@ import torch
 
 from vitrail.errors import BundleError
 from vitrail.models.positions import resize_grid
+from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
-from vitrail.models.tokens.reduction import TokenReduction
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.adapt import adapted, in_colour, resize_network, with_reduction
 from vitrail.weights.bundle import Bundle, Prediction

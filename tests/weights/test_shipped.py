@@ -15,7 +15,7 @@ from pytest import CaptureFixture, MonkeyPatch
 from vitrail.cli import main
 from vitrail.data.formats.fractals import open_fractals
 from vitrail.errors import BundleError
-from vitrail.models.config import ModelConfig
+from vitrail.models.variants import ModelConfig
 from vitrail.recipes import RECIPES
 from vitrail.serving.watch import ModelFiles
 from vitrail.training.config import StartConfig

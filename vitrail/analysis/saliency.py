@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vitrail.analysis.tracing import BATCH, Kept, Trace, TracePrecision, traces, transformer_of
 from vitrail.errors import ConfigError
-from vitrail.models.tokens.pooling import AttentionPool
+from vitrail.models.tokens import AttentionPool
 from vitrail.models.vit import VisionTransformer
 
 Fusion = Literal["mean", "max", "min"]

@@ -18,12 +18,85 @@ from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
 from vitrail.machine import autocast, resolve_precision
-from vitrail.models.attention.kind import AttentionLayer, AttentionPositions
-from vitrail.models.block import Block
+from vitrail.models.attention.base import AttentionLayer
+from vitrail.models.blocks import Block
 from vitrail.models.copies import shared_copy
 from vitrail.models.network import block_numbers
+from vitrail.models.positions.embedding import AttentionPositions
 from vitrail.models.variants import transformer
 from vitrail.models.vit import VisionTransformer
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+
+def detached_copy(network: AnyModule) -> AnyModule:
+    """Return a copy of a network in evaluation mode whose weights share the memory of the network's weights and need no
+    gradients. A backward pass then keeps only the activations that gradients of the input need."""
+    copied = shared_copy(network)
+    for module in copied.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(parameter.detach(), requires_grad=False)
+    return copied
+
+
+def with_all_tokens(copied: VisionTransformer) -> VisionTransformer:
+    """Return a copy of a network that does not merge or prune tokens."""
+    copied.config = replace(copied.config, reduction=None)
+    return copied
+
+
+class GradientPass:
+    """Computes gradients with respect to attention weights, with dense attention in the chosen layers."""
+
+    def __init__(self, network: VisionTransformer, layers: tuple[int, ...]) -> None:
+        self.network = with_all_tokens(detached_copy(network))
+        self.layers = layers
+        self.dense: dict[int, _DenseAttention] = {}
+        for layer in {*layers}:
+            block = self.network.blocks[layer]
+            assert isinstance(block, Block)
+            self.dense[layer] = block.attention = _DenseAttention(block.attention)
+
+    def __call__(self, images: Tensor, targets: Tensor) -> Float[Tensor, "b layers heads n n"]:
+        """Return the gradients of the logits of `targets`, one class per image."""
+        with torch.enable_grad():
+            logits = self.network(images)
+            chosen = logits.gather(1, targets[:, None]).float().sum()
+            maps = [self.dense[layer].map for layer in self.layers]
+            gradients = torch.autograd.grad(chosen, [map_ for map_ in maps if map_ is not None])
+        for dense in self.dense.values():
+            dense.map = None
+        return torch.stack(gradients, dim=1)
+
+
+class _DenseAttention(AttentionLayer):
+    """Computes what the given layer computes, by a map of weights that stays available for gradients."""
+
+    def __init__(self, layer: AttentionLayer) -> None:
+        super().__init__()
+        self.layer = layer
+        self.map: Tensor | None = None
+
+    def forward(
+        self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None, read: int | None = None
+    ) -> Float[Tensor, "b m width"]:
+        q, k, v, bias = self.layer.operands(tokens, positions)
+        self.map = attention_map(q, k, bias)
+        if not self.map.requires_grad:
+            self.map.requires_grad_()
+        return self.layer.combine((self.map[:, :, :read] @ v.to(self.map.dtype)).to(v.dtype))
+
+
+def attention_map(
+    q: Float[Tensor, "b heads n d"], k: Float[Tensor, "b heads n d"], bias: Float[Tensor, "*images heads n n"] | None
+) -> Float[Tensor, "b heads n n"]:
+    """Return the attention weights in float32, or in float64 if the queries are."""
+    exact = torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast(q.device.type, enabled=False):
+        logits = (q.to(exact) * q.shape[-1] ** -0.5) @ k.to(exact).transpose(-1, -2)
+        return (logits if bias is None else logits + bias).softmax(dim=-1)
+
 
 Kept = Literal["attention", "queries", "keys", "outputs", "gradients"]
 """Tensors that a trace can contain."""
@@ -349,81 +422,3 @@ def _head_numbers(heads: Sequence[int] | None, count: int) -> tuple[int, ...]:
                 f"-1, counted from the end"
             )
     return tuple(head % count for head in heads)
-
-
-# Copies of networks that share their weights, for traces and gradients.
-
-
-AnyModule = TypeVar("AnyModule", bound=nn.Module)
-
-
-def detached_copy(network: AnyModule) -> AnyModule:
-    """Return a copy of a network in evaluation mode whose weights share the memory of the network's weights and need no
-    gradients. A backward pass then keeps only the activations that gradients of the input need."""
-    copied = shared_copy(network)
-    for module in copied.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = nn.Parameter(parameter.detach(), requires_grad=False)
-    return copied
-
-
-def with_all_tokens(copied: VisionTransformer) -> VisionTransformer:
-    """Return a copy of a network that does not merge or prune tokens."""
-    copied.config = replace(copied.config, reduction=None)
-    return copied
-
-
-# Gradients of classes with respect to attention weights.
-
-
-class GradientPass:
-    """Computes gradients with respect to attention weights, with dense attention in the chosen layers."""
-
-    def __init__(self, network: VisionTransformer, layers: tuple[int, ...]) -> None:
-        self.network = with_all_tokens(detached_copy(network))
-        self.layers = layers
-        self.dense: dict[int, _DenseAttention] = {}
-        for layer in {*layers}:
-            block = self.network.blocks[layer]
-            assert isinstance(block, Block)
-            self.dense[layer] = block.attention = _DenseAttention(block.attention)
-
-    def __call__(self, images: Tensor, targets: Tensor) -> Float[Tensor, "b layers heads n n"]:
-        """Return the gradients of the logits of `targets`, one class per image."""
-        with torch.enable_grad():
-            logits = self.network(images)
-            chosen = logits.gather(1, targets[:, None]).float().sum()
-            maps = [self.dense[layer].map for layer in self.layers]
-            gradients = torch.autograd.grad(chosen, [map_ for map_ in maps if map_ is not None])
-        for dense in self.dense.values():
-            dense.map = None
-        return torch.stack(gradients, dim=1)
-
-
-class _DenseAttention(AttentionLayer):
-    """Computes what the given layer computes, by a map of weights that stays available for gradients."""
-
-    def __init__(self, layer: AttentionLayer) -> None:
-        super().__init__()
-        self.layer = layer
-        self.map: Tensor | None = None
-
-    def forward(
-        self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None, read: int | None = None
-    ) -> Float[Tensor, "b m width"]:
-        q, k, v, bias = self.layer.operands(tokens, positions)
-        self.map = attention_map(q, k, bias)
-        if not self.map.requires_grad:
-            self.map.requires_grad_()
-        return self.layer.combine((self.map[:, :, :read] @ v.to(self.map.dtype)).to(v.dtype))
-
-
-def attention_map(
-    q: Float[Tensor, "b heads n d"], k: Float[Tensor, "b heads n d"], bias: Float[Tensor, "*images heads n n"] | None
-) -> Float[Tensor, "b heads n n"]:
-    """Return the attention weights in float32, or in float64 if the queries are."""
-    exact = torch.promote_types(q.dtype, torch.float32)
-    with torch.autocast(q.device.type, enabled=False):
-        logits = (q.to(exact) * q.shape[-1] ** -0.5) @ k.to(exact).transpose(-1, -2)
-        return (logits if bias is None else logits + bias).softmax(dim=-1)

@@ -17,8 +17,8 @@ from vitrail.bench.step import OURS, Entry, make_step
 from vitrail.bench.workload import Spread, Workload, interleave, timed, waits_for
 from vitrail.errors import ConfigError
 from vitrail.machine import keep_freed_memory
-from vitrail.models.attention.kernels import attend
-from vitrail.models.cost.mixing import of_pixels
+from vitrail.models.attention.full import attend
+from vitrail.models.cost import of_pixels
 from vitrail.models.linear.dense import Linear
 from vitrail.models.variants import transformer_config
 from vitrail.models.vit_config import ViTConfig
@@ -254,7 +254,7 @@ def _at(config: ViTConfig, attention: str, side: int) -> ViTConfig:
     return replace(config, attention=attention, image_size=(height, width))
 
 
-# Times of layers that mix the tokens of an image, beside their closed forms in `vitrail.models.cost.mixing`.
+# Times of layers that mix the tokens of an image, beside their closed forms in `vitrail.models.cost`.
 
 
 MOST_MACS = 10**10

@@ -18,7 +18,7 @@ from vitrail.bench.step import OURS, Entry, make_step
 from vitrail.bench.workload import ProcessKilled, Worker, Workload
 from vitrail.errors import ConfigError
 from vitrail.machine import available_memory, keep_freed_memory, peak_memory
-from vitrail.models.cost.footprint import training_bytes
+from vitrail.models.cost import training_bytes
 
 STEPS = 2
 """Number of measured steps. At least two are needed, because the first step creates the optimizer's state."""

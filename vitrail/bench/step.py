@@ -26,8 +26,8 @@ from vitrail.bench.peers import build_peer
 from vitrail.bench.workload import Workload, interleave, timed, waits_for
 from vitrail.machine import autocast, keep_freed_memory
 from vitrail.models.compiled import Compiled, compile_blocks
-from vitrail.models.linear.float8 import use_float8
 from vitrail.models.linear.float32 import has_onednn
+from vitrail.models.linear.low_bits import use_float8
 from vitrail.models.predictor import Predictor
 from vitrail.models.variants import build
 from vitrail.training.optimizer import OptimizerConfig, make_optimizer

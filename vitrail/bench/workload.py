@@ -17,7 +17,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from vitrail.errors import ConfigError, VitrailError
-from vitrail.models.cost.footprint import activation_bytes, training_bytes
+from vitrail.models.cost import activation_bytes, training_bytes
 from vitrail.models.variants import AnyConfig
 
 Task = Literal["train", "infer"]

@@ -27,8 +27,7 @@ from vitrail.cli.options import Call, Command, Example, Positional, flag
 from vitrail.errors import ConfigError, nearest
 from vitrail.machine import describe, pick_device, resolve_precision
 from vitrail.models.compiled import Compile, resolve_compile
-from vitrail.models.linear.float8 import check_float8
-from vitrail.models.linear.int8 import check_int8
+from vitrail.models.linear.low_bits import check_float8, check_int8
 from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.settings import byte_count
 from vitrail.weights.exported import exported_file, input_dtype, load_exported

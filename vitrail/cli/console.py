@@ -18,7 +18,7 @@ from vitrail.data.pixels.decode import SUFFIXES
 from vitrail.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from vitrail.models.tokens.reduction import TokenReduction
+    from vitrail.models.reduction import TokenReduction
 
 
 def image_paths(places: Sequence[Path]) -> list[Path]:
@@ -86,7 +86,7 @@ def reduction_of(
     tokens: int, by: Literal["merge", "prune"], schedule: Literal["constant", "decreasing"]
 ) -> TokenReduction | None:
     """Return the reduction, or None if no tokens are to be removed."""
-    from vitrail.models.tokens.reduction import TokenReduction
+    from vitrail.models.reduction import TokenReduction
 
     return TokenReduction(tokens=tokens, by=by, schedule=schedule) if tokens else None
 

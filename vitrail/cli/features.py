@@ -41,8 +41,7 @@ from vitrail.evaluation.features.feature_files import (
 )
 from vitrail.files import check_new_file
 from vitrail.machine import Precision, check_memory, keep_freed_memory
-from vitrail.models.cost.batch import prediction_batch
-from vitrail.models.cost.footprint import prediction_bytes
+from vitrail.models.cost import prediction_batch, prediction_bytes
 from vitrail.processes.group import Processes, join_processes
 from vitrail.settings import from_plain, to_plain
 from vitrail.training.stop import interrupted_by_signals

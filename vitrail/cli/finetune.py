@@ -29,7 +29,7 @@ from vitrail.data.sources import OpenedData
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.evaluation.metrics.report import ClassificationReport, absent_note
 from vitrail.machine import pick_device
-from vitrail.models.config import override_fields
+from vitrail.models.variants import override_fields
 from vitrail.settings import bare_names
 from vitrail.training.config import WITHOUT_WEIGHTS, TrainConfig
 from vitrail.training.folder import Length, changed_config, check_request, read_record

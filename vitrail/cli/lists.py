@@ -19,8 +19,7 @@ from vitrail.cli.runs import setting_text
 from vitrail.errors import ConfigError, nearest
 from vitrail.machine import total_memory
 from vitrail.models.attention import ATTENTION
-from vitrail.models.cost.footprint import training_bytes
-from vitrail.models.cost.mixing import attention_costs, layer_costs, of_pixels
+from vitrail.models.cost import attention_costs, layer_costs, of_pixels, training_bytes
 from vitrail.models.variants import PUBLISHED, variant_config
 from vitrail.models.vit_config import ViTConfig
 from vitrail.recipes import PAPER_RECIPES, RECIPES

@@ -9,8 +9,8 @@ from typing import Any, Literal, get_type_hints
 from vitrail.cli.options import Option, flag, options_of, shown, without_none
 from vitrail.data.splits import SLICE
 from vitrail.errors import ConfigError
-from vitrail.models.config import ModelConfig, override_fields
 from vitrail.models.resnet_config import ResNetConfig
+from vitrail.models.variants import ModelConfig, override_fields
 from vitrail.models.vit_config import ViTConfig
 from vitrail.tasks import TASKS, Regression, Task
 from vitrail.training.config import TrainConfig

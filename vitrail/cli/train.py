@@ -27,7 +27,7 @@ from vitrail.cli.runs import setting_text
 from vitrail.data.source import fingerprint
 from vitrail.data.sources import OpenedData
 from vitrail.errors import ConfigError, Stopped, nearest
-from vitrail.models.config import ModelConfig, override_fields
+from vitrail.models.variants import ModelConfig, override_fields
 from vitrail.processes.group import join_processes
 from vitrail.processes.launch import Launch, launch
 from vitrail.recipes import PAPER_RECIPES, RECIPES

@@ -14,7 +14,7 @@ from vitrail.data.source import Source
 from vitrail.evaluation.features.extract import FeatureSet, Layer, existing_layer, extract
 from vitrail.evaluation.predictions import Predictions, Rows, each_batch, predict_all
 from vitrail.machine import Precision
-from vitrail.models.cost.batch import prediction_batch
+from vitrail.models.cost import prediction_batch
 from vitrail.processes.group import Processes
 from vitrail.weights.bundle import Bundle
 

@@ -21,7 +21,7 @@ from vitrail.evaluation.outputs import Outputs
 from vitrail.machine import Precision, has_bf16_matrix_units, has_int8_products
 from vitrail.models.network import with_weights
 from vitrail.models.predictor import Predictor
-from vitrail.models.tokens.reduction import ReductionMethod, TokenReduction
+from vitrail.models.reduction import ReductionMethod, TokenReduction
 from vitrail.weights.adapt import adapted, with_reduction
 from vitrail.weights.bundle import Bundle
 

@@ -41,7 +41,7 @@ from vitrail.errors import BundleError, ConfigError, DataError, RunError, plural
 from vitrail.evaluation.predictions import each_batch, predict_all
 from vitrail.files import check_parent, saving, write_json
 from vitrail.machine import Precision
-from vitrail.models.cost.batch import prediction_batch
+from vitrail.models.cost import prediction_batch
 from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.report.page import printable
 from vitrail.settings import above_zero, at_least, one_of, raise_problems, to_plain

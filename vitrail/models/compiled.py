@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from vitrail.errors import ConfigError
-from vitrail.models.layers import StochasticDepth
+from vitrail.models.blocks import StochasticDepth
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit import VisionTransformer
 

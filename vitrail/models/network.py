@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
 from vitrail.models.copies import separate_copy
-from vitrail.models.cost.footprint import Footprint, FootprintPrecision
 from vitrail.models.shortcuts import is_plain
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 AnyConfigClass = TypeVar("AnyConfigClass")
+
+
+FootprintPrecision = Literal["float32", "bf16"]
+
+
+class Footprint(NamedTuple):
+    """The memory that a training step or a prediction needs. `config.footprint(size, precision)` returns it."""
+
+    parameters: int
+    """Number of weights. Each weight and its two moments in AdamW are float32 numbers."""
+    activations: int
+    """Bytes per image that the forward pass keeps for the backward pass."""
+    first_weights: int
+    """Bytes of the converted copies of weights at the beginning of the backward pass."""
+    last_weights: int
+    """Bytes of weight gradients and of converted copies of weights at the end of the backward pass."""
+    filters: int
+    """Bytes of the temporary tensors in the backward pass of weight standardisation."""
+    gaps: float
+    """Unused bytes between tensors in the heap, as a fraction of the activations."""
+    passing: int = 0
+    """Peak extra bytes per image during the backward pass, beyond the kept activations."""
+    remaining: int = 0
+    """Bytes per image that are still in use at the end of the backward pass."""
+    predicting: int = 0
+    """Peak bytes per image during a forward pass without a backward pass, besides the image itself."""
+
+
+def bytes_each(precision: FootprintPrecision) -> int:
+    """Return the number of bytes of one element in a matrix product: 2 in bf16, 4 in float32."""
+    return 4 if precision == "float32" else 2
 
 
 @dataclass(frozen=True)
@@ -70,7 +100,8 @@ class HasLayers(Protocol):
 
 
 class NetworkConfig(Protocol):
-    """The contract of every network's config. The config decides all shapes and the arithmetic."""
+    """The contract of every network's config, which decides all shapes and the arithmetic. Members of `ViTConfig` and
+    `ResNetConfig` without a docstring are documented here."""
 
     architecture: ClassVar[str]
     """Name of the architecture in files and messages: a key of `vitrail.models.variants.ARCHITECTURES`."""
@@ -212,6 +243,25 @@ def check_images(images: Tensor, channels: int) -> None:
             f"images of {images.dtype} are not normalised; convert pixels to floating point and normalise them, as "
             "the model's preprocessing does"
         )
+
+
+def image_sides(images: Shaped[Tensor, "b c h w"]) -> tuple[int, int]:
+    """Return height and width of images.
+
+    `torch.jit.trace` passes tensors for sizes. They become numbers, so that a traced network refuses other sizes:
+    positions and tables are constants of the trace.
+    """
+    height, width = images.shape[2:]
+    is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    return (int(height), int(width)) if is_traced else (height, width)
+
+
+def weights_of(make: Callable[[], nn.Module | None]) -> int:
+    """Return the number of weights of a new module. It is made without values, which takes less than a millisecond for
+    a layer."""
+    with torch.device("meta"):
+        module = make()
+    return 0 if module is None else sum(weight.numel() for weight in module.parameters())
 
 
 def block_numbers(layers: Sequence[int], count: int) -> list[int]:

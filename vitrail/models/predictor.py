@@ -16,7 +16,7 @@ from vitrail.machine import Precision, TrainingPrecision, autocast, resolve_prec
 from vitrail.models.compiled import compile_copy
 from vitrail.models.copies import shared_copy
 from vitrail.models.linear.dense import Linear
-from vitrail.models.linear.int8 import use_int8
+from vitrail.models.linear.low_bits import use_int8
 from vitrail.models.network import Features
 from vitrail.models.resnet import StandardisedConv
 

@@ -9,9 +9,9 @@ norm.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, Literal, overload
 
 import torch
@@ -19,12 +19,18 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vitrail.models.cost.resnet import EXPANSION
-from vitrail.models.layers import lecun_normal_
-from vitrail.models.network import Features, Layers, block_numbers, check_images, with_new_head, with_resized_parts
-from vitrail.models.resnet_config import ResNetConfig, ResNetUnit, RootConfig, WeightEps
+from vitrail.models.blocks import lecun_normal_
+from vitrail.models.network import (
+    Features,
+    Layers,
+    block_numbers,
+    check_images,
+    image_sides,
+    with_new_head,
+    with_resized_parts,
+)
+from vitrail.models.resnet_config import EXPANSION, ResNetConfig, ResNetUnit, RootConfig, WeightEps, units
 from vitrail.models.shortcuts import has_plain_type, is_plain, skippable
-from vitrail.models.tokens.grids import image_sides
 from vitrail.settings import from_plain
 
 
@@ -340,26 +346,18 @@ def _pad_same(x: Float[Tensor, "b c h w"], kernel: int, stride: int, value: floa
 
 
 def _stages(make_unit: Callable[..., nn.Module], config: ResNetConfig | RootConfig) -> nn.Sequential:
-    """Return all stages. In every stage but the first, the first unit halves the sides of the feature map. After a
-    stem of stride 1, the first stage does so too."""
-    widths = [config.width, *(config.width * config.expansion * 2**stage for stage in range(len(config.depths)))]
-    return nn.Sequential(
-        *(
-            nn.Sequential(
-                *(
-                    make_unit(
-                        before if unit == 0 else after,
-                        after,
-                        stride=1 if unit else 2 if stage else config.first_stride,
-                        norm_eps=config.norm_eps,
-                        weight_eps=(config.weight_eps, config.weight_eps_on),
-                    )
-                    for unit in range(depth)
-                )
-            )
-            for stage, (depth, (before, after)) in enumerate(zip(config.depths, pairwise(widths), strict=True))
+    """Return all stages of a ResNet or of a hybrid's root."""
+    made = (
+        make_unit(
+            unit.before,
+            unit.after,
+            stride=unit.stride,
+            norm_eps=config.norm_eps,
+            weight_eps=(config.weight_eps, config.weight_eps_on),
         )
+        for unit in units(config, (224, 224))  # the size of images changes no weights
     )
+    return nn.Sequential(*(nn.Sequential(*itertools.islice(made, depth)) for depth in config.depths))
 
 
 def _initialise_convolutions(module: nn.Module) -> None:

@@ -1,17 +1,26 @@
-"""The configs of BiT ResNets and of the root of a hybrid."""
+"""The configs of BiT ResNets and of the root of a hybrid, with their parameters, multiply-accumulates and memory."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from itertools import pairwise
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 from vitrail.errors import ConfigError
-from vitrail.models.cost import resnet as costs
-from vitrail.models.cost.footprint import Footprint, FootprintPrecision
-from vitrail.models.cost.resnet import BASIC_EXPANSION, EXPANSION
-from vitrail.models.network import refuse_assignment
+from vitrail.models.network import Footprint, FootprintPrecision, NetworkConfig, bytes_each, refuse_assignment
 from vitrail.settings import pairs, raise_problems
+
+EXPANSION = 4
+"""Ratio of a bottleneck's output channels to the channels of its 3 x 3 convolution."""
+
+BASIC_EXPANSION = 2
+"""Ratio of the channels after the first stage to those of the stem, if the units are basic ones."""
+
+GAPS = 0.45
+"""Unused bytes between the tensors of a ResNet or a hybrid, as a fraction of the activations, including oneDNN's own
+copies of maps and filters. Measured (glibc 2.36, 2026-11)."""
 
 WeightEps = Literal["variance", "deviation"]
 """Statistic that `weight_eps` is added to: the variance (before the square root) or the standard deviation."""
@@ -81,14 +90,13 @@ class RootConfig:
 
 @refuse_assignment
 @dataclass(frozen=True, kw_only=True)
-class ResNetConfig:
+class ResNetConfig(NetworkConfig):
     """The config of a BiT ResNet. The defaults are BiT-R50x1. Raises `ConfigError` for values that do not fit.
 
     `stem="3x3"`, `unit="basic"` and `norm_groups=1` make a small ResNet for small images, such as BiT-Pico.
     """
 
     architecture: ClassVar[Literal["BiT"]] = "BiT"
-    """Name of the architecture in files and messages."""
     has_uniform_blocks: ClassVar[bool] = False
     """False because stages differ in shape, so each unit would need a compiled graph of its own."""
     recomputes_blocks: ClassVar[bool] = False
@@ -96,9 +104,7 @@ class ResNetConfig:
     adaptable: ClassVar[tuple[str, ...]] = ()
     """Names of the weights in a block that LoRA can adapt: none, because units have no dense layers."""
     head_hidden: ClassVar[int] = 0
-    """Units of a hidden layer before the head: a ResNet has none."""
     weights_depend_on_size: ClassVar[bool] = False
-    """False because no weight is made for one image size."""
 
     image_size: tuple[int, int] = (224, 224)
     """Height and width of images in pixels. The network also accepts every other size."""
@@ -169,34 +175,27 @@ class ResNetConfig:
 
     @property
     def num_blocks(self) -> int:
-        """Number of residual units in all stages."""
         return sum(self.depths)
 
     @property
     def stream_width(self) -> int:
-        """Channels of the last feature map. Learning rates are scaled by this number."""
         return self.embed_width
 
     @property
     def head_inputs(self) -> int:
-        """Number of inputs of the head."""
         return self.embed_width
 
     @property
     def tokens(self) -> int:
-        """Number of cells of the last feature map for an image of `image_size`."""
         return math.prod(self.grid_of(*self.image_size))
 
     def with_image_size(self, image_size: tuple[int, int]) -> ResNetConfig:
-        """Return the same config for another image size."""
         return replace(self, image_size=image_size)
 
     def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> ResNetConfig:
-        """Return the same config with a head of `num_classes` outputs. There is no hidden layer to drop."""
         return replace(self, num_classes=num_classes)
 
     def nearest_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the nearest image size that the network accepts. A ResNet accepts every size of at least one pixel."""
         return max(1, height), max(1, width)
 
     def grid_of(self, height: int, width: int) -> tuple[int, int]:
@@ -207,25 +206,43 @@ class ResNetConfig:
         return math.ceil(height / stride), math.ceil(width / stride)
 
     def parameters(self) -> int:
-        """Return the number of weights."""
-        return costs.parameters(self)
+        convolved = sum(unit.parameters(bit=True) for unit in units(self, self.image_size))
+        stem = _stem_kernel(self) ** 2 * self.channels * self.width
+        return stem + convolved + 2 * self.embed_width + self.num_classes * (self.embed_width + 1)
 
     def macs(self, image_size: tuple[int, int] | None = None) -> int:
-        """Return the multiply-accumulates of the forward pass of one image."""
-        return costs.macs(self, image_size or self.image_size)
+        size = image_size or self.image_size
+        convolved = sum(unit.macs for unit in units(self, size))
+        return _first_macs(self, size) + convolved + self.num_classes * self.embed_width
 
     def inference_flops(self, image_size: tuple[int, int] | None = None) -> int:
-        """Return the FLOPs that are computed to predict one image."""
         return 2 * self.macs(image_size)
 
     def training_flops(self, image_size: tuple[int, int] | None = None, trained_blocks: int | None = None) -> int:
-        """Return the FLOPs that a training step computes per image. By default all blocks are trained, otherwise the
-        last `trained_blocks` with the layers after them, or only the head (0)."""
-        return costs.training_flops(self, image_size or self.image_size, trained_blocks)
+        """Return the FLOPs that a training step computes per image. The gradient of the image is not computed. By
+        default all blocks are trained, otherwise the last `trained_blocks` with the layers after them, or only the head
+        (0). The layers below have no backward pass."""
+        size = image_size or self.image_size
+        forward, first = self.macs(size), _first_macs(self, size)
+        if trained_blocks is None:
+            return 2 * (3 * forward - first)
+        if not trained_blocks:  # the head, whose input has no gradient
+            return 2 * (forward + self.num_classes * self.embed_width)
+        frozen = list(units(self, size))[: self.num_blocks - trained_blocks]
+        return 2 * (3 * forward - 2 * (first + sum(unit.macs for unit in frozen)))
 
     def footprint(self, image_size: tuple[int, int], precision: FootprintPrecision) -> Footprint:
-        """Return the memory that a training step needs."""
-        return costs.footprint(self, image_size, precision)
+        count = self.parameters()
+        pooled = 8 * self.width * math.prod(cells(image_size, 4)) * (self.stem == "7x7+pool")
+        return Footprint(
+            parameters=count,
+            activations=bytes_each(precision) * _kept(self, image_size) + pooled,
+            first_weights=standardised_bytes(precision) * count,
+            last_weights=4 * count,
+            filters=filter_bytes(self),
+            gaps=GAPS,
+            predicting=predicting_bytes(self, image_size, precision),
+        )
 
 
 def _check(
@@ -242,3 +259,193 @@ def _check(
         problems.append(f"weight_eps_on={weight_eps_on!r} is not one of {', '.join(map(repr, get_args(WeightEps)))}")
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+class Convolution(NamedTuple):
+    """A convolution of a unit, with the cells of its input and output."""
+
+    inputs: int
+    outputs: int
+    kernel: int
+    cells_in: int
+    cells_out: int
+
+    @property
+    def weights(self) -> int:
+        return self.inputs * self.outputs * self.kernel**2
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One residual unit, with its channels and its feature map before and after the stride."""
+
+    before: int
+    after: int
+    side: tuple[int, int]
+    stride: int
+    kind: ResNetUnit
+
+    @property
+    def middle(self) -> int:
+        """Channels between the convolutions."""
+        return self.after // EXPANSION if self.kind == "bottleneck" else self.after
+
+    @property
+    def has_shortcut(self) -> bool:
+        return self.stride > 1 or self.before != self.after
+
+    @property
+    def cells_in(self) -> int:
+        return math.prod(self.side)
+
+    @property
+    def cells_out(self) -> int:
+        return math.prod(cells(self.side, self.stride))
+
+    @property
+    def convolutions(self) -> list[Convolution]:
+        """The convolutions besides the shortcut."""
+        cells_in, cells_out = self.cells_in, self.cells_out
+        if self.kind == "basic":
+            first = Convolution(self.before, self.middle, 3, cells_in, cells_out)
+            return [first, Convolution(self.middle, self.after, 3, cells_out, cells_out)]
+        return [
+            Convolution(self.before, self.middle, 1, cells_in, cells_in),
+            Convolution(self.middle, self.middle, 3, cells_in, cells_out),
+            Convolution(self.middle, self.after, 1, cells_out, cells_out),
+        ]
+
+    @property
+    def macs(self) -> int:
+        shortcut = self.before * self.after * self.cells_out * self.has_shortcut
+        return shortcut + sum(one.weights * one.cells_out for one in self.convolutions)
+
+    def parameters(self, *, bit: bool) -> int:
+        """Return the number of weights. BiT's norms are before each convolution; others are after it."""
+        shortcut, parts = self.before * self.after * self.has_shortcut, self.convolutions
+        normed = sum(one.inputs if bit else one.outputs for one in parts) + (not bit) * self.after * self.has_shortcut
+        return shortcut + sum(one.weights for one in parts) + 2 * normed
+
+    @property
+    def kept(self) -> int:
+        """Number of values of a BiT unit that the backward pass reads: every norm keeps its input, and every
+        convolution the activated map."""
+        return sum(2 * one.inputs * one.cells_in for one in self.convolutions)
+
+    @property
+    def held(self) -> int:
+        """Largest number of values in a prediction: the input, the normed input and the maps of the convolutions."""
+        return self.kept + 2 * self.after * self.cells_out
+
+
+def cells(size: tuple[int, int], stride: int) -> tuple[int, int]:
+    """Return the sides of a feature map after a stride, rounded up."""
+    return math.ceil(size[0] / stride), math.ceil(size[1] / stride)
+
+
+def units(shape: ResNetConfig | RootConfig, size: tuple[int, int]) -> Iterator[Unit]:
+    """Yield the units of a ResNet, or of a hybrid's root, in order."""
+    widths = [shape.width, *(shape.width * shape.expansion * 2**stage for stage in range(len(shape.depths)))]
+    side = cells(size, shape.stem_stride)
+    for stage, (depth, (before, after)) in enumerate(zip(shape.depths, pairwise(widths), strict=True)):
+        for unit in range(depth):
+            stride = 1 if unit else 2 if stage else shape.first_stride
+            yield Unit(before if unit == 0 else after, after, side, stride, shape.unit)
+            side = cells(side, stride)
+
+
+def predicting_bytes(shape: ResNetConfig | RootConfig, size: tuple[int, int], precision: FootprintPrecision) -> int:
+    """Return the peak bytes per image of a prediction. It is in a unit or in the stem."""
+    stem = 2 * shape.width * math.prod(cells(size, min(2, shape.stem_stride)))
+    held = (unit.held for unit in units(shape, size))
+    return int((1 + GAPS) * bytes_each(precision) * max(stem, *held, 0))
+
+
+def root_parameters(root: RootConfig, channels: int) -> int:
+    """Return the number of weights of a hybrid's root."""
+    convolved = sum(unit.parameters(bit=False) for unit in units(root, (224, 224)))
+    half = root.width // 2
+    before = 9 * channels * half + 2 * half + 9 * half * root.width
+    return (49 * channels * root.width if root.stem == "7x7+pool" else before) + 2 * root.width + convolved
+
+
+def root_macs(root: RootConfig, channels: int, size: tuple[int, int]) -> int:
+    """Return the multiply-accumulates of a hybrid's root for one image."""
+    half = math.prod(cells(size, 2))
+    stem = root_first_macs(root, channels, size)
+    if root.stem == "3x3+3x3":
+        stem += half * 9 * (root.width // 2) * root.width
+    return stem + sum(unit.macs for unit in units(root, size))
+
+
+def root_first_macs(root: RootConfig, channels: int, size: tuple[int, int]) -> int:
+    """Return the multiply-accumulates of the root's first convolution, whose input needs no gradient."""
+    if root.stem == "3x3+3x3":
+        return math.prod(size) * 9 * channels * (root.width // 2)
+    return math.prod(cells(size, 2)) * 49 * channels * root.width
+
+
+def root_bytes(
+    root: RootConfig, channels: int, size: tuple[int, int], precision: FootprintPrecision, *, backward: bool = False
+) -> int:
+    """Return the bytes that a hybrid's root keeps per image. With `backward`, add the gradient of the first feature
+    map."""
+    as_published = root.stem == "7x7+pool"
+    kept = _root_kept(root, channels, size)
+    if backward:
+        kept += root.width * math.prod(cells(size, 2)) if as_published else root.width // 2 * math.prod(size)
+    pooled = 8 * root.width * math.prod(cells(size, 4)) * as_published
+    return bytes_each(precision) * kept + pooled
+
+
+def standardised_bytes(precision: FootprintPrecision) -> int:
+    """Return the bytes per weight of a filter's two copies: one with the mean subtracted, and one standardised."""
+    return 4 + bytes_each(precision)
+
+
+def filter_bytes(shape: ResNetConfig | RootConfig) -> int:
+    """Return the bytes of the five temporary tensors in the backward pass of the largest standardised filters."""
+    return 4 * 5 * max((9 * unit.middle**2 for unit in units(shape, (224, 224))), default=0)
+
+
+def _first_macs(config: ResNetConfig, size: tuple[int, int]) -> int:
+    stride = min(2, config.stem_stride)
+    return math.prod(cells(size, stride)) * _stem_kernel(config) ** 2 * config.channels * config.width
+
+
+def _stem_kernel(config: ResNetConfig) -> int:
+    return 7 if config.stem == "7x7+pool" else 3
+
+
+def _kept(config: ResNetConfig, size: tuple[int, int]) -> int:
+    kept = config.channels * math.prod(size) + sum(unit.kept for unit in units(config, size))
+    if config.stem == "7x7+pool":
+        half = cells(size, 2)
+        kept += config.width * (half[0] + 2) * (half[1] + 2)
+    return kept + 2 * math.prod(config.grid_of(*size)) * config.embed_width
+
+
+def _root_kept(root: RootConfig, channels: int, size: tuple[int, int]) -> int:
+    half = cells(size, 2)
+    kept = 2 * root.width * math.prod(half)
+    if root.stem == "3x3+3x3":
+        before = root.width // 2
+        kept += channels * _padded(size, 3, 1) + 2 * before * math.prod(size) + before * _padded(size, 3, 2)
+    else:
+        kept += channels * _padded(size, 7, 2)
+        padded = _padded(half, 3, 2)
+        kept += root.width * (padded if padded > math.prod(half) else 0)
+        kept += root.width * math.prod(cells(size, 4)) * bool(root.depths)
+    for unit in units(root, size):
+        kept += 2 * unit.middle * unit.cells_in + unit.middle * (
+            _padded(unit.side, 3, unit.stride) + 2 * unit.cells_out
+        )
+        kept += (2 + unit.has_shortcut) * unit.after * unit.cells_out
+    return kept
+
+
+def _padded(side: tuple[int, int], kernel: int, stride: int) -> int:
+    """Return the number of cells of a feature map after "SAME" padding."""
+    new = cells(side, stride)
+    height, width = (max(s, (m - 1) * stride + kernel) for s, m in zip(side, new, strict=True))
+    return height * width

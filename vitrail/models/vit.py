@@ -5,37 +5,39 @@
     z_l  = MLP(LN(z'_l)) + z'_l                           equation 3
     y    = LN(z_L^0)                                      equation 4
 
-Read `VisionTransformer._embedded` for equation 1, `Block.forward` in `block.py` for equations 2 and 3, and
-`VisionTransformer._encode` for equation 4.
+`VisionTransformer.tokens` computes them. Equation 1 is in `embedding`, and equations 2 and 3 are in `blocks.py`
+(`Block.forward`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, overload
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from vitrail.models.attention import AttentionLayer, AttentionPositions
-from vitrail.models.block import Block, make_block
-from vitrail.models.layers import LayerScale, Mlp, SwiGlu, in_format_of, lecun_normal_
+from vitrail.models.attention.full import in_format_of
+from vitrail.models.blocks import Block, LayerScale, Mlp, SwiGlu, Visit, lecun_normal_, make_blocks
 from vitrail.models.linear.dense import Linear
-from vitrail.models.network import Features, Layers, block_numbers, check_images, with_new_head, with_resized_parts
+from vitrail.models.network import (
+    Features,
+    Layers,
+    block_numbers,
+    check_images,
+    image_sides,
+    with_new_head,
+    with_resized_parts,
+)
+from vitrail.models.reduction import Removal, TokenReduction
 from vitrail.models.resnet import HybridRoot
-from vitrail.models.reversible import reversible
-from vitrail.models.tokens.grids import image_sides
-from vitrail.models.tokens.patches import PatchEmbedding, PrefixTokens, Replace
-from vitrail.models.tokens.pooling import AttentionPool, pool
-from vitrail.models.tokens.reduction import Removal, TokenReduction, size_bias
+from vitrail.models.tokens import AttentionPool, PatchEmbedding, Patches, PrefixTokens, Replace, pool
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import from_plain
-
-Visit = Callable[[int, Tensor, AttentionPositions | None, Tensor], None]
-"""A function that is called after each block with (layer, input tokens, positions inside attention, output tokens)."""
 
 
 class VisionTransformer(nn.Module):
@@ -61,10 +63,10 @@ class VisionTransformer(nn.Module):
         channels = config.root.out_channels if config.root else config.channels
         self.patches = PatchEmbedding(config.patch_size, channels, config.width, bias=config.patch_bias)
         self.prefix = PrefixTokens(config.width, class_token=config.has_class_token, registers=config.registers)
-        self.positions = config.position_embedding.build()
+        self.positions = config.position_embedding.of(config)
         self.context = config.attention_kind.context()
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(make_block(config, layer) for layer in range(config.num_blocks))
+        self.blocks = make_blocks(config)
         self.norm = nn.LayerNorm(config.width if config.final_norm == "tokens" else config.embed_width, config.norm_eps)
         self.attention_pool = (
             AttentionPool(config.width, config.heads, config.mlp_width, config.activation, config.norm_eps)
@@ -75,6 +77,40 @@ class VisionTransformer(nn.Module):
         self.head = Linear(config.head_inputs, config.num_classes) if config.num_classes else None
         if not self.norm.weight.is_meta:  # on "meta", weights are loaded later; drawing imports the compiler
             self.initialise()
+
+    def tokens(
+        self, images: Float[Tensor, "b c h w"], patches: Patches, read: int | None = None, *, visit: Visit | None = None
+    ) -> Float[Tensor, "b m width"]:
+        """Return class token, registers and patches after the last block and the final norm.
+
+        With `read`, return only the first `read` tokens. The last block then skips the other tokens. The class token
+        alone is enough for a head that pools by "cls".
+        """
+        z = self.embedding(images, patches)  # equation 1
+        insides = self.positions.for_attention(patches.grid, len(self.blocks), images.device, patches.kept)
+        if self.context is not None:
+            insides = self.context.join(insides, patches.grid, images.device, patches.kept)
+        between = None if self.config.positions_place == "stem" else partial(self._positioned, patches)
+        checkpoints = self.checkpoints_activations
+        z = self.blocks(z, insides, read, between=between, visit=visit, checkpoints=checkpoints)  # equations 2 and 3
+        return self.norm(z) if self.config.final_norm == "tokens" else z  # equation 4
+
+    def embedding(self, images: Float[Tensor, "b c h w"], patches: Patches) -> Float[Tensor, "b n width"]:
+        """Return the input of the first block: equation 1."""
+        z = self.patches(images if self.root is None else self.root(images), patches.kept)
+        # Under autocast, the branches of the blocks are in bfloat16, but the residual stream that they are added to has
+        # the format of the weights. In bfloat16 it would lose small branches, and on a CPU the gradients of the norms'
+        # biases would be summed in bfloat16, which is imprecise over many tokens (docs/performance.md).
+        z = in_format_of(self.norm, z)
+        z = z if patches.replace is None else patches.replace(z)
+        return self.dropout(self._positioned(patches, self.prefix(z), 0))
+
+    def _positioned(self, patches: Patches, z: Float[Tensor, "b n width"], layer: int) -> Float[Tensor, "b n width"]:
+        """Return tokens with the positions of a layer. In the usual case, tokens are the only argument, because hooks
+        of other libraries, such as Opacus, accept nothing but tensors."""
+        if patches.grid == self.positions.grid and not layer and patches.kept is None:
+            return self.positions(z)
+        return self.positions(z, patches.grid, layer, patches.kept)
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         """Return logits, or the inputs of the head if the network has no head."""
@@ -91,7 +127,7 @@ class VisionTransformer(nn.Module):
         if self.config.reduction is not None and not self.training:
             pooled = self._pooled_fewer(images, self.config.reduction)
         elif self.config.pool == "cls":
-            pooled = self._encode(images, self._read())[:, 0]
+            pooled = self.tokens(images, self._patches(images), self.blocks.first)[:, 0]
         else:
             pooled = pool(self.features(images), self.config.pool, self.attention_pool)
         return self.norm(pooled) if self.config.final_norm == "pooled" else pooled
@@ -109,16 +145,16 @@ class VisionTransformer(nn.Module):
         or backward from -1. Raises `ConfigError` for an unknown block, for a wrong number of channels, and for an image
         size that the patch size does not divide.
         """
-        grid = self._grid(images)
+        patches = self._patches(images)
         if layers is None:
-            return self._split(self._encode(images), grid)
+            return self._split(self.tokens(images, patches), patches)
         chosen, found = block_numbers(layers, self.config.num_blocks), dict[int, Features]()
 
         def visit(layer: int, before: Tensor, inside: AttentionPositions | None, after: Tensor) -> None:
             if layer in chosen:
-                found[layer] = self._split(after, grid)
+                found[layer] = self._split(after, patches)
 
-        self._encode(images, visit=visit)
+        self.tokens(images, patches, visit=visit)
         return tuple(found[layer] for layer in chosen)
 
     def encode(
@@ -133,9 +169,10 @@ class VisionTransformer(nn.Module):
         `keep[image, i]` is the index, in row-major order of the grid, of the i-th patch to encode. The result has the
         patches in this order, and every patch keeps the position embedding of its index. `replace` receives the patch
         embeddings, before positions are added, and returns their replacements: see
-        `vitrail.models.tokens.patches.mask_tokens`. Raises `ConfigError` as `features` does.
+        `vitrail.models.tokens.mask_tokens`. Raises `ConfigError` as `features` does.
         """
-        return self._split(self._encode(images, keep=keep, replace=replace), self._grid(images))
+        patches = self._patches(images, keep, replace)
+        return self._split(self.tokens(images, patches), patches)
 
     def attention_weights(
         self, images: Float[Tensor, "b c h w"], layers: Sequence[int] | None = None
@@ -156,123 +193,35 @@ class VisionTransformer(nn.Module):
                 assert isinstance(block, Block)
                 found[layer] = block.attention.weights(block.norm1(before), inside)
 
-        self._encode(images, visit=visit)
+        self.tokens(images, self._patches(images), visit=visit)
         return tuple(found[layer] for layer in chosen)
 
-    def _split(self, z: Float[Tensor, "b n width"], grid: tuple[int, int]) -> Features:
+    def _split(self, z: Float[Tensor, "b n width"], patches: Patches) -> Features:
         first, prefix = int(self.config.has_class_token), self.config.prefix
-        return Features(z[:, 0] if first else None, z[:, first:prefix], z[:, prefix:], grid)
-
-    def _encode(
-        self,
-        images: Float[Tensor, "b c h w"],
-        read: int | None = None,
-        *,
-        keep: Int64[Tensor, "b k"] | None = None,
-        replace: Replace | None = None,
-        visit: Visit | None = None,
-    ) -> Float[Tensor, "b m width"]:
-        """Return class token, registers and patches after the last block and the final norm.
-
-        With `read`, return only the first `read` tokens. The last block then skips the other tokens. The class token
-        alone is enough for a head that pools by "cls".
-        """
-        grid = self._grid(images)
-        kept = self._draw_kept(images, grid) if keep is None else keep
-        z = self._embedded(images, grid, kept, replace)
-        insides = self.positions.for_attention(grid, len(self.blocks), images.device, kept)
-        if self.context is not None:
-            insides = self.context.join(insides, grid, images.device, kept)
-        if self.config.reversible:
-            z = self._reversibly(z, insides, read, visit)
-            return self.norm(z) if self.config.final_norm == "tokens" else z
-        for layer, (block, inside) in enumerate(zip(self.blocks, insides, strict=True)):
-            if layer and self.config.positions_place != "stem":
-                z = self._positioned(z, grid, layer, kept)
-            before, arguments = z, (z, inside, read if layer == len(self.blocks) - 1 else None)
-            if self.checkpoints_activations and self.training:
-                z = checkpoint(block, *arguments, use_reentrant=False)
-            else:
-                z = block(*arguments)
-            if visit is not None:
-                visit(layer, before, inside, z)
-        return self.norm(z) if self.config.final_norm == "tokens" else z  # equation 4
-
-    def _read(self) -> int | None:
-        """Return the number of tokens that a head with pool="cls" needs of the last block, or None if the block may mix
-        tokens after attention."""
-        last = self.blocks[-1]
-        return 1 if isinstance(last, Block) and last.treats_tokens_alone else None
-
-    def _reversibly(
-        self,
-        z: Float[Tensor, "b n width"],
-        insides: Sequence[AttentionPositions | None],
-        read: int | None,
-        visit: Visit | None,
-    ) -> Float[Tensor, "b m width"]:
-        """Return the first `read` tokens of the mean of both streams after the last block. Both streams begin as the
-        same tokens."""
-        first = second = z
-        if self.training and torch.is_grad_enabled() and visit is None:
-            first, second = reversible(list(self.blocks), insides, first, second)
-            return (first[:, :read] + second[:, :read]) / 2
-        for layer, (block, inside) in enumerate(zip(self.blocks, insides, strict=True)):
-            before = second
-            first, second = block(second, inside, first=first)
-            if visit is not None:
-                visit(layer, before, inside, (first + second) / 2)
-        return (first[:, :read] + second[:, :read]) / 2
-
-    def _embedded(
-        self, images: Tensor, grid: tuple[int, int], kept: Tensor | None = None, replace: Replace | None = None
-    ) -> Float[Tensor, "b n width"]:
-        """Return the input of the first block: equation 1."""
-        z = self.patches(images if self.root is None else self.root(images), kept)
-        # Under autocast, the branches of the blocks are in bfloat16, but the residual stream that they are added to has
-        # the format of the weights. In bfloat16 it would lose small branches, and on a CPU the gradients of the norms'
-        # biases would be summed in bfloat16, which is imprecise over many tokens (docs/performance.md).
-        z = in_format_of(self.norm, z)
-        z = z if replace is None else replace(z)
-        return self.dropout(self._positioned(self.prefix(z), grid, 0, kept))
-
-    def _positioned(
-        self, z: Float[Tensor, "b n width"], grid: tuple[int, int], layer: int, kept: Tensor | None
-    ) -> Float[Tensor, "b n width"]:
-        """Return tokens with the positions of a layer. In the usual case, tokens are the only argument, because hooks
-        of other libraries, such as Opacus, accept nothing but tensors."""
-        if grid == self.positions.grid and not layer and kept is None:
-            return self.positions(z)
-        return self.positions(z, grid, layer, kept)
+        return Features(z[:, 0] if first else None, z[:, first:prefix], z[:, prefix:], patches.grid)
 
     def _pooled_fewer(
         self, images: Float[Tensor, "b c h w"], reduction: TokenReduction
     ) -> Float[Tensor, "b embed_width"]:
-        """Return the pooled tokens, of which every block has removed some (`vitrail.models.tokens.reduction`)."""
-        grid, config = self._grid(images), self.config
-        z, removal = self._embedded(images, grid), Removal(reduction.by, config.prefix)
-        counts = reduction.counts(config.depth, math.prod(grid))
-        for layer, (block, removal.count) in enumerate(zip(self.blocks, counts, strict=True)):
-            bias = size_bias(removal.sizes)
-            is_last = config.pool == "cls" and layer == config.depth - 1
-            inside = AttentionPositions(bias, removal=None if is_last else removal)
-            # Compiled blocks would be compiled again for each number of tokens. `_call_impl` is the call without that.
-            z = block._call_impl(z, inside, self._read() if is_last else None)  # type: ignore[no-untyped-call]
+        """Return the pooled tokens, of which every block has removed some (`vitrail.models.reduction`)."""
+        patches, config = self._patches(images), self.config
+        removal, counts = Removal(reduction.by, config.prefix), reduction.counts(config.depth, math.prod(patches.grid))
+        z = self.embedding(images, patches)
+        z = self.blocks.reduced(z, removal, counts, reads_first=config.pool == "cls")
         z = self.norm(z) if config.final_norm == "tokens" else z
-        return pool(self._split(z, grid), config.pool, self.attention_pool, removal.sizes)
+        return pool(self._split(z, patches), config.pool, self.attention_pool, removal.sizes)
 
-    def _draw_kept(self, images: Tensor, grid: tuple[int, int]) -> Int64[Tensor, "b k"] | None:
-        """Return the indices of the patches that patch dropout keeps, in ascending order, or None if all are kept."""
+    def _patches(self, images: Tensor, keep: Tensor | None = None, replace: Replace | None = None) -> Patches:
+        """Return the patches to encode: those that `keep` names, or all but those that patch dropout drops. Raise
+        `ConfigError` for images that do not fit."""
+        check_images(images, self.config.channels)
+        grid = self.config.grid_of(*image_sides(images))
         patches = math.prod(grid)
         count = self.config.kept_of(patches, self.patch_dropout)
-        if not self.training or count == patches:
-            return None
-        scores = torch.rand(len(images), patches, device=images.device)
-        return scores.topk(count, dim=1).indices.sort(dim=1).values
-
-    def _grid(self, images: Tensor) -> tuple[int, int]:
-        check_images(images, self.config.channels)
-        return self.config.grid_of(*image_sides(images))
+        if keep is None and self.training and count < patches:
+            scores = torch.rand(len(images), patches, device=images.device)
+            keep = scores.topk(count, dim=1).indices.sort(dim=1).values
+        return Patches(grid, keep, replace)
 
     def layers(self) -> Layers:
         """Return the modules from bottom to top."""

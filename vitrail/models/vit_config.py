@@ -1,29 +1,49 @@
-"""The config of a Vision Transformer: every choice that decides its shapes and arithmetic."""
+"""The config of a Vision Transformer: every choice that decides its shapes and arithmetic, and their cost."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from vitrail.errors import ConfigError
 from vitrail.models.attention import ATTENTION, AttentionKind
-from vitrail.models.attention.settings import attention_name
-from vitrail.models.cost import transformer
-from vitrail.models.cost.footprint import Footprint, FootprintPrecision
-from vitrail.models.layers import Activation
-from vitrail.models.network import refuse_assignment
-from vitrail.models.positions import POSITIONS, Covered, PositionEmbedding, PositionPlace, PositionResize
-from vitrail.models.resnet_config import RootConfig
-from vitrail.models.tokens.pooling import FinalNorm, Pool
-from vitrail.models.tokens.reduction import TokenReduction
+from vitrail.models.attention.base import attention_name
+from vitrail.models.linear.dense import ONEDNN
+from vitrail.models.network import (
+    Footprint,
+    FootprintPrecision,
+    NetworkConfig,
+    bytes_each,
+    refuse_assignment,
+    weights_of,
+)
+from vitrail.models.positions import POSITIONS, Covered, PositionPlace, PositionResize, Positions
+from vitrail.models.positions.embedding import TransformerConfig
+from vitrail.models.reduction import TokenReduction
+from vitrail.models.resnet_config import GAPS as RESNET_GAPS
+from vitrail.models.resnet_config import (
+    RootConfig,
+    filter_bytes,
+    predicting_bytes,
+    root_bytes,
+    root_first_macs,
+    root_macs,
+    root_parameters,
+    standardised_bytes,
+)
 from vitrail.settings import pairs, raise_problems
+
+Activation = Literal["gelu", "gelu-tanh", "swiglu"]
+Pool = Literal["cls", "gap", "map", "cls+gap", "cls+dist"]
+FinalNorm = Literal["tokens", "pooled"]
 
 
 @refuse_assignment
 @dataclass(frozen=True, kw_only=True)
-class ViTConfig:
+class ViTConfig(NetworkConfig, TransformerConfig):
     """The config of a Vision Transformer.
 
     The defaults are the paper's ViT-B/16. Raises `ConfigError` if fields have invalid values. The message names all of
@@ -33,11 +53,8 @@ class ViTConfig:
     architecture: ClassVar[Literal["ViT"]] = "ViT"
     """Name of the architecture in files and messages. Hybrids are Vision Transformers with a root."""
     has_uniform_blocks: ClassVar[bool] = True
-    """True because all blocks have the same shapes, so that one compiled graph serves them all."""
     recomputes_blocks: ClassVar[bool] = True
-    """True because the backward pass can compute each block again from its inputs."""
     adaptable: ClassVar[tuple[str, ...]] = ("query", "key", "value", "out", "up", "down")
-    """Names of the weights in a block that LoRA can adapt."""
 
     image_size: tuple[int, int] = (224, 224)
     """Height and width of images in pixels. Learned positions are resized for images of another size."""
@@ -118,7 +135,7 @@ class ViTConfig:
     (2001.04451). The memory for activations then does not grow with the depth, and a step computes the blocks once
     more."""
     reduction: TokenReduction | None = None
-    """Token merging or pruning when the network predicts (`vitrail.models.tokens.reduction`). By default all tokens are
+    """Token merging or pruning when the network predicts (`vitrail.models.reduction`). By default all tokens are
     kept."""
 
     def __post_init__(self) -> None:
@@ -167,17 +184,14 @@ class ViTConfig:
 
     @property
     def stream_width(self) -> int:
-        """Width of the residual stream below the head. Learning rates are scaled by this width."""
         return self.width
 
     @property
     def weights_depend_on_size(self) -> bool:
-        """True if positions or attention have weights that are made for one grid of patches."""
         return self.position_embedding.depends_on_grid or self.attention_kind.depends_on_grid
 
     @property
     def head_inputs(self) -> int:
-        """Number of inputs of the head's last layer."""
         return self.head_hidden or self.embed_width
 
     @property
@@ -191,9 +205,14 @@ class ViTConfig:
         return self.attention_in(0)
 
     @property
-    def position_embedding(self) -> PositionEmbedding:
-        """The position embedding that `positions` names: module, validation and cost."""
-        return POSITIONS[self.positions](self)
+    def takes_offsets(self) -> bool:
+        """True if attention reads a bias of offsets instead of a bias for every pair of tokens."""
+        return self.attention_kind.takes_offsets
+
+    @property
+    def position_embedding(self) -> type[Positions]:
+        """The class that `positions` names: module, validation and cost."""
+        return POSITIONS[self.positions]
 
     def attention_in(self, block: int) -> AttentionKind:
         """Return the attention of a block, counted from 0."""
@@ -215,12 +234,9 @@ class ViTConfig:
         return cells[0] // self.patch_size[0], cells[1] // self.patch_size[1]
 
     def with_image_size(self, image_size: tuple[int, int]) -> ViTConfig:
-        """Return the same config for another image size. Raise `ConfigError` if the patch size does not divide it."""
         return replace(self, image_size=image_size)
 
     def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> ViTConfig:
-        """Return the same config with a head of `num_classes` outputs. `drop_hidden` removes the hidden layer before
-        the head."""
         return replace(self, num_classes=num_classes, head_hidden=0 if drop_hidden else self.head_hidden)
 
     def depth_rate(self, layer: int) -> float:
@@ -235,32 +251,114 @@ class ViTConfig:
         return max(1, round(patches * (1 - (self.patch_dropout if dropout is None else dropout))))
 
     def nearest_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the image size nearest to (height, width) that patches fill without a remainder."""
         stride = self.root.stride if self.root else 1
         down, across = (stride * patch for patch in self.patch_size)
         return max(1, round(height / down)) * down, max(1, round(width / across)) * across
 
     def parameters(self) -> int:
-        """Return the number of weights."""
-        return transformer.parameters(self)
+        width = self.width
+        root = root_parameters(self.root, self.channels) if self.root else 0
+        stem = math.prod(self.patch_size) * self._stem_channels * width + width * self.patch_bias
+        norm = 2 * (width if self.final_norm == "tokens" else self.embed_width)
+        attention_pool = 0
+        if self.pool == "map":
+            attention_pool = width + 4 * width * (width + 1) + 2 * width + self._mlp_parameters(bias=True)
+        hidden = self.head_hidden * (self.embed_width + 1)
+        head = self.num_classes * (self.head_inputs + 1)
+        shared = self._counted[1]
+        return (
+            root + stem + self.prefix * width + shared + self.block_parameters() + norm + attention_pool + hidden + head
+        )
+
+    def block_parameters(self) -> int:
+        """Return the number of weights in all blocks."""
+        attention = self._counted[0]
+        norms, scales = 4 * self.width, 2 * self.width * (self.layer_scale > 0)
+        return self.num_blocks * (attention + norms + scales + self._mlp_parameters(bias=self.dense_bias))
 
     def macs(self, image_size: tuple[int, int] | None = None) -> int:
         """Return the multiply-accumulates of the forward pass of one image. They are counted as in the literature: all
         tokens pass through every block."""
-        return transformer.macs(self, image_size or self.image_size)
+        config = self.with_image_size(image_size or self.image_size)
+        return _macs(config, math.prod(config.grid))
 
     def inference_flops(self, image_size: tuple[int, int] | None = None) -> int:
         """Return the FLOPs that are computed to predict one image. Tokens that `reduction` removes are not counted."""
-        return transformer.inference_flops(self, image_size or self.image_size)
+        config = self.with_image_size(image_size or self.image_size)
+        return 2 * (config.macs() - _unread_macs(config, config.tokens) - _removed_macs(config))
 
     def training_flops(self, image_size: tuple[int, int] | None = None, trained_blocks: int | None = None) -> int:
-        """Return the FLOPs that a training step computes per image. By default all blocks are trained, otherwise the
-        last `trained_blocks` with the layers after them, or only the head (0)."""
-        return transformer.training_flops(self, image_size or self.image_size, trained_blocks)
+        """Return the FLOPs that a training step computes per image.
+
+        The backward pass has two matrix products for each product of the forward pass, and computes reversible blocks
+        again. The gradient of the image is not computed. Patches that `patch_dropout` removes are not counted, nor are
+        branches that `skip_dropped` skips. The number of images that skip a branch is not rounded here.
+
+        If only the last `trained_blocks` blocks are trained with the layers after them, the layers below have no
+        backward pass, and skip no branch. With 0 trained blocks, only the head is trained.
+        """
+        config = self.with_image_size(image_size or self.image_size)
+        patches, size, root = config.kept_of(math.prod(config.grid)), config.image_size, config.root
+        n, frozen = patches + config.prefix, 0 if trained_blocks is None else config.num_blocks - trained_blocks
+        trained = range(frozen, config.num_blocks)
+        unread = _unread_macs(config, n)
+        forward = _macs(config, patches) - unread
+        if config.skip_dropped and trained:
+            skipped = sum(config.depth_rate(block) * _block_macs(config, block, n) for block in trained)
+            forward -= round(skipped - config.depth_rate(trained[-1]) * unread)
+        again = sum(_block_macs(config, block, n) for block in trained) if config.reversible else 0
+        if trained_blocks is None:
+            first = root_first_macs(root, config.channels, size) if root else _stem_macs(config, patches)
+            return 2 * (3 * forward - first + again)
+        head = config.num_classes * config.head_inputs
+        if not trained_blocks:  # the lowest trained layer has no gradient of its input
+            return 2 * (forward + (2 * head + config.head_hidden * config.embed_width if config.head_hidden else head))
+        below = _stem_macs(config, patches) + sum(_block_macs(config, block, n) for block in range(frozen))
+        below += root_macs(root, config.channels, size) if root else 0
+        return 2 * (3 * forward - 2 * below - _frozen_macs(config, trained, n) + again)
 
     def footprint(self, image_size: tuple[int, int], precision: FootprintPrecision) -> Footprint:
-        """Return the memory that a training step needs."""
-        return transformer.footprint(self, image_size, precision)
+        count, copies, config = self.parameters(), 2 * (precision == "bf16"), self.with_image_size(image_size)
+        activations, passing = _activations(config, precision), _passing_bytes(config, precision)
+        gaps, filters, in_root, standardised = GAPS[precision] + 1 / config.num_blocks, 0, 0, 0
+        if config.root:
+            in_root = root_parameters(config.root, config.channels)
+            standardised = standardised_bytes(precision) * in_root
+            remaining = root_bytes(config.root, config.channels, image_size, precision, backward=True)
+            filters, gaps = filter_bytes(config.root), RESNET_GAPS
+        else:
+            remaining = (0 if config.reversible else activations // config.num_blocks) + passing
+        return Footprint(
+            parameters=count,
+            activations=activations,
+            first_weights=copies * (count - in_root) + standardised,
+            last_weights=4 * (count - in_root) + standardised,
+            filters=filters,
+            gaps=gaps,
+            passing=passing,
+            remaining=remaining,
+            predicting=_predicting_bytes(config, precision),
+        )
+
+    @property
+    def _counted(self) -> tuple[int, int]:
+        """The numbers of weights of an attention layer, and of what all blocks share: positions and context."""
+        classes: Any = type(self.attention_kind), self.position_embedding
+        return _counted(self, *classes)
+
+    @property
+    def _stem_channels(self) -> int:
+        return self.root.out_channels if self.root else self.channels
+
+    def _mlp_parameters(self, *, bias: bool) -> int:
+        up = (2 if self.activation == "swiglu" else 1) * self.mlp_width
+        return self.width * (up + self.mlp_width) + bias * (up + self.width)
+
+
+@functools.lru_cache(maxsize=256)
+def _counted(config: ViTConfig, kind: type[AttentionKind], positions: type[Positions]) -> tuple[int, int]:
+    attention = kind(config)
+    return weights_of(attention.build), weights_of(lambda: positions.of(config)) + weights_of(attention.context)
 
 
 CHOICES = {
@@ -304,7 +402,7 @@ def _not_a_choice(config: ViTConfig) -> list[str]:
 
 def _misfits(config: ViTConfig) -> list[str]:
     """Return messages for fields that are valid by themselves but do not fit together."""
-    found = config.position_embedding.problems() if config.positions in POSITIONS else []
+    found = config.position_embedding.problems(config) if config.positions in POSITIONS else []
     if attention_name(config.attention) in ATTENTION and config.positions in POSITIONS:
         found = [*_misfits_of_attention(config), *found]
     if config.reduction is not None:
@@ -378,3 +476,167 @@ def _misfits_of_reduction(config: ViTConfig) -> list[str]:
     if by == "prune" and not config.has_class_token:
         found.append("reduction.by='prune' needs a class token, whose attention chooses the tokens; choose 'merge'")
     return found
+
+
+GAPS = {"float32": 1 / 12, "bf16": 1 / 5}
+"""Unused bytes between tensors, as a fraction of the activations. `footprint` adds the bytes that one block keeps.
+
+glibc's heap often does not reuse the memory of a freed tensor (measured: glibc 2.36, 3 to 24 blocks, 2026-11)."""
+
+PREDICTING_GAPS = 1.0
+"""Unused bytes between tensors during a prediction, as a fraction of a block's tensors (docs/performance.md)."""
+
+
+def _macs(config: ViTConfig, patches: int) -> int:
+    """Return the multiply-accumulates for an image if this many patches are kept."""
+    n = patches + config.prefix
+    root = root_macs(config.root, config.channels, config.image_size) if config.root else 0
+    blocks = sum(_block_macs(config, block, n) for block in range(config.num_blocks))
+    attention_pool = _attention_pool_macs(config, n)
+    hidden = config.head_hidden * config.embed_width
+    head = config.num_classes * config.head_inputs
+    return root + _stem_macs(config, patches) + blocks + attention_pool + hidden + head
+
+
+def _block_macs(config: ViTConfig, block: int, n: int) -> int:
+    """Return the multiply-accumulates of a block for n tokens."""
+    return config.attention_in(block).macs(n, n) + n * _mlp_macs(config)
+
+
+def _unread_macs(config: ViTConfig, n: int) -> int:
+    """Return the multiply-accumulates that the last block skips.
+
+    The head reads only the class token, so the other tokens need only keys and values. Reversible blocks compute all
+    tokens, because the backward pass needs them.
+    """
+    if config.pool != "cls" or config.reversible:
+        return 0
+    attention = config.attention_in(config.num_blocks - 1)
+    return attention.macs(n, n) - attention.macs(n, 1) + (n - 1) * _mlp_macs(config)
+
+
+def _frozen_macs(config: ViTConfig, trained: range, n: int) -> int:
+    """Return the multiply-accumulates for gradients of weights that trained blocks use and that lie below all blocks.
+    These gradients are not computed if only blocks are trained."""
+    found = 0.0
+    for block in trained:
+        reads_one = block == config.num_blocks - 1 and config.pool == "cls" and not config.reversible
+        shared = config.attention_in(block).macs_of_shared_weights(n, 1 if reads_one else n)
+        found += shared * (1 - config.depth_rate(block) * config.skip_dropped)
+    return round(found)
+
+
+def _removed_macs(config: ViTConfig) -> int:
+    """Return the multiply-accumulates that `ViTConfig.reduction` saves, apart from those of `_unread_macs`.
+
+    A block removes tokens between attention and MLP, so its attention still has the tokens of the block before.
+    """
+    if config.reduction is None:
+        return 0
+    patches, n, saved = math.prod(config.grid), config.tokens, 0
+    attention, mlp, left = config.attention_kind, _mlp_macs(config), patches
+    for layer, count in enumerate(config.reduction.counts(config.depth, patches)):
+        now = left + config.prefix
+        if config.pool == "cls" and layer == config.depth - 1:
+            saved += attention.macs(n, 1) - attention.macs(now, 1)  # of the other tokens, only keys and values
+            break
+        saved += attention.macs(n, n) - attention.macs(now, now) + (n - now + count) * mlp
+        saved -= config.reduction.macs(count, left, config.prefix, config.heads, config.width // config.heads)
+        left -= count
+    return saved + _attention_pool_macs(config, n) - _attention_pool_macs(config, left + config.prefix)
+
+
+def _attention_pool_macs(config: ViTConfig, n: int) -> int:
+    if config.pool != "map":
+        return 0
+    width = config.width  # the query is the same for all images, but is computed with each batch
+    return 2 * n * width * width + 2 * width * width + 2 * n * width + _mlp_macs(config)
+
+
+def _stem_macs(config: ViTConfig, patches: int) -> int:
+    return patches * math.prod(config.patch_size) * config._stem_channels * config.width
+
+
+def _mlp_macs(config: ViTConfig) -> int:
+    """Return the multiply-accumulates of the MLP for one token."""
+    return (3 if config.activation == "swiglu" else 2) * config.width * config.mlp_width
+
+
+def _activations(config: ViTConfig, precision: FootprintPrecision) -> int:
+    each = bytes_each(precision)
+    patches = config.kept_of(math.prod(config.grid))
+    n, width = patches + config.prefix, config.width
+    read = 1 if config.pool == "cls" else n
+    stem = patches * math.prod(config.patch_size) * config._stem_channels
+    kept = each * stem
+    last = config.num_blocks - 1
+    if config.reversible:
+        kept += 8 * n * width  # both streams after the last block
+    else:
+        kept += sum(_block_bytes(config, block, n, n if block < last else read, precision) for block in range(last + 1))
+    kept += 4 * read * (width + 2) if config.final_norm == "tokens" else 4 * config.embed_width
+    if config.dropout:
+        kept += 4 * n * width
+    if config.patch_dropout:
+        kept += config.position_embedding.bytes_of_kept(config, patches, precision)
+    if config.pool == "map":
+        kept += each * (3 * n * width + (n * config.heads if precision == "bf16" else 0))
+        makes_gelu_again = precision == "bf16" and ONEDNN
+        hidden = 4 if config.activation == "swiglu" else 1 if makes_gelu_again else 2
+        kept += 4 * width + each * (3 * width + hidden * config.mlp_width)
+    if config.root:
+        # if a patch is one cell, the map is the input, which the last ReLU keeps too unless patches are selected
+        shared = stem if config.patch_size == (1, 1) and not config.patch_dropout else 0
+        kept += root_bytes(config.root, config.channels, config.image_size, precision) - each * shared
+    return kept
+
+
+def _block_bytes(config: ViTConfig, block: int, n: int, read: int, precision: FootprintPrecision) -> int:
+    """Return the bytes that a block keeps for n tokens if only the first `read` output tokens are computed."""
+    bf16 = precision == "bf16"
+    all_tokens, results, hidden = n * config.width, read * config.width, read * config.mlp_width
+    exact = all_tokens + 2 * n + results + 2 * read  # inputs of the two norms, with their means and deviations
+    kept = all_tokens + results  # outputs of the two norms
+    makes_gelu_again = bf16 and ONEDNN and not config.dropout
+    kept += (4 if config.activation == "swiglu" else 1 if makes_gelu_again else 2) * hidden
+    if config.layer_scale:
+        kept += 2 * results
+    if config.dropout:
+        kept += 2 * results + hidden
+    return 4 * exact + bytes_each(precision) * kept + config.attention_in(block).kept_bytes(n, read, precision)
+
+
+def _passing_bytes(config: ViTConfig, precision: FootprintPrecision) -> int:
+    """Return the peak extra bytes per image during the backward pass, beyond the kept activations.
+
+    The peak is in the last block that computes all tokens. For short sequences, the peak is in the MLP, where memory
+    holds the recomputed GELU and the gradients of GELU's output and input. For long sequences, the peak is in
+    attention.
+    """
+    bf16 = precision == "bf16"
+    n, width = config.kept_of(math.prod(config.grid)) + config.prefix, config.width
+    each = bytes_each(precision)
+    stream = n * width * (4 + 2 * bf16)  # the gradient, and its copy in the format of matrix products
+    hidden = 4 if config.activation == "swiglu" else 3 if bf16 and ONEDNN and not config.dropout else 1
+    mlp = each * hidden * n * config.mlp_width
+    attention = config.attention_kind.backward_bytes(n, precision)
+    if attention:  # the tensors that the MLP kept are freed by then
+        attention -= each * n * config.mlp_width + 6 * n * width
+    whole = stream + max(mlp, attention)
+    if config.reversible:  # what one block keeps, both streams before it, and the gradients of both
+        return whole + _block_bytes(config, 0, n, n, precision) + 12 * n * width
+    if config.pool != "cls":
+        return whole
+    keys_and_values = each * 2 * n * width
+    return max(keys_and_values, whole - _block_bytes(config, config.num_blocks - 1, n, 1, precision))
+
+
+def _predicting_bytes(config: ViTConfig, precision: FootprintPrecision) -> int:
+    """Return the peak bytes per image of a prediction. It is in a block's attention or MLP, or in a hybrid's root."""
+    each, n, width = bytes_each(precision), math.prod(config.grid) + config.prefix, config.width
+    stream = 4 * n * width
+    normed = 4 * n * width + (each * n * width if precision == "bf16" else 0)  # norms are computed in float32
+    mlp = each * n * (3 if config.activation == "swiglu" else 2) * config.mlp_width
+    block = stream + normed + max(mlp, config.attention_kind.kept_bytes(n, n, precision)) + each * n * width
+    root = predicting_bytes(config.root, config.image_size, precision) if config.root else 0
+    return max(int((1 + PREDICTING_GAPS) * block), root)

@@ -19,7 +19,7 @@ from vitrail.data.source import Source
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.machine import pick_device
-from vitrail.models.config import ModelConfig, override_fields
+from vitrail.models.variants import ModelConfig, override_fields
 from vitrail.processes.group import join_processes
 from vitrail.recipes.small import folder
 from vitrail.training.config import TrainConfig

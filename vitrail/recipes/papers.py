@@ -10,8 +10,7 @@ from typing import NamedTuple
 from vitrail.data.augment.settings import Augment, Preset
 from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.models.config import ModelConfig
-from vitrail.models.variants import variant_config
+from vitrail.models.variants import ModelConfig, variant_config
 from vitrail.tasks import Classification
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.optimizer import OptimizerConfig

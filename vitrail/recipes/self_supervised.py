@@ -8,7 +8,7 @@ from typing import Any
 from vitrail.data.augment.settings import Augment
 from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.models.config import ModelConfig
+from vitrail.models.variants import ModelConfig
 from vitrail.recipes.papers import DATA, IMAGENET_MEAN, IMAGENET_STD, PaperRecipe
 from vitrail.tasks import Dino, Mae, MaskedPatches, MoCo, SimClr, VqVae
 from vitrail.training.config import RunConfig, TrainConfig

@@ -8,7 +8,7 @@ from vitrail.data.augment.settings import Augment
 from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.experiments.noisy_student import Labelling, NoisyStudentConfig, Rounds
-from vitrail.models.config import ModelConfig
+from vitrail.models.variants import ModelConfig
 from vitrail.recipes.papers import DATA, IMAGENET_MEAN, IMAGENET_STD
 from vitrail.tasks import Classification
 from vitrail.training.config import RunConfig, TrainConfig

@@ -18,7 +18,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import fingerprint
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, plural
-from vitrail.models.config import ModelConfig
+from vitrail.models.variants import ModelConfig
 from vitrail.studies.claims import Claim
 from vitrail.training.config import RunConfig, StartConfig, TrainConfig
 from vitrail.training.job import phases_of, run_flops

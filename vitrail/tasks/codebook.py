@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor, nn
 
-from vitrail.models.block import make_block
+from vitrail.models.blocks import make_blocks
 from vitrail.models.linear.dense import Linear
 from vitrail.models.positions import sincos_2d
 from vitrail.models.vit_config import ViTConfig
@@ -199,7 +199,7 @@ class GridDecoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = Linear(width, config.width)
-        self.blocks = nn.ModuleList(make_block(config, layer) for layer in range(config.depth))
+        self.blocks = make_blocks(config)
         self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
         self.head = Linear(config.width, config.channels * config.patch_size[0] * config.patch_size[1])
         initialise_decoder(self)
@@ -207,9 +207,7 @@ class GridDecoder(nn.Module):
     def forward(self, codes: Float[Tensor, "b n width"], grid: tuple[int, int]) -> Float[Tensor, "b n pixels"]:
         z = self.embedding(codes).to(self.norm.weight.dtype)  # under autocast, the residual stream stays in float32
         z = z + sincos_2d(grid, self.config.width, device=z.device, lowest=False).to(z.dtype)
-        for block in self.blocks:
-            z = block(z, None, None)
-        return self.head(self.norm(z)).float()
+        return self.head(self.norm(self.blocks(z))).float()
 
 
 def join_patches(

@@ -22,7 +22,8 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.models.copies import shared_copy
-from vitrail.models.cost.footprint import FootprintPrecision, activation_bytes
+from vitrail.models.cost import activation_bytes
+from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig
 from vitrail.processes.group import Processes
 from vitrail.settings import above_zero, at_least, below_one

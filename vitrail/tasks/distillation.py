@@ -15,7 +15,7 @@ from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits, check_classes
 from vitrail.errors import ConfigError
-from vitrail.models.cost.footprint import FootprintPrecision
+from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import above_zero, one_of

@@ -23,13 +23,11 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.models.attention import AttentionLayer
-from vitrail.models.block import make_block
-from vitrail.models.cost.footprint import Footprint, FootprintPrecision
-from vitrail.models.layers import Mlp, SwiGlu
+from vitrail.models.blocks import Mlp, SwiGlu, make_blocks
 from vitrail.models.linear.dense import Linear
-from vitrail.models.network import Features
+from vitrail.models.network import Features, Footprint, FootprintPrecision
 from vitrail.models.positions import sincos_2d
-from vitrail.models.tokens.patches import cut_patches
+from vitrail.models.tokens import cut_patches
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import at_least
@@ -209,7 +207,7 @@ class MaeDecoder(nn.Module):
         self.config = config
         self.embedding = Linear(width, config.width)
         self.mask_token = nn.Parameter(torch.empty(config.width))
-        self.blocks = nn.ModuleList(make_block(config, layer) for layer in range(config.depth))
+        self.blocks = make_blocks(config)
         self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
         self.head = Linear(config.width, config.channels * config.patch_size[0] * config.patch_size[1])
         self.initialise()
@@ -230,9 +228,7 @@ class MaeDecoder(nn.Module):
         places = sincos_2d(encoded.grid, self.config.width, device=tokens.device, lowest=False).to(tokens.dtype)
         masks = self.mask_token + places[removed]
         z = torch.cat([masks, tokens[:, :first], tokens[:, first:] + places[visible]], dim=1)
-        for layer, block in enumerate(self.blocks):
-            z = block(z, None, count if layer == self.config.depth - 1 else None)
-        return self.head(self.norm(z)).float()
+        return self.head(self.norm(self.blocks(z, read=count))).float()
 
     @torch.no_grad()
     def initialise(self) -> None:

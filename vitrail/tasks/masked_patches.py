@@ -25,8 +25,8 @@ from vitrail.data.augment.operations import on_device
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
-from vitrail.models.cost.footprint import FootprintPrecision
-from vitrail.models.tokens.patches import Replace, cut_patches
+from vitrail.models.network import FootprintPrecision
+from vitrail.models.tokens import Replace, cut_patches
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import one_of

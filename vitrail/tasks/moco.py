@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
 from vitrail.data.splits import Splits
-from vitrail.models.cost.footprint import FootprintPrecision
+from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig
 from vitrail.processes.group import Processes
 from vitrail.settings import above_zero, at_least, below_one

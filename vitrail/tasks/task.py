@@ -22,7 +22,7 @@ from vitrail.data.splits import Splits
 from vitrail.data.targets import TargetKind
 from vitrail.errors import nearest
 from vitrail.evaluation.evaluators import Evaluator
-from vitrail.models.cost.footprint import FootprintPrecision
+from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig
 from vitrail.processes.group import Processes
 from vitrail.settings import raise_problems

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, UserError, listed
-from vitrail.models.cost.footprint import FootprintPrecision, prediction_bytes
+from vitrail.models.cost import prediction_bytes
+from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig
 from vitrail.weights.bundle import Bundle, OutputKind, weights_sha256
 from vitrail.weights.exported import ExportedNetwork

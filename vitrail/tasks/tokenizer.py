@@ -23,7 +23,8 @@ from torch import Tensor
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, UserError
 from vitrail.models.copies import shared_copy
-from vitrail.models.cost.footprint import FootprintPrecision, prediction_bytes
+from vitrail.models.cost import prediction_bytes
+from vitrail.models.network import FootprintPrecision
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import from_plain, to_plain
 from vitrail.tasks.codebook import Coder, CoderConfig, join_patches

@@ -27,8 +27,8 @@ from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.copies import shared_copy
-from vitrail.models.cost.footprint import Footprint, FootprintPrecision
-from vitrail.models.tokens.patches import cut_patches
+from vitrail.models.network import Footprint, FootprintPrecision
+from vitrail.models.tokens import cut_patches
 from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.models.vit_config import ViTConfig
 from vitrail.processes.group import Processes

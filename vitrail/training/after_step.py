@@ -23,7 +23,7 @@ from vitrail.data.splits import Splits
 from vitrail.errors import DataError, NonFiniteLoss, Stopped, plural
 from vitrail.evaluation.outputs import Outputs
 from vitrail.machine import peak_memory
-from vitrail.models.attention.kind import AttentionLayer
+from vitrail.models.attention.base import AttentionLayer
 from vitrail.processes.group import Processes, local, whole
 from vitrail.tasks.own_model import without_adapters
 from vitrail.tasks.task import Task

@@ -16,7 +16,7 @@ from vitrail.data.pipeline import Ranks, Stage, TrainingBatches, skips_allowed
 from vitrail.errors import ConfigError
 from vitrail.machine import available_memory
 from vitrail.models.compiled import compile_blocks
-from vitrail.models.linear.float8 import use_float8
+from vitrail.models.linear.low_bits import use_float8
 from vitrail.models.variants import build
 from vitrail.processes.group import Processes
 from vitrail.tasks.task import Objective

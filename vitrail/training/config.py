@@ -20,9 +20,9 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, nearest
 from vitrail.machine import TrainingPrecision
 from vitrail.models.compiled import Compile
-from vitrail.models.config import ModelConfig, override_fields
 from vitrail.models.linear.float32 import Float32Products
 from vitrail.models.linear.lora import Projection
+from vitrail.models.variants import ModelConfig, override_fields
 from vitrail.settings import (
     above_zero,
     at_least,

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 from vitrail.errors import ConfigError, RunError, nearest
 from vitrail.files import check_parent, partial_path, saving, write_json
 from vitrail.machine import pick_device
-from vitrail.models.config import ModelConfig
+from vitrail.models.variants import ModelConfig
 from vitrail.settings import bare_names, raise_problems
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig

@@ -26,19 +26,11 @@ from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.evaluation.evaluators import Evaluator, Together, evaluators_of
 from vitrail.machine import TrainingPrecision, check_memory, describe, pick_device, resolve_precision, total_memory
 from vitrail.models.compiled import Compiled, resolve_compile
-from vitrail.models.config import ModelConfig
-from vitrail.models.cost.footprint import (
-    Footprint,
-    FootprintPrecision,
-    activation_bytes,
-    checkpointed_bytes,
-    prediction_bytes,
-    training_bytes,
-)
-from vitrail.models.cost.transformer import block_parameters
-from vitrail.models.linear.float8 import check_float8
+from vitrail.models.cost import activation_bytes, checkpointed_bytes, prediction_bytes, training_bytes
 from vitrail.models.linear.float32 import resolve_float32_products
-from vitrail.models.variants import AnyConfig, AnyNetwork, transformer, transformer_config
+from vitrail.models.linear.low_bits import check_float8
+from vitrail.models.network import Footprint, FootprintPrecision
+from vitrail.models.variants import AnyConfig, AnyNetwork, ModelConfig, transformer, transformer_config
 from vitrail.processes.group import Processes
 from vitrail.settings import raise_problems
 from vitrail.tasks.own_model import has_known_architecture, own_config
@@ -762,8 +754,8 @@ class Plan:
 
 # Forecast of a training step on many GPUs by closed forms: memory, communication and bounds of the speed. Nothing is
 # measured. The weights and their moments are counted exactly. The activations are those of the closed form for a CPU
-# (`models/cost/footprint.py`), which keeps about what fused attention keeps on a GPU. The bounds of the speed follow
-# from the numbers of the GPU's data sheet.
+# (`models/cost.py`), which keeps about what fused attention keeps on a GPU. The bounds of the speed follow from the
+# numbers of the GPU's data sheet.
 
 
 @dataclass(frozen=True)
@@ -878,7 +870,7 @@ def _plan(config: TrainConfig, network: AnyConfig, world: int, gpu: Gpu) -> Scal
     copies = 4 + (config.optimizer.average > 0)  # weights, gradients, two moments, mean
     vit = transformer_config(network) if config.start.lora_rank is None else None
     copied = (
-        weights if vit is None or vit.reduction is not None or vit.reversible else weights - 4 * block_parameters(vit)
+        weights if vit is None or vit.reduction is not None or vit.reversible else weights - 4 * vit.block_parameters()
     )
     gathered = 2 * weights // network.num_blocks + copied  # two blocks at a time, and the copy for evaluations
     within, between = _sent(weights, shard, here, machines, run.accumulation)

@@ -20,7 +20,7 @@ from vitrail.evaluation.metrics.numbers import SELECTING
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.truth import truth_of
 from vitrail.machine import Precision, pick_device
-from vitrail.models.layers import StochasticDepth
+from vitrail.models.blocks import StochasticDepth
 from vitrail.models.linear.lora import add_adapters, check_adapters
 from vitrail.models.network import with_weights
 from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build

@@ -15,12 +15,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
-from vitrail.models.attention.kind import AttentionLayer
-from vitrail.models.layers import SwiGlu
+from vitrail.models.attention.base import AttentionLayer
+from vitrail.models.blocks import SwiGlu
 from vitrail.models.linear.lora import LowRank
 from vitrail.models.network import HasLayers
-from vitrail.models.tokens.patches import PatchEmbedding
-from vitrail.models.tokens.pooling import AttentionPool
+from vitrail.models.tokens import AttentionPool, PatchEmbedding
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of x, x^3 and x^5 in a step of the Newton-Schulz iteration. They bring singular values near 1 quickly,

@@ -18,7 +18,7 @@ from vitrail.data.splits import Splits
 from vitrail.data.targets import TargetKind
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.truth import truth_of
-from vitrail.models.cost.footprint import training_bytes
+from vitrail.models.cost import training_bytes
 from vitrail.models.variants import AnyConfig
 from vitrail.settings import seconds_in
 from vitrail.tasks.classification import Classification

@@ -9,7 +9,7 @@ import torch
 
 from vitrail.errors import BundleError, ConfigError
 from vitrail.models.network import with_weights
-from vitrail.models.tokens.reduction import TokenReduction
+from vitrail.models.reduction import TokenReduction
 from vitrail.models.variants import AnyNetwork
 from vitrail.weights.bundle import Bundle, FirstPositions
 

@@ -18,7 +18,7 @@ from vitrail.cores import following_cores
 from vitrail.data.pixels.preprocess import Pixels, Preprocess
 from vitrail.errors import BundleError, ConfigError, DataError, UndecodableImage, nearest
 from vitrail.machine import Precision, pick_device
-from vitrail.models.cost.batch import prediction_batch
+from vitrail.models.cost import prediction_batch
 from vitrail.models.predictor import Predictor
 from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build
 from vitrail.settings import from_plain, to_plain

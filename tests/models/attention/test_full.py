@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
 from vitrail.models.attention import ATTENTION, AttentionLayer, AttentionPositions
-from vitrail.models.attention.full import FullAttention, SelfAttention
-from vitrail.models.attention.kernels import attend
+from vitrail.models.attention.full import FullAttention, SelfAttention, attend
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
 
@@ -194,9 +193,6 @@ class Mean(FullAttention):
 
     def build(self) -> AttentionLayer:
         return MeanLayer()
-
-    def parameters(self) -> int:
-        return 0
 
     def macs(self, tokens: int, read: int) -> int:
         return 0

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.attention.oracle import SEEN, config_of, dense, insides, made_network, pairs_seen
 from vitrail.errors import ConfigError
-from vitrail.models.cost.footprint import activation_bytes
+from vitrail.models.cost import activation_bytes
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from vitrail.models.cost import batch
-from vitrail.models.cost.batch import prediction_batch
-from vitrail.models.cost.footprint import prediction_bytes
+from vitrail.models import cost
+from vitrail.models.cost import prediction_batch, prediction_bytes
 from vitrail.models.variants import create, variant_config
 
 CPU = torch.device("cpu")
@@ -29,7 +28,7 @@ def test_the_arithmetic_of_a_batch_is_limited(
     threads: int, side: int, expected: int, dinov2: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(batch, "total_memory", lambda: 2**35)
+    monkeypatch.setattr(cost, "total_memory", lambda: 2**35)
     assert prediction_batch(dinov2, (side, side), CPU) == expected
 
 
@@ -37,10 +36,10 @@ def test_the_memory_of_a_batch_is_limited(dinov2: torch.nn.Module, monkeypatch: 
     config: Any = dinov2.config
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     for size, limit in (((224, 224), 2**31), ((518, 518), 2**33), ((518, 518), 2**34)):
-        monkeypatch.setattr(batch, "total_memory", lambda limit=limit: limit)
+        monkeypatch.setattr(cost, "total_memory", lambda limit=limit: limit)
         found = prediction_batch(dinov2, size, CPU)
         assert prediction_bytes(config, found, size) <= limit / 8 < prediction_bytes(config, 2 * found, size)
-    monkeypatch.setattr(batch, "total_memory", lambda: 2**20)
+    monkeypatch.setattr(cost, "total_memory", lambda: 2**20)
     assert prediction_batch(dinov2, (518, 518), CPU) == 1
 
 

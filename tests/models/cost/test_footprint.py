@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from tests.models.networks import DROPPED, HYBRIDS, in_turn
 from vitrail.bench.step import OURS, Entry, make_step
 from vitrail.bench.workload import Workload
-from vitrail.models.cost.footprint import activation_bytes, tensor_bytes, training_bytes
-from vitrail.models.linear.kernels import ONEDNN
+from vitrail.models.cost import activation_bytes, tensor_bytes, training_bytes
+from vitrail.models.linear.dense import ONEDNN
 from vitrail.models.variants import AnyConfig, build, variant_config
 from vitrail.models.vit_config import ViTConfig
 

@@ -16,9 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.networks import DROPPED, HYBRIDS, with_slow
-from vitrail.models.cost.mixing import layer_costs
-from vitrail.models.tokens.pooling import pool
-from vitrail.models.tokens.reduction import TokenReduction
+from vitrail.models.cost import layer_costs
+from vitrail.models.reduction import TokenReduction
+from vitrail.models.tokens import pool
 from vitrail.models.variants import AnyConfig, build, variant_config
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig

@@ -14,9 +14,8 @@ from torch import Tensor
 import vitrail
 from vitrail.errors import ConfigError
 from vitrail.machine import resolve_precision
-from vitrail.models.linear.dense import Linear
-from vitrail.models.linear.float8 import check_float8, float8_linear, use_float8
-from vitrail.models.linear.kernels import linear
+from vitrail.models.linear.dense import Linear, linear
+from vitrail.models.linear.low_bits import check_float8, float8_linear, use_float8
 from vitrail.models.predictor import Predictor
 from vitrail.models.variants import variant_config
 from vitrail.models.vit import VisionTransformer

@@ -13,7 +13,7 @@ from vitrail import machine
 from vitrail.errors import ConfigError
 from vitrail.machine import has_int8_products
 from vitrail.models.linear.dense import Linear
-from vitrail.models.linear.int8 import Int8Product, quantized, use_int8
+from vitrail.models.linear.low_bits import Int8Product, quantized, use_int8
 from vitrail.models.predictor import Predictor
 
 CPU = torch.device("cpu")

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import vitrail
-from vitrail.models.attention.kernels import attend_fused
-from vitrail.models.linear.dense import Linear
-from vitrail.models.linear.kernels import ONEDNN, fuses
+from vitrail.models.attention.full import attend_fused
+from vitrail.models.linear.dense import ONEDNN, Linear, fuses
 
 needs_onednn = pytest.mark.skipif(not ONEDNN, reason="this build of PyTorch has no oneDNN")
 

@@ -15,7 +15,7 @@ from torch._dynamo.backends.registry import lookup_backend
 
 from vitrail.errors import ConfigError
 from vitrail.models.compiled import compile_blocks
-from vitrail.models.linear.kernels import ONEDNN
+from vitrail.models.linear.dense import ONEDNN
 from vitrail.models.linear.lora import LowRank, Projection, add_adapters, check_adapters, merged
 from vitrail.models.predictor import Predictor
 from vitrail.models.resnet_config import ResNetConfig

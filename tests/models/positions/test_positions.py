@@ -49,7 +49,7 @@ def made(kind: str, place: PositionPlace = "stem", *, grid: tuple[int, int] = (3
     """Return positions for 5 blocks of width 16 with 2 heads, and 3 tokens before the patches, one of them covered."""
     settings: dict[str, Any] = {"width": 16, "heads": 2, "depth": 5, "mlp_width": 8, "registers": 2, **fields}
     config = ViTConfig(image_size=grid, patch_size=(1, 1), positions=kind, positions_at=place, **settings)
-    positions = config.position_embedding.build()
+    positions = config.position_embedding.of(config)
     torch.manual_seed(0)
     positions.initialise(1.0)
     return positions

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitrail.models.tokens.patches import PatchEmbedding, PrefixTokens
+from vitrail.models.tokens import PatchEmbedding, PrefixTokens
 
 
 @pytest.mark.parametrize(

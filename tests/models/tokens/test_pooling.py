@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitrail.models.layers import Activation
 from vitrail.models.network import Features
-from vitrail.models.tokens.pooling import AttentionPool, Pool, pool
+from vitrail.models.tokens import AttentionPool, pool
 from vitrail.models.vit import VisionTransformer
-from vitrail.models.vit_config import ViTConfig
+from vitrail.models.vit_config import Activation, Pool, ViTConfig
 
 Small = Callable[..., ViTConfig]
 Randomised = Callable[[ViTConfig], VisionTransformer]

@@ -14,9 +14,10 @@ from torch import Tensor
 from vitrail.errors import ConfigError
 from vitrail.models.attention import ATTENTION
 from vitrail.models.attention.full import FullAttention
-from vitrail.models.config import ModelConfig
 from vitrail.models.predictor import Predictor
-from vitrail.models.tokens.reduction import TokenReduction
+from vitrail.models.reduction import TokenReduction
+from vitrail.models.tokens import Patches
+from vitrail.models.variants import ModelConfig
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
 
@@ -51,7 +52,7 @@ def naive(network: VisionTransformer, images: Tensor, reduction: TokenReduction)
     config, rows, lengths = network.config, [], []
     heads, d = config.heads, config.width // config.heads
     for image in images:
-        tokens = list(network._embedded(image[None], config.grid_of(*image.shape[1:]))[0])
+        tokens = list(network.embedding(image[None], Patches(config.grid_of(*image.shape[1:])))[0])
         sizes, lengths = [1.0] * len(tokens), []
         for layer, block in enumerate(network.blocks):
             z = torch.stack(tokens)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.models.networks import with_slow
 from vitrail.errors import ConfigError
-from vitrail.models.layers import StochasticDepth
+from vitrail.models.blocks import StochasticDepth
 from vitrail.models.linear.lora import LowRank
 from vitrail.models.variants import AnyNetwork, create, variant_config
 from vitrail.training.config import StartConfig

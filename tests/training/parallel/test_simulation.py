@@ -6,7 +6,6 @@ import pytest
 
 from tests.several import in_processes
 from tests.training.parallel.simulation import HERE, simulated
-from vitrail.models.cost.transformer import block_parameters
 from vitrail.models.variants import variant_config
 from vitrail.recipes import RECIPES
 from vitrail.training.job import scale_plans
@@ -38,6 +37,6 @@ def test_the_plan_of_64_processes_is_what_is_allocated_and_sent(kind: str) -> No
         between = (machines - 1) / machines * summed if kind == "hybrid" else sent / HERE
         assert between == pytest.approx(plan.sent_between, rel=1e-3)
         # The copy for evaluations, which has no blocks, is not part of a step.
-        peak = plan.memory_bytes - (weights - 4 * block_parameters(network))
+        peak = plan.memory_bytes - (weights - 4 * network.block_parameters())
     # Copies of weights get their gradients while activations are freed, which the plan does not count.
     assert (0.85 if kind == "none" else 0.95) * peak < found["peak"] < 1.05 * peak

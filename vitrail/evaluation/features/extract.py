@@ -26,7 +26,7 @@ from vitrail.evaluation.features import cache as feature_rows
 from vitrail.evaluation.features.cache import Entry, Identity, Kept, data_fingerprint, weights_fingerprint
 from vitrail.evaluation.truth import truth_of
 from vitrail.machine import Precision, resolve_precision
-from vitrail.models.cost.batch import prediction_batch
+from vitrail.models.cost import prediction_batch
 from vitrail.models.network import Network
 from vitrail.models.predictor import Predictor
 from vitrail.weights.bundle import finite

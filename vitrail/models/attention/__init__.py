@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from vitrail.models.attention.axial import AxialAttention
-from vitrail.models.attention.blocks import BlockAttention
+from vitrail.models.attention.base import AttentionContext, AttentionKind, AttentionLayer, AttentionOperands
 from vitrail.models.attention.full import FullAttention
-from vitrail.models.attention.kind import (
-    AttentionContext,
-    AttentionKind,
-    AttentionLayer,
-    AttentionOperands,
-    AttentionPositions,
-)
 from vitrail.models.attention.linformer import LinformerAttention
-from vitrail.models.attention.local import LocalAttention
 from vitrail.models.attention.lsh import LshAttention
 from vitrail.models.attention.strided import FixedAttention, StridedAttention
+from vitrail.models.attention.windows import AxialAttention, BlockAttention, LocalAttention
+from vitrail.models.positions.embedding import AttentionPositions
 
 __all__ = [
     "ATTENTION",

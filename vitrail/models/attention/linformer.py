@@ -15,11 +15,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vitrail.models.attention.full import FullAttention, SelfAttention
-from vitrail.models.attention.kernels import attend
-from vitrail.models.attention.kind import AttentionContext, AttentionLayer, AttentionPositions
-from vitrail.models.cost.footprint import FootprintPrecision, bytes_each
-from vitrail.models.tokens.grids import GridResize, resize_grid
+from vitrail.models.attention.base import AttentionContext, AttentionLayer
+from vitrail.models.attention.full import FullAttention, SelfAttention, attend
+from vitrail.models.network import FootprintPrecision, bytes_each
+from vitrail.models.positions.embedding import AttentionPositions, PositionResize, resize_grid
 
 Share = Literal["none", "heads", "keys-values", "layers"]
 
@@ -69,15 +68,6 @@ class LinformerAttention(FullAttention):
             resize=config.position_resize,
         )
 
-    def context_parameters(self) -> int:
-        context_shape = {
-            "none": self.config.num_blocks * 2 * self.config.heads,
-            "heads": self.config.num_blocks * 2,
-            "keys-values": self.config.num_blocks,
-            "layers": 1,
-        }
-        return context_shape[self.settings.share] * self.settings.rows * prod(self.config.grid)
-
     def layer_class(self) -> type[SelfAttention]:
         return LinformerSelfAttention
 
@@ -116,7 +106,7 @@ class LinformerContext(AttentionContext):
         parts: int,
         heads: int,
         rows: int,
-        resize: GridResize,
+        resize: PositionResize,
     ) -> None:
         super().__init__(name)
         self.grid = grid

@@ -20,16 +20,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
+from vitrail.models.attention.base import AttentionContext, AttentionKind, AttentionLayer
 from vitrail.models.attention.full import rotate
-from vitrail.models.attention.kind import (
-    AttentionContext,
-    AttentionKind,
-    AttentionLayer,
-    AttentionPositions,
-    as_numbers,
-)
-from vitrail.models.cost.footprint import FootprintPrecision, bytes_each
 from vitrail.models.linear.dense import Linear
+from vitrail.models.network import FootprintPrecision, bytes_each
+from vitrail.models.positions.embedding import AttentionPositions
 
 SELF = -1e5
 """Logit that is added for the pair of a token with itself, as in the paper."""
@@ -100,10 +95,6 @@ class LshAttention(AttentionKind):
             out_bias=config.dense_bias,
         )
 
-    def parameters(self) -> int:
-        config, width = self.config, self.config.width
-        return 3 * width**2 + 2 * width * config.qkv_bias + width * config.dense_bias
-
     def macs(self, tokens: int, read: int) -> int:
         width, prefix = self.config.width, self.config.prefix
         projections = (2 * tokens + read) * width**2
@@ -145,7 +136,7 @@ class LshContext(AttentionContext):
     def for_blocks(self, grid: tuple[int, int], blocks: int, device: torch.device) -> Sequence[Tensor]:
         if self.training:
             return list(torch.randn(self.shape(grid), device=device))
-        return self.tables(as_numbers(grid), device)
+        return super().for_blocks(grid, blocks, device)
 
 
 class LshSelfAttention(AttentionLayer):

@@ -12,8 +12,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from vitrail.models.attention.groups import Group, GroupSize, make_group
-from vitrail.models.attention.sparse import SparseAttention
+from vitrail.models.attention.sparse import Group, GroupSize, SparseAttention, make_group
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
-from vitrail.models.block import Block
+from vitrail.models.blocks import Block
 from vitrail.models.linear.dense import Linear
 from vitrail.models.variants import AnyConfig, AnyNetwork, build
 

@@ -20,45 +20,40 @@ query and costs no products.
 from __future__ import annotations
 
 from vitrail.models.positions.added import (
-    Learned,
-    Learned2d,
     LearnedPositions,
     LearnedPositions2d,
-    SinCos,
-    SinCosMae,
+    SinCosMaePositions,
     SinCosPositions,
     sincos_2d,
 )
-from vitrail.models.positions.embedding import Covered, PositionEmbedding, PositionPlace, PositionResize, Positions
-from vitrail.models.positions.inside import Relative, RelativeBias, Rotary, RotaryPositions
-from vitrail.models.positions.relative_keys import RelativeKeyPositions, RelativeKeys
-from vitrail.models.tokens.grids import resize_grid
+from vitrail.models.positions.embedding import Covered, PositionPlace, PositionResize, Positions, resize_grid
+from vitrail.models.positions.inside import RelativeBias, RelativeKeyPositions, RotaryPositions
 
 __all__ = [
     "POSITIONS",
     "Covered",
     "LearnedPositions",
     "LearnedPositions2d",
-    "PositionEmbedding",
     "PositionPlace",
     "PositionResize",
     "Positions",
     "RelativeBias",
     "RelativeKeyPositions",
     "RotaryPositions",
+    "SinCosMaePositions",
     "SinCosPositions",
     "resize_grid",
     "sincos_2d",
 ]
 
-POSITIONS: dict[str, type[PositionEmbedding]] = {
-    "none": PositionEmbedding,
-    "learned": Learned,
-    "learned-2d": Learned2d,
-    "sincos-2d": SinCos,
-    "sincos-2d-mae": SinCosMae,
-    "relative-bias": Relative,
-    "relative-keys": RelativeKeys,
-    "rotary-2d": Rotary,
+POSITIONS: dict[str, type[Positions]] = {
+    "none": Positions,
+    "learned": LearnedPositions,
+    "learned-2d": LearnedPositions2d,
+    "sincos-2d": SinCosPositions,
+    "sincos-2d-mae": SinCosMaePositions,
+    "relative-bias": RelativeBias,
+    "relative-keys": RelativeKeyPositions,
+    "rotary-2d": RotaryPositions,
 }
 """All position embeddings, by the name that `ViTConfig.positions` uses."""

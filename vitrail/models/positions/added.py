@@ -10,76 +10,15 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from vitrail.models.positions.embedding import PositionEmbedding, PositionPlace, PositionResize, Positions, patch_places
-from vitrail.models.tokens.grids import resize_grid
-
-
-class Learned(PositionEmbedding):
-    """The position embedding "learned": a vector for each token."""
-
-    depends_on_grid = True
-
-    def build(self) -> Positions:
-        config = self.config
-        return LearnedPositions(
-            config.grid,
-            config.width,
-            prefix=config.prefix,
-            covered=config.covered,
-            place=config.positions_place,
-            layers=self.layers,
-            resize=config.position_resize,
-        )
-
-    def parameters(self) -> int:
-        return self.layers * (self.config.covered + math.prod(self.config.grid)) * self.config.width
-
-
-class Learned2d(PositionEmbedding):
-    """The position embedding "learned-2d": half a vector for each row, and half a vector for each column."""
-
-    depends_on_grid = True
-
-    def problems(self) -> list[str]:
-        width = self.config.width
-        return [f"positions='learned-2d' has two halves: width={width} is not divisible by 2"] if width % 2 else []
-
-    def build(self) -> Positions:
-        config = self.config
-        return LearnedPositions2d(
-            config.grid,
-            config.width,
-            prefix=config.prefix,
-            covered=config.covered,
-            place=config.positions_place,
-            layers=self.layers,
-            resize=config.position_resize,
-        )
-
-    def parameters(self) -> int:
-        width = self.config.width
-        return self.layers * (self.config.covered * width + sum(self.config.grid) * (width // 2))
-
-
-class SinCos(PositionEmbedding):
-    """The position embedding "sincos-2d": fixed sines and cosines of row and column."""
-
-    lowest: ClassVar[bool] = True
-    """True if the lowest frequency is 1 / 10000, as in big_vision."""
-
-    def problems(self) -> list[str]:
-        name, width = self.config.positions, self.config.width
-        return [f"positions={name!r} has four parts: width={width} is not divisible by 4"] if width % 4 else []
-
-    def build(self) -> Positions:
-        config = self.config
-        return SinCosPositions(config.width, prefix=config.prefix, place=config.positions_place, lowest=self.lowest)
-
-
-class SinCosMae(SinCos):
-    """The position embedding "sincos-2d-mae": "sincos-2d" with the frequencies of MoCo v3 and MAE."""
-
-    lowest = False
+from vitrail.models.positions.embedding import (
+    PositionPlace,
+    PositionResize,
+    Positions,
+    TransformerConfig,
+    patch_places,
+    resize_grid,
+    separate_layers,
+)
 
 
 class _Added(Positions):
@@ -117,10 +56,23 @@ class _Added(Positions):
         return torch.cat([first, blank, patches], dim=1)
 
 
-class LearnedPositions(_Added):
-    """A learned vector for each token: `E_pos` of equation 1 ("1-D" in the paper's Table 8)."""
+class _Learned(_Added):
+    """Learned positions, which are made for one grid."""
 
+    depends_on_grid = True
     grid: tuple[int, int]
+
+    @classmethod
+    def of(cls, config: TransformerConfig) -> Positions:
+        return cls(
+            config.grid,
+            config.width,
+            prefix=config.prefix,
+            covered=config.covered,
+            place=config.positions_place,
+            layers=separate_layers(config),
+            resize=config.position_resize,
+        )
 
     def __init__(
         self,
@@ -136,7 +88,18 @@ class LearnedPositions(_Added):
         super().__init__(prefix, covered, place)
         self.grid = grid
         self.resize = resize
-        self.embedding = nn.Parameter(torch.empty(layers, covered + math.prod(grid), width))
+        self._make(layers, width)
+
+    def _make(self, layers: int, width: int) -> None:
+        """Make the weights."""
+        raise NotImplementedError
+
+
+class LearnedPositions(_Learned):
+    """A learned vector for each token: `E_pos` of equation 1 ("1-D" in the paper's Table 8)."""
+
+    def _make(self, layers: int, width: int) -> None:
+        self.embedding = nn.Parameter(torch.empty(layers, self.covered + math.prod(self.grid), width))
 
     def _sequence(self, grid: tuple[int, int], layer: int, device: torch.device) -> Float[Tensor, "1 n width"]:
         whole = self.embedding[layer : layer + 1]
@@ -153,26 +116,18 @@ class LearnedPositions(_Added):
         return {"embedding": torch.cat([whole[:, : self.covered], patches], dim=1)}
 
 
-class LearnedPositions2d(_Added):
+class LearnedPositions2d(_Learned):
     """A learned vector of length D / 2 for each column and for each row: [X, Y] of Appendix D.4."""
 
-    def __init__(
-        self,
-        grid: tuple[int, int],
-        width: int,
-        *,
-        prefix: int = 0,
-        covered: int = 0,
-        place: PositionPlace = "stem",
-        layers: int = 1,
-        resize: PositionResize = "linear-corners",
-    ) -> None:
-        super().__init__(prefix, covered, place)
-        self.grid = grid
-        self.resize = resize
-        self.first = nn.Parameter(torch.empty(layers, covered, width)) if covered else None
-        self.columns = nn.Parameter(torch.empty(layers, grid[1], width // 2))
-        self.rows = nn.Parameter(torch.empty(layers, grid[0], width // 2))
+    @classmethod
+    def problems(cls, config: TransformerConfig) -> list[str]:
+        width = config.width
+        return [f"positions='learned-2d' has two halves: width={width} is not divisible by 2"] if width % 2 else []
+
+    def _make(self, layers: int, width: int) -> None:
+        self.first = nn.Parameter(torch.empty(layers, self.covered, width)) if self.covered else None
+        self.columns = nn.Parameter(torch.empty(layers, self.grid[1], width // 2))
+        self.rows = nn.Parameter(torch.empty(layers, self.grid[0], width // 2))
 
     def _sequence(self, grid: tuple[int, int], layer: int, device: torch.device) -> Float[Tensor, "1 n width"]:
         height, width = grid
@@ -200,14 +155,31 @@ class SinCosPositions(_Added):
     """Fixed sines and cosines that are added to patches only. They are computed for each grid, so they are never
     resized."""
 
-    def __init__(self, width: int, *, prefix: int = 0, place: PositionPlace = "stem", lowest: bool = True) -> None:
+    lowest: ClassVar[bool] = True
+    """True if the lowest frequency is 1 / 10000, as in big_vision."""
+
+    @classmethod
+    def of(cls, config: TransformerConfig) -> Positions:
+        return cls(config.width, prefix=config.prefix, place=config.positions_place)
+
+    @classmethod
+    def problems(cls, config: TransformerConfig) -> list[str]:
+        name, width = config.positions, config.width
+        return [f"positions={name!r} has four parts: width={width} is not divisible by 4"] if width % 4 else []
+
+    def __init__(self, width: int, *, prefix: int = 0, place: PositionPlace = "stem") -> None:
         super().__init__(prefix, 0, place)
         self.width = width
-        self.lowest = lowest
 
     def _sequence(self, grid: tuple[int, int], layer: int, device: torch.device) -> Float[Tensor, "1 n width"]:
         patches = sincos_2d(grid, self.width, device=device, lowest=self.lowest)[None]
         return self._join(patches[:, :0], patches)
+
+
+class SinCosMaePositions(SinCosPositions):
+    """Sines and cosines with the frequencies of MoCo v3 and MAE."""
+
+    lowest = False
 
 
 def sincos_2d(

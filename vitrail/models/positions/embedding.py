@@ -1,20 +1,50 @@
-"""The contract of position embeddings, and the functions that they share."""
+"""The contract of position embeddings, what they pass to attention, and the resizing of grids."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from vitrail.models.attention.kind import AttentionPositions
-from vitrail.models.cost.footprint import FootprintPrecision
-from vitrail.models.tokens.grids import GridResize
+from vitrail.models.network import FootprintPrecision
+from vitrail.models.reduction import Removal
 
-if TYPE_CHECKING:
-    from vitrail.models.vit_config import ViTConfig
+PositionResize = Literal[
+    "linear-corners", "bilinear", "bicubic", "bicubic-offset", "bicubic-corners", "bicubic-antialias"
+]
+
+RESIZES: dict[str, tuple[str, bool, bool]] = {  # mode, corners aligned, antialias
+    "linear-corners": ("bilinear", True, False),  # vision_transformer and big_vision
+    "bilinear": ("bilinear", False, False),
+    "bicubic": ("bicubic", False, False),  # Hugging Face
+    "bicubic-offset": ("bicubic", False, False),  # DINO, and DINOv2 without registers
+    "bicubic-corners": ("bicubic", True, False),  # torchvision
+    "bicubic-antialias": ("bicubic", False, True),  # timm, and DINOv2 with registers
+}
+OFFSET = 0.1
+"""DINO's code adds this to the size before it computes the scale, so that rounding does not lose a row."""
+
+
+def resize_grid(
+    embedding: Float[Tensor, "l n width"], old: tuple[int, int], new: tuple[int, int], how: PositionResize
+) -> Float[Tensor, "l m width"]:
+    """Resize a grid of vectors in row-major order from `old` (rows, columns) to `new`. Equal sizes change nothing."""
+    if old == new:
+        return embedding
+    layers, _, width = embedding.shape
+    mode, corners, antialias = RESIZES[how]
+    image = embedding.reshape(layers, *old, width).permute(0, 3, 1, 2).float()
+    if how == "bicubic-offset":
+        scales = [(to + OFFSET) / side for to, side in zip(new, old, strict=True)]
+        image = F.interpolate(image, scale_factor=scales, mode=mode, align_corners=corners)
+    else:
+        image = F.interpolate(image, size=new, mode=mode, align_corners=corners, antialias=antialias)
+    return image.permute(0, 2, 3, 1).reshape(layers, new[0] * new[1], width).to(embedding.dtype)
 
 
 PositionPlace = Literal["stem", "every-layer", "shared"]
@@ -22,14 +52,153 @@ PositionPlace = Literal["stem", "every-layer", "shared"]
 positions before every block. "shared" adds the same positions before every block."""
 Covered = Literal["all", "class", "patches"]
 """Tokens that have learned positions: all tokens, class token and patches without registers, or patches only."""
-PositionResize = GridResize
 
 
-class PositionEmbedding:
-    """A position embedding for one config, which `ViTConfig.positions` chooses.
+class OffsetKeys(NamedTuple):
+    """Keys of the offsets between patches. Their products with the queries are added to the attention logits."""
 
-    This base class is "none". To add a position embedding, write a class like the ones in `added.py` or `inside.py`,
-    and add it to `POSITIONS`.
+    keys: Float[Tensor, "heads offsets d"]
+    """Key of each offset of n patches, from that of the last query and the first key to that of the first query and
+    the last key: 2 n - 1 keys."""
+    kept: Int64[Tensor, "b k"] | None = None
+    """Numbers of the patches of each image, or None if all images have all patches."""
+
+    def bias(self, queries: Float[Tensor, "b heads m d"], prefix: int) -> Float[Tensor, "*#batch heads m n"]:
+        """Return the products of the queries, divided by sqrt(d), with the key of each pair's offset.
+
+        The first `prefix` tokens are no patches: pairs with them have no offset, and their products are zero.
+        """
+        (b, heads, m, d), offsets = queries.shape, self.keys.shape[1]
+        patches = max(0, m - prefix)
+        if not patches:  # no products of size zero, which ONNX does not have; the keys get gradients of zero
+            n = prefix + (offsets // 2 + 1 if self.kept is None else self.kept.shape[1])
+            return (0 * self.keys[:, :1, :1]).expand(heads, m, n)
+        by_head = queries[:, :, prefix:].transpose(0, 1).reshape(heads, b * patches, d).contiguous()
+        products = torch.bmm(by_head, self.keys.to(queries.dtype).transpose(1, 2) * d**-0.5)
+        products = products.view(heads, b, patches, offsets).transpose(0, 1)
+        if self.kept is None:
+            pairs = _shifted(products)
+        else:
+            away = self.kept[:, None] - self.kept[:, :patches, None] + offsets // 2
+            pairs = products.gather(3, away[:, None].expand(b, heads, *away.shape[1:]))
+        return F.pad(pairs, (prefix, 0, m - patches, 0))
+
+
+def _shifted(products: Float[Tensor, "b heads m offsets"]) -> Float[Tensor, "b heads m n"]:
+    """Return the product at place j - i + n - 1 for query i and key j. In a flat order, the products of the next query
+    begin one place before the end of a row, so views are enough."""
+    *batch, m, offsets = products.shape
+    n = offsets // 2 + 1
+    if n == 1:
+        return products
+    flat = F.pad(products.flatten(2), (0, max(0, n - 1 - m)))
+    return flat[..., n - 1 : n - 1 + m * (offsets - 1)].view(*batch, m, offsets - 1)[..., :n]
+
+
+class AttentionPositions(NamedTuple):
+    """Positions that act inside attention (see `vitrail.models.positions`), and what its mechanism needs besides."""
+
+    bias: Float[Tensor, "*images #heads #n n"] | None = None
+    """Bias that is added to the attention logits. All images have the same bias, or each image has its own."""
+    rotation: tuple[Float[Tensor, "*images n d"], Float[Tensor, "*images n d"]] | None = None
+    """Cosines and sines of the angles by which queries and keys are rotated. If each image has its own angles, the
+    shape is (b, 1, n, d)."""
+
+    offset_bias: Float[Tensor, "heads down across"] | None = None
+    """Bias for each offset between two patches, from which a mechanism with `takes_offsets` reads the bias of the pairs
+    that it computes."""
+    offset_keys: OffsetKeys | None = None
+    """Keys of the offsets between patches, whose products with the queries are added to the attention logits."""
+    context: Any = None
+    """The tables or weights that the mechanism's `AttentionContext` gives to this block."""
+
+    removal: Removal | None = None
+    """The removal of tokens, if the block merges or prunes them. A layer whose kind has `can_reduce` shows it the
+    queries and keys of all heads."""
+
+    def of_images(self, kept: Int64[Tensor, " k"]) -> AttentionPositions:
+        """Return the positions of some images of the batch."""
+        bias, rotation, offset_keys = self.bias, self.rotation, self.offset_keys
+        if bias is not None and bias.ndim == 4:
+            bias = bias[kept]
+        if rotation is not None and rotation[0].ndim == 4:
+            rotation = rotation[0][kept], rotation[1][kept]
+        if offset_keys is not None and offset_keys.kept is not None:
+            offset_keys = offset_keys._replace(kept=offset_keys.kept[kept])
+        return self._replace(bias=bias, rotation=rotation, offset_keys=offset_keys)
+
+
+class TransformerConfig(ABC):
+    """The part of a transformer's config that positions and attention read."""
+
+    @property
+    @abstractmethod
+    def width(self) -> int: ...
+    @property
+    @abstractmethod
+    def heads(self) -> int: ...
+    @property
+    @abstractmethod
+    def num_blocks(self) -> int: ...
+    @property
+    @abstractmethod
+    def grid(self) -> tuple[int, int]: ...
+    @property
+    @abstractmethod
+    def prefix(self) -> int:
+        """Number of tokens before the patches."""
+
+    @property
+    @abstractmethod
+    def patch_dropout(self) -> float: ...
+    @property
+    @abstractmethod
+    def positions(self) -> str: ...
+    @property
+    @abstractmethod
+    def positions_at(self) -> PositionPlace | None: ...
+    @property
+    @abstractmethod
+    def positions_place(self) -> PositionPlace: ...
+    @property
+    @abstractmethod
+    def covered(self) -> int:
+        """Number of tokens before the patches that have learned positions."""
+
+    @property
+    @abstractmethod
+    def position_resize(self) -> PositionResize: ...
+    @property
+    @abstractmethod
+    def position_embedding(self) -> type[Positions]: ...
+    @property
+    @abstractmethod
+    def attention(self) -> str: ...
+    @property
+    @abstractmethod
+    def takes_offsets(self) -> bool:
+        """True if attention reads a bias of offsets instead of a bias for every pair of tokens."""
+
+    @property
+    @abstractmethod
+    def qkv_bias(self) -> bool: ...
+    @property
+    @abstractmethod
+    def dense_bias(self) -> bool: ...
+    @property
+    @abstractmethod
+    def qk_norm(self) -> bool: ...
+    @property
+    @abstractmethod
+    def norm_eps(self) -> float: ...
+
+
+class Positions(nn.Module):
+    """A position embedding: its rules and cost for a config, and its module. This base class is "none".
+
+    Subclasses change the tokens before a block, or the block's attention. If only some patches are kept,
+    `kept[image, i]` is the index in the grid, in row-major order, of the i-th patch token. To add a position embedding,
+    write a class like the ones in `added.py` or `inside.py`, and add it to `POSITIONS`.
     """
 
     inside_attention: ClassVar[Literal["none", "bias", "keys", "rotation"]] = "none"
@@ -40,60 +209,42 @@ class PositionEmbedding:
     depends_on_grid: ClassVar[bool] = False
     """True if some weights are made for one grid of patches and resized for others."""
 
-    def __init__(self, config: ViTConfig) -> None:
-        self.config = config
+    grid: tuple[int, int] | None = None
+    """Grid of a `forward` without one: the grid that the weights are made for. None if there are no such weights."""
 
-    @property
-    def layers(self) -> int:
-        """Number of layers with separate positions."""
-        return self.config.num_blocks if self.config.positions_place == "every-layer" else 1
+    @classmethod
+    def of(cls, config: TransformerConfig) -> Positions:
+        """Return a new module for a network of this config."""
+        return cls()
 
-    def problems(self) -> list[str]:
-        """Return a message for every field of the config that does not fit this position embedding."""
-        return []
+    @classmethod
+    def problems(cls, config: TransformerConfig) -> list[str]:
+        """Return a message for every field of the config that does not fit these positions."""
+        if cls.inside_attention == "none" or config.positions_at != "stem":
+            return []
+        return [f"positions={config.positions!r} acts inside attention, so positions_at='stem' does not fit"]
 
-    def build(self) -> Positions:
-        """Return the module."""
-        return Positions()
-
-    def parameters(self) -> int:
-        """Return the number of weights."""
-        return 0
-
-    def macs_in_attention(self, read: int) -> int:
+    @classmethod
+    def macs_in_attention(cls, config: TransformerConfig, read: int) -> int:
         """Return the multiply-accumulates that positions add to the attention of a block with `read` queries."""
         return 0
 
-    def bytes_in_attention(self, read: int, precision: FootprintPrecision) -> int:
+    @classmethod
+    def bytes_in_attention(cls, config: TransformerConfig, read: int, precision: FootprintPrecision) -> int:
         """Return the bytes per image that positions store for the backward pass in the attention of a block with `read`
         queries."""
         return 0
 
-    def backward_bytes_in_attention(self, tokens: int, precision: FootprintPrecision) -> int:
+    @classmethod
+    def backward_bytes_in_attention(cls, config: TransformerConfig, tokens: int, precision: FootprintPrecision) -> int:
         """Return the extra bytes per image that positions need during the backward pass of an attention."""
         return 0
 
-    def misplaced(self) -> list[str]:
-        """Return a message if the config adds positions at the stem that act inside attention."""
-        if self.config.positions_at != "stem":
-            return []
-        return [f"positions={self.config.positions!r} acts inside attention, so positions_at='stem' does not fit"]
-
-    def bytes_of_kept(self, patches: int, precision: FootprintPrecision) -> int:
+    @classmethod
+    def bytes_of_kept(cls, config: TransformerConfig, patches: int, precision: FootprintPrecision) -> int:
         """Return the bytes per image that positions store for the backward pass, if patch dropout leaves `patches`
         patches."""
         return 0
-
-
-class Positions(nn.Module):
-    """The module of a position embedding.
-
-    Subclasses change the tokens before a block, or the block's attention; this base class changes nothing. If only some
-    patches are kept, `kept[image, i]` is the index in the grid, in row-major order, of the i-th patch token.
-    """
-
-    grid: tuple[int, int] | None = None
-    """Grid of a `forward` without one: the grid that the weights are made for. None if there are no such weights."""
 
     def forward(
         self,
@@ -119,6 +270,11 @@ class Positions(nn.Module):
     def initialise(self, std: float) -> None:
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=std)
+
+
+def separate_layers(config: TransformerConfig) -> int:
+    """Return the number of layers with positions of their own."""
+    return config.num_blocks if config.positions_place == "every-layer" else 1
 
 
 def patch_places(grid: tuple[int, int], device: torch.device | None) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:

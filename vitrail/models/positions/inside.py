@@ -1,7 +1,8 @@
-"""Positions that act inside attention: a bias for each offset between patches, and rotations of queries and keys."""
+"""Positions inside attention: a bias or a key for each offset between patches, or rotations of queries and keys."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,67 +10,17 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from vitrail.models.attention.kind import AttentionPositions
-from vitrail.models.cost.footprint import FootprintPrecision
-from vitrail.models.positions.embedding import PositionEmbedding, PositionResize, Positions, patch_places
-from vitrail.models.tokens.grids import resize_grid
-
-
-class Relative(PositionEmbedding):
-    """The position embedding "relative-bias": a number for each head and each offset between two patches."""
-
-    inside_attention = "bias"
-    default_place = "every-layer"
-    depends_on_grid = True
-
-    def problems(self) -> list[str]:
-        return self.misplaced()
-
-    def build(self) -> Positions:
-        config = self.config
-        return RelativeBias(
-            config.grid,
-            config.heads,
-            prefix=config.prefix,
-            layers=self.layers,
-            resize=config.position_resize,
-            of_pairs=not config.attention_kind.takes_offsets,
-        )
-
-    def parameters(self) -> int:
-        height, width = self.config.grid
-        return self.layers * self.config.heads * (2 * height - 1) * (2 * width - 1)
-
-    def bytes_of_kept(self, patches: int, precision: FootprintPrecision) -> int:
-        return 8 * patches**2  # the offset of each pair of patches
-
-
-class Rotary(PositionEmbedding):
-    """The position embedding "rotary-2d": rotations of queries and keys by angles that grow with row and column."""
-
-    inside_attention = "rotation"
-    default_place = "every-layer"
-
-    def problems(self) -> list[str]:
-        config, found = self.config, []
-        if config.heads >= 1 and config.width % config.heads == 0 and (config.width // config.heads) % 4:
-            found.append(
-                f"positions='rotary-2d' rotates channels in pairs for two directions: width / heads = "
-                f"{config.width // config.heads} is not divisible by 4"
-            )
-        found += self.misplaced()
-        if config.positions_at == "shared":
-            found.append("positions='rotary-2d' has no weights to share: positions_at must be 'every-layer'")
-        return found
-
-    def build(self) -> Positions:
-        return RotaryPositions(self.config.width // self.config.heads, prefix=self.config.prefix)
-
-    def bytes_of_kept(self, patches: int, precision: FootprintPrecision) -> int:
-        """Return the bytes of the rotation's cosines and sines for one image. In bf16, every block keeps a rounded copy
-        of its own."""
-        head_width, tokens = self.config.width // self.config.heads, patches + self.config.prefix
-        return 2 * tokens * head_width * (4 if precision == "float32" else 2 * self.config.num_blocks)
+from vitrail.models.network import FootprintPrecision, bytes_each
+from vitrail.models.positions.embedding import (
+    AttentionPositions,
+    OffsetKeys,
+    PositionResize,
+    Positions,
+    TransformerConfig,
+    patch_places,
+    resize_grid,
+    separate_layers,
+)
 
 
 class RelativeBias(Positions):
@@ -78,6 +29,25 @@ class RelativeBias(Positions):
     Pairs with a class or register token have no offset and no bias. If `of_pairs` is False, attention is given the
     table of offsets, and reads the bias of the pairs that it computes.
     """
+
+    inside_attention = "bias"
+    default_place = "every-layer"
+    depends_on_grid = True
+
+    @classmethod
+    def of(cls, config: TransformerConfig) -> Positions:
+        return cls(
+            config.grid,
+            config.heads,
+            prefix=config.prefix,
+            layers=separate_layers(config),
+            resize=config.position_resize,
+            of_pairs=not config.takes_offsets,
+        )
+
+    @classmethod
+    def bytes_of_kept(cls, config: TransformerConfig, patches: int, precision: FootprintPrecision) -> int:
+        return 8 * patches**2  # the offset of each pair of patches
 
     def __init__(
         self,
@@ -135,6 +105,33 @@ class RotaryPositions(Positions):
     The product of a query and a key depends only on the offset of their patches.
     """
 
+    inside_attention = "rotation"
+    default_place = "every-layer"
+
+    @classmethod
+    def of(cls, config: TransformerConfig) -> Positions:
+        return cls(config.width // config.heads, prefix=config.prefix)
+
+    @classmethod
+    def problems(cls, config: TransformerConfig) -> list[str]:
+        found = []
+        if config.heads >= 1 and config.width % config.heads == 0 and (config.width // config.heads) % 4:
+            found.append(
+                f"positions='rotary-2d' rotates channels in pairs for two directions: width / heads = "
+                f"{config.width // config.heads} is not divisible by 4"
+            )
+        found += super().problems(config)
+        if config.positions_at == "shared":
+            found.append("positions='rotary-2d' has no weights to share: positions_at must be 'every-layer'")
+        return found
+
+    @classmethod
+    def bytes_of_kept(cls, config: TransformerConfig, patches: int, precision: FootprintPrecision) -> int:
+        """Return the bytes of the rotation's cosines and sines for one image. In bf16, every block keeps a rounded copy
+        of its own."""
+        head_width, tokens = config.width // config.heads, patches + config.prefix
+        return 2 * tokens * head_width * (4 if precision == "float32" else 2 * config.num_blocks)
+
     def __init__(self, head_width: int, *, prefix: int) -> None:
         super().__init__()
         self.head_width = head_width
@@ -160,3 +157,95 @@ def _offsets(grid: tuple[int, int], device: torch.device) -> Tensor:
     down = rows[:, None] - rows[None] + grid[0] - 1
     across = columns[:, None] - columns[None] + grid[1] - 1
     return down * (2 * grid[1] - 1) + across
+
+
+class RelativeKeyPositions(Positions):
+    """A learned embedding for each offset of two patches in row-major order.
+
+    Each head uses its part of the embedding as a key. Pairs with a class or register token have no offset. For another
+    grid, the embedding of every row and column offset is interpolated as in "relative-bias". The embedding of a
+    row-major offset is then the mean over the pairs of patches that have this offset.
+    """
+
+    inside_attention = "keys"
+    default_place = "every-layer"
+    depends_on_grid = True
+    grid: tuple[int, int]
+
+    @classmethod
+    def of(cls, config: TransformerConfig) -> Positions:
+        layers = separate_layers(config)
+        return cls(config.grid, config.width, config.heads, layers=layers, resize=config.position_resize)
+
+    @classmethod
+    def macs_in_attention(cls, config: TransformerConfig, read: int) -> int:
+        return max(0, read - config.prefix) * _offset_count(config.grid) * config.width
+
+    @classmethod
+    def bytes_in_attention(cls, config: TransformerConfig, read: int, precision: FootprintPrecision) -> int:
+        """Return the bytes of the copy of the queries of patches, which is ordered by heads. If patches are dropped,
+        the products with all keys and the offset of each pair are kept too."""
+        patches = max(0, read - config.prefix)
+        kept = patches * config.width
+        if config.patch_dropout:
+            kept += config.heads * patches * _offset_count(config.grid)
+        return bytes_each(precision) * kept + (8 * patches**2 if config.patch_dropout else 0)
+
+    @classmethod
+    def backward_bytes_in_attention(cls, config: TransformerConfig, tokens: int, precision: FootprintPrecision) -> int:
+        """Return the bytes of the gradient of the products with all keys, which is made in two steps."""
+        return bytes_each(precision) * 2 * config.heads * (tokens - config.prefix) * _offset_count(config.grid)
+
+    def __init__(
+        self,
+        grid: tuple[int, int],
+        width: int,
+        heads: int,
+        *,
+        layers: int,
+        resize: PositionResize = "linear-corners",
+    ) -> None:
+        super().__init__()
+        self.grid = grid
+        self.heads = heads
+        self.resize = resize
+        self.keys = nn.Parameter(torch.empty(layers, _offset_count(grid), width))
+
+    def for_attention(
+        self, grid: tuple[int, int], depth: int, device: torch.device, kept: Int64[Tensor, "b k"] | None = None
+    ) -> Sequence[AttentionPositions | None]:
+        """Return the keys of each layer. If the module has a single table of embeddings, all layers share it."""
+        descending = self._for_grid(self.keys, grid).flip(1)
+        of_heads = descending.view(*descending.shape[:2], self.heads, -1).transpose(1, 2)
+        found = [AttentionPositions(offset_keys=OffsetKeys(keys, kept)) for keys in of_heads]
+        return found * depth if len(found) == 1 else found
+
+    def resized(self, grid: tuple[int, int]) -> dict[str, Tensor]:
+        return {} if grid == self.grid else {"keys": self._for_grid(self.keys.detach(), grid)}
+
+    def _for_grid(self, keys: Tensor, grid: tuple[int, int]) -> Float[Tensor, "layers offsets width"]:
+        """Return the embeddings of the offsets of a grid."""
+        if grid == self.grid:
+            return keys
+        old, _ = _rows_and_columns(self.grid, keys.device)
+        new, pairs = _rows_and_columns(grid, keys.device)
+        sizes = [(2 * rows - 1, 2 * columns - 1) for rows, columns in (self.grid, grid)]
+        spread = resize_grid(keys[:, old], sizes[0], sizes[1], self.resize) * pairs[:, None].to(keys.dtype)
+        count = _offset_count(grid)
+        total = pairs.new_zeros(count).index_add(0, new, pairs)
+        sums = spread.new_zeros(len(keys), count, keys.shape[2]).index_add(1, new, spread)
+        return sums / total[:, None].to(keys.dtype)
+
+
+def _offset_count(grid: tuple[int, int]) -> int:
+    """Return the number of row-major offsets between two patches of a grid."""
+    return 2 * math.prod(grid) - 1
+
+
+def _rows_and_columns(grid: tuple[int, int], device: torch.device) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]:
+    """Return for each offset in rows and columns its number among the row-major offsets, and its number of pairs of
+    patches."""
+    rows, columns = (torch.arange(1 - side, side, device=device) for side in grid)
+    numbers = rows[:, None] * grid[1] + columns + math.prod(grid) - 1
+    pairs = (grid[0] - rows.abs())[:, None] * (grid[1] - columns.abs())
+    return numbers.flatten(), pairs.flatten()

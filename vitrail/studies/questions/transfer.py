@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from vitrail.models.config import ModelConfig
+from vitrail.models.variants import ModelConfig
 from vitrail.recipes.papers import pretraining
 from vitrail.recipes.self_supervised import masked_patches_jft
 from vitrail.studies.claims import Better, Claim, GainShrinks

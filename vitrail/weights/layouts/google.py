@@ -20,8 +20,7 @@ from vitrail.data.pixels.preprocess import Geometry
 from vitrail.errors import BundleError
 from vitrail.models.positions import Covered
 from vitrail.models.resnet_config import RootConfig
-from vitrail.models.tokens.pooling import Pool
-from vitrail.models.vit_config import ViTConfig
+from vitrail.models.vit_config import Pool, ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.layout import (
     KEPT,

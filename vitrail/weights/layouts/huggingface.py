@@ -19,9 +19,8 @@ from torch import Tensor
 
 from vitrail.errors import BundleError, ConfigError
 from vitrail.files import replacing_folder, write_json
-from vitrail.models.layers import Activation
 from vitrail.models.positions import PositionResize
-from vitrail.models.vit_config import ViTConfig
+from vitrail.models.vit_config import Activation, ViTConfig
 from vitrail.weights.bundle import Bundle, OutputKind
 from vitrail.weights.layouts.huggingface_preprocess import PREPROCESS, preprocess_of, preprocessor_config
 from vitrail.weights.layouts.layout import (

@@ -16,12 +16,10 @@ from vitrail.data.pixels.geometry import Resize, scaled_side
 from vitrail.data.pixels.preprocess import Interpolation, Preprocess
 from vitrail.errors import BundleError
 from vitrail.files import replacing_folder, write_json
-from vitrail.models.layers import Activation
 from vitrail.models.positions import Covered
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
-from vitrail.models.tokens.pooling import Pool
 from vitrail.models.variants import AnyConfig
-from vitrail.models.vit_config import ViTConfig
+from vitrail.models.vit_config import Activation, Pool, ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.layout import (
     IMAGENET,

@@ -1,99 +1,85 @@
-"""The contract of an attention mechanism: its layer, validation and cost."""
+"""The contract of an attention mechanism: its settings, its rules and cost for a config, and its layer."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
-from vitrail.models.attention.settings import NoSettings, settings_of
-from vitrail.models.cost.footprint import FootprintPrecision
 from vitrail.models.linear.dense import Linear
-from vitrail.models.tokens.reduction import Removal
+from vitrail.models.network import FootprintPrecision
+from vitrail.models.positions.embedding import AttentionPositions, TransformerConfig
 
-if TYPE_CHECKING:
-    from vitrail.models.vit_config import ViTConfig
-
-
-class OffsetKeys(NamedTuple):
-    """Keys of the offsets between patches. Their products with the queries are added to the attention logits."""
-
-    keys: Float[Tensor, "heads offsets d"]
-    """Key of each offset of n patches, from that of the last query and the first key to that of the first query and
-    the last key: 2 n - 1 keys."""
-    kept: Int64[Tensor, "b k"] | None = None
-    """Numbers of the patches of each image, or None if all images have all patches."""
-
-    def bias(self, queries: Float[Tensor, "b heads m d"], prefix: int) -> Float[Tensor, "*#batch heads m n"]:
-        """Return the products of the queries, divided by sqrt(d), with the key of each pair's offset.
-
-        The first `prefix` tokens are no patches: pairs with them have no offset, and their products are zero.
-        """
-        (b, heads, m, d), offsets = queries.shape, self.keys.shape[1]
-        patches = max(0, m - prefix)
-        if not patches:  # no products of size zero, which ONNX does not have; the keys get gradients of zero
-            n = prefix + (offsets // 2 + 1 if self.kept is None else self.kept.shape[1])
-            return (0 * self.keys[:, :1, :1]).expand(heads, m, n)
-        by_head = queries[:, :, prefix:].transpose(0, 1).reshape(heads, b * patches, d).contiguous()
-        products = torch.bmm(by_head, self.keys.to(queries.dtype).transpose(1, 2) * d**-0.5)
-        products = products.view(heads, b, patches, offsets).transpose(0, 1)
-        if self.kept is None:
-            pairs = _shifted(products)
-        else:
-            away = self.kept[:, None] - self.kept[:, :patches, None] + offsets // 2
-            pairs = products.gather(3, away[:, None].expand(b, heads, *away.shape[1:]))
-        return F.pad(pairs, (prefix, 0, m - patches, 0))
+SWITCHES = {"on": True, "off": False}
 
 
-def _shifted(products: Float[Tensor, "b heads m offsets"]) -> Float[Tensor, "b heads m n"]:
-    """Return the product at place j - i + n - 1 for query i and key j. In a flat order, the products of the next query
-    begin one place before the end of a row, so views are enough."""
-    *batch, m, offsets = products.shape
-    n = offsets // 2 + 1
-    if n == 1:
-        return products
-    flat = F.pad(products.flatten(2), (0, max(0, n - 1 - m)))
-    return flat[..., n - 1 : n - 1 + m * (offsets - 1)].view(*batch, m, offsets - 1)[..., :n]
+@dataclass(frozen=True)
+class NoSettings:
+    """The settings of a mechanism that has none."""
 
 
-class AttentionPositions(NamedTuple):
-    """Positions that act inside attention (see `vitrail.models.positions`), and what its mechanism needs besides."""
+def attention_name(text: str) -> str:
+    """Return the name of the mechanism, without its settings."""
+    return text.partition(":")[0]
 
-    bias: Float[Tensor, "*images #heads #n n"] | None = None
-    """Bias that is added to the attention logits. All images have the same bias, or each image has its own."""
-    rotation: tuple[Float[Tensor, "*images n d"], Float[Tensor, "*images n d"]] | None = None
-    """Cosines and sines of the angles by which queries and keys are rotated. If each image has its own angles, the
-    shape is (b, 1, n, d)."""
 
-    offset_bias: Float[Tensor, "heads down across"] | None = None
-    """Bias for each offset between two patches, from which a mechanism with `takes_offsets` reads the bias of the pairs
-    that it computes."""
-    offset_keys: OffsetKeys | None = None
-    """Keys of the offsets between patches, whose products with the queries are added to the attention logits."""
-    context: Any = None
-    """The tables or weights that the mechanism's `AttentionContext` gives to this block."""
+def settings_of(text: str, settings: type[Any]) -> Any:
+    """Return the settings behind a mechanism's name as an instance of `settings`, a frozen dataclass.
 
-    removal: Removal | None = None
-    """The removal of tokens, if the block merges or prunes them. A layer whose kind has `can_reduce` shows it the
-    queries and keys of all heads."""
+    Fields may be whole numbers, numbers, names (`Literal`), switches (written as on and off), and several whole numbers
+    (written as 4/8). Raises `ConfigError` for an unknown setting and for a value that the setting cannot have.
+    """
+    name, _, rest = text.partition(":")
+    hints, found = get_type_hints(settings), {}
+    for part in rest.split(":") if rest else []:
+        key, equals, value = part.partition("=")
+        if key not in hints or not equals:
+            known = ", ".join(f"{field.name}={_written(field.default)}" for field in fields(settings))
+            choices = f"its settings and their defaults are {known}" if known else "it has no settings"
+            raise ConfigError(f"attention={text!r}: {part!r} is not a setting of {name!r}; {choices}")
+        try:
+            found[key] = _reader(hints[key])(value)
+        except (KeyError, ValueError):
+            raise ConfigError(
+                f"attention={text!r}: {key}={value!r} is not {_described(hints[key])}; the default is "
+                f"{_written(getattr(settings, key))}{'; a colon separates settings' if ',' in value else ''}"
+            ) from None
+    return settings(**found)
 
-    def of_images(self, kept: Int64[Tensor, " k"]) -> AttentionPositions:
-        """Return the positions of some images of the batch."""
-        bias, rotation, offset_keys = self.bias, self.rotation, self.offset_keys
-        if bias is not None and bias.ndim == 4:
-            bias = bias[kept]
-        if rotation is not None and rotation[0].ndim == 4:
-            rotation = rotation[0][kept], rotation[1][kept]
-        if offset_keys is not None and offset_keys.kept is not None:
-            offset_keys = offset_keys._replace(kept=offset_keys.kept[kept])
-        return self._replace(bias=bias, rotation=rotation, offset_keys=offset_keys)
+
+def _reader(hint: Any) -> Callable[[str], Any]:
+    """Return the function that reads a setting of this type. It raises `ValueError` or `KeyError` for other texts."""
+    if get_origin(hint) is Literal:
+        return lambda text: {name: name for name in get_args(hint)}[text]
+    if hint is bool:
+        return lambda text: SWITCHES[text]
+    if get_origin(hint) is tuple:
+        return lambda text: tuple(int(part) for part in text.split("/"))
+    return int if hint is int else float
+
+
+def _described(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(repr, get_args(hint)))}"
+    if hint is bool:
+        return "on or off"
+    if get_origin(hint) is tuple:
+        return "one or several whole numbers, such as 4 or 4/8"
+    return "a whole number" if hint is int else "a number"
+
+
+def _written(value: Any) -> str:
+    """Return a value as it is written in the text."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 class AttentionOperands(NamedTuple):
@@ -152,12 +138,13 @@ class AttentionLayer(nn.Module):
 class AttentionContext(nn.Module):
     """The tables or weights that the attention of all blocks shares, such as the windows of a grid of patches.
 
-    The network computes them once in each forward pass. A subclass overrides `for_blocks`. If it has weights, it also
-    overrides `initialise`, and `resized` if they are made for one grid.
+    The network computes them once in each forward pass. A subclass whose parts are not tables overrides `for_blocks`.
+    If it has weights, it also overrides `initialise`, and `resized` if they are made for one grid.
     """
 
     def __init__(self, name: str, make_tables: Callable[[tuple[int, int]], Sequence[Any]] | None = None) -> None:
-        """`make_tables(grid)` returns nested tuples of tensors that depend on nothing but the grid."""
+        """`make_tables(grid)` returns the nested tuples of tensors of the first blocks, after which they repeat. They
+        depend on nothing but the grid."""
         super().__init__()
         self.name = name
         self.make_tables = make_tables
@@ -182,8 +169,10 @@ class AttentionContext(nn.Module):
         ]
 
     def for_blocks(self, grid: tuple[int, int], blocks: int, device: torch.device) -> Sequence[Any]:
-        """Return the part of each block. Raise `ConfigError` if the grid does not fit."""
-        raise NotImplementedError
+        """Return the part of each block, by default the tables, which repeat. Raise `ConfigError` if the grid does not
+        fit."""
+        tables = self.tables(as_numbers(grid), device)
+        return [tables[block % len(tables)] for block in range(blocks)]
 
     def tables(self, grid: tuple[int, int], device: torch.device) -> Sequence[Any]:
         """Return the tensors of `make_tables` on a device. The sides of the grid have to be numbers (`as_numbers`). An
@@ -246,10 +235,11 @@ class AttentionKind:
     """True if the layer reads a bias of offsets from `AttentionPositions.offset_bias` instead of a bias for every
     pair of tokens."""
 
-    def __init__(self, config: ViTConfig, block: int = 0) -> None:
+    def __init__(self, config: TransformerConfig, block: int = 0, settings: Any = None) -> None:
+        """By default, the settings are those in `ViTConfig.attention`."""
         self.config = config
         self.block = block
-        self.settings: Any = settings_of(config.attention, self.Settings)
+        self.settings: Any = settings_of(config.attention, self.Settings) if settings is None else settings
 
     @property
     def blocks_per_layer(self) -> int:
@@ -279,16 +269,8 @@ class AttentionKind:
         """Return a new module of what all blocks share, or None."""
         return None
 
-    def context_parameters(self) -> int:
-        """Return the number of weights of the context."""
-        return 0
-
     def build(self) -> AttentionLayer:
         """Return a new layer."""
-        raise NotImplementedError
-
-    def parameters(self) -> int:
-        """Return the number of the layer's weights."""
         raise NotImplementedError
 
     def macs(self, tokens: int, read: int) -> int:
@@ -299,7 +281,7 @@ class AttentionKind:
     def macs_of_shared_weights(self, tokens: int, read: int) -> int:
         """Return the part of `macs` whose products have weights of the positions or of the context as a factor. These
         weights are below the blocks: they have no gradients if only blocks are trained."""
-        return self.config.position_embedding.macs_in_attention(read)
+        return self.config.position_embedding.macs_in_attention(self.config, read)
 
     def kept_bytes(self, tokens: int, read: int, precision: FootprintPrecision) -> int:
         """Return the bytes per image that the layer keeps for the backward pass, not counting the layer's input."""
