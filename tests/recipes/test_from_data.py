@@ -64,7 +64,7 @@ def fast(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
         monkeypatch.setattr(from_data, "training_speed", lambda *_: Speed(1e6, None))
 
 
-def planned(pixels: Pixels, seconds: float = 300.0, images: int = 90, **explicit: Any) -> from_data.Plan:
+def planned(pixels: Pixels, seconds: float = 300.0, images: int = 90, **explicit: Any) -> from_data.FinetunePlan:
     explicit = {"device": "cpu", "precision": "float32", **explicit}
     config = TrainConfig().override(data="made", **explicit)
     source = Made(pixels, images)

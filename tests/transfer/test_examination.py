@@ -19,7 +19,7 @@ from vitrail.evaluation.outputs import Outputs
 from vitrail.models.variants import create
 from vitrail.transfer import examination
 from vitrail.transfer.examination import (
-    Comparison,
+    FormsCompared,
     Mirrored,
     chance,
     compare,
@@ -129,14 +129,14 @@ def test_differences_are_paired() -> None:
 @pytest.mark.parametrize(
     ("found", "hurts", "larger"),
     [
-        (Comparison(0.1, 0.2, 3.0, 100), True, False),
-        (Comparison(0.1, 0.2, 2.0, 100), False, False),  # chance
-        (Comparison(0.1, 0.12, 9.0, 100_000), False, False),  # too little to matter
-        (Comparison(0.2, 0.1, -3.0, 100), False, True),
-        (Comparison(0.2, 0.19, -3.0, 100), False, False),
+        (FormsCompared(0.1, 0.2, 3.0, 100), True, False),
+        (FormsCompared(0.1, 0.2, 2.0, 100), False, False),  # chance
+        (FormsCompared(0.1, 0.12, 9.0, 100_000), False, False),  # too little to matter
+        (FormsCompared(0.2, 0.1, -3.0, 100), False, True),
+        (FormsCompared(0.2, 0.19, -3.0, 100), False, False),
     ],
 )
-def test_only_clear_differences_count(found: Comparison, hurts: bool, larger: bool) -> None:
+def test_only_clear_differences_count(found: FormsCompared, hurts: bool, larger: bool) -> None:
     assert (mirroring_hurts(found), larger_is_better(found)) == (hurts, larger)
 
 
@@ -265,7 +265,7 @@ def test_errors_are_relative_to_a_constant_prediction() -> None:
 
 def test_reasons_name_the_error_of_each_kind_of_target() -> None:
     def reason(kind: Any) -> str:
-        return mirrored_reason(Comparison(0.1, 0.35, 5.0, 30, kind), "features").removeprefix("no mirroring: ")
+        return mirrored_reason(FormsCompared(0.1, 0.35, 5.0, 30, kind), "features").removeprefix("no mirroring: ")
 
     assert reason("class") == (
         "a linear model of the features errs on 10.0% of 30 training images, and on 35.0% if they are mirrored"

@@ -22,7 +22,7 @@ from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import read_journal
 from vitrail.training.run import train
-from vitrail.transfer.facts import Plan
+from vitrail.transfer.facts import FinetunePlan
 from vitrail.transfer.finetune import FinetuneResult, evaluate_run, finetune, plan
 from vitrail.weights.bundle import Bundle
 
@@ -43,7 +43,7 @@ def planned(bundle: Bundle, model: Path, data: Path, **explicit: object) -> Trai
     return plan(bundle, base.data.open_whole(), base, explicit=explicit).config
 
 
-def by_paper(bundle: Bundle, model: Path, data: Path, **explicit: object) -> Plan:
+def by_paper(bundle: Bundle, model: Path, data: Path, **explicit: object) -> FinetunePlan:
     base = TrainConfig().override(data=str(data), init=str(model), device="cpu", name="paper")
     return plan(bundle, base.data.open_whole(), base, "paper", {"image_size": (14, 21), **explicit})
 

@@ -17,7 +17,7 @@ from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.variants import build, variant_config
 from vitrail.training.config import TrainConfig
 from vitrail.training.schedule import RunLength
-from vitrail.transfer.facts import DataFacts, Plan, facts_of
+from vitrail.transfer.facts import DataFacts, FinetunePlan, facts_of
 from vitrail.transfer.finetune import finetune, plan
 from vitrail.transfer.protocols import plan_by_hyperrule, schedule_for
 from vitrail.weights.bundle import Bundle
@@ -48,7 +48,7 @@ class Grey:
         return 0
 
 
-def planned(facts: DataFacts = FACTS, **explicit: object) -> Plan:
+def planned(facts: DataFacts = FACTS, **explicit: object) -> FinetunePlan:
     preprocess = Preprocess(image_size=(224, 224), resize="crop", crop_share=0.875)
     base = TrainConfig().override(init="BiT-M-R50x1.npz")
     return plan_by_hyperrule(base, R50, preprocess, facts, memory=10**13, explicit=explicit)

@@ -19,7 +19,7 @@ from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.training.after_step import Monitor
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import Display, read_journal
-from vitrail.transfer.facts import DataFacts, Plan
+from vitrail.transfer.facts import DataFacts, FinetunePlan
 from vitrail.transfer.finetune import plan
 from vitrail.transfer.protocols import (
     TABLE_4,
@@ -40,7 +40,7 @@ FACTS = DataFacts(1000, 400, "class", True)
 
 def planned(
     base: TrainConfig, network: AnyConfig, facts: DataFacts = FACTS, memory: int = PLENTY, **explicit: object
-) -> Plan:
+) -> FinetunePlan:
     preprocess = Preprocess(image_size=network.image_size)
     return plan_by_paper(base, network, preprocess, facts, memory=memory, explicit=explicit)
 

@@ -21,7 +21,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.cost import training_bytes
 from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.training.config import TrainConfig
-from vitrail.transfer.facts import DataFacts, Findings, Plan, facts_of
+from vitrail.transfer.facts import DataFacts, Findings, FinetunePlan, facts_of
 from vitrail.transfer.rules import enough_validation, plan_by_rule
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -34,7 +34,7 @@ def facts(images: int = 1000, side: int | None = 300, **others: object) -> DataF
 
 def ruled(
     facts: DataFacts, variant: str = "ViT-B/16", device: torch.device = CPU, memory: int = PLENTY, **chosen: object
-) -> Plan:
+) -> FinetunePlan:
     network: AnyConfig = variant_config(variant, num_classes=1000)
     base = TrainConfig().override(data="photos", init="model")
     preprocess = Preprocess(image_size=network.image_size, resize="crop", mean=(0.4, 0.5, 0.6))

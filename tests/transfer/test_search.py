@@ -22,7 +22,7 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.folder import locked
 from vitrail.training.log import read_journal
 from vitrail.training.run import train
-from vitrail.transfer.facts import Candidate, Plan, Search
+from vitrail.transfer.facts import Candidate, FinetunePlan, Search
 from vitrail.transfer.finetune import FinetuneResult, finetune, plan
 from vitrail.transfer.protocols import is_trial
 from vitrail.transfer.search import LINEAR, Tried, forward_seconds, read_tried, search_settings, trials_folder
@@ -43,7 +43,7 @@ def model(tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return tiny_bundle.save(tmp_path / "model")
 
 
-def planned(bundle: Bundle, model: Path, data: Path, budget: str | None = None, **explicit: Any) -> Plan:
+def planned(bundle: Bundle, model: Path, data: Path, budget: str | None = None, **explicit: Any) -> FinetunePlan:
     explicit = {"precision": "float32", **explicit}
     base = TrainConfig().override(data=str(data), init=str(model), device="cpu", **explicit)
     return plan(bundle, base.data.open_whole(), base, explicit=explicit, budget=budget)

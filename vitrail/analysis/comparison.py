@@ -59,7 +59,7 @@ class Disagreement:
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class ModelComparison:
     """The result of `compare`."""
 
     models: tuple[Measured, Measured]
@@ -110,7 +110,7 @@ def compare(
     images: int = 64,
     examples: int = 6,
     bootstrap: int = 1000,
-) -> Comparison:
+) -> ModelComparison:
     """Compare two models on the images that both could decode.
 
     `sources` are the same data with the classes of each model. Features and attention are computed for `images` images
@@ -131,7 +131,7 @@ def compare(
         Measured(name, side.bundle, report(side.found, bootstrap=bootstrap, worst=0), reach_of(side.bundle, inputs))
         for name, side, inputs in zip(names, (first, second), seen, strict=True)
     ]
-    return Comparison(
+    return ModelComparison(
         models=(models[0], models[1]),
         paired=paired_difference(first.right, second.right, has_interval=bootstrap > 0),
         similarity=layer_similarity(

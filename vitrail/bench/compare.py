@@ -19,7 +19,7 @@ from vitrail.models.compiled import Compiled
 
 
 @dataclass(frozen=True)
-class Row:
+class SpeedRow:
     """The measurements of one library in one of its settings, or of the matrix products alone."""
 
     entry: Entry
@@ -41,10 +41,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SpeedComparison:
     """The rows of a comparison: our network first, then the matrix products alone, then other libraries."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[SpeedRow, ...]
     product_flops: int
     """FLOPs of the replayed matrix products. A product that a fused attention kernel computes twice is counted
     twice."""
@@ -67,7 +67,7 @@ def compare(
     warmup: int = 2,
     profile: bool = True,
     memory: bool = False,
-) -> Comparison:
+) -> SpeedComparison:
     """Time our network, the matrix products and the libraries `peers` in interleaved rounds, one at a time.
 
     With `best`, the compiled networks of all libraries are also measured. With `compile` "on" or "graphs", our compiled
@@ -90,7 +90,7 @@ def compare(
         measured = [entry for entry in times if entry.settings not in COMPILED and entry != ALONE]
         needed = {entry: measure_memory(entry, workload) for entry in measured}
     rows = tuple(_row(entry, workload, times, needed.get(entry)) for entry in times)
-    return Comparison(rows, product_flops, large_gflops, fractions, skipped)
+    return SpeedComparison(rows, product_flops, large_gflops, fractions, skipped)
 
 
 ALONE = Entry(PRODUCTS)
@@ -141,12 +141,12 @@ def _ready(wanted: Sequence[Entry], workload: Workload, stack: ExitStack) -> tup
     return found, skipped
 
 
-def _row(entry: Entry, workload: Workload, times: dict[Entry, list[float]], memory: int | None) -> Row:
+def _row(entry: Entry, workload: Workload, times: dict[Entry, list[float]], memory: int | None) -> SpeedRow:
     seconds, alike = times[entry], Entry(OURS, entry.settings)
     flops = workload.flops if entry.library in (OURS, PRODUCTS) else workload.whole_flops
 
     share, against = _share(times, entry), alike if entry.library != OURS and alike in times else Entry(OURS)
-    return Row(
+    return SpeedRow(
         entry=entry,
         settings=entry.describe(workload),
         seconds=tuple(seconds),

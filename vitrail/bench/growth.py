@@ -32,7 +32,7 @@ FACTORS = (0.5, 0.75, 1.0, 1.25, 1.5)
 
 
 @dataclass(frozen=True)
-class Point:
+class GrowthPoint:
     """The measurements at one value of the growing quantity."""
 
     value: int
@@ -52,7 +52,7 @@ class Scaling:
     """The measurements of a sweep, and the exponents of growth with `axis`."""
 
     axis: Axis
-    points: tuple[Point, ...]
+    points: tuple[GrowthPoint, ...]
     exponents: dict[str, float | None]
     """Exponents of the measured seconds and bytes, and of the FLOPs, step memory and activation memory by formula. The
     last two are None for predictions, which store no activations."""
@@ -68,7 +68,8 @@ def scaling(workload: Workload, axis: Axis, *, repetitions: int, warmup: int) ->
     times = interleave(timers, repetitions=repetitions, warmup=warmup)
     del timers
     points = tuple(
-        Point(value, point, tuple(times[value]), measure_memory(Entry(OURS), point)) for value, point in values.items()
+        GrowthPoint(value, point, tuple(times[value]), measure_memory(Entry(OURS), point))
+        for value, point in values.items()
     )
     columns: dict[str, list[float | None]] = {
         "seconds": [point.median for point in points],

@@ -54,7 +54,7 @@ class Bare:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLoad:
     """A server under one load."""
 
     server: str
@@ -131,7 +131,7 @@ def measure_servers(
     seconds: float,
     rounds: int = 1,
     pythons: Mapping[str, str] | None = None,
-) -> Iterator[Measured]:
+) -> Iterator[MeasuredLoad]:
     """Yield the measurements of every server under every load. All servers run during the whole measurement, and one of
     them at a time has a load. Each load is measured for `seconds`, after a tenth of that for warming up. This time is
     divided among `rounds`, in which the servers take turns, so that a machine that becomes slower changes all of them.
@@ -178,12 +178,12 @@ def measure_memory(
 
 def summarise(
     server: str, load: Load, outcomes: Sequence[Outcome], took: float, cpu_seconds: float, memory: int
-) -> Measured:
+) -> MeasuredLoad:
     """Return the measurements of a load that took `took` seconds."""
     right = [outcome for outcome in outcomes if outcome.status == 200]
     times = [outcome.seconds for outcome in outcomes] or [float("nan")]
     p50, p95, p99 = (float(value) for value in np.percentile(times, (50, 95, 99)))
-    return Measured(
+    return MeasuredLoad(
         server, load.name, len(outcomes), len(outcomes) - len(right), len(right) / took,
         sum(outcome.seconds <= GOOD for outcome in right) / took, p50, p95, p99,
         cpu_seconds / max(len(outcomes), 1), memory,

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitrail.bench.compare import Comparison, compare
+from vitrail.bench.compare import SpeedComparison, compare
 from vitrail.bench.growth import AttentionScaling, Axis, Scaling, attention_scaling, scaling
 from vitrail.bench.memory import LargestBatch, is_out_of_memory, largest_batch
 from vitrail.bench.reading import Loading, measure_loading
@@ -385,7 +385,7 @@ def describe_workload(workload: Workload, *, any_batch: bool = False) -> str:
     )
 
 
-def comparison(result: Comparison, workload: Workload) -> list[Any]:
+def comparison(result: SpeedComparison, workload: Workload) -> list[Any]:
     """Return the tables of speed, memory and operations, and a note for each library that was skipped."""
     caption = (
         "In each round, every row was timed once. All columns are medians. ratio: time of the matrix products "
@@ -416,11 +416,11 @@ BUSY = (
 )
 
 
-def _is_busy(result: Comparison) -> bool:
+def _is_busy(result: SpeedComparison) -> bool:
     return result.large_gflops is None or any(row.share is None for row in result.rows)
 
 
-def _large(result: Comparison) -> list[str]:
+def _large(result: SpeedComparison) -> list[str]:
     """Return a line with the fractions of the speed of a large product that our network achieves, if it is known."""
     if (large := result.large_gflops) is None:
         return []
@@ -428,7 +428,7 @@ def _large(result: Comparison) -> list[str]:
     return [f"One large product achieves {_number(large)} GFLOP/s. vitrail achieves of that: {', '.join(ours)}"]
 
 
-def _memory(result: Comparison, workload: Workload) -> list[Table]:
+def _memory(result: SpeedComparison, workload: Workload) -> list[Table]:
     if all(row.memory is None for row in result.rows):
         return []
     table = plain_table(("memory of a step", "settings", "measured", "by closed form"))
@@ -439,7 +439,7 @@ def _memory(result: Comparison, workload: Workload) -> list[Table]:
     return [table]
 
 
-def _breakdown(result: Comparison) -> list[Table]:
+def _breakdown(result: SpeedComparison) -> list[Table]:
     if result.breakdown is None:
         return []
     table = plain_table(("time of our step", "fraction"))
@@ -448,7 +448,7 @@ def _breakdown(result: Comparison) -> list[Table]:
     return [table]
 
 
-def plain_comparison(result: Comparison) -> dict[str, Any]:
+def plain_comparison(result: SpeedComparison) -> dict[str, Any]:
     """Return the result of a comparison as JSON values."""
     rows = [
         {

@@ -29,7 +29,7 @@ from vitrail.experiments.accuracy import (
     peer_entries,
     reached,
 )
-from vitrail.experiments.cells import Cell, CellResult, Point
+from vitrail.experiments.cells import Cell, CellResult, CurvePoint
 from vitrail.files import saving, write_json
 from vitrail.machine import pick_device
 from vitrail.recipes import RECIPES
@@ -277,7 +277,7 @@ def accuracy_chart(curves: Curves, targets: Sequence[float], budget: float | Non
 
 
 def _chart(
-    curves: Curves, targets: Sequence[float], budget: float | None, label: str, cost: Callable[[Point], float]
+    curves: Curves, targets: Sequence[float], budget: float | None, label: str, cost: Callable[[CurvePoint], float]
 ) -> str:
     """Return one chart: a line for each cell, and a dotted line for each target."""
     lines = [

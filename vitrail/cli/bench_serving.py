@@ -19,7 +19,7 @@ from vitrail.bench.serving import (
     SERVERS,
     Bare,
     Load,
-    Measured,
+    MeasuredLoad,
     MemoryPoint,
     Overhead,
     check_pythons,
@@ -189,7 +189,7 @@ def _show_memory(options: BenchServe, bundle: Bundle, points: Sequence[MemoryPoi
     console.print(table, highlight=False)
 
 
-def _table(bare: Bare, measured: Sequence[Measured]) -> Any:
+def _table(bare: Bare, measured: Sequence[MeasuredLoad]) -> Any:
     caption = (
         f"Without a server: {bare.images_per_second:.1f} images/s in batches of {bare.batch}, and "
         f"{1000 * bare.seconds:.1f} ms for one image. p50, p95 and p99: time to the answer in ms, from the moment when "

@@ -571,7 +571,7 @@ def _location(spec: str) -> str:
 
 
 @dataclass(frozen=True)
-class Measured:
+class EvaluatedData:
     """Opened data that one or more evaluators use."""
 
     sources: dict[str, Source]
@@ -583,7 +583,7 @@ class Measured:
 
 def open_for_features(
     bundle: Bundle, spec: str, split: str, numbers: tuple[str, ...], common: CommonImages | None = None
-) -> Measured:
+) -> EvaluatedData:
     """Return the data with its own classes as targets, and the splits to measure.
 
     For regression the targets are the columns `numbers`, by default the columns that the model predicts. Images are
@@ -604,9 +604,9 @@ def open_for_head(
     spec: str,
     split: str,
     class_names: str,
-    own: Measured | None,
+    own: EvaluatedData | None,
     common: CommonImages | None = None,
-) -> Measured:
+) -> EvaluatedData:
     """Return the data with the model's classes or numbers as targets. Raise `DataError` if they do not match.
 
     `class_names` is a file with the WordNet id and name of each model output, or "". `own` is the data with its own
@@ -632,7 +632,9 @@ def open_for_head(
     return found if class_map is None else _mapped(found, class_map, bundle.classes)
 
 
-def _measured(bundle: Bundle, opened: OpenedData, splits: Splits, split: str, *, is_common: bool = False) -> Measured:
+def _measured(
+    bundle: Bundle, opened: OpenedData, splits: Splits, split: str, *, is_common: bool = False
+) -> EvaluatedData:
     """Return the splits to measure, with notes for the user. Raise `DataError` if the data lacks the split."""
     named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     existing = {name: source for name, source in named.items() if source is not None and len(source)}
@@ -657,10 +659,10 @@ def _measured(bundle: Bundle, opened: OpenedData, splits: Splits, split: str, *,
             "this model was trained without held-out images; if it was trained on this data, the measured "
             "images were among its training images"
         )
-    return Measured(chosen, splits.train, tuple(notes), opened)
+    return EvaluatedData(chosen, splits.train, tuple(notes), opened)
 
 
-def _mapped(found: Measured, class_map: ClassMap, classes: tuple[str, ...]) -> Measured:
+def _mapped(found: EvaluatedData, class_map: ClassMap, classes: tuple[str, ...]) -> EvaluatedData:
     """Return the data with labels mapped to the model's classes."""
     sources: dict[str, Source] = {
         name: samples_of(source).renumbered(class_map.columns, classes) for name, source in found.sources.items()
@@ -710,7 +712,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Measurements:
     """The checked measurements of one model."""
 
     outputs: Outputs
@@ -734,7 +736,7 @@ def plan_of(
     options: Evaluate,
     common: CommonImages | None,
     outputs: Outputs,
-) -> Plan:
+) -> Measurements:
     """Open the data for a model, and check it. Nothing is measured."""
 
     heads = set(BY_HEAD.values())
@@ -759,7 +761,7 @@ def plan_of(
     opened = [each for each in (judged, learned) if each is not None]
     colour = colour_note(images_of(jobs[0].source), bundle.preprocess.channels)
     notes = dict.fromkeys((*bundle.notes, *(note for each in opened for note in each.notes), *filter(None, [colour])))
-    return Plan(outputs, tuple(jobs), head, tuple(notes))
+    return Measurements(outputs, tuple(jobs), head, tuple(notes))
 
 
 # The tables of `vitrail evaluate`.

@@ -35,7 +35,7 @@ from vitrail.training.config import WITHOUT_WEIGHTS, TrainConfig
 from vitrail.training.folder import Length, changed_config, check_request, read_record
 from vitrail.training.log import ConsoleDisplay, Display
 from vitrail.training.run import finished, resume
-from vitrail.transfer.facts import Plan
+from vitrail.transfer.facts import FinetunePlan
 from vitrail.transfer.finetune import FinetuneResult, Protocol, check_choices, evaluate_run, finetune, plan
 from vitrail.transfer.protocols import TableRow, is_trial
 from vitrail.transfer.report import AnyReport, summary_rows, untrained_note
@@ -245,7 +245,7 @@ def _suite(given: Mapping[str, Any], display: ConsoleDisplay) -> int:
     return 0
 
 
-def _plan(given: Mapping[str, Any], display: Display) -> tuple[Plan, OpenedData, Bundle]:
+def _plan(given: Mapping[str, Any], display: Display) -> tuple[FinetunePlan, OpenedData, Bundle]:
     """Return the settings of the run, the opened data for which the settings were chosen, and the initial model."""
     model, protocol = given["model"], given.get("protocol", "rule")
     rates, row, budget = given.get("learning_rates"), given.get("table_row"), given.get("budget")

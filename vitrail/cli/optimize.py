@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # without PyTorch, --help is faster
     from rich.table import Table
 
     from vitrail.data.source import Source
-    from vitrail.experiments.faster import Images, Search, Trial
+    from vitrail.experiments.faster import Images, Search, SpeedTrial
     from vitrail.weights.bundle import Bundle
 
 
@@ -208,7 +208,7 @@ def _show(found: Search, options: Optimize, is_written: bool, console: Console) 
         console.print("Not written; name a folder with --out.", markup=False)
 
 
-def _table(trials: Sequence[Trial]) -> Table:
+def _table(trials: Sequence[SpeedTrial]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -235,7 +235,7 @@ def _table(trials: Sequence[Trial]) -> Table:
     return table
 
 
-def _plain(trial: Trial) -> dict[str, Any]:
+def _plain(trial: SpeedTrial) -> dict[str, Any]:
     """Return a trial as JSON values."""
     return {
         "tried": trial.axis,

@@ -6,6 +6,7 @@ All cells run one after the other, in one folder.
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
 import subprocess
@@ -16,18 +17,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from jaxtyping import UInt8
+from PIL import Image
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitrail.bench.accuracy.images import write_images
 from vitrail.bench.peers import benchmark_script
 from vitrail.bench.workload import Spread
-from vitrail.data.source import fingerprint
+from vitrail.data.source import Source, fingerprint
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, RunError, nearest
-from vitrail.experiments.cells import Cell, CellResult, Point, read_cell, run_cell, run_process
-from vitrail.files import saving, write_json
+from vitrail.experiments.cells import Cell, CellResult, CurvePoint, read_cell, run_cell, run_process
+from vitrail.files import replacing_folder, saving, write_json
 from vitrail.machine import describe, has_bf16_matrix_units
 from vitrail.tasks import Task
 from vitrail.training.config import TrainConfig
@@ -239,7 +242,7 @@ def measure_recipe(folder: Path, cell: Cell) -> CellResult:
 
     return CellResult(
         points=tuple(
-            Point(step=step, seconds=wall, cpu_seconds=cpu, flops=flops(step), accuracy=accuracy)
+            CurvePoint(step=step, seconds=wall, cpu_seconds=cpu, flops=flops(step), accuracy=accuracy)
             for step, wall, cpu, accuracy in recorder.points
         ),
         validation_accuracy=result.metrics["validation_accuracy"],
@@ -325,7 +328,7 @@ class Reached:
     """Ratios to the first entry. There are none unless the first entry reaches the target with every seed."""
 
 
-def first_at(points: Sequence[Point], target: float, budget: float | None) -> Point | None:
+def first_at(points: Sequence[CurvePoint], target: float, budget: float | None) -> CurvePoint | None:
     """Return the first point within the budget whose accuracy is at least the target."""
     within = (point for point in points if budget is None or point.seconds <= budget)
     return next((point for point in within if point.accuracy >= target), None)
@@ -359,13 +362,13 @@ def final_accuracies(cells: Mapping[int, CellResult]) -> tuple[Spread, Spread | 
     return Spread.of([result.validation_accuracy for result in cells.values()]), Spread.of(test) if test else None
 
 
-def _cost(point: Point | None, quantity: Quantity) -> float:
+def _cost(point: CurvePoint | None, quantity: Quantity) -> float:
     return math.inf if point is None else float(getattr(point, quantity))
 
 
 def _ratios(
-    ours: Mapping[int, Point | None],
-    theirs: Mapping[int, Point | None],
+    ours: Mapping[int, CurvePoint | None],
+    theirs: Mapping[int, CurvePoint | None],
     cells: Mapping[int, CellResult],
     target: float,
     quantity: Quantity,
@@ -380,6 +383,55 @@ def _ratios(
         until = point or first_at(points, target, None) or points[-1]
         values.append(_cost(until, quantity) / _cost(own, quantity))
     return values
+
+
+# The images of a data set as files in a folder per split and class, which other libraries read.
+
+
+DONE = "images.json"
+"""File with the fingerprint of the data, which is written last."""
+
+SUFFIXES = {"JPEG": ".jpg", "PNG": ".png"}
+"""Suffixes of files that are written as they are, by the format that Pillow finds. Other images become PNG files."""
+
+
+def write_images(splits: Splits, folder: Path) -> None:
+    """Write the images of all splits as `SPLIT/CLASS/INDEX.SUFFIX`, unless the folder has them already.
+
+    CLASS is the index of the class with five digits. The bytes of JPEG and PNG files do not change.
+    """
+    name = fingerprint(splits.train, splits.validation, splits.test)
+    if (folder / DONE).exists() and json.loads((folder / DONE).read_text(encoding="utf-8"))["fingerprint"] == name:
+        return
+    sources = {"train": splits.train, "validation": splits.validation, "test": splits.test}
+    with replacing_folder("the images", folder, [*sources, DONE]) as partial:
+        for split, source in sources.items():
+            if source is not None:
+                _write(source, partial / split, len(splits.classes))
+        write_json(partial / DONE, {"fingerprint": name, "classes": list(splits.classes)})
+
+
+def _write(source: Source, folder: Path, classes: int) -> None:
+    for label in range(classes):
+        (folder / f"{label:05d}").mkdir(parents=True)
+    for index in range(len(source)):
+        sample = source[index]
+        content, suffix = _encoded(sample.image)
+        (folder / f"{sample.target:05d}" / f"{index:07d}{suffix}").write_bytes(content)
+
+
+def _encoded(image: bytes | UInt8[np.ndarray, "h w c"]) -> tuple[bytes, str]:
+    """Return the bytes of an image file and its suffix."""
+    if isinstance(image, bytes):
+        file = Image.open(io.BytesIO(image))
+        if file.format in SUFFIXES:
+            return image, SUFFIXES[file.format]
+        picture: Image.Image = file
+    else:
+        picture = Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image)
+    written = io.BytesIO()
+    picture.save(written, "PNG")
+    return written.getvalue(), SUFFIXES["PNG"]
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class CurvePoint:
     """The accuracy on the validation split after some training."""
 
     step: int
@@ -70,7 +70,7 @@ class Point:
 class CellResult:
     """The measurements of a finished cell."""
 
-    points: tuple[Point, ...]
+    points: tuple[CurvePoint, ...]
     validation_accuracy: float
     """Accuracy of the finished model on the validation split."""
     test_accuracy: float | None

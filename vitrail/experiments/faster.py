@@ -191,7 +191,7 @@ class Images:
 
 
 @dataclass(frozen=True)
-class Trial:
+class SpeedTrial:
     """A model that was tried."""
 
     axis: str
@@ -213,7 +213,7 @@ class Search:
 
     bundle: Bundle
     """The fastest model that keeps the accuracy."""
-    trials: tuple[Trial, ...]
+    trials: tuple[SpeedTrial, ...]
     """All models that were tried, in order. The first is the model at the start."""
     floor: float
     """Lowest accuracy that was accepted."""
@@ -221,7 +221,7 @@ class Search:
     """False if the time was over before all axes were tried."""
 
     @property
-    def best(self) -> Trial:
+    def best(self) -> SpeedTrial:
         """The trial of `bundle`."""
         return next(trial for trial in reversed(self.trials) if trial.verdict in ("start", "taken"))
 
@@ -233,7 +233,7 @@ def search(
     keep: float,
     seconds: float,
     batch_size: int,
-    on_trial: Callable[[Trial], None] = lambda trial: None,
+    on_trial: Callable[[SpeedTrial], None] = lambda trial: None,
     on_progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> Search:
     """Return the fastest model whose accuracy is at least `keep` times the accuracy of `bundle`.
@@ -242,11 +242,11 @@ def search(
     trial, and its numbers of measured images and of all images.
     """
     ends = time.monotonic() + seconds
-    trials: list[Trial] = []
+    trials: list[SpeedTrial] = []
 
     def record(axis: str, model: Bundle, accuracy: float, spent: float, verdict: Verdict) -> None:
         flops = model.network.config.inference_flops()
-        trials.append(Trial(axis, settings_of(model), accuracy, spent, flops, verdict))
+        trials.append(SpeedTrial(axis, settings_of(model), accuracy, spent, flops, verdict))
         on_trial(trials[-1])
 
     def accuracy_of(model: Bundle, axis: str) -> float:

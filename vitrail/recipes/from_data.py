@@ -25,7 +25,7 @@ from vitrail.recipes.small import folder
 from vitrail.training.config import TrainConfig
 from vitrail.training.pilot import training_speeds
 from vitrail.transfer.examination import divide, mirror_test, mirrored_reason, mirroring_hurts, pixel_features
-from vitrail.transfer.facts import Choices, DataFacts, Explicit, Plan, check_images, choose_task, facts_of
+from vitrail.transfer.facts import Choices, DataFacts, Explicit, FinetunePlan, check_images, choose_task, facts_of
 
 DEFAULT_SECONDS = 300.0
 
@@ -100,7 +100,7 @@ def plan_for_data(
     seconds: float = DEFAULT_SECONDS,
     *,
     started: float | None = None,
-) -> Plan:
+) -> FinetunePlan:
     """Return settings for training on this data from scratch within a time in seconds, with the reasons.
 
     The network, the image size, the colours, the augmentation, the batch size and the number of epochs follow from the

@@ -344,7 +344,7 @@ def _unmeasured(results: Results, *names: str) -> str:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TuningTrial:
     """A learning rate that was tried for a stage, with the result on the cut of the training split."""
 
     tuning: str
@@ -395,7 +395,7 @@ class Results:
     """All measurements of a study."""
 
     points: Sequence[PointResult]
-    trials: Sequence[Trial] = ()
+    trials: Sequence[TuningTrial] = ()
     machines: Sequence[str] = ()
     """Device and number format of the machines that ran the cells, without duplicates."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from vitrail.errors import RunError, plural
 from vitrail.evaluation.metrics.numbers import merit
 from vitrail.files import saving, write_json
-from vitrail.studies.claims import PointResult, Results, Trial
+from vitrail.studies.claims import PointResult, Results, TuningTrial
 from vitrail.studies.grid import CELLS, Cell, CellPool, CellResult, Measured, make_cell
 from vitrail.studies.study import Point, Settings, Study
 
@@ -133,11 +133,11 @@ class StudyRun:
         machines = dict.fromkeys(_machine(result) for result in results.values())
         return Results(points, trials, list(machines))
 
-    def _choose(self, pool: CellPool) -> tuple[list[Trial], dict[str, tuple[float, ...]]]:
+    def _choose(self, pool: CellPool) -> tuple[list[TuningTrial], dict[str, tuple[float, ...]]]:
         """Return all trials, and the chosen learning rates of every stage by the name under which points share them."""
         tuned = tuned_points(self.points)
         rates: dict[str, tuple[float, ...]] = dict.fromkeys(tuned, ())
-        trials: list[Trial] = []
+        trials: list[TuningTrial] = []
         for number in range(max(len(point.stages) for point in tuned.values())):
             chains = {
                 (name, rate): chain(point, [*rates[name], rate], self.seeds[0], is_trial=True)
@@ -156,7 +156,7 @@ class StudyRun:
                 best = max(found, key=lambda rate: _merit(found[rate])) if found else stage.rates[0]
                 rates[name] = (*rates[name], best)
                 trials += [
-                    Trial(
+                    TuningTrial(
                         name, number, rate, result.metrics.get("validation_accuracy"), rate == best,
                         chains[name, rate][-1].name,
                     )

@@ -145,7 +145,7 @@ LONGEST = 60
 
 
 @dataclass(frozen=True)
-class Example:
+class HeldOutExample:
     """An image with its labels and the model's prediction."""
 
     path: Path
@@ -163,7 +163,7 @@ class Example:
         return isinstance(self.prediction, Prediction) and self.prediction.label in self.labels
 
 
-def write_examples(bundle: Bundle, source: Source, folder: Path, count: int = 10) -> tuple[Example, ...]:
+def write_examples(bundle: Bundle, source: Source, folder: Path, count: int = 10) -> tuple[HeldOutExample, ...]:
     """Write about `count` images as PNG files with their labels in the file names. Return the images with their labels
     and the model's predictions.
 
@@ -189,7 +189,7 @@ def write_examples(bundle: Bundle, source: Source, folder: Path, count: int = 10
     paths = [folder / name for name in names]
     predictions = bundle.predict(paths)
     return tuple(
-        Example(path, labels, prediction)
+        HeldOutExample(path, labels, prediction)
         for path, (_, labels), prediction in zip(paths, picked, predictions, strict=True)
     )
 

@@ -65,7 +65,7 @@ from vitrail.training.job import (
 )
 from vitrail.training.log import Display, Journal, Sinks, read_journal, tracking
 from vitrail.training.loop import fit
-from vitrail.training.page import Example, ProgressPage, write_examples, write_pictures
+from vitrail.training.page import HeldOutExample, ProgressPage, write_examples, write_pictures
 from vitrail.training.sharding import StreamedCopy
 from vitrail.training.start import open_again, open_initial
 from vitrail.training.state import TrainState
@@ -590,7 +590,7 @@ class RunResult:
     summary: dict[str, float]
     """Optimizer steps, seconds, images per second, fraction of the time spent waiting for data, and peak memory in
     bytes."""
-    examples: tuple[Example, ...]
+    examples: tuple[HeldOutExample, ...]
     """A few held-out images, saved as files, with the model's predictions."""
     task: Task
     """The task that the model was trained for."""

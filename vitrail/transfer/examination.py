@@ -123,7 +123,7 @@ def larger_size(network: AnyConfig, size: tuple[int, int], side: int | None) -> 
     return larger if math.prod(larger) >= 1.5 * math.prod(size) else None
 
 
-def _sized(found: Findings, result: Comparison | None, size: tuple[int, int], larger: tuple[int, int]) -> Findings:
+def _sized(found: Findings, result: FormsCompared | None, size: tuple[int, int], larger: tuple[int, int]) -> Findings:
     if result is None:
         return found
     chosen, other = (larger, size) if larger_is_better(result) else (size, larger)
@@ -133,13 +133,13 @@ def _sized(found: Findings, result: Comparison | None, size: tuple[int, int], la
     return replace(found, image_size=chosen, size_reason=reason)
 
 
-def _mirrored(found: Findings, result: Comparison | None) -> Findings:
+def _mirrored(found: Findings, result: FormsCompared | None) -> Findings:
     if result is None:
         return found
     return replace(found, flip=not mirroring_hurts(result), flip_reason=mirrored_reason(result, "features"))
 
 
-def mirrored_reason(result: Comparison, features: str) -> str:
+def mirrored_reason(result: FormsCompared, features: str) -> str:
     """Return the decision about mirroring with its evidence, for a linear model of these features."""
     evidence = _evidence(result, "if they are mirrored")
     return f"{'no' if mirroring_hurts(result) else 'random'} mirroring: a linear model of the {features} {evidence}"
@@ -155,7 +155,7 @@ EVIDENCE: dict[TargetKind, str] = {
 """Text about the errors of a comparison, by the kind of target."""
 
 
-def _evidence(result: Comparison, condition: str) -> str:
+def _evidence(result: FormsCompared, condition: str) -> str:
     """Return the errors in words. `condition` is the form of the images for which the second error was measured."""
     return f"{EVIDENCE[result.kind].format(**result._asdict())} {condition}"
 
@@ -168,7 +168,7 @@ ErrorsOf = Callable[[FeatureSet], Float64[np.ndarray, " n"]]
 """Function that returns the error of a fitted model for every image."""
 
 
-class Comparison(NamedTuple):
+class FormsCompared(NamedTuple):
     """The mean errors of a linear model on the same images in two forms. `errors` defines the errors."""
 
     before: float
@@ -242,7 +242,7 @@ def _drawn(groups: Int64[np.ndarray, " n"], most: int, seed: int) -> Int64[np.nd
     return np.sort(rows[np.argsort(ranks, kind="stable")[:most]])
 
 
-def mirror_test(features_of: FeaturesOf, division: Division, channels: int) -> Comparison | None:
+def mirror_test(features_of: FeaturesOf, division: Division, channels: int) -> FormsCompared | None:
     """Return the errors of a linear model of features on images, and on the same images mirrored.
 
     `features_of` returns the features of all samples of a source: those of a model, or `pixel_features`. `channels` is
@@ -285,7 +285,7 @@ def compare_sizes(
     *,
     readers: Readers = Readers(),
     precision: Precision = "float32",
-) -> Comparison | None:
+) -> FormsCompared | None:
     """Return the errors of linear models of the features at two image sizes (height, width).
 
     Return None if too few images can be decoded, or if both linear models are hardly better than a constant prediction.
@@ -305,24 +305,24 @@ def compare_sizes(
     return None if min(result.before, result.after) >= NEAR_CHANCE * chance(tested.truth) else result
 
 
-def mirroring_hurts(found: Comparison) -> bool:
+def mirroring_hurts(found: FormsCompared) -> bool:
     """Return True if mirrored images are recognised clearly worse than the images themselves."""
     return found.after - found.before >= MIRROR_LOSS and found.standard_errors >= CONFIDENCE
 
 
-def larger_is_better(found: Comparison) -> bool:
+def larger_is_better(found: FormsCompared) -> bool:
     """Return True if the second image size is clearly better than the first."""
     return found.before - found.after >= SIZE_GAIN and found.standard_errors <= -1
 
 
 def compare(
     before: Float64[np.ndarray, " n"], after: Float64[np.ndarray, " n"], kind: TargetKind = "class"
-) -> Comparison:
+) -> FormsCompared:
     """Return the comparison of the errors of the same images in two forms."""
     differences = after - before
     mean, spread = float(differences.mean()), float(differences.std() / np.sqrt(len(differences)))
     ratio = mean / spread if spread else math.copysign(math.inf, mean) if mean else 0.0
-    return Comparison(float(before.mean()), float(after.mean()), ratio, len(before), kind)
+    return FormsCompared(float(before.mean()), float(after.mean()), ratio, len(before), kind)
 
 
 def fit(found: FeatureSet) -> ErrorsOf:

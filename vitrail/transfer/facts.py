@@ -104,7 +104,7 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Plan:
+class FinetunePlan:
     """The config of a run, with the reasons for the settings that were chosen."""
 
     config: TrainConfig
@@ -134,9 +134,9 @@ class Choices:
         if chosen.keys() == settings.keys() and reason:
             self.reasons.append(reason)
 
-    def plan(self, base: TrainConfig, rates: tuple[float, ...] = ()) -> Plan:
+    def plan(self, base: TrainConfig, rates: tuple[float, ...] = ()) -> FinetunePlan:
         """Return a plan: `base` with the chosen settings and the user's settings."""
-        return Plan(base.override(**self.settings, **self.explicit), tuple(self.reasons), rates)
+        return FinetunePlan(base.override(**self.settings, **self.explicit), tuple(self.reasons), rates)
 
 
 def facts_of(splits: Splits) -> DataFacts:

@@ -31,7 +31,7 @@ from vitrail.transfer.facts import (
     NO_SETTINGS,
     DataFacts,
     Explicit,
-    Plan,
+    FinetunePlan,
     Search,
     check_images,
     check_rate,
@@ -88,7 +88,7 @@ def plan(
     row: TableRow | None = None,
     budget: str | None = None,
     search: bool = True,
-) -> Plan:
+) -> FinetunePlan:
     """Return the settings for fine-tuning the bundle's network on this data, with the reasons for the settings.
 
     The protocol replaces the settings of `config` except those in `explicit`. The protocol is our own rule
@@ -129,7 +129,7 @@ def _plan_by_rule(
     *,
     rates: tuple[float, ...] | None,
     seconds: Callable[[int], float] | None,
-) -> Plan:
+) -> FinetunePlan:
     """Return the settings of our own rule, after an examination of the training images through the model."""
     device = pick_device(config.run.device)
     splits = config.data.cut(data)
@@ -196,7 +196,7 @@ def check_choices(
         raise ConfigError(f"learning_rates={rates}: BiT's rule has one learning rate; set learning_rate instead")
 
 
-def _with_rates(chosen: Plan, rates: tuple[float, ...], facts: DataFacts, explicit: Explicit) -> Plan:
+def _with_rates(chosen: FinetunePlan, rates: tuple[float, ...], facts: DataFacts, explicit: Explicit) -> FinetunePlan:
     """Return a plan that tries several learning rates. The final run uses the best of them on held-out images.
 
     If the data has no test split, its own validation split measures the finished model and does not choose.
@@ -209,7 +209,7 @@ def _with_rates(chosen: Plan, rates: tuple[float, ...], facts: DataFacts, explic
     if not facts.has_test:
         settings["validation"] = "train"
     settings = {name: value for name, value in settings.items() if name not in explicit}
-    return Plan(chosen.config.override(**settings), (*chosen.reasons, reason), rates)
+    return FinetunePlan(chosen.config.override(**settings), (*chosen.reasons, reason), rates)
 
 
 def finetune(

@@ -32,7 +32,7 @@ from vitrail.transfer.facts import (
     Choices,
     DataFacts,
     Explicit,
-    Plan,
+    FinetunePlan,
     check_images,
     check_rate,
     choose_accumulation,
@@ -120,7 +120,7 @@ def plan_by_paper(
     row: TableRow | None = None,
     rates: tuple[float, ...] | None = None,
     explicit: Explicit = NO_SETTINGS,
-) -> Plan:
+) -> FinetunePlan:
     """Return the paper's settings for fine-tuning a network with this config and preprocessing.
 
     By default, `row` is the row for the number of training images, and `rates` are the rates of the row. `facts.images`
@@ -397,7 +397,7 @@ def plan_by_hyperrule(
     *,
     memory: int,
     explicit: Explicit = NO_SETTINGS,
-) -> Plan:
+) -> FinetunePlan:
     """Return the settings of BiT-HyperRule for fine-tuning a ResNet with this config and preprocessing.
 
     No training image is held out, because the rule has nothing to choose on held-out images. `memory` is in bytes.

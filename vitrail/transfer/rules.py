@@ -30,7 +30,7 @@ from vitrail.transfer.facts import (
     DataFacts,
     Explicit,
     Findings,
-    Plan,
+    FinetunePlan,
     Search,
     check_images,
     check_rate,
@@ -97,7 +97,7 @@ def plan_by_rule(
     explicit: Explicit = NO_SETTINGS,
     findings: Findings = NO_FINDINGS,
     seconds: float | None = None,
-) -> Plan:
+) -> FinetunePlan:
     """Return the settings for fine-tuning a network with this config and preprocessing on data with these properties.
 
     The rule chooses the image size, the length of the run, the batch size, the optimizer, the augmentation and the

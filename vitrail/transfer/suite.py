@@ -23,7 +23,7 @@ from vitrail.tasks import Regression
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import Display
 from vitrail.training.run import finished
-from vitrail.transfer.facts import Explicit, Plan
+from vitrail.transfer.facts import Explicit, FinetunePlan
 from vitrail.transfer.finetune import Protocol, choose_best_rate, evaluate_run, plan
 from vitrail.transfer.protocols import TableRow, complete_run
 from vitrail.weights.bundle import Bundle
@@ -443,7 +443,7 @@ class _SuiteRun:
         counts = {"training_images": len(splits.train), "test_images": len(images.held_out)}
         return values | counts | {"learning_rate": config.optimizer.learning_rate}
 
-    def _plan(self, task: SuiteTask, data: OpenedData, spec: str, place: Path) -> Plan:
+    def _plan(self, task: SuiteTask, data: OpenedData, spec: str, place: Path) -> FinetunePlan:
         """Return the settings of a task: the user's, else the suite's, else the protocol's."""
         method, of_suite = self.method, self.suite.finetune
         about: dict[str, Any] = {"data": spec, "run": str(place)}
@@ -459,7 +459,7 @@ class _SuiteRun:
             chosen |= {"validation_share": 0.0}
         row = of_suite.table_row if method.row is None and method.protocol == "paper" else method.row
 
-        def planned(**more: Any) -> Plan:
+        def planned(**more: Any) -> FinetunePlan:
             explicit = {**chosen, **more, **method.explicit}
             return plan(
                 self.initial, data, config, method.protocol, explicit, rates=method.rates, row=row, search=False

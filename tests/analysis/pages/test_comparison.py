@@ -8,13 +8,13 @@ import pytest
 
 from tests.analysis.summaries.test_comparison import bundle_of, compared
 from tests.conftest import make_colour_folder
-from vitrail.analysis.comparison import Comparison
+from vitrail.analysis.comparison import ModelComparison
 from vitrail.analysis.pages.comparison_page import verdict
 from vitrail.evaluation.metrics.intervals import Metric, PairedDifference
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+def found(tmp_path_factory: pytest.TempPathFactory) -> ModelComparison:
     folder = make_colour_folder(tmp_path_factory.mktemp("data") / "colours", images=2)
     return compared(folder, bundle_of(seed=3), bundle_of(seed=4), bootstrap=0, examples=0)
 
@@ -30,7 +30,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     ],
 )
 def test_the_verdict_is_about_the_more_accurate_model(
-    found: Comparison, difference: Metric, p: float, better: str | None, size: str
+    found: ModelComparison, difference: Metric, p: float, better: str | None, size: str
 ) -> None:
     sentence = verdict(replace(found, paired=PairedDifference(5, 2, 1, 1, difference, p)))
     assert sentence.endswith(f" ({size}).")

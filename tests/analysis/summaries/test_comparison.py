@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import make_colour_folder
-from vitrail.analysis.comparison import Comparison, check_comparable, compare
+from vitrail.analysis.comparison import ModelComparison, check_comparable, compare
 from vitrail.analysis.heads import attention_distance
 from vitrail.analysis.saliency import class_relevance
 from vitrail.analysis.similarity import layer_similarity
@@ -54,7 +54,7 @@ def source_of(folder: Path, bundle: Bundle) -> Source:
     return open_whole(str(folder), classes=bundle.classes).whole.train
 
 
-def compared(folder: Path, first: Bundle, second: Bundle, **fields: Any) -> Comparison:
+def compared(folder: Path, first: Bundle, second: Bundle, **fields: Any) -> ModelComparison:
     sources = source_of(folder, first), source_of(folder, second)
     return compare((Outputs(first), Outputs(second)), sources, ("one", "two"), **{"bootstrap": 50, **fields})
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from vitrail.errors import RunError, VitrailError
-from vitrail.experiments.cells import Cell, CellResult, Point, read_cell, read_result, run_cell, write_result
+from vitrail.experiments.cells import Cell, CellResult, CurvePoint, read_cell, read_result, run_cell, write_result
 
 CELL = Cell(entry="demo", seed=1, settings={"sizes": (3, 4)}, budget=2.5, evaluations=2, device="cpu")
 
 RESULT = CellResult(
-    points=(Point(step=3, seconds=0.5, cpu_seconds=0.7, flops=1e9, accuracy=0.25),), validation_accuracy=0.5,
+    points=(CurvePoint(step=3, seconds=0.5, cpu_seconds=0.7, flops=1e9, accuracy=0.25),), validation_accuracy=0.5,
     test_accuracy=None, steps=3, own_steps=3, epochs=1.0, batch_size=2, parameters=5, precision="float32", threads=1,
     versions={"torch": "2"},
 )  # fmt: skip

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from vitrail.bench.accuracy.images import write_images
 from vitrail.data.source import Sample, Source
 from vitrail.data.splits import Splits
+from vitrail.experiments.accuracy import write_images
 
 
 class Fixed:

@@ -7,14 +7,16 @@ import math
 import pytest
 
 from vitrail.experiments.accuracy import final_accuracies, first_at, reached
-from vitrail.experiments.cells import CellResult, Point
+from vitrail.experiments.cells import CellResult, CurvePoint
 
 
 def result(*points: tuple[float, float], test: float | None = None) -> CellResult:
     """A cell with points of (seconds, accuracy). A second costs 10 FLOPs and two seconds of the cores."""
     return CellResult(
         points=tuple(
-            Point(step=step, seconds=float(seconds), cpu_seconds=2.0 * seconds, flops=10.0 * seconds, accuracy=accuracy)
+            CurvePoint(
+                step=step, seconds=float(seconds), cpu_seconds=2.0 * seconds, flops=10.0 * seconds, accuracy=accuracy
+            )
             for step, (seconds, accuracy) in enumerate(points)
         ),
         validation_accuracy=points[-1][1], test_accuracy=test, steps=3, own_steps=4, epochs=1.5, batch_size=8,

@@ -21,7 +21,7 @@ from rich.console import Console
 from vitrail.cli import main
 from vitrail.cli.bench_accuracy import ROW_COLUMNS, accuracy_chart, tables, target_rows
 from vitrail.experiments.accuracy import reached
-from vitrail.experiments.cells import CellResult, Point
+from vitrail.experiments.cells import CellResult, CurvePoint
 
 TINY = ("--data", "fractals:3:24", "--evaluations", "3", "--targets", "0.05", "0.9")
 
@@ -82,7 +82,7 @@ def test_a_missing_library_is_named_before_anything_runs(capsys: pytest.CaptureF
 def result(*points: tuple[float, float]) -> CellResult:
     return CellResult(
         points=tuple(
-            Point(step=step, seconds=float(seconds), cpu_seconds=0.5, flops=1e12 * seconds, accuracy=accuracy)
+            CurvePoint(step=step, seconds=float(seconds), cpu_seconds=0.5, flops=1e12 * seconds, accuracy=accuracy)
             for step, (seconds, accuracy) in enumerate(points)
         ),
         validation_accuracy=points[-1][1], test_accuracy=0.5, steps=3, own_steps=6, epochs=1.5, batch_size=8,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from vitrail.bench.compare import ALONE, Comparison, Row
+from vitrail.bench.compare import ALONE, SpeedComparison, SpeedRow
 from vitrail.bench.memory import LargestBatch
 from vitrail.bench.reading import LOADS, PROCESSES, Loading
 from vitrail.bench.step import Entry
@@ -144,8 +144,10 @@ def test_loading(capsys: pytest.CaptureFixture[str]) -> None:
 def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     speed = Spread(12_345.0, 11_111.0, 13_456.0)
     entries = Entry("vitrail"), ALONE, Entry("vit-pytorch", "best")
-    rows = tuple(Row(entry, "bf16 compiled", (0.01,), speed, 412_345.0, 1.0, 10.25, 10**11) for entry in entries)
-    compared = Comparison(rows, 1, 512_345.0, None, {"timm": "is not installed", "torchvision": "is not installed"})
+    rows = tuple(SpeedRow(entry, "bf16 compiled", (0.01,), speed, 412_345.0, 1.0, 10.25, 10**11) for entry in entries)
+    compared = SpeedComparison(
+        rows, 1, 512_345.0, None, {"timm": "is not installed", "torchvision": "is not installed"}
+    )
     seconds = {name: [12.345, 12.456] for name in LOADS}
     loaded = Loading(10**10, dict.fromkeys(LOADS, 12.3), seconds, {name: [1.5, 12.5] for name in PROCESSES})
     work = Workload(name="ViT-S/16", config=variant_config("ViT-S/16"))

@@ -12,7 +12,7 @@ import pytest
 
 from tests.studies.measured import results_of
 from vitrail.report.page import is_our_page
-from vitrail.studies.claims import Results, Trial
+from vitrail.studies.claims import Results, TuningTrial
 from vitrail.studies.engine import StudyRun
 from vitrail.studies.page import edge_notes, write_study
 from vitrail.studies.questions.head import HEAD
@@ -21,7 +21,7 @@ from vitrail.studies.study import Settings
 RESULTS = Results(
     results_of({"class-token": (0.8, 0.81, 0.82), "mean": (0.8, 0.811, 0.82), "attention": (0.7, None, 0.72)}).points,
     [
-        Trial("mean", 0, rate, value, rate == 4e-3, f"{rate}")
+        TuningTrial("mean", 0, rate, value, rate == 4e-3, f"{rate}")
         for rate, value in ((5e-4, 0.5), (1.5e-3, None), (4e-3, 0.75))
     ],
     ["a machine"],

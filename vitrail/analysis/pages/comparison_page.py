@@ -10,7 +10,7 @@ from typing import Any
 
 from vitrail.analysis import charts
 from vitrail.analysis.charts import heat_map, series_chart, standalone
-from vitrail.analysis.comparison import Comparison, Disagreement, Measured
+from vitrail.analysis.comparison import Disagreement, Measured, ModelComparison
 from vitrail.analysis.heads import HeadStatistic
 from vitrail.analysis.images import overlay
 from vitrail.analysis.pages.figure import NARROW, STYLE, captioned, figure, skipped_part
@@ -36,7 +36,7 @@ MAX_CLASSES = 20
 """Maximum number of classes on the page. classes.csv has all of them."""
 
 
-def write_comparison(found: Comparison, folder: Path) -> None:
+def write_comparison(found: ModelComparison, folder: Path) -> None:
     """Write `FILES` into a folder."""
     drawn = {"similarity.svg": _similarity(found), "distance.svg": _distances(found)}
     for name, chart in drawn.items():
@@ -47,7 +47,7 @@ def write_comparison(found: Comparison, folder: Path) -> None:
     (folder / "classes.csv").write_text(_classes_csv(found), encoding="utf-8")
 
 
-def verdict(found: Comparison) -> str:
+def verdict(found: ModelComparison) -> str:
     """Return a sentence that names the more accurate model, or states that the images do not show a difference."""
     first, second = found.models
     paired, images = found.paired, plural(found.paired.images, "image")
@@ -61,7 +61,7 @@ def verdict(found: Comparison) -> str:
     return f"{better.name} is more accurate than {worse.name} on {images} ({size})."
 
 
-def comparison_as_plain(found: Comparison) -> dict[str, Any]:
+def comparison_as_plain(found: ModelComparison) -> dict[str, Any]:
     """Return all numbers of a comparison as JSON values."""
     similarity = found.similarity
     return {
@@ -94,11 +94,11 @@ def comparison_as_plain(found: Comparison) -> dict[str, Any]:
     }
 
 
-def _title(found: Comparison) -> str:
+def _title(found: ModelComparison) -> str:
     return f"{found.models[0].name} and {found.models[1].name} compared"
 
 
-def _parts(found: Comparison, drawn: dict[str, str]) -> Iterator[str]:
+def _parts(found: ModelComparison, drawn: dict[str, str]) -> Iterator[str]:
     first, second = found.models
     paired = found.paired
     yield f"<p><strong>{escape(verdict(found))}</strong></p>"
@@ -146,7 +146,7 @@ def _parts(found: Comparison, drawn: dict[str, str]) -> Iterator[str]:
             yield from _disagreement(found, one)
 
 
-def _disagreement(found: Comparison, one: Disagreement) -> Iterator[str]:
+def _disagreement(found: ModelComparison, one: Disagreement) -> Iterator[str]:
     yield '<div class="maps">'
     yield figure(one.picture, f"{one.label} ({one.key})")
     for model, answer in zip(found.models, one.answers, strict=True):
@@ -160,7 +160,7 @@ def _answer(answer: Answer, label: str) -> str:
     return f"{answer.label}, {answer.probability:.1%} ({judged})"
 
 
-def _rows(found: Comparison) -> list[tuple[str, str, str]]:
+def _rows(found: ModelComparison) -> list[tuple[str, str, str]]:
     """Return the table of metrics and cost."""
     rows = [
         (one.name, _text(one), _text(other))
@@ -187,7 +187,7 @@ def _over(one: Measured) -> str:
     return f"heads and {one.reach.images} images" if isinstance(one.reach, HeadStatistic) else "images"
 
 
-def _similarity(found: Comparison) -> str:
+def _similarity(found: ModelComparison) -> str:
     similarity = found.similarity
     first, second = (one.name for one in found.models)
     return heat_map(
@@ -202,7 +202,7 @@ def _similarity(found: Comparison) -> str:
     )
 
 
-def _distances(found: Comparison) -> str:
+def _distances(found: ModelComparison) -> str:
     """Return a line for each model: the distance over which its layers mix information, by relative depth."""
     lines = []
     for one in found.models:
@@ -219,7 +219,7 @@ def _distances(found: Comparison) -> str:
     )
 
 
-def _classes_csv(found: Comparison) -> str:
+def _classes_csv(found: ModelComparison) -> str:
     file = io.StringIO()
     rows = csv.writer(file, lineterminator="\n")
     first, second = (one.name for one in found.models)

@@ -28,7 +28,7 @@ MOST_MEMBERS = 20
 
 
 @dataclass(frozen=True)
-class Example:
+class FaultExample:
     """One of the images that a finding is about."""
 
     split: str
@@ -47,7 +47,7 @@ class Finding(Fault):
     """A fact about a data set that matters for training. `kind` is the same in every report, and docs/data-check.md
     lists all kinds. `count` can also be that of images."""
 
-    groups: tuple[tuple[Example, ...], ...] = ()
+    groups: tuple[tuple[FaultExample, ...], ...] = ()
     """The first images that the finding is about. Images that are copies of each other form a group. Any other image is
     a group of its own."""
 
@@ -119,9 +119,11 @@ class Report:
         return sum(split.looked_at for split in self.splits)
 
 
-def example(split: str, source: Source, index: int, detail: str = "") -> Example:
+def example(split: str, source: Source, index: int, detail: str = "") -> FaultExample:
     """Return the example for a sample of a split, without reading its image."""
-    return Example(split, index, printable(source.key(index)), names_of(source.target(index), source.classes), detail)
+    return FaultExample(
+        split, index, printable(source.key(index)), names_of(source.target(index), source.classes), detail
+    )
 
 
 def names_of(label: Target, classes: Sequence[str]) -> str | None:
@@ -133,9 +135,9 @@ def names_of(label: Target, classes: Sequence[str]) -> str | None:
     return ", ".join(classes[one] for one in class_indices(label))
 
 
-def first(groups: Iterable[Iterable[Example]]) -> tuple[tuple[Example, ...], ...]:
+def first(groups: Iterable[Iterable[FaultExample]]) -> tuple[tuple[FaultExample, ...], ...]:
     """Return the first groups and the first members of each group, up to the limits of a report."""
-    found: list[tuple[Example, ...]] = []
+    found: list[tuple[FaultExample, ...]] = []
     for group in groups:
         if len(found) == MOST_GROUPS:
             break
@@ -294,7 +296,7 @@ class Examined:
     def label(self, row: int) -> object:
         return self.sources[self.split(row)].target(int(self.looks.index[row]))
 
-    def example(self, row: int, detail: str = "") -> Example:
+    def example(self, row: int, detail: str = "") -> FaultExample:
         split = self.split(row)
         return example(split, self.sources[split], int(self.looks.index[row]), detail)
 
@@ -340,7 +342,7 @@ def kinds_of(looks: Looks) -> dict[str, int]:
 
 def _singles(
     examined: Examined, rows: np.ndarray, detail: Callable[[int], str] = lambda row: ""
-) -> tuple[tuple[Example, ...], ...]:
+) -> tuple[tuple[FaultExample, ...], ...]:
     """Return a group for each row. The group contains one example, which describes the row's image."""
     return first([examined.example(row, detail(row))] for row in rows.tolist())
 

@@ -12,7 +12,7 @@ from vitrail.data.check.duplicates import find_duplicates
 from vitrail.data.check.findings import (
     SEVERITIES,
     Examined,
-    Example,
+    FaultExample,
     Finding,
     Report,
     balance_of,
@@ -261,12 +261,12 @@ def _finding(finding: Finding, sources: Mapping[str, Source]) -> str:
     )
 
 
-def _group(group: Sequence[Example], sources: Mapping[str, Source]) -> str:
+def _group(group: Sequence[FaultExample], sources: Mapping[str, Source]) -> str:
     figures = "\n".join(_figure(one, sources[one.split]) for one in group[:MOST_MEMBERS])
     return f'<div class="group">\n{figures}\n</div>' if len(group) > 1 else figures
 
 
-def _figure(one: Example, source: Source) -> str:
+def _figure(one: FaultExample, source: Source) -> str:
     try:
         picture = to_pil(source[one.index].image, 3)
     except DataError:
@@ -286,7 +286,7 @@ def _classes(train: Source) -> Iterator[str]:
         yield '<div class="strip">\n' + "\n".join(_figure(one, train) for one in examples) + "\n</div>"
         return
     yield "<h2>Examples of each class</h2>"
-    rows: dict[str, list[Example]] = {}
+    rows: dict[str, list[FaultExample]] = {}
     for index in drawn_per_class(train, OF_EACH_CLASS):
         one = example("train", train, index)
         rows.setdefault(one.label or "no label", []).append(replace(one, label=None))

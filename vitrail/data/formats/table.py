@@ -129,7 +129,7 @@ def open_table(
     parts = _renamed(parts)
     if not unlabelled:
         refuse_joined(where, _counts(parts.values()), choice.separator)
-    files: dict[Split, dict[str, tuple[Row, int]]] = {}
+    files: dict[Split, dict[str, tuple[TableRow, int]]] = {}
     faults: list[Fault] = []
     for split, part in parts.items():
         files[split], found = _files(part)
@@ -201,7 +201,7 @@ def _renamed(parts: dict[Split, Table]) -> dict[Split, Table]:
     names = {name for part in parts.values() for row in part.rows for name in row.names}
     whole = whole_numbers(names)
 
-    def one(row: Row) -> Row:
+    def one(row: TableRow) -> TableRow:
         if isinstance(row.label, tuple):
             return row._replace(label=tuple(whole[name] for name in row.label))
         return row if row.label is None else row._replace(label=whole[row.label])
@@ -214,7 +214,7 @@ def _counts(tables: Iterable[Table]) -> Counter[str]:
     return Counter(row.label for table in tables for row in table.rows if isinstance(row.label, str))
 
 
-def _source(root: Path, files: dict[str, tuple[Row, int]], classes: tuple[str, ...]) -> Samples:
+def _source(root: Path, files: dict[str, tuple[TableRow, int]], classes: tuple[str, ...]) -> Samples:
     """Return the image files of some rows, in their order. `classes` holds the names of classes or numbers."""
     rows = [row for row, _ in files.values()]
     if rows[0].numbers:
@@ -241,7 +241,7 @@ def _classes(table: Table, unlabelled: bool) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: (int(name) if by_value else 0, name)))
 
 
-def _unknown_class(table: Path, split: Split, rows: list[Row], classes: tuple[str, ...]) -> Fault:
+def _unknown_class(table: Path, split: Split, rows: list[TableRow], classes: tuple[str, ...]) -> Fault:
     """Return the fault of rows of a held-out split with labels that no training row has."""
     unknown = next(name for name in rows[0].names if name not in classes)
     return Fault(
@@ -256,14 +256,14 @@ def _unknown_label(table: Path, line: int, name: str, classes: tuple[str, ...]) 
     return f"{table}, line {line}: the label {name!r} is not among the classes; {nearest(name, classes)}"
 
 
-def _files(table: Table) -> tuple[dict[str, tuple[Row, int]], list[Fault]]:
+def _files(table: Table) -> tuple[dict[str, tuple[TableRow, int]], list[Fault]]:
     """Return the row and the inode of each file, by its path relative to the table, and the faults of the other rows.
 
     Every folder is listed once, because a million calls of stat would take longer.
     """
     folder = table.path.parent
     listings: dict[str, dict[str, int]] = {}
-    found: dict[str, tuple[Row, int]] = {}
+    found: dict[str, tuple[TableRow, int]] = {}
     outside, missing, repeated = [], [], []
     first_missing = ""
     for row in table.rows:
@@ -340,7 +340,7 @@ INDEX = re.compile(r"|unnamed: \d+|index", re.I)
 """Names of the column of row numbers that pandas writes."""
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     path: str
     label: str | tuple[str, ...] | None
     """The name of the image's class, or the names of all classes of the image. None if it has no label."""
@@ -354,7 +354,7 @@ class Row(NamedTuple):
 
 class Table(NamedTuple):
     path: Path
-    rows: list[Row]
+    rows: list[TableRow]
     classes: tuple[str, ...] | None
     """The names of the columns of 0 and 1, or None if there are no such columns."""
     split_column: str
@@ -453,7 +453,7 @@ def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled:
         targets = (None for _ in cells.lines) if label is None else cells.column(label)
     reader = LabelReader(choice.separator, keep_missing=choice.keep_missing)
     rows = [
-        Row(
+        TableRow(
             str(line[image] or ""), target if classes else reader(target), number, _numbers(path, number, columns, line)
         )
         for (number, line), target in zip(cells.lines, targets or [None] * len(cells.lines), strict=True)

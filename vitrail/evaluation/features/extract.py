@@ -357,7 +357,7 @@ SAFE_COSINE = 0.999
 """Smallest cosine between the bfloat16 and float32 features of an image with which bfloat16 is used."""
 
 
-class Comparison(NamedTuple):
+class FormatsCompared(NamedTuple):
     """Comparison of bfloat16 features with float32 features."""
 
     images: int
@@ -373,7 +373,7 @@ class Comparison(NamedTuple):
 
 def compare_precisions(
     network: nn.Module, source: Source, preprocess: Preprocess, *, at_most: int, by_head: bool = False
-) -> Comparison:
+) -> FormatsCompared:
     """Compare the features of up to eight images that are evenly spaced in the source, and at most `at_most`.
 
     The features are embeddings, or with `by_head` the inputs of the head.
@@ -384,10 +384,10 @@ def compare_precisions(
         if len(pixels) >= min(COMPARED, at_most):
             break
     if not pixels:
-        return Comparison(0, 0.0)
+        return FormatsCompared(0, 0.0)
     exact = _features(Predictor(network, "float32"), pixels, preprocess, by_head)
     rounded = _features(Predictor(network, "bf16"), pixels, preprocess, by_head)
-    return Comparison(len(pixels), float(cosine_similarity(exact, rounded, dim=1).min()))
+    return FormatsCompared(len(pixels), float(cosine_similarity(exact, rounded, dim=1).min()))
 
 
 def _decoded(source: Source, preprocess: Preprocess) -> Iterator[Pixels]:
