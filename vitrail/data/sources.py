@@ -13,7 +13,7 @@ from vitrail.data.faults import has_predictions, is_own_output, refuse
 from vitrail.data.formats.folder import class_folders, has_classes, has_images, open_folders, shared_files
 from vitrail.data.formats.fractals import open_fractals
 from vitrail.data.formats.hub import open_hub_data
-from vitrail.data.formats.idx import BUNDLED, FASHION_MNIST, has_idx, locate_fashion_mnist, open_idx
+from vitrail.data.formats.idx import FASHION_MNIST, has_idx, locate_fashion_mnist, open_bundled, open_idx
 from vitrail.data.formats.parquet import looks_like_parquet, open_parquet
 from vitrail.data.formats.pseudo_labels import Pool, looks_like_pseudo_labels, open_pseudo_labels
 from vitrail.data.formats.table import SUFFIXES as TABLES
@@ -370,7 +370,7 @@ FORMATS = [
     ),
     Format(
         lambda request: request.location == "bundled",
-        lambda request: open_idx(BUNDLED, FASHION_MNIST), name="bundled",
+        lambda request: open_bundled(), name="bundled",
     ),
     Format(
         lambda request: request.location == "fashion-mnist",

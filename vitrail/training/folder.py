@@ -65,7 +65,7 @@ def read_record(folder: Path) -> Record:
         raise RunError(f"{path} is damaged: {error}") from error
     if not isinstance(values, dict):
         raise RunError(f"{path} is damaged: it holds {type(values).__name__}, not an object of named fields")
-    number = values.get("format", 1)
+    number = _field(path, values, "format")
     if not isinstance(number, int) or number < 1:
         raise RunError(f"{path} is damaged: format={number!r} is not a whole number above 0")
     if number < FORMAT:

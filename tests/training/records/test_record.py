@@ -72,7 +72,7 @@ def test_the_task_is_read_by_its_name(tmp_path: Path) -> None:
     [
         ({"format": 3}, "has format 3, but this version of Vitrail reads formats up to 2; install a newer version"),
         ({"format": 1}, "has format 1, which no release of Vitrail wrote; train the run again"),
-        ({"format": None}, "has format 1, which no release of Vitrail wrote; train the run again"),
+        ({"format": None}, "is damaged: the field 'format' is missing"),
         ({"format": "two"}, "is damaged: format='two' is not a whole number above 0"),
         ({"format": 0}, "is damaged: format=0 is not a whole number above 0"),
         ({"config": None}, "is damaged: the field 'config' is missing"),
