@@ -342,7 +342,8 @@ def test_the_data_s_own_validation_split_measures_and_chooses_nothing(
     assert chosen.config.data.validation == "train"
     splits = chosen.config.data.open()
     assert splits.test is not None and len(splits.test) == 12 and len(splits.validation or ()) == 3
-    assert {Path(splits.train.source.root).name, Path(splits.validation.source.root).name} == {"train"}
+    keys = [source.key(index) for source in (splits.train, splits.validation) for index in range(len(source))]
+    assert sorted(keys) == sorted(str(path.relative_to(data / "train")) for path in (data / "train").rglob("*.png"))
     last = final_config(chosen.config, 0.01).data.open()
     assert (len(last.train), last.validation, last.test is not None) == (30, None, True)
     shutil.copytree(colours / "test", data / "test")

@@ -27,12 +27,12 @@ def test_parts_are_all_rows_once_in_order(rows: int, width: int) -> None:
     slices = list(parts(rows, width * 100_000))
     assert [row for part in slices for row in range(rows)[part]] == list(range(rows))
     assert all(
-        (part.stop - part.start) * width * 100_000 <= arrays.PART or part.stop - part.start == 1 for part in slices
+        (part.stop - part.start) * width * 100_000 <= arrays.ROWS_PART or part.stop - part.start == 1 for part in slices
     )
 
 
 def test_moments_of_a_mapped_file_in_parts_are_numpys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrays, "PART", 50)
+    monkeypatch.setattr(arrays, "ROWS_PART", 50)
     values = np.random.default_rng(0).normal(1000, 0.1, (101, 7)).astype(np.float32)
     np.save(tmp_path / "features.npy", values)
     mapped = np.load(tmp_path / "features.npy", mmap_mode="r")

@@ -166,7 +166,7 @@ def test_a_mapped_file_in_parts_gives_what_the_array_gives(tmp_path: Path, monke
     np.save(tmp_path / "features.npy", train)
     mapped = np.load(tmp_path / "features.npy", mmap_mode="r")
     whole = probed(train, labels, train, labels, num_classes=3, penalties=[0.1, 0.01])
-    monkeypatch.setattr(arrays, "PART", 12 * 7)
+    monkeypatch.setattr(arrays, "ROWS_PART", 12 * 7)
     parts = probed(mapped, labels, mapped, labels, num_classes=3, penalties=[0.1, 0.01])
     assert parts.metrics == whole.metrics and parts.penalty == whole.penalty
     np.testing.assert_allclose(parts.model.weight, whole.model.weight, rtol=1e-5)
