@@ -1,7 +1,8 @@
 """Settings: dataclasses for the sections of a config, and range checks for their fields.
 
 The command line and `TrainConfig.override` name a field without its section. This bare name is unique over all
-sections. By default, the bare name is the field's own name. `named` sets a different bare name.
+sections. By default, the bare name is the field's own name. `setting` states another one, and all other facts that code
+needs of a setting.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import dataclasses
 import math
 import re
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import dacite
 
@@ -21,14 +22,50 @@ from vitrail.errors import ConfigError, nearest
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-def named(bare_name: str) -> dict[str, str]:
-    """Return the metadata of a field whose bare name is not the field's own name."""
-    return {"bare_name": bare_name}
+class Effect(NamedTuple):
+    """A condition under which a setting has an effect."""
+
+    holds: Callable[[Any], bool]
+    """Function of the dataclass that has the field."""
+    condition: str
+    """The condition in words, such as "with --probe"."""
+    by_user: bool = False
+    """True if only what the user gave decides about it, and no recipe or rule."""
+
+
+def setting(
+    default: Any = dataclasses.MISSING,
+    *,
+    name: str | None = None,
+    effect: Effect | None = None,
+    on_resume: str | None = None,
+    of_machine: bool | None = None,
+    resolved: bool | None = None,
+    changes_weights: bool | None = None,
+) -> Any:
+    """Return a field of a settings dataclass with the facts that other code needs (`facts`). They stand only here.
+
+    `name` is the bare name, if it is not the field's own name. `effect` is the condition under which the setting does
+    something.
+
+    `on_resume` says whether the setting may change when a run is resumed: "free" if it changes no number, else what a
+    change means, which the user has to allow. By default the run keeps it. A setting `of_machine` does not change what
+    a run learns. If it is `resolved`, a run records what it means on its machine, so that it is resumed with the same
+    arithmetic. `changes_weights` is False for a setting of a network that a run with given weights can choose.
+    """
+    given = {key: value for key, value in locals().items() if key != "default" and value is not None}
+    return dataclasses.field(default=default, metadata=given)
+
+
+def facts(cls: Any, fact: str) -> dict[str, Any]:
+    """Return a fact about the settings of a dataclass that state it, by their bare names."""
+    fields = {item.metadata.get("name", item.name): item.metadata for item in dataclasses.fields(cls)}
+    return {name: metadata[fact] for name, metadata in fields.items() if fact in metadata}
 
 
 def bare_names(cls: Any) -> dict[str, str]:
     """Return a dictionary from bare names to field names of a settings dataclass."""
-    return {item.metadata.get("bare_name", item.name): item.name for item in dataclasses.fields(cls)}
+    return {item.metadata.get("name", item.name): item.name for item in dataclasses.fields(cls)}
 
 
 def raise_problems(problems: Iterable[str]) -> None:

@@ -114,12 +114,12 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     (
         {"init": "m", "variant": "ViT-S/16"},
         "variant='ViT-S/16' cannot be given with init='m', because the "
-        "model fixes the architecture; only dropout, stochastic_depth, skip_dropped, patch_dropout, cut_uneven can",
+        "model fixes the architecture; only cut_uneven, dropout, stochastic_depth, skip_dropped, patch_dropout can",
     ),
     (
         {"init": "m", "depth": 3, "dropout": 0.1},
         "depth=3 cannot be given with init='m', because the "
-        "model fixes the architecture; only dropout, stochastic_depth, skip_dropped, patch_dropout, cut_uneven can",
+        "model fixes the architecture; only cut_uneven, dropout, stochastic_depth, skip_dropped, patch_dropout can",
     ),
     ({"seed": 2**32}, "seed=4294967296 is too large; choose one below 2**32"),
     ({"max_skipped": 1.1}, "max_skipped=1.1 is not in [0, 1]"),

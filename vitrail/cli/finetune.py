@@ -18,7 +18,6 @@ from vitrail.cli.options import Call, Command, Example, Option, Positional, flag
 from vitrail.cli.run_options import (
     changes_of_resume,
     check_effects,
-    check_known_effects,
     default_texts,
     length_of_resume,
     run_options,
@@ -225,7 +224,7 @@ def _suite(given: Mapping[str, Any], display: ConsoleDisplay) -> int:
     method = Method(given.get("protocol", "rule"), explicit, given.get("learning_rates"), given.get("table_row"))
     check_choices(method.protocol, explicit, rates=method.rates, row=method.row)
     base = TrainConfig().override(init=model, **explicit)
-    check_known_effects(given, base)
+    check_effects(given, base, by_user=True)
     pick_device(base.run.device)
     result = finetune_suite(
         suite,
@@ -252,7 +251,7 @@ def _plan(given: Mapping[str, Any], display: Display) -> tuple[FinetunePlan, Ope
     explicit = _explicit(given)
     check_choices(protocol, explicit, rates=rates, row=row, budget=budget)
     base = TrainConfig().override(**{"init": model, "task": task_of(given, TrainConfig().task.name), **explicit})
-    check_known_effects(given, base)
+    check_effects(given, base, by_user=True)
     check_request(base)
     initial = load(model, device="cpu")
     data = base.data.open_whole()

@@ -419,7 +419,7 @@ def options_of(cls: type, *, section: str = "") -> Iterator[Option]:
             yield from options_of(kind, section=field.name)
             continue
         kind, accepts_none = without_none(kind)
-        name = field.metadata.get("bare_name", field.name)
+        name = field.metadata.get("name", field.name)
         yield Option(name, field.name, kind, accepts_none, field.default, cls, section, positional)
 
 

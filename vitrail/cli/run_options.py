@@ -3,53 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_type_hints
 
 from vitrail.cli.options import Option, flag, options_of, shown, without_none
-from vitrail.data.splits import SLICE
 from vitrail.errors import ConfigError
 from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.variants import ModelConfig, override_fields
 from vitrail.models.vit_config import ViTConfig
+from vitrail.settings import facts
 from vitrail.tasks import TASKS, Regression, Task
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import ALLOWED, FREE, Length
-
-Effect = tuple[Callable[[TrainConfig], bool], str]
-"""Condition under which an option has an effect, and the same condition in words."""
-
-EFFECTS_OF_GIVEN: dict[str, Effect] = {
-    "probe_every": (lambda config: bool(config.run.probe), "with --probe"),
-    "subset_seed": (
-        lambda config: config.data.per_class is not None or config.data.spec.endswith("]"),
-        "with --per-class or an amount such as [:1000] after --data",
-    ),
-    "overwrite": (lambda config: config.run.folder is not None, "with --run, which names the folder to replace"),
-    "validation_share": (
-        lambda config: SLICE.fullmatch(config.data.validation) is None,
-        "unless --validation is a slice of the training images",
-    ),
-}
-"""Options that have no effect because of other options that the user gave or omitted."""
-
-EFFECTS: dict[str, Effect] = {
-    "beta1": (lambda config: config.optimizer.kind in ("adamw", "muon"), "with --optimizer adamw or muon"),
-    "beta2": (lambda config: config.optimizer.kind != "sgd", "with --optimizer adamw, adafactor or muon"),
-    "momentum": (lambda config: config.optimizer.kind != "adamw", "with --optimizer sgd, adafactor or muon"),
-    "schedule_power": (lambda config: config.optimizer.schedule == "polynomial", "with --schedule polynomial"),
-    "rsqrt_timescale": (lambda config: config.optimizer.schedule == "rsqrt", "with --schedule rsqrt"),
-    "rsqrt_shift": (lambda config: config.optimizer.schedule == "rsqrt", "with --schedule rsqrt"),
-    "average_start": (lambda config: config.optimizer.average > 0, "with --average"),
-    "crop_rule": (lambda config: config.augment.settings.crop_area is not None, "with --crop-area"),
-    "randaugment_magnitude": (
-        lambda config: config.augment.settings.randaugment_layers > 0,
-        "with --randaugment-layers",
-    ),
-    "randaugment_rule": (lambda config: config.augment.settings.randaugment_layers > 0, "with --randaugment-layers"),
-    "mixup_per": (lambda config: config.augment.settings.mixup > 0, "with --mixup"),
-}
-"""Options that have no effect because of settings that a recipe or a rule may choose."""
 
 
 def run_options() -> Iterator[Option]:
@@ -138,20 +103,14 @@ def changes_of_resume(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[s
     return changes, tuple(name.strip().replace("-", "_") for name in given.get("allow", "").split(",") if name.strip())
 
 
-def check_effects(given: Mapping[str, Any], config: TrainConfig) -> None:
-    """Raise `ConfigError` if a typed option has no effect in a run with this config."""
-    _check(given, config, EFFECTS_OF_GIVEN | EFFECTS)
-
-
-def check_known_effects(given: Mapping[str, Any], config: TrainConfig) -> None:
-    """Raise `ConfigError` if a typed option has no effect with the other typed options, whatever a rule chooses."""
-    _check(given, config, EFFECTS_OF_GIVEN)
-
-
-def _check(given: Mapping[str, Any], config: TrainConfig, effects: Mapping[str, Effect]) -> None:
+def check_effects(given: Mapping[str, Any], config: TrainConfig, *, by_user: bool = False) -> None:
+    """Raise `ConfigError` if a typed option has no effect in a run with this config. With `by_user`, consider only
+    conditions that no rule decides about."""
     if "steps" in given and "epochs" in given:
         raise ConfigError("--steps and --epochs exclude each other; give only one of them")
-    for name, (has_effect, condition) in effects.items():
-        if name in given and not has_effect(config):
-            only = condition if condition.startswith("unless") else f"only {condition}"
-            raise ConfigError(f"{flag(name)}: it has an effect {only}; change that, or leave {flag(name)} out")
+    for section in dataclasses.fields(config):
+        settings = getattr(config, section.name)
+        for name, effect in facts(type(settings), "effect").items():
+            if name in given and not effect.holds(settings) and (effect.by_user or not by_user):
+                only = effect.condition if effect.condition.startswith("unless") else f"only {effect.condition}"
+                raise ConfigError(f"{flag(name)}: it has an effect {only}; change that, or leave {flag(name)} out")

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from vitrail.data.pixels.decode import allow_pixels
 from vitrail.data.source import Source
 from vitrail.data.sources import OpenedData, open_mixed, open_whole
-from vitrail.data.splits import CutMethod, Splits, check_validation
-from vitrail.settings import at_least, below_one, named, one_of, raise_problems
+from vitrail.data.splits import SLICE, CutMethod, Splits, check_validation
+from vitrail.settings import Effect, at_least, below_one, one_of, raise_problems, setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The data of a run. Raises `ConfigError` if a field is invalid; the message names every invalid field."""
 
-    spec: str = field(default="bundled", metadata=named("data"))
+    spec: str = setting("bundled", name="data", on_resume="its images and labels must be those of the run")
     """Data set: a folder with a folder per class, a table, shards, or a name such as fashion-mnist. All forms: a folder
     of class folders (with or without train/, val/, test/), a table (.csv, .tsv, .jsonl), tar shards, Parquet,
     hf:ORG/NAME, fractals:CLASSES:SAMPLES, a folder of IDX files, fashion-mnist or bundled. The suffix [:1000] or [:10%]
@@ -27,13 +27,27 @@ class DataConfig:
     fractals. Only the training split of this data is used."""
     per_class: int | None = None
     """Training images per class. By default all are used."""
-    subset_seed: int = 0
+    subset_seed: int = setting(
+        0,
+        effect=Effect(
+            lambda data: data.per_class is not None or data.spec.endswith("]"),
+            "with --per-class or an amount such as [:1000] after --data",
+            by_user=True,
+        ),
+    )
     """Random seed that selects the images for --per-class and for an amount such as [:1000]."""
     validation: str = "auto"
     """Images that select the weights. auto: the data's validation split, or a part of the training images if there is
     no such split. train: always a part of the training images; the data's own validation split is then the test split.
     A slice such as train[-10000:] or train[99%:] holds out the training images at these positions."""
-    validation_share: float = 0.1
+    validation_share: float = setting(
+        0.1,
+        effect=Effect(
+            lambda data: SLICE.fullmatch(data.validation) is None,
+            "unless --validation is a slice of the training images",
+            by_user=True,
+        ),
+    )
     """Fraction of the training images held out if there is no validation split; 0 for none."""
     cut_method: CutMethod = "stratified"
     """Method that holds out and selects training images by a hash of their names. stratified: exactly the requested

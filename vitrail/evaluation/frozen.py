@@ -7,7 +7,7 @@ cores of a machine do not fit it several times, and the metrics are those of one
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -23,7 +23,7 @@ from vitrail.evaluation.classifiers.nearest import knn
 from vitrail.evaluation.features.extract import Layer
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.truth import check_known, truth_of
-from vitrail.settings import at_least, named, raise_problems
+from vitrail.settings import at_least, raise_problems, setting
 
 SHOTS = (1, 5, 10, 25)
 """Numbers of shots that are measured by default. A number is used only if every class has that many images."""
@@ -40,7 +40,7 @@ class ByLinear:
 
     penalties: tuple[float, ...] = ()
     """Penalties that linear tries. By default two per decade, from 1 (for numbers from 100) to 0.000001."""
-    held_out: float = field(default=0.1, metadata=named("penalty_share"))
+    held_out: float = setting(0.1, name="penalty_share")
     """Fraction of the training images that linear holds out to choose the penalty. The final fit uses all training
     images."""
     features: Layer = "embedding"

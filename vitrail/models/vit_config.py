@@ -34,7 +34,7 @@ from vitrail.models.resnet_config import (
     root_parameters,
     standardised_bytes,
 )
-from vitrail.settings import pairs, raise_problems
+from vitrail.settings import pairs, raise_problems, setting
 
 Activation = Literal["gelu", "gelu-tanh", "swiglu"]
 Pool = Literal["cls", "gap", "map", "cls+gap", "cls+dist"]
@@ -60,7 +60,7 @@ class ViTConfig(NetworkConfig, TransformerConfig):
     """Height and width of images in pixels. Learned positions are resized for images of another size."""
     patch_size: tuple[int, int] = (16, 16)
     """Height and width of a patch in pixels, or of a hybrid's patch in cells of the root's feature map."""
-    cut_uneven: bool = False
+    cut_uneven: bool = setting(False, changes_weights=False)
     """True to ignore the last rows and columns of pixels that fill no patch, as the original code does for H/14 with
     images of 384 pixels. If False, the patch size must divide the image size."""
     channels: int = 3
@@ -120,15 +120,15 @@ class ViTConfig(NetworkConfig, TransformerConfig):
     """True to add a bias to the patch projection."""
     norm_eps: float = 1e-6
     """Epsilon of every layer norm."""
-    dropout: float = 0.0
+    dropout: float = setting(0.0, changes_weights=False)
     """Dropout rate after every dense layer except the qkv projections, and after the position embedding (B.1)."""
-    stochastic_depth: float = 0.0
+    stochastic_depth: float = setting(0.0, changes_weights=False)
     """Probability that a branch of the last block is dropped for an image. The probability grows linearly from 0 in the
     first block."""
-    skip_dropped: bool = False
+    skip_dropped: bool = setting(False, changes_weights=False)
     """True to compute the branches only for the images that --stochastic-depth keeps, which saves time. A fixed number
     of images then keeps each branch. If False, branches are computed for all images."""
-    patch_dropout: float = 0.0
+    patch_dropout: float = setting(0.0, changes_weights=False)
     """Fraction of each image's patches that are dropped in training, chosen at random in every step (2208.07220)."""
     reversible: bool = False
     """True to make blocks of two residual streams, whose inputs the backward pass computes from their outputs

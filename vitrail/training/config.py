@@ -23,15 +23,18 @@ from vitrail.models.compiled import Compile
 from vitrail.models.linear.float32 import Float32Products
 from vitrail.models.linear.lora import Projection
 from vitrail.models.variants import ModelConfig, override_fields
+from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import (
+    Effect,
     above_zero,
     at_least,
     bare_names,
+    facts,
     from_plain,
-    named,
     one_of,
     raise_problems,
     seconds_in,
+    setting,
 )
 from vitrail.tasks import TASKS, Classification, Task
 from vitrail.training.log import tracker_problems
@@ -248,12 +251,8 @@ class StartConfig:
 
 Keep = Literal["best", "last"]
 
-RESOLVED = ("precision", "float32_products", "compute_threads")
-"""Settings of which a run records what they mean on its machine, so that it is resumed with the same arithmetic."""
-
-WITHOUT_WEIGHTS = ("dropout", "stochastic_depth", "skip_dropped", "patch_dropout", "cut_uneven")
-"""Fields of a network's config that do not change its weights. A run that starts from a model can override only
-these."""
+ROUNDING = "numbers then round differently"
+"""What a change of some settings means for a resumed run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,30 +268,30 @@ class RunConfig:
     """Number of optimizer steps. By default it follows from --epochs."""
     batch_size: int = 128
     """Images per step."""
-    accumulation: int = 1
+    accumulation: int = setting(1, on_resume=ROUNDING)
     """Number of parts into which each batch is divided to save memory. The gradient is that of the whole batch."""
-    precision: TrainingPrecision = "auto"
+    precision: TrainingPrecision = setting("auto", on_resume=ROUNDING, resolved=True)
     """Number format of training. auto: bf16 with float32 master weights if the processor has bf16 matrix units, else
     float32. float8: the dense layers of blocks in 8 bits and everything else in bf16, on CUDA with compute capability
     8.9 or more."""
-    float32_products: Float32Products = "auto"
+    float32_products: Float32Products = setting("auto", on_resume=ROUNDING, resolved=True, of_machine=True)
     """Library that computes large dense layers in float32 on a CPU. auto: oneDNN on AMD processors with AVX-512, else
     mkl. mkl is PyTorch's own choice."""
-    compute_threads: int | None = None
+    compute_threads: int | None = setting(None, on_resume=ROUNDING, resolved=True, of_machine=True)
     """Threads that compute on a CPU. By default as many as PyTorch chooses, usually one per core, and fewer while other
     programs use the cores. In float32 the number is fixed, so that repeated runs compute equal bits."""
     deterministic: bool = False
     """Compute the same bits in every repetition on one machine, also in bf16 and on a GPU: with PyTorch's deterministic
     algorithms and a fixed number of compute threads. Some steps are slower."""
-    compile: Compile = "auto"
+    compile: Compile = setting("auto", on_resume=ROUNDING, of_machine=True)
     """Compile each block before the first step, which takes about a minute. auto: on for CUDA, off elsewhere. graphs
     also replays blocks as CUDA graphs, which helps small models or batches."""
-    device: str = "auto"
+    device: str = setting("auto", on_resume=ROUNDING, of_machine=True)
     """Device to run on: auto, cpu, cuda or cuda:N."""
-    threads: int | Literal["auto"] | None = None
+    threads: int | Literal["auto"] | None = setting(None, on_resume="free", of_machine=True)
     """Threads that read and decode images. By default one per core. 0 reads in the main thread. auto: one per core or
     0, whichever makes the first steps faster."""
-    processes: int = 0
+    processes: int = setting(0, on_resume="free", of_machine=True)
     """Worker processes for reading and decoding, with --threads threads each. Useful if decoding holds the GIL."""
     seed: int = 0
     """Random seed of the initial weights, the order of images, augmentation and dropout."""
@@ -304,32 +303,38 @@ class RunConfig:
     probe: str = ""
     """Evaluators of the model's features to run on the validation split during training, separated by commas: linear,
     fewshot, knn. The metrics go to the journal."""
-    probe_every: int | None = None
+    probe_every: int | None = setting(None, effect=Effect(lambda run: bool(run.probe), "with --probe", by_user=True))
     """Steps between two runs of --probe. By default as many as between two evaluations."""
-    track: str = ""
+    track: str = setting("", on_resume="free")
     """Programs that show the metrics of the run during training, separated by commas: tensorboard, wandb."""
-    checkpoints: int = 10
+    checkpoints: int = setting(10, of_machine=True)
     """Number of times that the training state is saved during the run."""
-    background_checkpoints: bool = False
+    background_checkpoints: bool = setting(False, on_resume="free")
     """Write checkpoints in a thread while training continues, from a copy of the state in main memory. An error while
     writing is reported at the next checkpoint."""
-    max_time: str | None = None
+    max_time: str | None = setting(None, of_machine=True)
     """Stop after this time, such as 50m or 2h, with the state saved and exit code 75. --resume continues the run."""
-    shard: Shard = "none"
+    shard: Shard = setting("none", on_resume=ROUNDING)
     """Divide weights, gradients and moments among several processes, by FSDP2. full: among all. hybrid: among those of
     each machine. none: every process has copies. A single process has whole weights."""
-    checkpoint_activations: bool = False
+    checkpoint_activations: bool = setting(False, on_resume=ROUNDING)
     """Keep only the input of each transformer block for the backward pass, and compute the block again. This saves most
     of the memory of activations, for a third more computing."""
-    process_timeout: str = "10m"
+    process_timeout: str = setting("10m", on_resume="free")
     """Time after which a run of several processes ends with an error if one of them does not answer."""
     keep: Keep = "best"
     """Weights that become the model: the best on the validation split, or the last."""
-    name: str = ""
+    name: str = setting("", of_machine=True)
     """Name of the run, saved in runs/NAME (or runs/NAME-2 if that exists). By default the name of the data."""
-    folder: str | None = field(default=None, metadata=named("run"))
+    folder: str | None = setting(None, name="run", of_machine=True)
     """Folder of the run, in place of runs/NAME. Without --overwrite, the folder must not exist."""
-    overwrite: bool = False
+    overwrite: bool = setting(
+        False,
+        of_machine=True,
+        effect=Effect(
+            lambda run: run.folder is not None, "with --run, which names the folder to replace", by_user=True
+        ),
+    )
     """Replace the folder that --run names if it exists."""
 
     def __post_init__(self) -> None:
@@ -378,6 +383,14 @@ class RunConfig:
         """The worker threads and processes that read and decode images. While `threads` is "auto" and nothing is
         chosen, there are as many threads as by default."""
         return Readers(None if self.threads == "auto" else self.threads, self.processes)
+
+
+RESOLVED = tuple(facts(RunConfig, "resolved"))
+"""Settings of which a run records what they mean on its machine, so that it is resumed with the same arithmetic."""
+
+WITHOUT_WEIGHTS = tuple(facts(ViTConfig, "changes_weights"))
+"""Fields of a network's config that do not change its weights. A run that starts from a model can override only
+these."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,13 +18,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from vitrail.data.config import DataConfig
 from vitrail.errors import ConfigError, RunError, nearest
 from vitrail.files import check_parent, partial_path, saving, write_json
 from vitrail.machine import pick_device
 from vitrail.models.variants import ModelConfig
-from vitrail.settings import bare_names, raise_problems
+from vitrail.settings import bare_names, facts, raise_problems
 from vitrail.training.checkpoint import Checkpoints
-from vitrail.training.config import TrainConfig
+from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.log import read_journal
 from vitrail.training.start import Origin
 
@@ -134,22 +135,12 @@ def _with_older_defaults(config: dict[str, Any]) -> dict[str, Any]:
 # and the place of the same data, must be allowed by name.
 
 
-FREE = ("threads", "processes", "process_timeout", "track", "background_checkpoints")
+ON_RESUME: dict[str, str] = facts(DataConfig, "on_resume") | facts(RunConfig, "on_resume")
+
+FREE = tuple(name for name, change in ON_RESUME.items() if change == "free")
 """Settings that change no number of training."""
 
-ROUNDING = "numbers then round differently"
-
-ALLOWED = {
-    "data": "its images and labels must be those of the run",
-    "device": ROUNDING,
-    "precision": ROUNDING,
-    "float32_products": ROUNDING,
-    "compute_threads": ROUNDING,
-    "compile": ROUNDING,
-    "shard": ROUNDING,
-    "accumulation": ROUNDING,
-    "checkpoint_activations": ROUNDING,
-}
+ALLOWED = {name: change for name, change in ON_RESUME.items() if change != "free"}
 """Settings that may change if the user allows it, and what a change means."""
 
 
@@ -463,12 +454,6 @@ PARTS = ("model", "checkpoints", "examples")
 DEPTH = 3
 """Number of levels of folders in which runs are looked for."""
 
-OF_THE_MACHINE = (
-    "run", "name", "overwrite", "threads", "processes", "compute_threads", "float32_products", "device", "compile",
-    "checkpoints", "max_time",
-)  # fmt: skip
-"""Settings that do not change what a run learns."""
-
 
 @dataclass(frozen=True)
 class RunSummary:
@@ -557,7 +542,7 @@ def settings_of(config: TrainConfig) -> dict[str, Any]:
     for section in fields(config):
         value = getattr(config, section.name)
         found += ["variant", *value.overrides] if isinstance(value, ModelConfig) else bare_names(type(value))
-    return {name: config.in_effect(name) for name in found if name not in OF_THE_MACHINE}
+    return {name: config.in_effect(name) for name in found if name not in facts(RunConfig, "of_machine")}
 
 
 def settings_beside(configs: Sequence[TrainConfig]) -> list[dict[str, Any]]:

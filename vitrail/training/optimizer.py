@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from vitrail.errors import ConfigError, plural
 from vitrail.machine import TrainingPrecision
 from vitrail.models.linear.lora import LowRank
 from vitrail.models.network import HasLayers
-from vitrail.settings import above_zero, at_least, below_one, named, one_of, raise_problems
+from vitrail.settings import Effect, above_zero, at_least, below_one, one_of, raise_problems, setting
 from vitrail.training.schedule import Duration, RunLength, Schedule, ScheduleName, duration_problems, steps_of
 from vitrail.training.update_rules import (
     Adafactor,
@@ -43,7 +43,7 @@ class OptimizerConfig:
     """The optimizer and its learning rate. Raises `ConfigError` if fields have invalid values. The message names all of
     them."""
 
-    kind: OptimizerName = field(default="adamw", metadata=named("optimizer"))
+    kind: OptimizerName = setting("adamw", name="optimizer")
     """Adam (adamw), SGD with momentum, Adafactor in the variant of big_vision, or Muon for the weight matrices of
     blocks with Adam for the other weights (muon)."""
     learning_rate: float = 1e-3
@@ -56,11 +56,19 @@ class OptimizerConfig:
     inverse square root of the number of steps. staircase changes at the points --stair-at. constant does not change."""
     end_learning_rate: float = 0.0
     """Learning rate at the end of a cosine, linear or polynomial schedule."""
-    power: float = field(default=2.0, metadata=named("schedule_power"))
+    power: float = setting(
+        2.0,
+        name="schedule_power",
+        effect=Effect(lambda own: own.schedule == "polynomial", "with --schedule polynomial"),
+    )
     """Exponent of the polynomial schedule."""
-    rsqrt_timescale: Duration = "10000 steps"
+    rsqrt_timescale: Duration = setting(
+        "10000 steps", effect=Effect(lambda own: own.schedule == "rsqrt", "with --schedule rsqrt")
+    )
     """Time scale of the rsqrt schedule: the rate is divided by sqrt(1 + steps after warm-up / time scale)."""
-    rsqrt_shift: Duration = "0 steps"
+    rsqrt_shift: Duration = setting(
+        "0 steps", effect=Effect(lambda own: own.schedule == "rsqrt", "with --schedule rsqrt")
+    )
     """Length that is added to the steps after warm-up in the rsqrt schedule. The highest rate is then below
     --learning-rate. Useful for a run that continues another one."""
     stair_at: tuple[Duration, ...] = ()
@@ -85,12 +93,18 @@ class OptimizerConfig:
     """decoupled: subtracts decay x learning rate x weight (1711.05101). coupled: adds decay x weight to the gradient.
     independent: subtracts decay x (learning rate / peak learning rate) x weight (big_vision). auto: coupled for SGD,
     else decoupled."""
-    beta1: float = 0.9
+    beta1: float = setting(
+        0.9, effect=Effect(lambda own: own.kind in ("adamw", "muon"), "with --optimizer adamw or muon")
+    )
     """Decay rate of the mean gradient in AdamW, and in Muon for the weights that Adam updates."""
-    beta2: float = 0.999
+    beta2: float = setting(
+        0.999, effect=Effect(lambda own: own.kind != "sgd", "with --optimizer adamw, adafactor or muon")
+    )
     """Decay rate of the mean squared gradient in AdamW and Muon. Adafactor's decay rate increases with the steps up to
     this value."""
-    momentum: float | None = None
+    momentum: float | None = setting(
+        None, effect=Effect(lambda own: own.kind != "adamw", "with --optimizer sgd, adafactor or muon")
+    )
     """Momentum of SGD, decay rate of Adafactor's mean update, or decay rate of Muon's mean gradient of matrices. By
     default 0.95 for Muon, else 0.9."""
     momentum_format: MomentumFormat = "float32"
@@ -111,7 +125,7 @@ class OptimizerConfig:
     average: float = 0.0
     """Decay rate of a running mean of the weights, such as 0.999 (Polyak averaging). The mean is then evaluated and
     saved. 0 for no averaging."""
-    average_start: AverageStart = "debiased"
+    average_start: AverageStart = setting("debiased", effect=Effect(lambda own: own.average > 0, "with --average"))
     """Start of --average. debiased: the initial weights are not part of the mean, and the rate applies from the first
     step. initial: the mean starts at the initial weights. capped: the rate after t steps is at most
     (1 + t) / (10 + t)."""

@@ -36,7 +36,7 @@ class Outer:
     path: Path | None = None
     on: bool = True
     inner: Inner = field(default_factory=Inner)
-    spec: str = field(default="", metadata={"bare_name": "data"})
+    spec: str = field(default="", metadata={"name": "data"})
     """A data set."""
 
 

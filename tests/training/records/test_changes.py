@@ -51,7 +51,7 @@ def test_each_difference_is_named(small: Small) -> None:
 
 @pytest.mark.parametrize(("name", "message"), [
     ("precison", "allow='precison' is not a setting that may change; nearest: precision"),
-    ("seed", "allow='seed' is not a setting that may change; choices: data, device, precision, float32_products"),
+    ("seed", "allow='seed' is not a setting that may change; choices: data, accumulation, precision, float32_products"),
 ])  # fmt: skip
 def test_names_that_cannot_be_allowed(name: str, message: str, small: Small) -> None:
     with pytest.raises(ConfigError) as caught:

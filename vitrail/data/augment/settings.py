@@ -27,7 +27,7 @@ from vitrail.data.batch import Batch, Crop
 from vitrail.data.pixels.geometry import Placement
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
-from vitrail.settings import one_of
+from vitrail.settings import Effect, one_of, setting
 
 Preset = Literal[
     "none", "light1", "light2", "medium1", "medium2", "strong1", "strong2", "bp",
@@ -85,7 +85,9 @@ class Augment:
     presets augreg-none to augreg-strong2 are exactly AugReg's; the others use torchvision's and Pillow's rules."""
     crop_area: tuple[float, float] | None = None
     """Smallest and largest fraction of the image's area that a random crop keeps; 1 1 keeps the whole image."""
-    crop_rule: CropRule | None = None
+    crop_rule: CropRule | None = setting(
+        None, effect=Effect(lambda own: own.settings.crop_area is not None, "with --crop-area")
+    )
     """Rule that draws the box of a random crop: torchvision (the default) or tensorflow, the rule of the papers' code.
     tensorflow draws smaller boxes, which are scaled bilinearly without antialiasing."""
     crop_from: tuple[int, int] | None = None
@@ -101,9 +103,13 @@ class Augment:
     to 1. The fourth, from 0 to 0.5, is the largest rotation of the hue as a fraction of the colour circle."""
     randaugment_layers: int | None = None
     """Number of RandAugment operations per image; 0 turns RandAugment off."""
-    randaugment_magnitude: float | None = None
+    randaugment_magnitude: float | None = setting(
+        None, effect=Effect(lambda own: own.settings.randaugment_layers > 0, "with --randaugment-layers")
+    )
     """Strength of the RandAugment operations, 0 to 30. By default 10."""
-    randaugment_rule: RandAugmentRule | None = None
+    randaugment_rule: RandAugmentRule | None = setting(
+        None, effect=Effect(lambda own: own.settings.randaugment_layers > 0, "with --randaugment-layers")
+    )
     """Code that RandAugment's operations follow. pillow (the default): shifts and boxes are proportional to the image.
     big-vision: exactly as in big_vision, with shifts and boxes of a fixed number of pixels."""
     erase: float = 0.0
@@ -111,7 +117,7 @@ class Augment:
     40 % of the image's sides."""
     mixup: float | None = None
     """Alpha of the Beta(alpha, alpha) distribution of the mixup weights; 0 turns mixup off."""
-    mixup_per: MixupPer | None = None
+    mixup_per: MixupPer | None = setting(None, effect=Effect(lambda own: own.settings.mixup > 0, "with --mixup"))
     """Draw one mixup weight per sample (the default) or, as in the papers' code, one per batch."""
     cutmix: float = 0.0
     """Alpha of CutMix, which pastes a box of another image; 0 turns it off. If mixup is on too, each image gets mixup

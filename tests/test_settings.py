@@ -1,4 +1,4 @@
-"""Tests of converting dataclasses to JSON values and back: nothing is lost, and unknown fields are refused."""
+"""Tests of settings: facts at their fields, and dataclasses as JSON values and back without losses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.models.vit_config import ViTConfig
 from vitrail.recipes import RECIPES
-from vitrail.settings import byte_count, from_plain, to_plain
+from vitrail.settings import Effect, bare_names, byte_count, facts, from_plain, setting, to_plain
 from vitrail.training.config import TrainConfig
 
 
@@ -186,3 +186,23 @@ def test_sizes_that_are_none(text: str) -> None:
         ConfigError, match=f"shard_size={re.escape(repr(text))} is not a size in bytes; write for example 4GB"
     ):
         byte_count(text, "shard_size")
+
+
+@dataclass(frozen=True)
+class Paint:
+    kind: str = setting("oil", name="paint")
+    thinner: float = setting(
+        0.1, effect=Effect(lambda paint: paint.kind == "oil", "with --paint oil"), on_resume="colours then change"
+    )
+    brushes: int = 3
+
+
+def test_the_facts_about_a_setting_stand_at_its_field() -> None:
+    assert bare_names(Paint) == {"paint": "kind", "thinner": "thinner", "brushes": "brushes"}
+    assert facts(Paint, "on_resume") == {"thinner": "colours then change"} and facts(Paint, "of_machine") == {}
+    ((name, effect),) = facts(Paint, "effect").items()
+    assert (name, effect.condition) == ("thinner", "with --paint oil")
+    assert effect.holds(Paint()) and not effect.holds(Paint(kind="water"))
+    assert Paint() == Paint("oil", 0.1, 3) == from_plain(Paint, {"kind": "oil"})
+    with pytest.raises(TypeError, match="on_resuming"):
+        setting(1, on_resuming="free")  # type: ignore[call-arg]
