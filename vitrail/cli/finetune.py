@@ -31,8 +31,9 @@ from vitrail.machine import pick_device
 from vitrail.models.variants import override_fields
 from vitrail.settings import bare_names
 from vitrail.training.config import WITHOUT_WEIGHTS, TrainConfig
-from vitrail.training.folder import Length, changed_config, check_request, read_record
+from vitrail.training.folder import check_request, read_record
 from vitrail.training.log import ConsoleDisplay, Display
+from vitrail.training.resuming import Length, changed_config
 from vitrail.training.run import finished, resume
 from vitrail.transfer.facts import FinetunePlan
 from vitrail.transfer.finetune import FinetuneResult, Protocol, check_choices, evaluate_run, finetune, plan

@@ -14,7 +14,7 @@ from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import facts
 from vitrail.tasks import TASKS, Regression, Task
 from vitrail.training.config import TrainConfig
-from vitrail.training.folder import ALLOWED, FREE, Length
+from vitrail.training.resuming import ALLOWED, FREE, Length
 
 
 def run_options() -> Iterator[Option]:

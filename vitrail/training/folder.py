@@ -12,19 +12,17 @@ import shlex
 import shutil
 import socket
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from vitrail.data.config import DataConfig
-from vitrail.errors import ConfigError, RunError, nearest
+from vitrail.errors import ConfigError, RunError
 from vitrail.files import check_parent, partial_path, saving, write_json
 from vitrail.machine import pick_device
 from vitrail.models.variants import ModelConfig
-from vitrail.settings import bare_names, facts, raise_problems
-from vitrail.training.checkpoint import Checkpoints
+from vitrail.settings import bare_names, facts
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.log import read_journal
 from vitrail.training.start import Origin
@@ -128,123 +126,6 @@ def _with_older_defaults(config: dict[str, Any]) -> dict[str, Any]:
     if isinstance(optimizer, dict) and optimizer.get("average"):
         added["optimizer"] = {"average_start": "capped"} | optimizer
     return config | added
-
-
-# Settings of a run that may change when it is resumed. A run keeps its settings, because its curve would otherwise
-# not be that of one experiment. Settings that change no number are free. Settings that change nothing but rounding,
-# and the place of the same data, must be allowed by name.
-
-
-ON_RESUME: dict[str, str] = facts(DataConfig, "on_resume") | facts(RunConfig, "on_resume")
-
-FREE = tuple(name for name, change in ON_RESUME.items() if change == "free")
-"""Settings that change no number of training."""
-
-ALLOWED = {name: change for name, change in ON_RESUME.items() if change != "free"}
-"""Settings that may change if the user allows it, and what a change means."""
-
-
-def changed_config(
-    folder: Path, config: TrainConfig, changes: Mapping[str, Any], allow: Collection[str] = ()
-) -> tuple[TrainConfig, dict[str, tuple[Any, Any]]]:
-    """Return the config of a run in `folder` with some settings changed, and the settings that differ from those of the
-    run, with their values before and now.
-
-    Raises `ConfigError` for settings that a run keeps, and for differences that are not among the names in `allow`. The
-    message names all of them.
-    """
-    raise_problems(
-        f"allow={name!r} is not a setting that may change; {nearest(name, ALLOWED)}"
-        for name in allow
-        if name not in ALLOWED
-    )
-    sections = config.settings()
-    found = {name: _value(config, sections[name], name) for name in changes if name in sections}
-    differences = {name: (before, changes[name]) for name, before in found.items() if before != changes[name]}
-    raise_problems(_problems(folder, changes, differences, allow))
-    return config.override(**dict(changes)), differences
-
-
-def _problems(
-    folder: Path, changes: Mapping[str, Any], differences: Mapping[str, tuple[Any, Any]], allow: Collection[str]
-) -> list[str]:
-    missing = [name for name in differences if name in ALLOWED and name not in allow]
-    together = ",".join(dict.fromkeys([*allow, *missing]))
-    return [
-        *(
-            f"{name}={value!r} cannot change, because run {folder} keeps the settings that it began with; leave {name} "
-            "out, or start a new run"
-            for name, value in changes.items()
-            if name not in ALLOWED and name not in FREE
-        ),
-        *(
-            f"{name}={differences[name][1]!r} differs from {differences[name][0]!r}, with which run {folder} began, "
-            f"and {ALLOWED[name]}; leave {name} out, or accept the change with --allow {together}"
-            for name in missing
-        ),
-    ]
-
-
-def _value(config: TrainConfig, section: str, name: str) -> Any:
-    """Return the value of a setting by its bare name."""
-    if name == "data":
-        return config.data.spec
-    return getattr(getattr(config, section), name)
-
-
-# Extension of a run beyond its length: the longer config, and its record in run.json.
-
-
-@dataclass(frozen=True)
-class Length:
-    """A new length of a run, in epochs or in optimizer steps. Raises `ConfigError` if both or none is given."""
-
-    epochs: float | None = None
-    steps: int | None = None
-
-    def __post_init__(self) -> None:
-        if (self.epochs is None) == (self.steps is None):
-            raise ConfigError(
-                f"epochs={self.epochs} and steps={self.steps}: a run is extended to a number of epochs or of steps; "
-                "give one of them"
-            )
-
-    def apply(self, config: TrainConfig) -> TrainConfig:
-        """Return the config of the longer run. Raises `ConfigError` for a length that is not above 0."""
-        if self.steps is not None:
-            return config.override(steps=self.steps)
-        return config.override(steps=None, epochs=self.epochs)
-
-
-def check_extension(folder: Path, record: Record, steps: int, finished_at: int | None) -> None:
-    """Raise `RunError` unless a run can be extended to `steps` optimizer steps in total.
-
-    `finished_at` is the last step of a finished run, whose checkpoint is needed, or None.
-    """
-    before = record.config.total_steps(record.images)
-    if steps <= before:
-        epochs = before * record.config.mean_batch_size / record.images
-        raise RunError(
-            f"run {folder} has {before:,} steps ({epochs:.3g} epochs), and {steps:,} steps are not more; a run can "
-            "only be made longer: choose a larger total"
-        )
-    checkpoints = Checkpoints(folder / "checkpoints")
-    if finished_at is not None and finished_at not in checkpoints.steps():
-        raise RunError(
-            f"run {folder} cannot be extended, because the checkpoint of its end, {checkpoints.folder}/step-"
-            f"{finished_at}, is gone; to train its model further, start a new run with --init {folder}/model"
-        )
-
-
-def record_extension(folder: Path, config: TrainConfig, *, step: int, before: int, steps: int) -> None:
-    """Replace the config and the length of a run in run.json, and add the extension to its list. Raises
-    `SaveError`."""
-    path = folder / "run.json"
-    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    extensions = [*values.get("extensions", ()), {"after": step, "from": before, "to": steps}]
-    changed = {"format": FORMAT, "config": config.to_plain(), "steps": steps, "extensions": extensions}
-    with saving("the run", folder):
-        write_json(path, values | changed)
 
 
 # The link from the report of a run to the page on which `vitrail report` looks inside its model.

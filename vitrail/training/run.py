@@ -39,17 +39,7 @@ from vitrail.training.build import make_bundle, make_network, make_plan, make_st
 from vitrail.training.checkpoint import BestModel, Checkpoints
 from vitrail.training.clock import MachineLimit, product_limit
 from vitrail.training.config import TrainConfig
-from vitrail.training.folder import (
-    Length,
-    Record,
-    changed_config,
-    check_extension,
-    locked,
-    new_folder,
-    read_record,
-    record_extension,
-    replace_config,
-)
+from vitrail.training.folder import Record, locked, new_folder, read_record, replace_config
 from vitrail.training.job import (
     OwnObjects,
     Plan,
@@ -66,6 +56,7 @@ from vitrail.training.job import (
 from vitrail.training.log import Display, Journal, Sinks, read_journal, tracking
 from vitrail.training.loop import fit
 from vitrail.training.page import HeldOutExample, ProgressPage, write_examples, write_pictures
+from vitrail.training.resuming import Length, changed_config, check_extension, record_extension
 from vitrail.training.sharding import StreamedCopy
 from vitrail.training.start import open_again, open_initial
 from vitrail.training.state import TrainState

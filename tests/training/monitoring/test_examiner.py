@@ -19,9 +19,10 @@ from vitrail.evaluation.head import Accuracy
 from vitrail.evaluation.outputs import Outputs
 from vitrail.tasks.classification import ClassificationObjective, Loss
 from vitrail.training.config import TrainConfig
-from vitrail.training.folder import Length, read_record
+from vitrail.training.folder import read_record
 from vitrail.training.job import Probe
 from vitrail.training.log import Display, read_journal
+from vitrail.training.resuming import Length
 from vitrail.training.run import resume, train
 from vitrail.training.state import TrainState
 from vitrail.weights.bundle import Bundle

@@ -17,8 +17,9 @@ import pytest
 
 from vitrail.errors import Stopped
 from vitrail.training.config import TrainConfig
-from vitrail.training.folder import Length, read_record
+from vitrail.training.folder import read_record
 from vitrail.training.log import read_journal
+from vitrail.training.resuming import Length
 from vitrail.training.run import resume, train
 from vitrail.training.stop import StopRequest, interrupted_by_signals
 

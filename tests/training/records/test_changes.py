@@ -11,8 +11,9 @@ import pytest
 
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.training.config import TrainConfig
-from vitrail.training.folder import ALLOWED, FREE, changed_config, read_record
+from vitrail.training.folder import read_record
 from vitrail.training.log import Display, read_journal
+from vitrail.training.resuming import ALLOWED, FREE, changed_config
 from vitrail.training.run import resume, train
 
 Small = Callable[..., TrainConfig]

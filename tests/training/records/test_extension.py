@@ -12,8 +12,9 @@ import pytest
 
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.training.config import TrainConfig
-from vitrail.training.folder import Length, read_record
+from vitrail.training.folder import read_record
 from vitrail.training.log import Display, read_journal
+from vitrail.training.resuming import Length
 from vitrail.training.run import finished, resume, train
 
 Small = Callable[..., TrainConfig]
