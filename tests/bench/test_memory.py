@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from vitrail.bench.memory import find_largest, largest_batch, measure_memory
 from vitrail.bench.step import OURS, Entry
 from vitrail.bench.workload import Format, Workload
 from vitrail.errors import ConfigError
+from vitrail.models.linear.float32 import has_onednn
 from vitrail.models.variants import variant_config
 
 MARGIN = 0.15
@@ -56,6 +58,7 @@ def test_more_images_need_more_memory(tiny_work: Callable[..., Workload]) -> Non
 
 @linux
 @pytest.mark.slow
+@pytest.mark.skipif(not has_onednn(torch.bfloat16), reason="bfloat16 in software takes half an hour")
 def test_a_base_network_trains_within_six_gigabytes() -> None:
     work = Workload(name="ViT-B/16", config=variant_config("ViT-B/16"), batch=32, precision="bf16")
     measured = measure_memory(Entry(OURS), work)
