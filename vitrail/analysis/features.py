@@ -1,4 +1,4 @@
-"""What features hold: norms, colours, probes, and the embedding's filters and positions."""
+"""Analysis of features: norms, principal components and linear probes; filters and position embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What heads and tokens look at: distance and entropy of attention (paper Appendix D.7), and receptive fields."""
+"""Attention distance and entropy of each head (paper Appendix D.7), and effective receptive fields of tokens."""
 
 from __future__ import annotations
 

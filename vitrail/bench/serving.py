@@ -424,7 +424,8 @@ class ServerKind:
     """A server that can be measured."""
 
     words: tuple[str, ...]
-    """What Python runs. It names its address on the standard error output when it answers."""
+    """Arguments of the Python that runs the server. The server prints its address to the standard error output as soon
+    as it answers."""
     library: str = ""
     """Library that it needs, which can have an environment of its own."""
 

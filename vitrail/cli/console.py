@@ -1,4 +1,4 @@
-"""What commands share on the terminal: images that the user names, reduced tokens, and bars."""
+"""Parts that several commands share: images that the user names, options for reduced tokens, and progress bars."""
 
 from __future__ import annotations
 

@@ -36,9 +36,10 @@ from vitrail.recipes.papers import PaperRecipe
 from vitrail.tasks import Distillation
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.folder import check_request, read_record, settings_beside
-from vitrail.training.job import OwnObjects, check_columns, prepare, scale_plans, scale_table
+from vitrail.training.job import OwnObjects, check_columns, prepare
 from vitrail.training.log import ConsoleDisplay
 from vitrail.training.run import RunResult, resume, train
+from vitrail.training.scale import scale_plans, scale_table
 from vitrail.transfer.facts import seconds_of
 from vitrail.weights.bundle import Bundle, Prediction
 from vitrail.weights.load import load

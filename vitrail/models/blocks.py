@@ -216,8 +216,8 @@ class Block(nn.Module):
 
     @property
     def treats_tokens_alone(self) -> bool:
-        """True if everything after attention is known to compute each token without the others, so that tokens that
-        nobody reads may be left out. Modules and methods of a user may mix tokens."""
+        """True if everything after attention computes each token without the others. Tokens whose output is not used
+        can then be left out. It is False for a user's own modules and methods, which may mix tokens."""
         after = (self.dropout, self.scale1, self.skip, self.norm2, self.scale2, *self.mlp.modules())
         return all(
             "forward" not in part.__dict__

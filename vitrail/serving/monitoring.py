@@ -1,4 +1,4 @@
-"""What a server reports: lines of its log on the standard error output, and metrics in the format of Prometheus."""
+"""The log of a server, with a line per request on the standard error output, and its metrics for Prometheus."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Speeds:
 
 @dataclass
 class _Interval:
-    """What happened since the last report. Times are in seconds."""
+    """Measurements since the last report. Times are in seconds."""
 
     step: int
     begin: float

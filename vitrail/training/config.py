@@ -142,16 +142,7 @@ KINDS = {
 """The settings that can change during a run, by the names of their options."""
 
 
-# Sharded training by PyTorch's FSDP2: each process keeps a part of every weight, of its gradient and of its moments.
-# The whole weights of a block exist only while the block computes.
-
-
 Shard = Literal["none", "full", "hybrid"]
-
-
-# Faults of training steps: losses and gradients that are not finite, and spikes of the loss. A step is checked
-# between its backward pass and the update of the weights. All processes check the same sums, so all of them find the
-# same faults.
 
 
 OnNonFinite = Literal["stop", "skip", "rollback"]
@@ -193,9 +184,6 @@ class FaultConfig:
     def may_roll_back(self) -> bool:
         """True if a fault can lead back to a checkpoint."""
         return self.on_non_finite == "rollback" or self.spike_score > 0
-
-
-# Starting a run from a model: its weights go into a new network with a head for the run's data.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +240,7 @@ class StartConfig:
 Keep = Literal["best", "last"]
 
 ROUNDING = "numbers then round differently"
-"""What a change of some settings means for a resumed run."""
+"""Consequence of changing one of these settings when a run is resumed."""
 
 
 @dataclass(frozen=True, kw_only=True)

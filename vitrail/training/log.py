@@ -1,4 +1,4 @@
-"""Where a run reports: the journal, the display, and programs that show runs (TensorBoard, Weights & Biases)."""
+"""Reports of a run to its journal, to the display, and to TensorBoard or Weights & Biases."""
 
 from __future__ import annotations
 

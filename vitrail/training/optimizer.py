@@ -392,7 +392,4 @@ def check_patterns(setting: str, factors: Sequence[str], weights: Iterable[str])
             )
 
 
-# The running mean of the trained weights (Polyak averaging; the paper's appendix B.1.1 uses 0.9999).
-
-
 AverageStart = Literal["debiased", "initial", "capped"]

@@ -1,4 +1,4 @@
-"""Weights and gradients that are divided among processes (FSDP2), and the forecast of a step on many GPUs."""
+"""Gradients that are summed over processes, and weights that are divided among them (PyTorch's FSDP2)."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.variants import variant_config
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
-from vitrail.training.job import H100, scale_plans, scale_table
+from vitrail.training.scale import H100, scale_plans, scale_table
 
 NETWORK = variant_config("ViT-H/14", image_size=224, num_classes=21843)
 WEIGHTS = 4 * NETWORK.parameters()

@@ -8,7 +8,7 @@ from tests.several import in_processes
 from tests.training.parallel.simulation import HERE, simulated
 from vitrail.models.variants import variant_config
 from vitrail.recipes import RECIPES
-from vitrail.training.job import scale_plans
+from vitrail.training.scale import scale_plans
 
 WORLD = 64
 

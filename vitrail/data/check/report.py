@@ -70,7 +70,7 @@ def check_data(
     if (looked_at := len(looks)) < (images := sum(map(len, sources.values()))):
         notes.append(f"checked {looked_at:,} of {images:,} images; copies are found only among these")
     if not duplicates.complete:
-        notes.append("so many images look alike that not all pairs were compared; there may be more near duplicates")
+        notes.append("too many images look alike to compare all pairs; there may be more near duplicates")
     if not duplicates.shifted:
         notes.append(f"shifted and recoloured copies are searched among at most {MOST_DETAILED:,} images; use --sample")
     return Report(

@@ -84,7 +84,8 @@ def tables_in(folder: Path, chosen: SplitNames | None = None) -> list[Path]:
 
 
 def _tables(folder: Path) -> list[Path]:
-    """Return the tables directly in a folder. If some of them have a column of paths, the others are left out."""
+    """Return the tables in a folder, without those in its subfolders. If at least one table has a column of paths,
+    tables without such a column are left out."""
     found = sorted(entry for entry in folder.iterdir() if entry.suffix.lower() in SUFFIXES and entry.is_file())
     found = [table for table in found if not has_predictions(table)]
     useful = [table for table in found if has_paths(table)]
