@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ LAYERS = (
     ("weights",),
     ("models", "data"),
     ("report",),
-    ("cores", "files", "hub", "machine", "processes", "settings"),
+    ("cores", "files", "hub", "machine", "processes", "registry", "settings"),
     ("errors",),
 )
 """Subpackages and modules from the top layer to the bottom one, as in docs/design.md. A module imports only from lower
@@ -49,7 +50,7 @@ def part_of(path: Path) -> str:
 
 
 def imported_parts(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Return the lines and parts of all imports of the package, including imports inside functions."""
+    """Return the lines and parts of all imports of the package, also those in functions and in tables of parts."""
     for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.ImportFrom):
@@ -59,6 +60,8 @@ def imported_parts(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 names = [f"vitrail.{alias.name}" for alias in node.names if alias.name != "__version__"]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"vitrail(\.\w+)+:\w+", str(node.value)):
+            names = [node.value]  # a row of a `Registry`
         for name in names:
             if name.startswith("vitrail."):
                 yield node.lineno, name.split(".")[1]

@@ -29,8 +29,9 @@ from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.variants import PUBLISHED, AnyConfig, build, variant_config
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
-from vitrail.tasks import TASKS, Classification, Regression
-from vitrail.tasks.classification import ClassificationObjective
+from vitrail.tasks import TASKS
+from vitrail.tasks.classification import Classification, ClassificationObjective
+from vitrail.tasks.regression import Regression
 from vitrail.tasks.task import LossOutput
 from vitrail.testing import check_evaluator, check_network, check_task
 from vitrail.weights.bundle import Bundle

@@ -14,7 +14,8 @@ from PIL import Image
 from vitrail.cli import main
 from vitrail.cli.train import recipe_for
 from vitrail.recipes import RECIPES
-from vitrail.tasks import Mae, MaskedPatches
+from vitrail.tasks.mae import Mae
+from vitrail.tasks.masked_patches import MaskedPatches
 from vitrail.training.folder import read_record
 from vitrail.training.log import read_journal
 from vitrail.training.run import RunResult

@@ -19,7 +19,13 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.models.cost import tensor_bytes
 from vitrail.models.variants import AnyConfig, build, variant_config
-from vitrail.tasks import Dino, Mae, MaskedPatches, MoCo, SimClr, Task, VqVae
+from vitrail.tasks.dino import Dino
+from vitrail.tasks.mae import Mae
+from vitrail.tasks.masked_patches import MaskedPatches
+from vitrail.tasks.moco import MoCo
+from vitrail.tasks.simclr import SimClr
+from vitrail.tasks.task import Task
+from vitrail.tasks.vqvae import VqVae
 
 Precision = Literal["float32", "bf16"]
 

@@ -9,7 +9,8 @@ from vitrail.data.source import Sample, mixed
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Target
 from vitrail.errors import ConfigError, DataError
-from vitrail.tasks import TASKS, Classification
+from vitrail.tasks import TASKS
+from vitrail.tasks.classification import Classification
 from vitrail.tasks.task import TaskMetric, drawn_samples, mean_of_counted
 
 

@@ -15,7 +15,8 @@ from vitrail.models.variants import ModelConfig, override_fields
 from vitrail.models.vit_config import ViTConfig
 from vitrail.recipes import RECIPES
 from vitrail.settings import bare_names
-from vitrail.tasks import TASKS, Classification
+from vitrail.tasks import TASKS
+from vitrail.tasks.classification import Classification
 from vitrail.training.config import RunConfig, TrainConfig
 
 PROBLEMS: list[tuple[dict[str, Any], str]] = [

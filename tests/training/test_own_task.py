@@ -20,8 +20,8 @@ from vitrail.errors import ConfigError, DataError, Stopped
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
 from vitrail.settings import at_least
-from vitrail.tasks import TASKS, Task
-from vitrail.tasks.task import LossOutput, Objective, TaskMetric, mean_of_counted
+from vitrail.tasks import TASKS
+from vitrail.tasks.task import LossOutput, Objective, Task, TaskMetric, mean_of_counted
 from vitrail.training.build import make_network, make_state
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig

@@ -23,7 +23,7 @@ from vitrail.data.sources import OpenedData, open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, RunError, Stopped
 from vitrail.models.compiled import compile_blocks
-from vitrail.tasks import Task
+from vitrail.tasks.task import Task
 from vitrail.training.after_step import Monitor
 from vitrail.training.config import RESOLVED, TrainConfig
 from vitrail.training.folder import read_record

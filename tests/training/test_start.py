@@ -18,7 +18,7 @@ import vitrail.training.run as run_module
 from tests.conftest import make_idx_folder
 from vitrail.errors import BundleError, ConfigError, RunError, Stopped
 from vitrail.models.positions import resize_grid
-from vitrail.tasks import Classification
+from vitrail.tasks.classification import Classification
 from vitrail.training.config import StartConfig, TrainConfig
 from vitrail.training.log import Display, read_journal
 from vitrail.training.run import resume, train

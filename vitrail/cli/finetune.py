@@ -18,6 +18,7 @@ from vitrail.cli.options import Call, Command, Example, Option, Positional, flag
 from vitrail.cli.run_options import (
     changes_of_resume,
     check_effects,
+    common_options,
     default_texts,
     length_of_resume,
     run_options,
@@ -116,6 +117,7 @@ COMMAND = Command(
     ),
     options=(Finetune,),
     settings=run_options,
+    common=common_options,
     depends=_of_task,
     essential={
         "Data": ("data", "validation_share"),

@@ -36,7 +36,7 @@ from vitrail.machine import Precision
 from vitrail.models.variants import ModelConfig
 from vitrail.recipes.small import NOISY_STUDENT_RECIPES
 from vitrail.settings import bare_names, to_plain
-from vitrail.tasks import Classification
+from vitrail.tasks.classification import Classification
 from vitrail.training.log import ConsoleDisplay
 from vitrail.training.stop import interrupted_by_signals
 from vitrail.weights.load import load

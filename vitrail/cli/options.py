@@ -66,6 +66,8 @@ class Command:
     """Dataclasses whose fields are the command's own options."""
     settings: Callable[[], Iterable[Option]] = tuple
     """More options, such as the settings of a run for commands that train."""
+    common: Callable[[], Iterable[Option]] | None = None
+    """The part of `settings` that most calls need, if loading the rest takes time, such as those of all tasks."""
     depends: Callable[[Options], Mapping[str, Option]] = lambda given: {}
     """Function that returns the options that depend on the typed options, such as a task's settings. They replace
     `known`."""
@@ -83,8 +85,16 @@ class Command:
     @cached_property
     def known(self) -> dict[str, Option]:
         """Every option, by field name."""
+        return self._with_settings(self.settings())
+
+    @cached_property
+    def known_common(self) -> dict[str, Option]:
+        """The options without those that only some calls need, by field name."""
+        return self.known if self.common is None else self._with_settings(self.common())
+
+    def _with_settings(self, settings: Iterable[Option]) -> dict[str, Option]:
         own = (option for cls in self.options for option in options_of(cls))
-        found = {option.name: option for option in (*own, *self.settings())}
+        found = {option.name: option for option in (*own, *settings)}
         choices = list(options_of(DataChoice, section=found["data"].section)) if "data" in found else []
         decodes = not found.keys().isdisjoint(("data", "images", "models"))
         if decodes and "max_pixels" not in found:  # in commands that train, it is a setting of the run
@@ -97,7 +107,7 @@ class Command:
 
     @property
     def positionals(self) -> list[Option]:
-        return [option for option in self.known.values() if option.positional]
+        return [option for option in self.known_common.values() if option.positional]
 
     @property
     def usage(self) -> str:
@@ -110,9 +120,11 @@ class Command:
         on pixels applies to the process. Raise `ConfigError` for an unknown option or a wrong value."""
         typed = list(arguments)
         end = typed.index("--") if "--" in typed else len(typed)
-        parser, by_name = self._parser(), self.known
+        words = list(_with_widths([_plain(word) for word in typed[:end]]))
+        flags = {word.partition("=")[0].replace("--no-", "--", 1) for word in words if word.startswith("--")}
+        by_name = self.known_common if flags <= {flag(name) for name in self.known_common} else self.known
         try:
-            found, rest = parser.parse_known_args(list(_with_widths([_plain(word) for word in typed[:end]])))
+            found, rest = _parser(by_name).parse_known_args(words)
         except argparse.ArgumentError as error:
             option = by_name[str(error.argument_name).split("/")[0].lstrip("-").replace("-", "_")]
             needs = f"needs {option.metavar}" if option.metavar else "takes no value"
@@ -122,10 +134,10 @@ class Command:
             names = [name for name in names if not by_name[name].positional or name in DESTINATIONS]
             raise ConfigError("\n".join(unknown_option(word, self.name, names) for word in unknown))
         given = self._places([*rest, *typed[end + 1 :]])
-        words = vars(found)
-        typed_as = {name: " ".join(values) if isinstance(values, list) else values for name, values in words.items()}
-        by_name = self.options_for(given | typed_as)
-        for name, values in words.items():
+        values_of = vars(found)
+        typed_as = {name: " ".join(words) if isinstance(words, list) else words for name, words in values_of.items()}
+        by_name = {**by_name, **self.depends(given | typed_as)}
+        for name, values in values_of.items():
             given[name] = values if isinstance(values, bool) else convert(by_name[name], values)
         if "max_pixels" in given and by_name["max_pixels"].owner is ImageChoice:
             from vitrail.data.pixels.decode import allow_pixels
@@ -143,7 +155,7 @@ class Command:
 
     def _required(self) -> list[Option]:
         missing = dataclasses.MISSING
-        return [one for one in self.known.values() if one.default is missing or one.name in self.required]
+        return [one for one in self.known_common.values() if one.default is missing or one.name in self.required]
 
     def message(self, error: UserError, given: Options) -> str:
         """Return the message of an error with field names replaced by option names.
@@ -193,22 +205,6 @@ class Command:
     def _label(self, name: str) -> str:
         return self.spelled.get(name) or (self.known[name].label if name in self.known else name)
 
-    def _parser(self) -> argparse.ArgumentParser:
-        parser = argparse.ArgumentParser(
-            add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
-        )
-        for option in self.known.values():
-            if option.positional:
-                continue
-            if option.is_flag:
-                negative = not option.name.startswith("no_")
-                action: Any = argparse.BooleanOptionalAction if negative else "store_true"
-                parser.add_argument(flag(option.name), dest=option.name, action=action)
-            else:
-                nargs: Any = "*" if option.arity is None else option.arity
-                parser.add_argument(flag(option.name), dest=option.name, nargs=nargs)
-        return parser
-
     def _places(self, words: Sequence[str]) -> dict[str, Any]:
         """Return the positional arguments. If the last one accepts several values, it takes all remaining words."""
         given, rest = {}, list(words)
@@ -219,6 +215,23 @@ class Command:
         if rest:
             raise ConfigError(f"{rest[0]!r} is one argument too many; usage: {self.usage}")
         return given
+
+
+def _parser(options: Mapping[str, Option]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
+    )
+    for option in options.values():
+        if option.positional:
+            continue
+        if option.is_flag:
+            negative = not option.name.startswith("no_")
+            action: Any = argparse.BooleanOptionalAction if negative else "store_true"
+            parser.add_argument(flag(option.name), dest=option.name, action=action)
+        else:
+            nargs: Any = "*" if option.arity is None else option.arity
+            parser.add_argument(flag(option.name), dest=option.name, nargs=nargs)
+    return parser
 
 
 def _with_choice(given: dict[str, Any]) -> dict[str, Any]:

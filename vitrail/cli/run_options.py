@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, get_type_hints
 
 from vitrail.cli.options import Option, flag, options_of, shown, without_none
@@ -12,13 +12,21 @@ from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.variants import ModelConfig, override_fields
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import facts
-from vitrail.tasks import TASKS, Regression, Task
+from vitrail.tasks import TASKS
+from vitrail.tasks.regression import Regression
+from vitrail.tasks.task import Task
 from vitrail.training.config import TrainConfig
 from vitrail.training.resuming import ALLOWED, FREE, Length
 
 
-def run_options() -> Iterator[Option]:
-    """Yield the options of a run. None of them is required, because a recipe or a rule provides every value.
+def common_options() -> Iterator[Option]:
+    """Yield the options of a run without the settings of tasks."""
+    return run_options(tasks=())
+
+
+def run_options(tasks: Collection[str] = TASKS.keys()) -> Iterator[Option]:
+    """Yield the options of a run, with the settings of these tasks. None of them is required, because a recipe or a
+    rule provides every value.
 
     A setting that several tasks share is yielded once, with the text and default of the first task.
     """
@@ -28,7 +36,7 @@ def run_options() -> Iterator[Option]:
         if kind is Task:
             yield _task_option()
             yield from {
-                name: option for task in reversed(TASKS) for name, option in task_options(task).items()
+                name: option for task in reversed([*tasks]) for name, option in task_options(task).items()
             }.values()
         elif kind is ModelConfig:
             yield from _model_options(section.name)

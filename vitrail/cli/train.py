@@ -17,6 +17,7 @@ from vitrail.cli.options import Call, Command, Example, Option, Positional
 from vitrail.cli.run_options import (
     changes_of_resume,
     check_effects,
+    common_options,
     default_texts,
     length_of_resume,
     run_options,
@@ -33,7 +34,7 @@ from vitrail.processes.launch import Launch, launch
 from vitrail.recipes import PAPER_RECIPES, RECIPES
 from vitrail.recipes.from_data import DEFAULT_SECONDS, plan_for_data
 from vitrail.recipes.papers import PaperRecipe
-from vitrail.tasks import Distillation
+from vitrail.tasks.distillation import Distillation
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.folder import check_request, read_record, settings_beside
 from vitrail.training.job import OwnObjects, check_columns, prepare
@@ -179,6 +180,7 @@ COMMAND = Command(
     ),
     options=(Train,),
     settings=run_options,
+    common=common_options,
     depends=_of_task,
     essential={
         "Data": ("data", "validation_share", "image_size"),

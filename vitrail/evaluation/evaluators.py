@@ -8,9 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError, nearest
-from vitrail.evaluation.frozen import ByFewShot, ByLinear, ByNeighbours
-from vitrail.evaluation.head import ByAccuracy, ByRegression
 from vitrail.evaluation.outputs import Outputs
+from vitrail.registry import Registry
 from vitrail.settings import from_plain
 from vitrail.weights.bundle import OutputKind
 
@@ -37,13 +36,15 @@ class Checking(Protocol):
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None: ...
 
 
-EVALUATORS: dict[str, type[ByAccuracy] | type[ByRegression] | type[ByLinear] | type[ByFewShot] | type[ByNeighbours]] = {
-    "accuracy": ByAccuracy,
-    "regression": ByRegression,
-    "linear": ByLinear,
-    "fewshot": ByFewShot,
-    "knn": ByNeighbours,
-}
+EVALUATORS = Registry[Any](
+    {
+        "accuracy": "vitrail.evaluation.head:ByAccuracy",
+        "regression": "vitrail.evaluation.head:ByRegression",
+        "linear": "vitrail.evaluation.frozen:ByLinear",
+        "fewshot": "vitrail.evaluation.frozen:ByFewShot",
+        "knn": "vitrail.evaluation.frozen:ByNeighbours",
+    }
+)
 """Classes of evaluators by name. The fields of a class are the settings of the evaluator."""
 
 

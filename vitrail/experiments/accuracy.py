@@ -32,7 +32,7 @@ from vitrail.errors import ConfigError, DataError, RunError, nearest
 from vitrail.experiments.cells import Cell, CellResult, CurvePoint, read_cell, run_cell, run_process
 from vitrail.files import replacing_folder, saving, write_json
 from vitrail.machine import describe, has_bf16_matrix_units
-from vitrail.tasks import Task
+from vitrail.tasks.task import Task
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import locked, read_record
 from vitrail.training.job import first_steps, phases_of, run_flops

@@ -45,7 +45,7 @@ from vitrail.models.cost import prediction_batch
 from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.report.page import printable
 from vitrail.settings import above_zero, at_least, one_of, raise_problems, to_plain
-from vitrail.tasks import Classification
+from vitrail.tasks.classification import Classification
 from vitrail.tasks.teacher import TeacherFacts, check_classifier, check_teacher, load_teacher, teacher_facts
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import locked

@@ -11,7 +11,7 @@ from vitrail.data.augment.settings import Augment, Preset
 from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import ModelConfig, variant_config
-from vitrail.tasks import Classification
+from vitrail.tasks.classification import Classification
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.optimizer import OptimizerConfig
 

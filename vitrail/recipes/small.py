@@ -10,7 +10,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.experiments.noisy_student import Labelling, NoisyStudentConfig, Rounds
 from vitrail.models.variants import ModelConfig
 from vitrail.recipes.papers import DATA, IMAGENET_MEAN, IMAGENET_STD
-from vitrail.tasks import Classification
+from vitrail.tasks.classification import Classification
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.optimizer import OptimizerConfig
 

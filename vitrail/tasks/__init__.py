@@ -3,33 +3,22 @@ run."""
 
 from __future__ import annotations
 
-from vitrail.tasks.classification import Classification
-from vitrail.tasks.dino import Dino
-from vitrail.tasks.distillation import Distillation
-from vitrail.tasks.mae import Mae
-from vitrail.tasks.masked_patches import MaskedPatches
-from vitrail.tasks.moco import MoCo
-from vitrail.tasks.regression import Regression
-from vitrail.tasks.simclr import SimClr
+from vitrail.registry import Registry
 from vitrail.tasks.task import Task
-from vitrail.tasks.vqvae import VqVae
 
-__all__ = [
-    "TASKS",
-    "Classification",
-    "Dino",
-    "Distillation",
-    "Mae",
-    "MaskedPatches",
-    "MoCo",
-    "Regression",
-    "SimClr",
-    "Task",
-    "VqVae",
-]
+__all__ = ["TASKS"]
 
-TASKS: dict[str, type[Task]] = {
-    task.name: task
-    for task in (Classification, Regression, MaskedPatches, Mae, Distillation, SimClr, Dino, MoCo, VqVae)
-}
+TASKS = Registry[type[Task]](
+    {
+        "classification": "vitrail.tasks.classification:Classification",
+        "regression": "vitrail.tasks.regression:Regression",
+        "masked-patches": "vitrail.tasks.masked_patches:MaskedPatches",
+        "mae": "vitrail.tasks.mae:Mae",
+        "distillation": "vitrail.tasks.distillation:Distillation",
+        "simclr": "vitrail.tasks.simclr:SimClr",
+        "dino": "vitrail.tasks.dino:Dino",
+        "moco": "vitrail.tasks.moco:MoCo",
+        "vqvae": "vitrail.tasks.vqvae:VqVae",
+    }
+)
 """Every task by its name."""

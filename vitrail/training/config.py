@@ -36,7 +36,9 @@ from vitrail.settings import (
     seconds_in,
     setting,
 )
-from vitrail.tasks import TASKS, Classification, Task
+from vitrail.tasks import TASKS
+from vitrail.tasks.classification import Classification
+from vitrail.tasks.task import Task
 from vitrail.training.log import tracker_problems
 from vitrail.training.optimizer import OptimizerConfig
 

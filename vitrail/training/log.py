@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from vitrail.errors import nearest
 from vitrail.files import saving
-from vitrail.tasks import Task
+from vitrail.tasks.task import Task
 
 if TYPE_CHECKING:
     from vitrail.training.checkpoint import Checkpoints

@@ -31,9 +31,8 @@ from vitrail.machine import deterministic_algorithms, keep_freed_memory
 from vitrail.models.linear.float32 import float32_products
 from vitrail.models.vit_config import ViTConfig
 from vitrail.processes.group import Processes, join_processes
-from vitrail.tasks import Task
 from vitrail.tasks.own_model import BESIDE, beside, load_beside, load_weights, without_adapters, write_weights
-from vitrail.tasks.task import Objective
+from vitrail.tasks.task import Objective, Task
 from vitrail.training.after_step import Examiner, HeldOutSkips, Intervals, Monitor, check_finite
 from vitrail.training.build import make_bundle, make_network, make_plan, make_state
 from vitrail.training.checkpoint import BestModel, Checkpoints

@@ -26,7 +26,7 @@ from vitrail.models.network import with_weights
 from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build
 from vitrail.processes.group import Processes
 from vitrail.settings import from_plain, to_plain
-from vitrail.tasks import Task
+from vitrail.tasks.task import Task
 from vitrail.training.config import StartConfig, TrainConfig
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bundle import Bundle, weights_sha256

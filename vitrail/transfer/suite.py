@@ -19,7 +19,7 @@ from vitrail.evaluation.evaluators import Evaluator, evaluators_of, measure
 from vitrail.evaluation.outputs import Outputs
 from vitrail.files import saving, write_json
 from vitrail.settings import from_plain
-from vitrail.tasks import Regression
+from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import Display
 from vitrail.training.run import finished

@@ -13,22 +13,26 @@ from vitrail.errors import BundleError, ConfigError, nearest
 from vitrail.files import check_new_file, check_new_folder
 from vitrail.machine import pick_device
 from vitrail.models.variants import AnyConfig
+from vitrail.registry import Registry
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
 from vitrail.weights.exported import exported_file, load_exported
-from vitrail.weights.layouts.bit import BIT, BIT_TORCH
-from vitrail.weights.layouts.google import BIG_VISION, GOOGLE
-from vitrail.weights.layouts.huggingface import HUGGINGFACE
 from vitrail.weights.layouts.layout import PRODUCER, Checkpoint, Description, Hints, Layout, assemble
-from vitrail.weights.layouts.timm import TIMM
-from vitrail.weights.layouts.torchvision import TORCHVISION
 from vitrail.weights.locate import SHIPPED, download, looks_like_hub_name, shipped_folder
 from vitrail.weights.saved import check_model_folder, is_bundle, read_object
 from vitrail.weights.tensors import SUFFIXES, open_tensors
 
-LAYOUTS: dict[str, Layout] = {
-    layout.name: layout for layout in (GOOGLE, BIG_VISION, BIT, BIT_TORCH, HUGGINGFACE, TORCHVISION, TIMM)
-}
+LAYOUTS = Registry[Layout](
+    {
+        "google": "vitrail.weights.layouts.google:GOOGLE",
+        "big-vision": "vitrail.weights.layouts.google:BIG_VISION",
+        "bit": "vitrail.weights.layouts.bit:BIT",
+        "bit-torch": "vitrail.weights.layouts.bit:BIT_TORCH",
+        "huggingface": "vitrail.weights.layouts.huggingface:HUGGINGFACE",
+        "torchvision": "vitrail.weights.layouts.torchvision:TORCHVISION",
+        "timm": "vitrail.weights.layouts.timm:TIMM",
+    }
+)
 """Layouts of other libraries, in the order in which `load` tries them."""
 
 

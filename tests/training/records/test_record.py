@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vitrail.errors import RunError
-from vitrail.tasks import Regression
+from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import FORMAT, read_record
 from vitrail.training.run import train

@@ -13,7 +13,7 @@ from torch import nn
 from tests.several import in_processes
 from tests.training import ranks
 from vitrail.models.variants import variant_config
-from vitrail.tasks import Classification
+from vitrail.tasks.classification import Classification
 from vitrail.training import clock as limit
 from vitrail.training import run as execution
 from vitrail.training.config import TrainConfig

@@ -11,7 +11,7 @@ import torch
 
 from vitrail.errors import ConfigError, Stopped
 from vitrail.models.variants import create, variant_config
-from vitrail.tasks import Classification
+from vitrail.tasks.classification import Classification
 from vitrail.training.build import make_network, make_state
 from vitrail.training.clock import TimeLeft
 from vitrail.training.config import TrainConfig

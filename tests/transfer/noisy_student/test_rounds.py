@@ -28,7 +28,7 @@ from vitrail.experiments.noisy_student import (
     run_rounds,
 )
 from vitrail.recipes.small import NOISY_STUDENT_RECIPES
-from vitrail.tasks import Classification
+from vitrail.tasks.classification import Classification
 from vitrail.tasks.teacher import teacher_facts
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record

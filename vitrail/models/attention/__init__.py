@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from vitrail.models.attention.base import AttentionContext, AttentionKind, AttentionLayer, AttentionOperands
-from vitrail.models.attention.full import FullAttention
-from vitrail.models.attention.linformer import LinformerAttention
-from vitrail.models.attention.lsh import LshAttention
-from vitrail.models.attention.strided import FixedAttention, StridedAttention
-from vitrail.models.attention.windows import AxialAttention, BlockAttention, LocalAttention
 from vitrail.models.positions.embedding import AttentionPositions
+from vitrail.registry import Registry
 
 __all__ = [
     "ATTENTION",
@@ -19,14 +15,16 @@ __all__ = [
     "AttentionPositions",
 ]
 
-ATTENTION: dict[str, type[AttentionKind]] = {
-    "full": FullAttention,
-    "local": LocalAttention,
-    "blocks": BlockAttention,
-    "axial": AxialAttention,
-    "linformer": LinformerAttention,
-    "strided": StridedAttention,
-    "fixed": FixedAttention,
-    "lsh": LshAttention,
-}
+ATTENTION = Registry[type[AttentionKind]](
+    {
+        "full": "vitrail.models.attention.full:FullAttention",
+        "local": "vitrail.models.attention.windows:LocalAttention",
+        "blocks": "vitrail.models.attention.windows:BlockAttention",
+        "axial": "vitrail.models.attention.windows:AxialAttention",
+        "linformer": "vitrail.models.attention.linformer:LinformerAttention",
+        "strided": "vitrail.models.attention.strided:StridedAttention",
+        "fixed": "vitrail.models.attention.strided:FixedAttention",
+        "lsh": "vitrail.models.attention.lsh:LshAttention",
+    }
+)
 """All attention mechanisms, by the name that `ViTConfig.attention` uses."""
