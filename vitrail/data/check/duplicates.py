@@ -22,7 +22,7 @@ and are normalised to mean 0 and length 1."""
 
 DIFFERENCE = 0.1
 """Largest root mean square difference of near duplicates, as a fraction of the contrast. Images are compared at 24 x 24
-pixels in RGB. docs/data-check.md has the measured recall."""
+pixels in RGB. docs/data.md has the measured recall."""
 
 SIDE = 24
 FLATTEST = 3.0

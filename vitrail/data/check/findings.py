@@ -44,7 +44,7 @@ class FaultExample:
 
 @dataclass(frozen=True)
 class Finding(Fault):
-    """A fact about a data set that matters for training. `kind` is the same in every report, and docs/data-check.md
+    """A fact about a data set that matters for training. `kind` is the same in every report, and docs/data.md
     lists all kinds. `count` can also be that of images."""
 
     groups: tuple[tuple[FaultExample, ...], ...] = ()
