@@ -15,7 +15,7 @@ from rich.table import Table
 
 from vitrail.bench.growth import layer_times
 from vitrail.cli.options import Call, Command, Example, Positional, flag
-from vitrail.cli.runs import setting_text
+from vitrail.cli.run_options import setting_text
 from vitrail.errors import ConfigError, nearest
 from vitrail.machine import total_memory
 from vitrail.models.attention import ATTENTION

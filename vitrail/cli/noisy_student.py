@@ -34,7 +34,7 @@ from vitrail.experiments.noisy_student import (
 from vitrail.files import check_new_folder
 from vitrail.machine import Precision
 from vitrail.models.variants import ModelConfig
-from vitrail.recipes.small import NOISY_STUDENT_RECIPES
+from vitrail.recipes.semi_supervised import NOISY_STUDENT_RECIPES
 from vitrail.settings import bare_names, to_plain
 from vitrail.tasks.classification import Classification
 from vitrail.training.log import ConsoleDisplay

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, get_type_hints
 
@@ -91,6 +92,14 @@ def default_texts(config: TrainConfig) -> dict[str, str]:
         value = config.in_effect(name)
         texts[name] = "off" if value is False else shown(value)
     return texts
+
+
+def setting_text(name: str, value: Any) -> str:
+    """Return a setting as the words of the command line."""
+    if isinstance(value, bool):
+        return flag(name) if value else flag(name).replace("--", "--no-", 1)
+    words = value if isinstance(value, tuple | list) else (value,)
+    return f"{flag(name)} {shlex.join(map(str, words))}"
 
 
 def length_of_resume(given: Mapping[str, Any], labels: Mapping[str, Option]) -> Length | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shlex
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from rich.table import Table
 
 from vitrail.analysis.charts import STYLE, series_chart
 from vitrail.cli.options import Call, Command, Example, Positional, flag
+from vitrail.cli.run_options import setting_text
 from vitrail.errors import ConfigError, RunError
 from vitrail.evaluation.metrics.numbers import merit
 from vitrail.files import check_new_file, partial_path, saving
@@ -127,14 +127,6 @@ def rows_of(runs: Sequence[RunSummary], settings: Sequence[Mapping[str, Any]]) -
         }
         for run, differing in zip(runs, settings, strict=True)
     ]
-
-
-def setting_text(name: str, value: Any) -> str:
-    """Return a setting as the words of the command line."""
-    if isinstance(value, bool):
-        return flag(name) if value else flag(name).replace("--", "--no-", 1)
-    words = value if isinstance(value, tuple | list) else (value,)
-    return f"{flag(name)} {shlex.join(map(str, words))}"
 
 
 def _settings(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:

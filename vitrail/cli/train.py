@@ -21,10 +21,10 @@ from vitrail.cli.run_options import (
     default_texts,
     length_of_resume,
     run_options,
+    setting_text,
     task_of,
     task_options,
 )
-from vitrail.cli.runs import setting_text
 from vitrail.data.source import fingerprint
 from vitrail.data.sources import OpenedData
 from vitrail.errors import ConfigError, Stopped, nearest
@@ -32,16 +32,12 @@ from vitrail.models.variants import ModelConfig, override_fields
 from vitrail.processes.group import join_processes
 from vitrail.processes.launch import Launch, launch
 from vitrail.recipes import PAPER_RECIPES, RECIPES
-from vitrail.recipes.from_data import DEFAULT_SECONDS, plan_for_data
 from vitrail.recipes.papers import PaperRecipe
-from vitrail.tasks.distillation import Distillation
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.folder import check_request, read_record, settings_beside
 from vitrail.training.job import OwnObjects, check_columns, prepare
 from vitrail.training.log import ConsoleDisplay
 from vitrail.training.run import RunResult, resume, train
-from vitrail.training.scale import scale_plans, scale_table
-from vitrail.transfer.facts import seconds_of
 from vitrail.weights.bundle import Bundle, Prediction
 from vitrail.weights.load import load
 
@@ -86,7 +82,7 @@ DECISIVE = ("variant", "preset", "optimizer", "steps")
 def is_chosen(given: Mapping[str, Any]) -> bool:
     """Return True if the settings are chosen from the data, because the user named data and nothing to start from."""
     is_plain = "data" in given and not {"recipe", "init", "resume", "like"} & given.keys()
-    is_plain = is_plain and given.get("task") not in (*RECIPES_OF_TASK, Distillation.name)
+    is_plain = is_plain and given.get("task") not in (*RECIPES_OF_TASK, "distillation")
     return is_plain and ("budget" in given or given["data"] not in RECIPES_OF_DATA)
 
 
@@ -265,6 +261,9 @@ def _requested(call: Call, display: ConsoleDisplay) -> tuple[TrainConfig, Opened
 
 def _from_data(given: Mapping[str, Any], display: ConsoleDisplay, started: float) -> tuple[TrainConfig, OpenedData]:
     """Return settings that follow from the data, and the open data. The budget counts from `started`."""
+    from vitrail.recipes.from_data import DEFAULT_SECONDS, plan_for_data  # few calls need what they import
+    from vitrail.transfer.facts import seconds_of
+
     explicit = {name: value for name, value in given.items() if name not in ("budget", "plan")}
     seconds = seconds_of(given.get("budget"), DEFAULT_SECONDS)
     base = TrainConfig().override(**explicit, **({} if "task" in given else {"task": task_of(given, "classification")}))
@@ -311,6 +310,8 @@ def _print_plan(
     console: Console, config: TrainConfig, data: OpenedData | None, initial: Bundle | None, numbers: Sequence[int]
 ) -> None:
     """Print the plan of a run on each number of GPUs. Raise the errors of `prepare` and `scale_plans`."""
+    from vitrail.training.scale import scale_plans, scale_table
+
     setup = prepare(config, model=initial, objects=OwnObjects(data))
     assert setup.network is not None, "the command line names networks"
     network = setup.network.with_head(len(config.task.output_names(setup.splits)))

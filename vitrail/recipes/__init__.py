@@ -2,57 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from vitrail.recipes.papers import AUGREG_RECIPES, BIT_RECIPES, PLAIN_RECIPES, VIT_RECIPES, PaperRecipe
-from vitrail.recipes.self_supervised import (
-    DINO_RECIPES,
-    MAE_RECIPES,
-    MASKED_PATCHES_RECIPES,
-    MOCO_RECIPES,
-    TOKEN_RECIPES,
-    beit,
-    dino,
-    mae,
-    masked_patches,
-    moco,
-    simclr,
-    vqvae,
-)
-from vitrail.recipes.small import cifar10, demo, fashion_mnist, folder, fractals
+from vitrail.recipes.papers import PaperRecipe
+from vitrail.registry import Registry
 from vitrail.training.config import TrainConfig
 
 __all__ = ["PAPER_RECIPES", "RECIPES"]
 
-PAPER_RECIPES: dict[str, PaperRecipe] = {
-    recipe.name: recipe
-    for recipe in (
-        *VIT_RECIPES,
-        *MASKED_PATCHES_RECIPES,
-        *TOKEN_RECIPES,
-        *MAE_RECIPES,
-        *DINO_RECIPES,
-        *MOCO_RECIPES,
-        *AUGREG_RECIPES,
-        *PLAIN_RECIPES,
-        *BIT_RECIPES,
-    )
-}
+
+def _papers() -> Mapping[str, PaperRecipe]:
+    from vitrail.recipes import papers, self_supervised
+
+    return {
+        recipe.name: recipe
+        for recipe in (
+            *papers.VIT_RECIPES,
+            *self_supervised.MASKED_PATCHES_RECIPES,
+            *self_supervised.TOKEN_RECIPES,
+            *self_supervised.MAE_RECIPES,
+            *self_supervised.DINO_RECIPES,
+            *self_supervised.MOCO_RECIPES,
+            *papers.AUGREG_RECIPES,
+            *papers.PLAIN_RECIPES,
+            *papers.BIT_RECIPES,
+        )
+    }
+
+
+PAPER_RECIPES = Registry[PaperRecipe]({}, rest=_papers)
 """Training runs of papers, by name."""
 
-RECIPES: dict[str, Callable[[], TrainConfig]] = {
-    "demo": demo,
-    "fashion-mnist": fashion_mnist,
-    "cifar10": cifar10,
-    "folder": folder,
-    "fractals": fractals,
-    "masked-patches": masked_patches,
-    "mae": mae,
-    "simclr": simclr,
-    "dino": dino,
-    "moco": moco,
-    "vqvae": vqvae,
-    "beit": beit,
-    **PAPER_RECIPES,
-}
+RECIPES = Registry[Callable[[], TrainConfig]](
+    {
+        "demo": "vitrail.recipes.small:demo",
+        "fashion-mnist": "vitrail.recipes.small:fashion_mnist",
+        "cifar10": "vitrail.recipes.small:cifar10",
+        "folder": "vitrail.recipes.small:folder",
+        "fractals": "vitrail.recipes.small:fractals",
+        "masked-patches": "vitrail.recipes.self_supervised:masked_patches",
+        "mae": "vitrail.recipes.self_supervised:mae",
+        "simclr": "vitrail.recipes.self_supervised:simclr",
+        "dino": "vitrail.recipes.self_supervised:dino",
+        "moco": "vitrail.recipes.self_supervised:moco",
+        "vqvae": "vitrail.recipes.self_supervised:vqvae",
+        "beit": "vitrail.recipes.self_supervised:beit",
+    },
+    rest=_papers,
+)
 """All recipes by name: twelve of our own, and those of papers."""

@@ -27,7 +27,7 @@ from vitrail.experiments.noisy_student import (
     check_size,
     run_rounds,
 )
-from vitrail.recipes.small import NOISY_STUDENT_RECIPES
+from vitrail.recipes.semi_supervised import NOISY_STUDENT_RECIPES
 from vitrail.tasks.classification import Classification
 from vitrail.tasks.teacher import teacher_facts
 from vitrail.training.config import TrainConfig
