@@ -1,16 +1,20 @@
-"""Tables of the parts that can be chosen by name. A part's module is imported when the part is used first."""
+"""Imports at the first use: of the parts that can be chosen by name, and of optional packages."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from types import ModuleType
 from typing import TypeVar
+
+from vitrail.errors import ConfigError
 
 T = TypeVar("T")
 
 
 class Registry(MutableMapping[str, T]):
-    """A table of parts by name, such as tasks. A user's own part is added as to a dictionary."""
+    """A table of parts by name, such as tasks. A part's module is imported when the part is used first. A user's own
+    part is added as to a dictionary."""
 
     def __init__(self, places: dict[str, str], rest: Callable[[], Mapping[str, T]] | None = None) -> None:
         """`places` are the parts by name, each written as "module:attribute". `rest` returns parts whose names only
@@ -49,3 +53,12 @@ class Registry(MutableMapping[str, T]):
             rest, self._rest = self._rest, None
             self._parts |= rest()
         return self._parts
+
+
+def optional_module(name: str, extra: str) -> ModuleType:
+    """Return a module of an optional package. Raise `ConfigError` with the command that installs it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        package = name.split(".")[0]
+        raise ConfigError(f"{package} is not installed; install it with: pip install 'vitrail[{extra}]'") from None

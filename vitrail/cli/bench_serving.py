@@ -34,9 +34,9 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, nearest
 from vitrail.machine import Precision, describe
 from vitrail.models.variants import build, config_type, variant_config
+from vitrail.registry import optional_module
 from vitrail.training.stop import interrupted_by_signals
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.exported import optional_module
 from vitrail.weights.load import load
 
 IMAGES = 32

@@ -174,9 +174,10 @@ class Command:
 
         def spelled(found: re.Match[str]) -> str:
             recommended = ADVICE.search(text[: found.start()])
-            return f"{self._label(found[1])} {_typed(found[2])}" if recommended else found[0]
+            is_option = recommended and (found[1] in self.spelled or found[1] in self.known)
+            return f"{self._label(found[1])} {_typed(found[2])}" if is_option else found[0]
 
-        return re.sub(rf"\b({self._names})=({VALUE})", spelled, text)
+        return re.sub(rf"\b([a-z]\w*)=({VALUE})", spelled, text)
 
     @cached_property
     def _names(self) -> str:

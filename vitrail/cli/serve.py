@@ -10,8 +10,8 @@ from typing import Annotated
 from vitrail.analysis.images import Overlays
 from vitrail.cli.options import Call, Command, Example, Positional
 from vitrail.machine import Precision
+from vitrail.registry import optional_module
 from vitrail.serving.settings import TOKEN_VARIABLE, ServeSettings, is_loopback
-from vitrail.weights.exported import optional_module
 
 NEEDED = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
 """Modules of the extra `serve`."""

@@ -31,7 +31,7 @@ from vitrail.errors import ConfigError, Stopped, nearest
 from vitrail.models.variants import ModelConfig, override_fields
 from vitrail.processes.group import join_processes
 from vitrail.processes.launch import Launch, launch
-from vitrail.recipes import PAPER_RECIPES, RECIPES
+from vitrail.recipes import RECIPES
 from vitrail.recipes.papers import PaperRecipe
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.folder import check_request, read_record, settings_beside
@@ -39,7 +39,6 @@ from vitrail.training.job import OwnObjects, check_columns, prepare
 from vitrail.training.log import ConsoleDisplay
 from vitrail.training.run import RunResult, resume, train
 from vitrail.weights.bundle import Bundle, Prediction
-from vitrail.weights.load import load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,8 +230,8 @@ def main(call: Call) -> int:
             if numbers := call.options.get("plan"):
                 _print_plan(console, config, data, initial, numbers)
                 return 0
-            if (paper := PAPER_RECIPES.get(call.options.get("recipe", ""))) is not None:
-                _say_published(display, paper, config)
+            if isinstance(recipe := RECIPES[call.options.get("recipe", "demo")], PaperRecipe):
+                _say_published(display, recipe, config)
             result = train(config, data=data, initial=initial, display=display, started=call.started)
     except Stopped as stop:
         further = Stopped(f"{stop}\nContinue with: vitrail train --resume {shlex.quote(str(stop.run))}", stop.run)
@@ -299,6 +298,8 @@ def _config(given: Mapping[str, Any]) -> tuple[TrainConfig, Bundle | None]:
     if (init := given.get("init")) is not None:
         recipe = replace(recipe, start=replace(recipe.start, init=init), model=ModelConfig())
         check_request(recipe.override(**settings))
+        from vitrail.weights.load import load  # other layouts, which a run from scratch does not need
+
         initial = load(init, device="cpu")
         recipe = replace(recipe, images=initial.preprocess)
     config = recipe.override(**settings)

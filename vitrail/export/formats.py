@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 
 from vitrail.errors import ConfigError, ExportFailed
 from vitrail.export.int8 import quantise_onnx, quantise_openvino, quiet, without_telemetry
+from vitrail.registry import optional_module
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported import (
     BLANK,
@@ -27,7 +28,6 @@ from vitrail.weights.exported import (
     digest,
     input_dtype,
     openvino_core,
-    optional_module,
     output_names,
     pt2_parts,
     sealed,

@@ -17,7 +17,7 @@ import numpy as np
 
 from vitrail.data.source import Sample
 from vitrail.errors import ConfigError, ExportFailed
-from vitrail.weights.exported import optional_module
+from vitrail.registry import optional_module
 
 PRECISIONS = ("float32", "int8")
 """Number formats of exported files."""

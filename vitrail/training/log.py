@@ -23,7 +23,7 @@ from vitrail.tasks.task import Task
 
 if TYPE_CHECKING:
     from vitrail.training.checkpoint import Checkpoints
-from vitrail.weights.exported import optional_module
+from vitrail.registry import optional_module
 
 TRAINING = "train_"
 """Prefix of the names of training metrics in a dictionary that also has the metrics of an evaluation."""

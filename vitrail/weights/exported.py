@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import io
 import json
 import warnings
@@ -16,7 +15,6 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -28,6 +26,7 @@ from vitrail.data.pixels.geometry import scaled_side
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError
 from vitrail.models.variants import AnyConfig
+from vitrail.registry import optional_module
 from vitrail.settings import to_plain
 from vitrail.weights.bundle import Bundle, OutputKind, read_described, weights_sha256
 
@@ -230,15 +229,6 @@ OUTPUTS = "outputs"
 
 Loaded = tuple[str, str, Session]
 """The description as text, the hash of the file, and the function that runs it."""
-
-
-def optional_module(name: str, extra: str) -> ModuleType:
-    """Return a module of an optional package. Raise `ConfigError` with the command that installs it."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        package = name.split(".")[0]
-        raise ConfigError(f"{package} is not installed; install it with: pip install 'vitrail[{extra}]'") from None
 
 
 def open_onnx(path: Path) -> Loaded:
