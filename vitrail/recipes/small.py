@@ -124,7 +124,7 @@ def fractals() -> TrainConfig:
     """Return the config of a run in which a small Vision Transformer learns to distinguish 200 fractals (2101.08515).
 
     The network is that of the demo with a width of 128. It sees 200,000 computed pictures of 32 x 32 pixels in colour,
-    each of them six times. `small`, the model in the package, was trained by this recipe. docs/pretraining.md says what
+    each of them six times. `small`, the model in the package, was trained by this recipe. docs/train.md says what
     it is worth: with 500 images of CIFAR-10 about 10 points of accuracy more than from random weights.
 
     Command: `vitrail train fractals`.

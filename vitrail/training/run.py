@@ -393,7 +393,7 @@ class Execution:
             return ""
         return (
             f"the learning rate rises from {last:.3g} to {following:.3g}, because the schedule is now that of a run of "
-            f"{self.setup.steps:,} steps (docs/optimization.md)"
+            f"{self.setup.steps:,} steps (docs/train.md)"
         )
 
     def _train(self, state: TrainState, plan: Plan, probes: Sequence[Probe]) -> Monitor:

@@ -131,7 +131,7 @@ def _cached(model: Repository, why: str) -> Path:
 FOLDER = Path(__file__).parent / "shipped_models"
 
 SHIPPED = ("small",)
-"""Names of the models. docs/pretraining.md says how each was trained, and what it is worth."""
+"""Names of the models. docs/train.md says how each was trained, and what it is worth."""
 
 
 def shipped_folder(name: str | Path) -> Path | None:
