@@ -81,7 +81,7 @@ class Finetune:
     """Folder of a run to continue, or to extend with --epochs or --steps."""
     allow: str = ""
     """Settings that the run of --resume may change, separated by commas: data, device, precision and others that change
-    only rounding (docs/reliability.md)."""
+    only rounding (docs/runs.md)."""
     suite: str = ""
     """Suite of tasks to fine-tune on, one after the other: vtab-1k, paper-table-5, fewshot, offline, or a TOML file.
     --data is then a folder that can hold a folder of data per task, and --name is the folder of all runs."""

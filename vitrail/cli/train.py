@@ -53,7 +53,7 @@ class Train:
     """Folder of a run to continue, or to extend with --epochs or --steps."""
     allow: str = ""
     """Settings that the run of --resume may change, separated by commas: data, device, precision and others that change
-    only rounding (docs/reliability.md)."""
+    only rounding (docs/runs.md)."""
     like: Path | None = None
     """Folder of a run whose settings and data are used again in a new run. Options on the command line replace them."""
     plan: tuple[int, ...] | None = None
