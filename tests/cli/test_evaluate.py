@@ -417,7 +417,7 @@ def test_nothing_is_computed_for_what_an_evaluator_refuses(
     def fail(*arguments: object, **options: object) -> None:
         raise AssertionError("a batch was computed")
 
-    monkeypatch.setattr("vitrail.evaluation.outputs.predict_all", fail)
+    monkeypatch.setattr("vitrail.evaluation.outputs.Predictor", fail)
     monkeypatch.setattr("vitrail.evaluation.outputs.extract", fail)
     (tmp_path / "real.json").write_text(json.dumps([[]] * 50_000))
     model = make_model(tmp_path / "model", ("blue", "green", "red"))

@@ -7,7 +7,6 @@ import resource
 import signal
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,8 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Source
 from vitrail.data.targets import Target
 from vitrail.errors import Stopped
-from vitrail.evaluation import frozen
-from vitrail.evaluation import outputs as outputs_module
+from vitrail.evaluation import frozen, predictions
 from vitrail.evaluation.evaluators import evaluators_of, measure
-from vitrail.evaluation.features import extract
 from vitrail.evaluation.head import Accuracy
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.network import HasLayers
@@ -329,9 +326,7 @@ def trained_on_unequal_machines(config: TrainConfig) -> dict[str, float]:
 def measured_on_unequal_machines(model: Path, data: Path) -> tuple[dict[str, float], list[list[float]]]:
     """Return the metrics of a model, and its features, as if each machine computed in larger batches than the one
     before."""
-    with ExitStack() as patched:
-        for module in (outputs_module, extract):
-            patched.enter_context(patch.object(module, "prediction_batch", lambda *settings: 4 + 3 * launch().rank))
+    with patch.object(predictions, "prediction_batch", lambda *settings: 4 + 3 * launch().rank):
         source = read_folder(data).samples
         outputs = Outputs(load(str(model)), batch_size=None, processes=join_processes())
         return Accuracy()(outputs, source, source), outputs.features(source).features.tolist()

@@ -22,8 +22,7 @@ from tests.several import in_processes
 from tests.training import ranks
 from tests.training.curves import curve, difference
 from vitrail.errors import ConfigError, NonFiniteLoss, ProcessError, RunError, SaveError
-from vitrail.evaluation import outputs
-from vitrail.evaluation.features import extract
+from vitrail.evaluation import predictions
 from vitrail.training import run as execution
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.log import read_journal
@@ -238,7 +237,7 @@ def test_machines_with_unequal_memory_measure_the_same(
     alone = ranks.trained_on_unequal_machines(config.override(run=str(tmp_path / "alone")))
     for trained in in_processes(2, ranks.trained_on_unequal_machines, config):
         assert trained.error is None and trained.result == pytest.approx(alone, abs=1e-4)
-    for module in (execution, extract, outputs):  # this process also runs other tests
+    for module in (execution, predictions):  # this process also runs other tests
         name = "evaluation_batch" if module is execution else "prediction_batch"
         assert getattr(module, name).__name__ == name
 

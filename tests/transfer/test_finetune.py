@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import vitrail
-import vitrail.transfer.finetune as finetune_module
 from tests.conftest import make_colour_folder
 from vitrail.data.formats import folder
 from vitrail.errors import ConfigError, DataError, RunError
 from vitrail.evaluation.metrics.report import RegressionReport
+from vitrail.evaluation.outputs import Outputs
 from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import read_journal
@@ -89,10 +89,8 @@ def test_held_out_images_are_predicted_once(
     run = train(config, data=data, initial=tiny_bundle)
     assert {name: len(found) for name, found in run.predictions.items()} == {"validation": 3, "test": 12}
     counted: list[int] = []
-    real = finetune_module.predict_all
-    monkeypatch.setattr(
-        finetune_module, "predict_all", lambda *rest, **named: counted.append(1) or real(*rest, **named)
-    )
+    real = Outputs.predictions
+    monkeypatch.setattr(Outputs, "predictions", lambda self, source: counted.append(1) or real(self, source))
     first = evaluate_run(run, config, config.data.cut(data))
     assert not counted and first.report is not None
     again = evaluate_run(replace(run, predictions={}), config, config.data.cut(data))

@@ -20,7 +20,8 @@ from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.errors import RunError, SaveError
 from vitrail.evaluation.metrics.report import ClassificationReport, report
-from vitrail.evaluation.predictions import Predictions, predict_all
+from vitrail.evaluation.outputs import Outputs
+from vitrail.evaluation.predictions import Predictions
 from vitrail.models.variants import ModelConfig, build
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
@@ -69,7 +70,7 @@ def test_the_report_of_a_real_run(trained: tuple[Path, Bundle], evil: Path, read
     folder, bundle = trained
     source = open_data(str(evil), validation_share=0.2).test
     assert source is not None
-    found = report(predict_all(bundle.network, source, bundle.preprocess), temperature=1.5)
+    found = report(Outputs(bundle).predictions(source), temperature=1.5)
     commands = (f"vitrail predict {folder}/model '{EVIL}'", "vitrail evaluate")
     path = write_report(folder, bundle, source, "test", found, next_commands=commands)
     assert path == folder / "report.html"

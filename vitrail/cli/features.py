@@ -22,7 +22,7 @@ from vitrail.cli.console import image_paths, images_bar
 from vitrail.cli.options import Call, Command, Example, Positional
 from vitrail.data.check.images import colour_note, images_of
 from vitrail.data.formats.folder import files_of
-from vitrail.data.pipeline import Ranks, Readers, queue_bytes
+from vitrail.data.pipeline import Readers, queue_bytes
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
 from vitrail.data.sources import open_whole
@@ -39,6 +39,7 @@ from vitrail.evaluation.features.feature_files import (
     save_features,
     save_parquet,
 )
+from vitrail.evaluation.predictions import Pass
 from vitrail.files import check_new_file
 from vitrail.machine import Precision, check_memory, keep_freed_memory
 from vitrail.models.cost import prediction_batch, prediction_bytes
@@ -404,20 +405,18 @@ def _extract(
     bar = images_bar(console)
     with bar:
         task = bar.add_task(f"embedding {split}", total=len(source))
-        return extract(
-            bundle.network,
-            source,
-            bundle.preprocess,
+        how = Pass(
+            bundle,
             batch_size=options.batch_size,
             precision=options.precision,
             cache=None if options.no_cache else options.cache or default_cache(),
-            ranks=Ranks(processes.rank, processes.world),
-            gather=processes.gather if processes.are_several else None,
-            on_progress=lambda done: bar.update(task, completed=done),
+            processes=processes,
+            on_progress=lambda done, total: bar.update(task, completed=done),
             on_note=lambda note: console.print(
                 f"{split}: {EMBED.note(note)}", style="yellow", markup=False, soft_wrap=not console.is_terminal
             ),
         )
+        return extract(how, source)
 
 
 def _memory(bundle: Bundle, options: Embed) -> str:

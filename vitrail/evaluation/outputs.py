@@ -2,64 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
+from vitrail.cores import following_cores
 from vitrail.data.batch import Batch, Skipped
-from vitrail.data.pipeline import Ranks, Readers, evaluation_batches
+from vitrail.data.pipeline import evaluation_batches
 from vitrail.data.source import Source
+from vitrail.errors import ConfigError
 from vitrail.evaluation.features.extract import FeatureSet, Layer, existing_layer, extract
-from vitrail.evaluation.predictions import Predictions, Rows, each_batch, predict_all
-from vitrail.machine import Precision
-from vitrail.models.cost import prediction_batch
-from vitrail.processes.group import Processes
-from vitrail.weights.bundle import Bundle
+from vitrail.evaluation.predictions import Pass, Predictions, Rows
+from vitrail.models.predictor import Predictor
+
+Take = Callable[[Batch, Tensor], None]
 
 
-class Outputs:
-    """A model with its features and predictions for all samples of a source. They are computed at first use.
+@dataclass(eq=False)
+class Outputs(Pass):
+    """A model with its features and predictions for all samples of a source. They are computed at first use."""
 
-    `cache` is the folder that stores features between runs. With None, features are not stored. `each_batch` stores
-    outputs of at most `keep` values. `on_progress` is called with the numbers of finished samples and of all samples,
-    `on_note` with messages for the user, and `on_skip` with each sample that cannot be decoded. `skipped` maps the key
-    of each skipped sample to the reason. With the batch size None, `prediction_batch` chooses it. `feature_precision`
-    is the precision of features, by default `precision`. Several `processes` share the work, and each of them has all
-    results. Features are shared through the cache if there is one. If the processes can only compute together, `settle`
-    is called by each of them when it has computed its images, and before they exchange anything.
-    """
+    keep: int = 0
+    """Number of values up to which `each_batch` stores the outputs for a source."""
+    skipped: dict[str, str] = field(default_factory=dict, init=False)
+    """Reasons of skipped samples by their keys."""
 
-    def __init__(
-        self,
-        bundle: Bundle,
-        *,
-        batch_size: int | None = 256,
-        readers: Readers = Readers(),
-        precision: Precision = "float32",
-        feature_precision: Precision | None = None,
-        cache: Path | None = None,
-        keep: int = 0,
-        on_progress: Callable[[int, int], None] | None = None,
-        on_note: Callable[[str], None] | None = None,
-        on_skip: Callable[[Skipped], None] | None = None,
-        processes: Processes = Processes(),
-        settle: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.processes = processes
-        self.settle = settle
-        self.bundle = bundle
-        self.batch_size = batch_size
-        self.readers = readers
-        self.precision: Precision = precision
-        self.feature_precision: Precision = feature_precision or precision
-        self.cache = cache
-        self.keep = keep
-        self.on_progress = on_progress or (lambda done, total: None)
-        self.note = on_note or (lambda text: None)
-        self.on_skip = on_skip or (lambda item: None)
-        self.skipped: dict[str, str] = {}
+    def __post_init__(self) -> None:
         # Each result is stored with its source, because Python can reuse the id of a freed source.
         self._features: dict[tuple[int, Layer], tuple[Source, FeatureSet]] = {}
         self._predictions: dict[int, tuple[Source, Predictions]] = {}
@@ -72,59 +43,42 @@ class Outputs:
     def forget(self) -> None:
         """Free all features and predictions, before other data is evaluated."""
         self.skipped = {}
-        self._features.clear()
-        self._predictions.clear()
-        self._rows.clear()
+        self.__post_init__()
 
     def features(self, source: Source, layer: Layer = "embedding") -> FeatureSet:
         """Return the features of every sample: the outputs of a layer. Raise the errors of `extract`."""
         key = id(source), existing_layer(self.bundle.network, layer)
         if key not in self._features:
-            found = extract(
-                self.bundle.network,
-                source,
-                self.bundle.preprocess,
-                batch_size=self.batch_size,
-                readers=self.readers,
-                precision=self.feature_precision,
-                layer=layer,
-                cache=self.cache,
-                ranks=Ranks(self.processes.rank, self.processes.world),
-                gather=self._gather if self.processes.are_several else None,
-                on_progress=lambda done: self.on_progress(done, len(source)),
-                on_note=self.note,
-            )
+            found = extract(self, source, layer)
             for item in found.skipped:
-                self._skip(item)
+                self.skip(item)
             self._features[key] = source, found
         return self._features[key][1]
 
     def predictions(self, source: Source) -> Predictions:
-        """Return the outputs of the head. The source must have the model's classes. Raise the errors of
-        `predict_all`."""
+        """Return the outputs of the head for every sample, which take 4 bytes of memory per image and class.
+
+        The source must have the model's classes. Raise `ConfigError` if the network has no head, or if its number of
+        outputs is not the source's number of classes. Raise `BundleError` if an output is not finite.
+        """
         if id(source) not in self._predictions:
-            found = predict_all(
-                self.bundle.network,
-                source,
-                self.bundle.preprocess,
-                scores=self.bundle.output,
-                batch_size=self._batch_of_head,
-                readers=self.readers,
-                precision=self.precision,
-                on_skip=self._skip,
-                processes=self.processes,
-                settle=self.settle,
-            )
-            self._predictions[id(source)] = source, found
+            rows = Rows(source)
+            skipped = self._each_batch(source, rows.take)
+            self._predictions[id(source)] = source, rows.predictions(self.bundle.output, skipped)
         return self._predictions[id(source)][1]
 
-    def each_batch(self, source: Source, take: Callable[[Batch, Tensor], None]) -> tuple[Skipped, ...]:
-        """Call `take` with every batch of a source and the head's outputs for the batch.
+    def each_batch(self, source: Source, take: Take) -> tuple[Skipped, ...]:
+        """Call `take` with every batch of a source, on the network's device, and with the head's outputs in float32.
 
-        The outputs are stored for `kept` if they have at most `keep` values. Return the samples that could not
-        be decoded. Raise the errors of `predictions.predict.each_batch`.
+        Samples that cannot be decoded keep their rows in a batch, so `take` has to skip rows that are not
+        `batch.valid`. Return the samples that could not be decoded. The network is not changed. Raise `ConfigError` for
+        a network without a head. The number of compute threads follows the cores that other programs leave, except in
+        float32. The outputs are stored for `kept` if they have at most `keep` values.
+
+        Several processes share the batches. Each of them calls `take` with all batches and outputs in the order of the
+        source, so all of them measure the same as one process would. Their batches have no pixels (images of 0 x 0).
         """
-        rows = Rows(source) if len(source) * len(source.classes) <= self.keep else None
+        rows = Rows(source) if self.keep and len(source) * len(source.classes) <= self.keep else None
 
         def both(batch: Batch, outputs: Tensor) -> None:
             nonlocal rows
@@ -134,18 +88,7 @@ class Outputs:
             elif rows is not None:
                 rows.take(batch, outputs)
 
-        skipped = each_batch(
-            self.bundle.network,
-            source,
-            self.bundle.preprocess,
-            both,
-            batch_size=self._batch_of_head,
-            readers=self.readers,
-            precision=self.precision,
-            on_skip=self._skip,
-            processes=self.processes,
-            settle=self.settle,
-        )
+        skipped = self._each_batch(source, both)
         if rows is not None:
             self._rows[id(source)] = source, rows, skipped
         return skipped
@@ -153,17 +96,14 @@ class Outputs:
     def batches(self, source: Source) -> Iterator[Batch]:
         """Yield the batches of a source that this process computes, for evaluators that need more than the outputs of
         the head. Without a `batch_size`, they have 256 images."""
-        ranks = Ranks(self.processes.rank, self.processes.world)
-        return evaluation_batches(
-            source, self.bundle.preprocess, batch_size=self.batch_size or 256, readers=self.readers, ranks=ranks
-        )
+        return self._batches(source, self.batch_size or 256)
 
     def gather_skipped(self, skipped: Sequence[Skipped]) -> int:
         """Report the samples that all processes have skipped in `batches`, and return their number. All processes call
         this method together after their last batch."""
-        everyone = [item for part in self._gather(list(skipped)) for item in part]
+        everyone = [item for part in self.gather(list(skipped)) for item in part]
         for item in everyone:
-            self.on_skip(item)
+            super().skip(item)
         return len(everyone)
 
     def kept(self, source: Source) -> Predictions | None:
@@ -173,21 +113,58 @@ class Outputs:
         _, rows, skipped = self._rows[id(source)]
         return rows.predictions(self.bundle.output, skipped)
 
-    @property
-    def _batch_of_head(self) -> int:
-        """Batch size for the outputs of the head. Processes share the images batch by batch, so all of them have the
-        size of the first one, although their machines can differ."""
-        if self.batch_size is not None:
-            return self.batch_size
-        own = prediction_batch(
-            self.bundle.network, self.bundle.preprocess.image_size, self.bundle.device, self.precision
-        )
-        return self.processes.from_first(own)
-
-    def _gather(self, value: Any) -> list[Any]:
-        self.settle()
-        return self.processes.gather(value)
-
-    def _skip(self, item: Skipped) -> None:
+    def skip(self, item: Skipped) -> None:
         self.skipped[item.key] = item.reason
-        self.on_skip(item)
+        super().skip(item)
+
+    def _batches(self, source: Source, batch_size: int) -> Iterator[Batch]:
+        preprocess = self.bundle.preprocess
+        return evaluation_batches(source, preprocess, batch_size=batch_size, readers=self.readers, ranks=self.ranks)
+
+    def _each_batch(self, source: Source, take: Take) -> tuple[Skipped, ...]:
+        network, preprocess = self.bundle.network, self.bundle.preprocess
+        if getattr(network, "head", network) is None:
+            raise ConfigError(
+                "this model has no head, so it cannot classify; fine-tune it, or measure its features by linear, "
+                "fewshot or knn"
+            )
+        predictor = Predictor(network, self.precision)
+        skipped: list[Skipped] = []
+        # Processes share the images batch by batch, so all of them use the size of the first, although their machines
+        # can differ.
+        size = (
+            self.batch_size
+            if self.batch_size is not None
+            else self.processes.from_first(self.batch_for(self.precision))
+        )
+
+        def outputs_of(batch: Batch) -> tuple[Batch, Tensor]:
+            batch = batch.to(predictor.device)
+            return batch, predictor.logits(preprocess.normalise(batch.images)).float()
+
+        found: Iterator[tuple[Batch, Tensor]] = map(outputs_of, self._batches(source, size))
+        if self.processes.are_several:
+            found = self._of_all(found, math.ceil(len(source) / size), predictor.device)
+        with following_cores(predictor.precision, predictor.device) as adapt_threads:
+            for batch, outputs in found:
+                skipped += batch.skipped
+                for item in batch.skipped:
+                    self.skip(item)
+                take(batch, outputs)
+                adapt_threads()
+        return tuple(skipped)
+
+    def _of_all(
+        self, found: Iterator[tuple[Batch, Tensor]], count: int, device: torch.device
+    ) -> Iterator[tuple[Batch, Tensor]]:
+        """Yield the `count` batches of all processes in order, with their outputs and without their pixels. `found` has
+        the batches of this process."""
+        for _ in range(math.ceil(count / self.processes.world)):
+            mine = next(found, None)
+            if mine is not None:
+                batch, outputs = mine
+                bare = replace(batch, images=batch.images[:, :, :0, :0]).to(torch.device("cpu"))
+                mine = bare, outputs.cpu()
+            for pair in self.gather(mine):
+                if pair is not None:
+                    yield pair[0].to(device), pair[1].to(device)

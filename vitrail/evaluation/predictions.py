@@ -1,28 +1,84 @@
-"""The outputs of a network for every sample of a source, from which all metrics are computed."""
+"""A pass of a model over a source, and the outputs for every sample, from which all metrics are computed."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Bool, Float32, Int64
-from torch import Tensor, nn
+from torch import Tensor
 
-from vitrail.cores import following_cores
 from vitrail.data.batch import Batch, Skipped
-from vitrail.data.pipeline import Ranks, Readers, evaluation_batches
-from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.pipeline import Ranks, Readers
 from vitrail.data.source import Source
 from vitrail.data.targets import Targets
 from vitrail.errors import BundleError, ConfigError
 from vitrail.evaluation.truth import truth_of
 from vitrail.machine import Precision
-from vitrail.models.predictor import Predictor
+from vitrail.models.cost import prediction_batch
 from vitrail.processes.group import Processes
-from vitrail.weights.bundle import OutputKind
+from vitrail.weights.bundle import Bundle, OutputKind
+
+
+@dataclass(eq=False)
+class Pass:
+    """A model, and the way in which its outputs for all samples of a source are computed."""
+
+    bundle: Bundle
+    _: KW_ONLY
+    batch_size: int | None = 256
+    """Images per batch. With None, it follows from the network's arithmetic and memory."""
+    readers: Readers = Readers()
+    precision: Precision = "float32"
+    """Number format of matrix products."""
+    feature_precision: Precision | None = None
+    """Number format for features. The default is `precision`."""
+    cache: Path | None = None
+    """Folder that stores features between runs. With None, features are not stored."""
+    on_progress: Callable[[int, int], None] | None = None
+    """Function that receives the numbers of finished samples and of all samples."""
+    on_note: Callable[[str], None] | None = None
+    """Function that receives messages for the user."""
+    on_skip: Callable[[Skipped], None] | None = None
+    """Function that receives each sample that cannot be decoded."""
+    processes: Processes = Processes()
+    """Processes that share the work. Each of them has all results. Features are shared through the cache if there is
+    one."""
+    settle: Callable[[], None] | None = None
+    """Function for processes that can only compute together. Each of them calls it when it has computed its images, and
+    before they exchange anything."""
+
+    def batch_for(self, precision: Precision) -> int:
+        """Return the batch size, which follows from the network's arithmetic and memory unless it was given."""
+        if self.batch_size is not None:
+            return self.batch_size
+        bundle = self.bundle
+        return prediction_batch(bundle.network, bundle.preprocess.image_size, bundle.device, precision)
+
+    @property
+    def ranks(self) -> Ranks:
+        return Ranks(self.processes.rank, self.processes.world)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Exchange a value with all processes, and return the values of all."""
+        if self.settle is not None:
+            self.settle()
+        return self.processes.gather(value)
+
+    def progress(self, done: int, total: int) -> None:
+        if self.on_progress is not None:
+            self.on_progress(done, total)
+
+    def note(self, text: str) -> None:
+        if self.on_note is not None:
+            self.on_note(text)
+
+    def skip(self, item: Skipped) -> None:
+        if self.on_skip is not None:
+            self.on_skip(item)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,41 +133,6 @@ class Predictions:
         )
 
 
-def predict_all(
-    network: nn.Module,
-    source: Source,
-    preprocess: Preprocess,
-    *,
-    scores: OutputKind = "softmax",
-    batch_size: int = 256,
-    readers: Readers = Readers(),
-    precision: Precision = "float32",
-    on_skip: Callable[[Skipped], None] | None = None,
-    processes: Processes = Processes(),
-    settle: Callable[[], None] = lambda: None,
-) -> Predictions:
-    """Return the network's outputs for every sample of a source.
-
-    The outputs take 4 bytes of memory per image and class. `on_skip` is called with each sample that cannot be decoded.
-    Raise `ConfigError` if the network has no head, or if its number of outputs is not the source's number of classes.
-    Raise `BundleError` if an output is not finite.
-    """
-    rows = Rows(source)
-    skipped = each_batch(
-        network,
-        source,
-        preprocess,
-        rows.take,
-        batch_size=batch_size,
-        readers=readers,
-        precision=precision,
-        on_skip=on_skip,
-        processes=processes,
-        settle=settle,
-    )
-    return rows.predictions(scores, skipped)
-
-
 class Rows:
     """Collects the outputs for a source from its batches, which come in order."""
 
@@ -143,75 +164,3 @@ class Rows:
             )
         truth = truth_of(self.source, indices.tolist())
         return Predictions(logits, truth, keys, indices, self.source.classes, scores, skipped)
-
-
-def each_batch(
-    network: nn.Module,
-    source: Source,
-    preprocess: Preprocess,
-    take: Callable[[Batch, Tensor], None],
-    *,
-    batch_size: int,
-    readers: Readers,
-    precision: Precision,
-    on_skip: Callable[[Skipped], None] | None,
-    processes: Processes = Processes(),
-    settle: Callable[[], None] = lambda: None,
-) -> tuple[Skipped, ...]:
-    """Call `take` with every batch of a source, on the network's device, and with its outputs in float32.
-
-    Samples that cannot be decoded keep their rows in a batch, so `take` has to skip rows that are not `batch.valid`.
-    Return the samples that could not be decoded. The network is not changed. Raise `ConfigError` for a network without
-    a head. The number of compute threads follows the cores that other programs leave, except in float32.
-
-    Several processes share the batches. Each of them calls `take` with all batches and outputs in the order of the
-    source, so all of them measure the same as one process would. Their batches have no pixels (images of 0 x 0). Each
-    process calls `settle` between the computation of its outputs and the exchange of them.
-    """
-    if getattr(network, "head", network) is None:
-        raise ConfigError(
-            "this model has no head, so it cannot classify; fine-tune it, or measure its features by linear, "
-            "fewshot or knn"
-        )
-    predictor = Predictor(network, precision)
-    skipped: list[Skipped] = []
-    ranks = Ranks(processes.rank, processes.world)
-    batches = evaluation_batches(source, preprocess, batch_size=batch_size, readers=readers, ranks=ranks)
-
-    def outputs_of(batch: Batch) -> tuple[Batch, Tensor]:
-        batch = batch.to(predictor.device)
-        return batch, predictor.logits(preprocess.normalise(batch.images)).float()
-
-    found: Iterator[tuple[Batch, Tensor]] = map(outputs_of, batches)
-    if processes.are_several:
-        found = _of_all(found, math.ceil(len(source) / batch_size), predictor.device, processes, settle)
-    with following_cores(predictor.precision, predictor.device) as adapt_threads:
-        for batch, outputs in found:
-            skipped += batch.skipped
-            if on_skip is not None:
-                for item in batch.skipped:
-                    on_skip(item)
-            take(batch, outputs)
-            adapt_threads()
-    return tuple(skipped)
-
-
-def _of_all(
-    found: Iterator[tuple[Batch, Tensor]],
-    count: int,
-    device: torch.device,
-    processes: Processes,
-    settle: Callable[[], None],
-) -> Iterator[tuple[Batch, Tensor]]:
-    """Yield the `count` batches of all processes in order, with their outputs and without their pixels. `found` has the
-    batches of this process."""
-    for _ in range(math.ceil(count / processes.world)):
-        mine = next(found, None)
-        if mine is not None:
-            batch, outputs = mine
-            bare = replace(batch, images=batch.images[:, :, :0, :0]).to(torch.device("cpu"))
-            mine = bare, outputs.cpu()
-        settle()
-        for pair in processes.gather(mine):
-            if pair is not None:
-                yield pair[0].to(device), pair[1].to(device)

@@ -38,10 +38,9 @@ from vitrail.data.source import Source, fingerprint
 from vitrail.data.sources import absolute_spec, has_amount, open_pool
 from vitrail.data.splits import Splits
 from vitrail.errors import BundleError, ConfigError, DataError, RunError, plural
-from vitrail.evaluation.predictions import each_batch, predict_all
+from vitrail.evaluation.outputs import Outputs
 from vitrail.files import check_parent, saving, write_json
 from vitrail.machine import Precision
-from vitrail.models.cost import prediction_batch
 from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.report.page import printable
 from vitrail.settings import above_zero, at_least, one_of, raise_problems, to_plain
@@ -239,7 +238,7 @@ def _trained(config: TrainConfig, display: Display, *, measure_test: bool) -> Ru
 def _accuracy(model: str, source: Source, config: TrainConfig) -> float:
     """Return the accuracy of a teacher on the images of a source that have a label."""
     bundle = load_teacher(model, config.run.device)
-    found = predict_all(bundle.network, source, bundle.preprocess, readers=config.run.readers).labelled()
+    found = Outputs(bundle, readers=config.run.readers).predictions(source).labelled()
     order = np.array([source.classes.index(name) for name in bundle.classes])
     return float(found.truth.hits(order[found.logits.argmax(axis=1)]).mean())
 
@@ -294,17 +293,8 @@ def label_images(
     facts = check_classifier(teacher)
     source = open_pool(pool)
     predicted = _Predicted(source, facts.classes, labelling.confidence, teacher, on_progress)
-    bundle = load_teacher(teacher, device)
-    skipped = each_batch(
-        bundle.network,
-        source,
-        bundle.preprocess,
-        predicted.take,
-        batch_size=prediction_batch(bundle.network, bundle.preprocess.image_size, bundle.device, precision),
-        readers=readers,
-        precision=precision,
-        on_skip=None,
-    )
+    outputs = Outputs(load_teacher(teacher, device), batch_size=None, readers=readers, precision=precision)
+    skipped = outputs.each_batch(source, predicted.take)
     positions, probabilities = predicted.confident()
     rows = choose_rows(positions, probabilities, labelling, seed)
     info = PseudoLabelInfo(

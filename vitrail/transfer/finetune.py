@@ -17,7 +17,8 @@ from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, plural
 from vitrail.evaluation.metrics.classes import fit_temperature
 from vitrail.evaluation.metrics.report import regression_report, report
-from vitrail.evaluation.predictions import Predictions, predict_all
+from vitrail.evaluation.outputs import Outputs
+from vitrail.evaluation.predictions import Predictions
 from vitrail.evaluation.truth import truth_of
 from vitrail.machine import Precision, available_memory, pick_device, resolve_precision
 from vitrail.tasks.regression import Regression
@@ -338,5 +339,4 @@ def _predictions(run: RunResult, split: str, source: Source, config: TrainConfig
     whole = found is not None and len(found) + len(found.skipped) == len(source)
     if found is not None and whole and found.keys == tuple(map(source.key, found.indices.tolist())):
         return found
-    bundle = run.bundle
-    return predict_all(bundle.network, source, bundle.preprocess, scores=bundle.output, readers=config.run.readers)
+    return Outputs(run.bundle, readers=config.run.readers).predictions(source)

@@ -23,18 +23,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitrail.data.formats.folder import read_folder
-from vitrail.data.pipeline import Ranks, Readers
+from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, subset
 from vitrail.data.targets import Target
 from vitrail.errors import ConfigError, Interrupted
 from vitrail.evaluation.features import cache as feature_rows
 from vitrail.evaluation.features.extract import FeatureSet, Layer, compare_precisions, extract
+from vitrail.evaluation.predictions import Pass
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
+from vitrail.processes.group import Processes
+from vitrail.processes.launch import Launch
 from vitrail.weights.bundle import Bundle
 
 PREPROCESS = Preprocess(image_size=(14, 21), channels=3, mean=(0.3,), std=(0.4,))
@@ -73,6 +76,17 @@ def make_network(seed: int = 3) -> VisionTransformer:
     return network
 
 
+def extracted(network: nn.Module, source: object, layer: Layer = "embedding", **settings: object) -> FeatureSet:
+    """Extract features in this process. By default, the batch size follows from the network."""
+    names = tuple(f"class {index}" for index in range(network.config.num_classes))
+    bundle = Bundle(network, names, settings.pop("preprocess", PREPROCESS))
+    return extract(Pass(bundle, **{"batch_size": None, "readers": HERE, **settings}), source, layer)
+
+
+def ranks(rank: int, world: int) -> Processes:
+    return Processes(Launch(rank, world))
+
+
 class Watched:
     """Extracts features with a network that counts the images it receives, and keeps the notes."""
 
@@ -89,12 +103,8 @@ class Watched:
         self.network.embed = MethodType(counting, self.network)  # type: ignore[method-assign]
 
     def __call__(self, source: object, cache: Path | None, **options: object) -> FeatureSet:
-        settings = {"batch_size": 5, "readers": HERE, "preprocess": PREPROCESS, **options}
-        preprocess = settings.pop("preprocess")
-        return extract(
-            self.network, source, preprocess, cache=cache, on_note=self.notes.append,
-            on_progress=self.progress.append, **settings,
-        )  # type: ignore[arg-type]  # fmt: skip
+        settings = {"on_note": self.notes.append, "on_progress": lambda done, total: self.progress.append(done)}
+        return extracted(self.network, source, **{"batch_size": 5, "cache": cache, **settings, **options})
 
 
 def by_hand(network: VisionTransformer, source: Pictures) -> np.ndarray:
@@ -126,7 +136,7 @@ def the_entry(cache: Path) -> Path:
 def test_features_are_what_the_bundle_embeds(colour_folder: Path) -> None:
     source = read_folder(colour_folder).samples
     bundle = Bundle(make_network().eval(), ("a", "b", "c"), PREPROCESS)
-    features = extract(bundle.network, source, PREPROCESS, batch_size=36)
+    features = extracted(bundle.network, source, batch_size=36)
     images = [colour_folder / source.key(index) for index in range(36)]
     assert np.array_equal(features.features, bundle.embed(images, batch_size=36).numpy())
     assert features.truth.dense.tolist() == [0] * 12 + [1] * 12 + [2] * 12
@@ -156,9 +166,9 @@ def test_every_decodable_image_has_a_row_in_order(count: int, broken: set[int], 
 
 
 def test_labels_of_several_classes_become_targets_and_none_becomes_minus_one(tmp_path: Path) -> None:
-    several = extract(make_network(), Pictures(3, labels=[(0, 2), (), (1,)]), PREPROCESS, readers=HERE)
+    several = extracted(make_network(), Pictures(3, labels=[(0, 2), (), (1,)]))
     assert several.truth.kind == "classes" and several.truth.dense.tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
-    some = extract(make_network(), Pictures(3, labels=[2, None, 1]), PREPROCESS, readers=HERE, cache=tmp_path)
+    some = extracted(make_network(), Pictures(3, labels=[2, None, 1]), cache=tmp_path)
     assert some.truth.kind == "class" and some.truth.dense.tolist() == [2, -1, 1]
 
 
@@ -177,7 +187,7 @@ def test_the_second_time_they_are_read_and_mapped(tmp_path: Path) -> None:
 
 def test_the_network_is_left_as_it_was(tmp_path: Path) -> None:
     network = make_network().train()
-    extract(network, Pictures(3), PREPROCESS, readers=HERE, cache=tmp_path)
+    extracted(network, Pictures(3), cache=tmp_path)
     assert network.training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
@@ -272,8 +282,8 @@ def test_a_partial_entry_without_content_is_begun_anew(size: int, marked: bool, 
 def test_a_rank_does_what_the_others_left_undone(tmp_path: Path) -> None:
     source, watched = Pictures(13, broken=(6,)), Watched()
     expected = watched(source, None)
-    assert same(watched(source, tmp_path, ranks=Ranks(1, 3)), expected) and watched.seen == 26
-    assert same(watched(source, tmp_path, ranks=Ranks(0, 3)), expected) and watched.seen == 26
+    assert same(watched(source, tmp_path, processes=ranks(1, 3)), expected) and watched.seen == 26
+    assert same(watched(source, tmp_path, processes=ranks(0, 3)), expected) and watched.seen == 26
 
 
 def test_who_comes_second_waits_and_reads(tmp_path: Path) -> None:
@@ -285,8 +295,7 @@ def test_who_comes_second_waits_and_reads(tmp_path: Path) -> None:
     second, waits, results = Watched(), threading.Event(), []
 
     def run() -> None:
-        options = {"batch_size": 5, "readers": HERE, "cache": tmp_path}
-        results.append(extract(second.network, source, PREPROCESS, on_note=said, **options))  # type: ignore[arg-type]
+        results.append(extracted(second.network, source, batch_size=5, cache=tmp_path, on_note=said))
 
     def said(note: str) -> None:
         second.notes.append(note)
@@ -353,14 +362,11 @@ def test_a_cache_that_cannot_be_made_or_vanishes(tmp_path: Path) -> None:
     assert same(watched(source, tmp_path / "file" / "cache"), expected)
     assert "the cache cannot be written: could not save features to" in watched.notes[0]
 
-    def vanish(done: int) -> None:
+    def vanish(done: int, total: int) -> None:
         if done == 5:
             shutil.rmtree(tmp_path / "cache")
 
-    again = extract(
-        watched.network, source, PREPROCESS, batch_size=5, readers=HERE, cache=tmp_path / "cache",
-        on_progress=vanish, on_note=watched.notes.append,
-    )  # fmt: skip
+    again = watched(source, tmp_path / "cache", on_progress=vanish)
     assert "it was removed while it was written" in watched.notes[1] and same(again, expected)
 
 
@@ -380,13 +386,12 @@ def test_a_cache_that_may_not_be_searched_is_named_and_not_needed(tmp_path: Path
 
 
 def interrupt_after_ten(watched: Watched, source: Pictures, cache: Path) -> None:
-    def interrupt(done: int) -> None:
+    def interrupt(done: int, total: int) -> None:
         if done == 10:
             raise KeyboardInterrupt
 
-    options = {"batch_size": 5, "readers": HERE, "cache": cache, "on_progress": interrupt}
     with pytest.raises(KeyboardInterrupt):
-        extract(watched.network, source, PREPROCESS, **options)
+        watched(source, cache, on_progress=interrupt)
 
 
 def test_an_exception_loses_nothing_that_was_computed(tmp_path: Path) -> None:
@@ -423,12 +428,12 @@ def test_the_rows_of_a_smaller_batch_are_kept(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(feature_rows, "RECORD_SECONDS", 0.0)
     source, watched = Pictures(70), Watched()
 
-    def interrupt(done: int) -> None:
+    def interrupt(done: int, total: int) -> None:
         if done == 67:
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted, match="features of 67 of 70 images are kept"):
-        extract(watched.network, source, PREPROCESS, readers=HERE, cache=tmp_path, on_progress=interrupt)
+        watched(source, tmp_path, batch_size=None, on_progress=interrupt)
     watched(source, tmp_path, batch_size=None)
     assert watched.seen == 70
 
@@ -436,33 +441,37 @@ def test_the_rows_of_a_smaller_batch_are_kept(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("layer", ["embedding", "head-inputs"])
 def test_bf16_is_safe_unless_it_loses_what_distinguishes_images(layer: Layer) -> None:
     network, source = make_network(), Pictures(13, broken=(0, 12))
-    by_head = layer == "head-inputs"
-    safe = compare_precisions(network, source, PREPROCESS, at_most=64, by_head=by_head)
+    bundle = Bundle(network, ("a", "b", "c"), PREPROCESS)
+    safe = compare_precisions(bundle, source, layer, at_most=64)
     assert safe.images == 8 and 0.9995 < safe.cosine < 1 and safe.is_safe
     with torch.no_grad():  # the projection's bias hides the image in bfloat16, and the positions remove it in float32
         network.patches.projection.bias += 1e4  # type: ignore[operator]
         network.positions.embedding[:, 1:] -= 1e4  # type: ignore[union-attr]
-    unsafe = compare_precisions(network, source, PREPROCESS, at_most=5, by_head=by_head)
+    unsafe = compare_precisions(bundle, source, layer, at_most=5)
     assert unsafe.images == 5 and not unsafe.is_safe
-    assert not compare_precisions(network, Pictures(2, broken=(0, 1)), PREPROCESS, at_most=5).images
+    assert not compare_precisions(bundle, Pictures(2, broken=(0, 1)), layer, at_most=5).images
 
 
 def test_a_batch_of_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="batch_size=0 is less than 1"):
-        extract(make_network(), Pictures(3), PREPROCESS, batch_size=0)
+        extracted(make_network(), Pictures(3), batch_size=0)
 
 
 CHILD = """
 import os, signal, sys, time
 from pathlib import Path
 import torch
-from vitrail.data.pipeline import Ranks, Readers
+from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.formats.folder import read_folder
 from vitrail.evaluation.features import cache as feature_cache
 from vitrail.evaluation.features import cache as feature_rows
 from vitrail.evaluation.features import extract as features
+from vitrail.evaluation.predictions import Pass
 from vitrail.models.variants import create
+from vitrail.processes.group import Processes
+from vitrail.processes.launch import Launch
+from vitrail.weights.bundle import Bundle
 
 torch.set_num_threads(1)
 torch.manual_seed(3)
@@ -483,10 +492,11 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 {what}
-features.extract(
-    network, read_folder(folder).samples, preprocess, batch_size=5, readers=Readers(0), cache=cache,
-    ranks=Ranks(rank, world),
+how = Pass(
+    Bundle(network, ("a", "b", "c"), preprocess), batch_size=5, readers=Readers(0), cache=cache,
+    processes=Processes(Launch(rank, world)),
 )
+features.extract(how, read_folder(folder).samples)
 print(sum(written))
 """
 

@@ -19,7 +19,7 @@ from vitrail.data.targets import Target
 from vitrail.errors import BundleError, ConfigError
 from vitrail.evaluation.head import Accuracy
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.predictions import Predictions, predict_all
+from vitrail.evaluation.predictions import Predictions
 from vitrail.models.variants import create
 from vitrail.weights.bundle import Bundle
 
@@ -57,15 +57,19 @@ def make_network(num_classes: int = 3) -> nn.Module:
     return network
 
 
+def outputs_of(network: nn.Module, **settings: object) -> Outputs:
+    names = tuple(f"class {index}" for index in range(network.config.num_classes))
+    return Outputs(Bundle(network, names, PREPROCESS, output=settings.pop("output", "softmax")), **settings)
+
+
 @pytest.mark.parametrize("readers", [Readers(0), Readers(3)])
 @pytest.mark.parametrize("batch_size", [4, 100])
 def test_every_sample_once_and_in_order(readers: Readers, batch_size: int) -> None:
     network = make_network().train()
     source = Pictures([0, 1, None, 2, 1, 0, None, 2, 1], broken=(1, 6))
     named: list[Skipped] = []
-    found = predict_all(
-        network, source, PREPROCESS, batch_size=batch_size, readers=readers, on_skip=named.append, scores="sigmoid"
-    )
+    settings = {"batch_size": batch_size, "readers": readers, "on_skip": named.append, "output": "sigmoid"}
+    found = outputs_of(network, **settings).predictions(source)
     assert network.training and found.scores == "sigmoid" and found.classes == ("a", "b", "c")
     assert found.indices.tolist() == [0, 2, 3, 4, 5, 7, 8] and len(found) == 7
     assert found.keys == tuple(f"picture {index}" for index in found.indices)
@@ -78,14 +82,14 @@ def test_every_sample_once_and_in_order(readers: Readers, batch_size: int) -> No
 
 
 def test_several_labels_are_targets() -> None:
-    found = predict_all(make_network(), Pictures([(0, 2), (), (1,)], broken=(1,)), PREPROCESS, batch_size=2)
+    found = outputs_of(make_network(), batch_size=2).predictions(Pictures([(0, 2), (), (1,)], broken=(1,)))
     assert found.truth.kind == "classes" and found.truth.dense.tolist() == [[1, 0, 1], [0, 1, 0]]
     assert found.labelled() is found
 
 
 def test_it_agrees_with_the_streaming_accuracy() -> None:
     network, source = make_network(), Pictures([0, None, 1, 2, 2, 0, 1], broken=(3,))
-    found = predict_all(network, source, PREPROCESS).labelled()
+    found = outputs_of(network).predictions(source).labelled()
     streamed = Accuracy()(Outputs(Bundle(network, source.classes, PREPROCESS)), source, source)
     assert len(found) == streamed["images"] == 5 and streamed["skipped"] == 1
     assert (found.logits.argmax(axis=1) == found.truth.dense).mean() == streamed["accuracy"]
@@ -95,20 +99,21 @@ def test_a_model_without_a_head_is_refused() -> None:
     network, source = make_network(0), Pictures([0, 1])
     message = r"no head, so it cannot classify; fine-tune it, .* fewshot or knn"
     with pytest.raises(ConfigError, match=message):
-        predict_all(network, source, PREPROCESS)
+        outputs_of(network).predictions(source)
     with pytest.raises(ConfigError, match=message):
         Accuracy()(Outputs(Bundle(network, (), PREPROCESS)), source, source)
 
 
 def test_another_number_of_outputs_is_refused() -> None:
     with pytest.raises(ConfigError, match="the model has 5 outputs, but the data has 3 classes"):
-        predict_all(make_network(5), Pictures([0, 1]), PREPROCESS)
+        outputs_of(make_network(5)).predictions(Pictures([0, 1]))
 
 
 def test_outputs_that_are_not_finite_are_refused() -> None:
     class Broken(nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            self.config = make_network().config
             self.bias = nn.Parameter(torch.zeros(3))
 
         def forward(self, images: Tensor) -> Tensor:
@@ -120,7 +125,7 @@ def test_outputs_that_are_not_finite_are_refused() -> None:
     with pytest.raises(
         BundleError, match=r"not finite for 1 of 4 images, such as 'picture 2'; its weights are damaged"
     ):
-        predict_all(Broken(), source, PREPROCESS)
+        outputs_of(Broken()).predictions(source)
 
 
 @pytest.fixture

@@ -7,36 +7,32 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import numpy as np
-import torch
 from jaxtyping import Bool, Float32, Int64
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from vitrail.data.batch import Skipped
-from vitrail.data.pipeline import Ranks, Readers, evaluation_batches
+from vitrail.data.pipeline import Ranks, evaluation_batches
 from vitrail.data.pixels.preprocess import Pixels, Preprocess
 from vitrail.data.source import Source, subset
 from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError, Interrupted, SaveError, UndecodableImage, plural
 from vitrail.evaluation.features import cache as feature_rows
 from vitrail.evaluation.features.cache import Entry, Identity, Kept, data_fingerprint, weights_fingerprint
+from vitrail.evaluation.predictions import Pass
 from vitrail.evaluation.truth import truth_of
 from vitrail.machine import Precision, resolve_precision
-from vitrail.models.cost import prediction_batch
-from vitrail.models.network import Network
 from vitrail.models.predictor import Predictor
-from vitrail.weights.bundle import finite
+from vitrail.weights.bundle import Bundle, finite
 
 Layer = Literal["embedding", "head-inputs"]
 """Layer of a network whose outputs are the features. The two layers differ if the network has a hidden layer before its
 head: the embedding is the input of the hidden layer, and the head's inputs are its output."""
-
-Gather = Callable[[Any], list[Any]]
-"""Function that exchanges a value with all ranks, and returns the values of all."""
 
 Keep = Callable[
     [Int64[np.ndarray, " b"], Float32[np.ndarray, "b d"], Bool[np.ndarray, " b"], tuple[Skipped, ...]], None
@@ -79,105 +75,71 @@ def existing_layer(network: nn.Module, layer: Layer) -> Layer:
     return layer if getattr(network.config, "head_hidden", 0) else "embedding"
 
 
-def extract(
-    network: nn.Module,
-    source: Source,
-    preprocess: Preprocess,
-    *,
-    batch_size: int | None = None,
-    readers: Readers = Readers(),
-    precision: Precision = "float32",
-    layer: Layer = "embedding",
-    cache: Path | None = None,
-    ranks: Ranks = Ranks(),
-    gather: Gather | None = None,
-    on_progress: Callable[[int], None] | None = None,
-    on_note: Callable[[str], None] | None = None,
-) -> FeatureSet:
-    """Return a feature vector for every sample, as float32. Matrix products are computed in `precision`.
+def extract(how: Pass, source: Source, layer: Layer = "embedding") -> FeatureSet:
+    """Return a feature vector for every sample, as float32: the output of `network.embed`, or with the layer
+    "head-inputs" the vectors that the head receives.
 
     The precision "auto" is bf16 if the processor has matrix units for it and the features of a few images hardly differ
     from float32 features (`SAFE_COSINE`). Otherwise it is float32, which is also used if float32 features are cached.
-    The default `batch_size` follows from the network's arithmetic and memory. It becomes smaller if a batch takes
-    longer than `RECORD_SECONDS`, so that a stop loses little.
+    Without a given batch size, batches become smaller if one takes longer than `RECORD_SECONDS`, so that a stop loses
+    little.
 
-    The features are the output of `network.embed`, or with the layer "head-inputs" the vectors that the head receives.
+    Features of the same weights, data, preprocessing and precision are memory-mapped from the cache, and new ones are
+    stored there. An interrupted extraction continues where it stopped. The resulting bytes are the same as without the
+    interruption if the batch sizes are the same. If another process is computing the same features, this call waits for
+    it. If the cache cannot be written, the features are computed in memory and not stored.
 
-    `cache` is a folder, such as `default_cache()`, that stores new features. Features of the same weights, data,
-    preprocessing and precision are memory-mapped from the folder. An interrupted extraction continues where it stopped.
-    The resulting bytes are the same as without the interruption if the batch sizes are the same. If another process is
-    computing the same features, this call waits for it. If the cache cannot be written, the features are computed in
-    memory and not stored.
+    Several processes that call this function with the same arguments share the work. Each process returns all features,
+    even if other processes start late or die. The bytes do not depend on the number of processes. Without a cache, the
+    processes exchange the features.
 
-    Several processes (`ranks`) that call this function with the same arguments share the work. Each process returns all
-    features, even if other processes start late or die. The bytes do not depend on the number of processes. Without a
-    cache, the processes exchange the features by `gather`, and without `gather` each process computes all features.
-
-    `on_progress` is called with the number of finished samples. `on_note` is called with messages for the user about
-    the state of the cache. Raise `ConfigError` for invalid settings, and the `DataError`s of the source. Raise
-    `Interrupted` for a `KeyboardInterrupt` if the finished features are stored.
+    Raise `ConfigError` for invalid settings, and the `DataError`s of the source. Raise `Interrupted` for a
+    `KeyboardInterrupt` if the finished features are stored.
     """
-    if batch_size is not None and batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size} is less than 1")
-    layer, note = existing_layer(network, layer), on_note or (lambda text: None)
-    device = next(network.parameters()).device
-    automatic = prediction_batch(network, preprocess.image_size, device, precision)
-    job = _Job(
-        network, source, preprocess, batch_size or automatic, readers, precision, layer,
-        on_progress or (lambda done: None), note, adapts=batch_size is None,
-    )  # fmt: skip
+    if how.batch_size is not None and how.batch_size < 1:
+        raise ConfigError(f"batch_size={how.batch_size} is less than 1")
+    precision = how.feature_precision or how.precision
+    job = _Job(how, source, existing_layer(how.bundle.network, layer), how.batch_for(precision), precision)
     kept = None
-    if cache is not None:
+    if how.cache is not None:
         try:
-            job, kept = _from_cache(job, cache, ranks)
+            job, kept = _from_cache(job, how.cache)
         except SaveError as error:
-            note(f"features are computed but not kept, because the cache cannot be written: {error}")
+            how.note(f"features are computed but not kept, because the cache cannot be written: {error}")
     if kept is None:
         job = job.with_safe_precision()
-        kept = _in_memory(job) if gather is None else _exchanged(job, ranks, gather)
-    job.on_progress(len(source))
-    return _gathered(source, kept, str(resolve_precision(job.precision, device)))
+        kept = _exchanged(job) if how.processes.are_several else _in_memory(job)
+    how.progress(len(source), len(source))
+    return _gathered(source, kept, str(resolve_precision(job.precision, how.bundle.device)))
 
 
 @dataclass(frozen=True)
 class _Job:
-    """The network, the data and the settings of an extraction."""
+    """The features to extract."""
 
-    network: nn.Module
+    how: Pass
     source: Source
-    preprocess: Preprocess
-    batch_size: int
-    readers: Readers
-    precision: Precision
     layer: Layer
-    on_progress: Callable[[int], None]
-    note: Callable[[str], None]
-    adapts: bool = False
-    """True if batches become smaller when a batch takes long."""
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.network.parameters()).device
+    batch_size: int
+    precision: Precision
 
     def with_safe_precision(self) -> _Job:
         """Return the job with the precision "auto" replaced by bf16 or float32, and print the choice."""
         if self.precision != "auto" or not len(self.source):
             return self
-        if resolve_precision("auto", self.device) == "float32":
+        if resolve_precision("auto", self.how.bundle.device) == "float32":
             return replace(self, precision="float32")
-        found = compare_precisions(
-            self.network, self.source, self.preprocess, at_most=self.batch_size, by_head=self.layer == "head-inputs"
-        )
+        found = compare_precisions(self.how.bundle, self.source, self.layer, at_most=self.batch_size)
         if not found.images:
             return replace(self, precision="float32")
         images = plural(found.images, "image")
         if not found.is_safe:
-            self.note(
+            self.how.note(
                 f"features are computed in float32, because bf16 changes them too much: the smallest cosine of "
                 f"{images} is {found.cosine:.4f}, and {SAFE_COSINE} is needed"
             )
             return replace(self, precision="float32")
-        self.note(
+        self.how.note(
             f"features are computed in bf16: the smallest cosine of {images} with their float32 features is "
             f"{found.cosine:.4f}; use precision=float32 for the exact ones"
         )
@@ -185,7 +147,7 @@ class _Job:
 
     @property
     def width(self) -> int:
-        config = cast(Network, self.network).config
+        config = self.how.bundle.network.config
         return config.embed_width if self.layer == "embedding" else config.head_inputs
 
     def run(self, rows: Int64[np.ndarray, " n"], done: int, keep: Keep) -> None:
@@ -194,29 +156,29 @@ class _Job:
         """
         if not len(rows):
             return
-        predictor, size, first = Predictor(self.network, self.precision), self.batch_size, 0
+        how, preprocess = self.how, self.how.bundle.preprocess
+        predictor, size, first = Predictor(how.bundle.network, self.precision), self.batch_size, 0
         while first < len(rows):
             part = subset(self.source, rows[first:].tolist())
             begun = time.monotonic()
             with contextlib.closing(
-                evaluation_batches(part, self.preprocess, batch_size=size, readers=self.readers)
+                evaluation_batches(part, preprocess, batch_size=size, readers=how.readers)
             ) as batches:
                 for batch in batches:
-                    images = self.preprocess.normalise(batch.to(predictor.device).images)
-                    vectors = predictor.embed(images) if self.layer == "embedding" else predictor.head_inputs(images)
-                    values = finite(vectors.float().cpu()).numpy()
+                    vectors = _vectors(predictor, preprocess.normalise(batch.to(predictor.device).images), self.layer)
+                    values = finite(vectors.cpu()).numpy()
                     keep(rows[first : first + len(batch)], values, batch.valid.numpy(), batch.skipped)
                     first += len(batch)
-                    self.on_progress(done + first)
+                    how.progress(done + first, len(self.source))
                     seconds, begun = time.monotonic() - begun, time.monotonic()
-                    if self.adapts and size > 1 and seconds > feature_rows.RECORD_SECONDS:
+                    if how.batch_size is None and size > 1 and seconds > feature_rows.RECORD_SECONDS:
                         size = _smaller(size, seconds)
                         break
 
     def reason(self, row: int) -> str:
         """Return the reason why a sample cannot be decoded."""
         try:
-            self.preprocess.pixels(self.source[row].image)
+            self.how.bundle.preprocess.pixels(self.source[row].image)
         except UndecodableImage as error:
             return str(error)
         return "could not be decoded when its features were computed"
@@ -242,8 +204,9 @@ def _in_memory(job: _Job, chosen: Int64[np.ndarray, " n"] | None = None) -> Kept
     return Kept(features[: len(features) - len(skipped)], skipped)
 
 
-def _exchanged(job: _Job, ranks: Ranks, gather: Gather) -> Kept:
+def _exchanged(job: _Job) -> Kept:
     """Return all features, of which each rank computes consecutive batches."""
+    ranks, gather = job.how.ranks, job.how.gather
     precision, batch_size = gather((job.precision, job.batch_size))[0]  # machines can differ in both
     job = replace(job, precision=precision, batch_size=batch_size)
     batches = math.ceil(len(job.source) / job.batch_size)
@@ -256,14 +219,14 @@ def _exchanged(job: _Job, ranks: Ranks, gather: Gather) -> Kept:
     return Kept(np.concatenate([features for features, _ in everyone]), skipped)
 
 
-def _from_cache(job: _Job, cache: Path, ranks: Ranks) -> tuple[_Job, Kept | None]:
+def _from_cache(job: _Job, cache: Path) -> tuple[_Job, Kept | None]:
     """Return the job with its final precision, and features from the cache after computing the missing features. Return
     None instead of features if the file system has no locks."""
-    note = job.note
+    note, bundle = job.how.note, job.how.bundle
     precisions = ("float32", "bf16") if job.precision == "auto" else (str(job.precision),)
-    data, weights = data_fingerprint(job.source), weights_fingerprint(job.network)
+    data, weights = data_fingerprint(job.source), weights_fingerprint(bundle.network)
     entries = {
-        name: Entry(cache, Identity(data, weights, job.preprocess, name, job.layer), len(job.source), job.width)
+        name: Entry(cache, Identity(data, weights, bundle.preprocess, name, job.layer), len(job.source), job.width)
         for name in precisions
     }
     for name, entry in entries.items():
@@ -278,13 +241,13 @@ def _from_cache(job: _Job, cache: Path, ranks: Ranks) -> tuple[_Job, Kept | None
     except KeyboardInterrupt:
         raise Interrupted("stopped before more features were computed") from None
     entry = entries[str(job.precision)]
-    return job, _computed(job, entry, ranks)
+    return job, _computed(job, entry)
 
 
-def _computed(job: _Job, entry: Entry, ranks: Ranks) -> Kept | None:
+def _computed(job: _Job, entry: Entry) -> Kept | None:
     """Return the features of an entry after computing the missing ones. Return None if the file system has no
     locks."""
-    note = job.note
+    note, ranks = job.how.note, job.how.ranks
     with entry.locked() as lock:
         if lock is None:
             note(f"features are computed but not kept, because the disk of {entry.cache} does not support locks")
@@ -313,9 +276,9 @@ def _fill(job: _Job, entry: Entry, ranks: Ranks) -> None:
             return
         before = sum(map(len, mine)) - len(rows)
         if before:
-            job.note(f"continuing: features of {before:,} of {len(done):,} images are in the cache")
+            job.how.note(f"continuing: features of {before:,} of {len(done):,} images are in the cache")
         elif (others := entry.others()) is not None:
-            job.note(f"the cache has features of this data, but with {others}, so they are computed again")
+            job.how.note(f"the cache has features of this data, but with {others}, so they are computed again")
 
         def keep(rows: np.ndarray, values: np.ndarray, valid: np.ndarray, reasons: tuple[Skipped, ...]) -> None:
             gaps = np.flatnonzero(np.diff(rows) != 1) + 1  # other ranks have the rows between
@@ -371,22 +334,14 @@ class FormatsCompared(NamedTuple):
         return self.cosine >= SAFE_COSINE
 
 
-def compare_precisions(
-    network: nn.Module, source: Source, preprocess: Preprocess, *, at_most: int, by_head: bool = False
-) -> FormatsCompared:
-    """Compare the features of up to eight images that are evenly spaced in the source, and at most `at_most`.
-
-    The features are embeddings, or with `by_head` the inputs of the head.
-    """
-    pixels = []
-    for item in _decoded(source, preprocess):
-        pixels.append(item)
-        if len(pixels) >= min(COMPARED, at_most):
-            break
+def compare_precisions(bundle: Bundle, source: Source, layer: Layer, *, at_most: int) -> FormatsCompared:
+    """Compare the features of up to eight images that are evenly spaced in the source, and at most `at_most`."""
+    pixels = list(islice(_decoded(source, bundle.preprocess), min(COMPARED, at_most)))
     if not pixels:
         return FormatsCompared(0, 0.0)
-    exact = _features(Predictor(network, "float32"), pixels, preprocess, by_head)
-    rounded = _features(Predictor(network, "bf16"), pixels, preprocess, by_head)
+    exact, rounded = (
+        _vectors(Predictor(bundle.network, name), bundle.inputs(pixels), layer) for name in ("float32", "bf16")
+    )
     return FormatsCompared(len(pixels), float(cosine_similarity(exact, rounded, dim=1).min()))
 
 
@@ -401,6 +356,5 @@ def _decoded(source: Source, preprocess: Preprocess) -> Iterator[Pixels]:
             continue
 
 
-def _features(predictor: Predictor, pixels: list[Pixels], preprocess: Preprocess, by_head: bool) -> Tensor:
-    images = preprocess.normalise(torch.from_numpy(np.stack(pixels)).to(predictor.device))
-    return (predictor.head_inputs(images) if by_head else predictor.embed(images)).float()
+def _vectors(predictor: Predictor, images: Float32[Tensor, "b c h w"], layer: Layer) -> Float32[Tensor, "b d"]:
+    return (predictor.embed(images) if layer == "embedding" else predictor.head_inputs(images)).float()
