@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from markupsafe import Markup
 
 from vitrail.report.charts import (
     BOLD_DIGIT_WIDTH,
@@ -19,16 +20,17 @@ from vitrail.report.charts import (
     INVERT_ABOVE,
     MAX_DOTS,
     STYLE,
+    Chart,
     MarkedPoint,
     Series,
     confusion_matrix,
-    legend,
     line_chart,
     reliability_diagram,
     scatter_plot,
     shorten,
 )
 from vitrail.report.page import STYLE as PAGE_STYLE
+from vitrail.report.page import environment
 
 AWKWARD = st.sampled_from([math.nan, math.inf, -math.inf])
 EVIL = "</title><script>alert('1 & 2')</script>\u202e\x00"
@@ -198,12 +200,18 @@ def test_names_in_charts_are_text() -> None:
     drawing = Drawing(chart)
     assert drawing.root.attrib["aria-label"] == shown and shown in drawing.texts()
     assert f"{shown}, step 1: 2" in [one.text for one in drawing.all("title")]
-    assert "<script" not in chart + legend([EVIL, EVIL])
+    assert "<script" not in chart and "<script" not in captioned(EVIL, EVIL)
+
+
+def captioned(*names: str) -> str:
+    """Return the HTML of a chart with lines of these names."""
+    parts = environment().get_template("report/parts.html").module
+    return parts.chart(Chart("caption", Markup("svg"), names))
 
 
 def test_the_key_names_two_lines_and_not_one() -> None:
-    assert legend([]) == "" and legend(["a"]) == ""
-    assert legend(["a", "b"]) == '<br><span class="legend one">a</span> <span class="legend two">b</span>'
+    assert captioned() == captioned("a") == "<figure>\n<figcaption>caption</figcaption>\nsvg\n</figure>"
+    assert '<br><span class="legend one">a</span> <span class="legend two">b</span></fig' in captioned("a", "b")
 
 
 shares = st.floats(0, 1)

@@ -12,10 +12,11 @@ import pytest
 
 from tests.targets import number_targets
 from tests.transfer.test_charts import Drawing, values_of
-from tests.transfer.test_sections import Pictures
+from tests.transfer.test_sections import Pictures, section
 from vitrail.evaluation.metrics.report import RegressionReport, regression_report
 from vitrail.evaluation.predictions import Predictions
-from vitrail.transfer.report import errors_section, number_headline, number_rows, residuals_section, scatter_section
+from vitrail.transfer import report as sections
+from vitrail.transfer.report import number_headline, number_rows
 
 NAMES = ("age", "<b>weight</b>")
 
@@ -59,11 +60,11 @@ def test_intervals_are_shown() -> None:
 def test_a_number_that_is_never_known_has_no_metrics() -> None:
     found = regression_report(made([[1, np.nan], [2, np.nan]], [[1, 0], [2, 0]]), bootstrap=0)
     assert number_rows(found)[-1] == ("<b>weight</b>: no image has a known number", "-", "-")
-    assert "\n".join(scatter_section(found)).count("<svg") == 1
+    assert section("scatters", sections.scatters(found)).count("<svg") == 1
 
 
 def test_scatter_plots_have_a_dot_per_image(two: RegressionReport, read_page: Callable[[str], Any]) -> None:
-    text = "\n".join(scatter_section(two))
+    text = section("scatters", sections.scatters(two))
     page = read_page(text)
     assert "age" in page.text and "<b>weight</b>" in page.text
     first, second = (Drawing(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.S))
@@ -77,19 +78,19 @@ def test_scatter_plots_have_a_dot_per_image(two: RegressionReport, read_page: Ca
 def test_some_of_many_images_are_drawn() -> None:
     values = np.arange(40.0)[:, None]
     found = regression_report(made(values, values, ("age",)), bootstrap=0, points=10)
-    text = "\n".join(scatter_section(found))
+    text = section("scatters", sections.scatters(found))
     assert "age, 10 of 40 images" in text and text.count("<circle") == 10
 
 
 def test_twelve_numbers_are_drawn() -> None:
     values = np.arange(26.0).reshape(2, 13)
     found = regression_report(made(values, values, tuple("abcdefghijklm")), bootstrap=0)
-    text = "\n".join(scatter_section(found))
+    text = section("scatters", sections.scatters(found))
     assert text.count("<svg") == 12 and "and 1 more numbers" in text
 
 
 def test_residuals(two: RegressionReport, read_page: Callable[[str], Any]) -> None:
-    cells = [text for text in read_page("\n".join(residuals_section(two))).text if text.strip()][2:]
+    cells = [text for text in read_page(section("residuals", sections.residuals(two))).text if text.strip()][2:]
     assert cells[:8] == ["number", "images", "mean", "5% quantile", "25% quantile", "50% quantile", "75% quantile",
                          "95% quantile"]  # fmt: skip
     assert cells[8:12] == ["age", "4", "0.75", "0"] and cells[16:19] == ["<b>weight</b>", "3", "3.333"]
@@ -97,7 +98,7 @@ def test_residuals(two: RegressionReport, read_page: Callable[[str], Any]) -> No
 
 def test_the_largest_errors_have_their_pictures(two: RegressionReport, read_page: Callable[[str], Any]) -> None:
     source = Pictures({1: np.full((9, 30, 1), 200, np.uint8)})
-    page = read_page("\n".join(errors_section(two, source)))
+    page = read_page(section("errors", sections.errors(two, source)))
     captions = [text for text in page.text if text.strip()][2:]
     assert captions[:4] == ["true age: 2", "predicted: 5", "1.6 standard deviations off", "1.png"]
     assert captions[4] == "no picture" and captions[5].startswith("true <b>weight</b>: ")
@@ -107,12 +108,12 @@ def test_the_largest_errors_have_their_pictures(two: RegressionReport, read_page
 
 def test_errors_of_constant_numbers_have_no_deviations() -> None:
     found = regression_report(made([[5], [5]], [[5], [7]], ("age",)), bootstrap=0)
-    text = "\n".join(errors_section(found, Pictures({})))
+    text = section("errors", sections.errors(found, Pictures({})))
     assert "true age: 5<br>predicted: 7<br>1.png" in text and "standard deviations off" not in text
 
 
 def test_exact_predictions_have_no_errors() -> None:
     found = regression_report(made([[1], [2]], [[1], [2]], ("age",)), bootstrap=0)
-    assert "<p>All numbers are predicted exactly.</p>" in [*errors_section(found, Pictures({}))]
+    assert "<p>All numbers are predicted exactly.</p>" in section("errors", sections.errors(found, Pictures({})))
     many = replace(found, worst=regression_report(made([[0]] * 30, [[1]] * 30, ("age",)), worst=30).worst)
-    assert "\n".join(errors_section(many, Pictures({}))).count("<figure>") == 20
+    assert section("errors", sections.errors(many, Pictures({}))).count("<figure>") == 20

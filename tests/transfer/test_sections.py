@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,15 +15,14 @@ from vitrail.data.source import Sample
 from vitrail.errors import UndecodableImage
 from vitrail.evaluation.metrics.report import ClassificationReport, report
 from vitrail.evaluation.predictions import Predictions
+from vitrail.report.page import environment
 from vitrail.transfer import report as sections
-from vitrail.transfer.report import (
-    calibration_section,
-    class_rows,
-    classes_section,
-    confusion_section,
-    headline,
-    mistakes_section,
-)
+from vitrail.transfer.report import class_rows, headline
+
+
+def section(name: str, found: dict[str, Any] | None) -> str:
+    """Return the HTML of a section."""
+    return getattr(environment().get_template("transfer/sections.html").module, name)(found)
 
 
 def made(guesses: Sequence[tuple[int, int]], classes: int = 4, sure: float = 3.0) -> Predictions:
@@ -61,11 +60,10 @@ def rows(page: Any) -> list[list[str]]:
 
 
 @pytest.fixture
-def table_of(read_page: Callable[[str], Any]) -> Callable[[Iterator[str]], list[list[str]]]:
+def table_of(read_page: Callable[[str], Any]) -> Callable[[str], list[list[str]]]:
     """Return the rows of the last table in a section."""
 
-    def read(parts: Iterator[str]) -> list[list[str]]:
-        text = "\n".join(parts)
+    def read(text: str) -> list[list[str]]:
         read_page(text)
         return rows(read_page(text[text.rindex("<table>") : text.rindex("</table>") + 8]))
 
@@ -100,8 +98,8 @@ def test_the_summary_of_several_labels() -> None:
 
 def test_pairs_are_listed_by_how_often_they_are_confused(table_of: Callable[..., list[list[str]]]) -> None:
     guesses = [(0, 0)] * 6 + [(0, 1)] * 2 + [(1, 0)] * 3 + [(1, 1)] + [(2, 0)] * 2 + [(3, 3)]
-    text = "\n".join(confusion_section(report(made(guesses), bootstrap=0)))
-    assert table_of(iter([text])) == [
+    text = section("confusion", sections.confusion(report(made(guesses), bootstrap=0)))
+    assert table_of(text) == [
         ["true class", "predicted as", "images", "of the class"],
         ["class 1", "class 0", "3", "75.0%"],
         ["class 2", "class 0", "2", "100.0%"],
@@ -112,7 +110,7 @@ def test_pairs_are_listed_by_how_often_they_are_confused(table_of: Callable[...,
 
 
 def test_classes_that_nothing_is_or_was_taken_for_have_no_row() -> None:
-    text = "\n".join(confusion_section(report(made([(2, 2), (30, 2)], 50), bootstrap=0)))
+    text = section("confusion", sections.confusion(report(made([(2, 2), (30, 2)], 50), bootstrap=0)))
     assert re.findall(r"<title>(class \d+)</title>", text) == ["class 2", "class 2", "class 30", "class 30"]
     assert "class 30 → class 2: 1 of 1 (100.0%)" in text
 
@@ -122,15 +120,15 @@ def test_many_classes_have_no_matrix(
     table_of: Callable[..., list[list[str]]], classes: int, matrix: bool, pairs: int
 ) -> None:
     guesses = [(number, (number + more) % classes) for number in range(classes) for more in (0, 1)]
-    text = "\n".join(confusion_section(report(made(guesses, classes), bootstrap=0)))
+    text = section("confusion", sections.confusion(report(made(guesses, classes), bootstrap=0)))
     assert ("<svg" in text) == matrix
-    assert len(table_of(iter([text]))) == pairs + 1
+    assert len(table_of(text)) == pairs + 1
     assert f"and {classes - pairs} rarer pair" in text
 
 
 def test_a_model_without_mistakes(read_page: Callable[[str], Any]) -> None:
     found = report(made([(0, 0), (1, 1)]), bootstrap=0)
-    text = "\n".join([*confusion_section(found), *mistakes_section(found, Pictures({}))])
+    text = section("confusion", sections.confusion(found)) + section("errors", sections.mistakes(found, Pictures({})))
     page = read_page(text)
     assert "No image was predicted as another class." in page.text and "All predictions are right." in page.text
     assert "table" not in page.names and page.names.count("rect") == 2
@@ -138,12 +136,12 @@ def test_a_model_without_mistakes(read_page: Callable[[str], Any]) -> None:
 
 def test_of_several_labels_there_is_neither_matrix_nor_calibration() -> None:
     found = report(several(), bootstrap=0, temperature=2.0)
-    assert [*confusion_section(found), *calibration_section(found)] == []
+    assert sections.confusion(found) is None and sections.calibration(found) is None
 
 
 def test_the_worst_class_comes_first(table_of: Callable[..., list[list[str]]]) -> None:
     guesses = [(0, 0)] * 3 + [(1, 0)] + [(1, 1)] * 3 + [(2, 3)] * 2
-    assert table_of(classes_section(report(made(guesses, 6), bootstrap=0))) == [
+    assert table_of(section("classes", sections.classes(report(made(guesses, 6), bootstrap=0)))) == [
         ["class", "images", "accuracy", "precision", "F1"],
         ["class 2", "2", "0.0%", "-", "0.0%"],
         ["class 1", "4", "75.0%", "100.0%", "85.7%"],
@@ -154,24 +152,24 @@ def test_the_worst_class_comes_first(table_of: Callable[..., list[list[str]]]) -
 
 def test_classes_of_several_labels_go_by_average_precision(table_of: Callable[..., list[list[str]]]) -> None:
     found = report(several(), bootstrap=0)
-    shown = table_of(classes_section(found))
+    shown = table_of(section("classes", sections.classes(found)))
     assert shown[0] == ["class", "images", "average precision", "recall", "precision", "F1"]
     wanted = sorted((row.average_precision, row.name) for row in found.per_class if row.average_precision is not None)
     assert [(row[2], row[0]) for row in shown[1:]] == [(f"{value:.1%}", name) for value, name in wanted]
 
 
 def test_two_hundred_classes_are_listed(table_of: Callable[..., list[list[str]]]) -> None:
-    text = "\n".join(classes_section(report(made([(number, number) for number in range(203)], 203), bootstrap=0)))
-    assert len(table_of(iter([text]))) == 201 and "and 3 better classes" in text
+    text = section("classes", sections.classes(report(made([(at, at) for at in range(203)], 203), bootstrap=0)))
+    assert len(table_of(text)) == 201 and "and 3 better classes" in text
 
 
 def test_calibration_before_and_after(table_of: Callable[..., list[list[str]]]) -> None:
     predictions = made([(0, 0)] * 5 + [(1, 0)] * 5)
     found = report(predictions, bootstrap=0, temperature=3.0)
     assert found.calibration is not None and found.scaled is not None
-    text = "\n".join(calibration_section(found))
+    text = section("calibration", sections.calibration(found))
     before, after = found.calibration, found.scaled
-    assert table_of(iter([text])) == [
+    assert table_of(text) == [
         ["metric", "uncalibrated", "with temperature 3"],
         ["expected calibration error", f"{before.error.value:.2%}", f"{after.error.value:.2%}"],
         ["cross-entropy, nats", f"{before.cross_entropy.value:.4f}", f"{after.cross_entropy.value:.4f}"],
@@ -184,8 +182,8 @@ def test_calibration_before_and_after(table_of: Callable[..., list[list[str]]]) 
 
 
 def test_calibration_without_a_temperature(table_of: Callable[..., list[list[str]]]) -> None:
-    text = "\n".join(calibration_section(report(made([(0, 0), (1, 0)]), bootstrap=0)))
-    assert table_of(iter([text]))[0] == ["metric", "uncalibrated"]
+    text = section("calibration", sections.calibration(report(made([(0, 0), (1, 0)]), bootstrap=0)))
+    assert table_of(text)[0] == ["metric", "uncalibrated"]
     assert "temperature" not in text and 'class="dot two"' not in text and "legend" not in text
 
 
@@ -215,7 +213,7 @@ class Pictures:
 def test_mistakes_have_their_pictures(read_page: Callable[[str], Any]) -> None:
     found = report(made([(0, 0), (1, 2), (3, 0)]), bootstrap=0)
     source = Pictures({2: np.full((9, 30, 1), 200, np.uint8)})
-    page = read_page("\n".join(mistakes_section(found, source)))
+    page = read_page(section("errors", sections.mistakes(found, source)))
     captions = [text for text in page.text if text.strip()][2:]
     worst = found.worst[0]
     assert (worst.index, found.worst[1].index) == (2, 1)
@@ -232,7 +230,7 @@ def test_mistakes_of_several_labels_and_long_names(read_page: Callable[[str], An
     long = "x" * 200
     predictions = replace(several(), classes=(long, "<b>", "c"), keys=("a/" + "y" * 200 + ".png", "b", "c", "d"))
     found = report(predictions, bootstrap=0)
-    text = "\n".join(mistakes_section(found, Pictures({})))
+    text = section("errors", sections.mistakes(found, Pictures({})))
     assert f"true: &lt;b&gt;<br>predicted: {'x' * 30}…{'x' * 29}<br>73.1% for the likeliest class<br>b<" in text
     read_page(text)
 
@@ -240,5 +238,5 @@ def test_mistakes_of_several_labels_and_long_names(read_page: Callable[[str], An
 def test_twenty_mistakes_are_shown() -> None:
     found: ClassificationReport = report(made([(0, 1)] * 30), bootstrap=0, worst=30)
     assert len(found.worst) == 30
-    text = "\n".join(mistakes_section(found, Pictures({})))
+    text = section("errors", sections.mistakes(found, Pictures({})))
     assert text.count("<figure>") == sections.MAX_MISTAKES == 20

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from vitrail.report.page import escape, printable
+from markupsafe import Markup
+
+from vitrail.report.page import PACKAGE, escape, printable
 
 # Axes of charts: their range, and ticks at round values.
 
@@ -99,31 +101,6 @@ def _round_step(smallest: float) -> float:
 # A chart of one or two lines over training steps, as inline SVG.
 
 
-LINE_STYLE = """
-.charts { display: grid; align-items: end; gap: 1rem 1.2rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 18.5rem), 1fr)); }
-.charts figure { width: auto; max-width: 26rem; }
-.charts figcaption { color: CanvasText; font-size: .9rem; line-height: 1.4; }
-.legend { margin-right: .9rem; white-space: nowrap; }
-.legend::before { content: ""; display: inline-block; width: 1.2rem; margin: 0 .35rem .25rem 0; vertical-align: middle;
-  border-top: 2px solid var(--note); }
-.legend.two::before { border-top: 2px dashed var(--warning); }
-svg { display: block; font: 11px system-ui, sans-serif; }
-.charts svg { width: 100%; height: auto; }
-.scroll svg { margin-bottom: 1rem; }
-svg text { fill: var(--dim); }
-.grid { stroke: var(--line); fill: none; }
-.axis, .ideal, .mark { stroke: var(--dim); fill: none; }
-.ideal, .mark { stroke-dasharray: 2 3; }
-.line { fill: none; stroke: var(--note); stroke-width: 1.75; stroke-linejoin: round; stroke-linecap: round; }
-.line.two { stroke: var(--warning); stroke-dasharray: 5 4; }
-.dot { fill: var(--note); stroke: Canvas; } .dot.two { fill: var(--warning); }
-.line.range { opacity: .5; stroke-width: 1; }
-.dot.sample { fill-opacity: .5; stroke: none; }
-svg .strong { fill: CanvasText; font-weight: 600; }
-"""
-"""CSS rules of the charts. They use the colours that `vitrail.report.page` defines."""
-
 WIDTH, HEIGHT = 320.0, 200.0
 """Width and height of a line chart in pixels. A phone's screen is about as wide as a chart. On a desktop, three charts
 fit side by side."""
@@ -152,7 +129,7 @@ def line_chart(
     from_zero: bool = False,
     bounds: tuple[float, float] = UNBOUNDED,
     mark: MarkedPoint | None = None,
-) -> str:
+) -> Markup:
     """Return a chart of one or two lines over training steps. If no point is finite, return "".
 
     `label` describes the chart in a sentence for screen readers. With `from_zero` the y axis starts at 0. `bounds` are
@@ -160,7 +137,7 @@ def line_chart(
     """
     points = [point for one in series for point in one.finite]
     if not points:
-        return ""
+        return Markup()
     x_axis = make_axis([0.0, *(x for x, _ in points)], round_ends=False, bounds=(0.0, math.inf), integers=True)
     y_axis = make_axis([*(y for _, y in points), *([0.0] if from_zero else [])], bounds=bounds)
     left = 12 + DIGIT_WIDTH * max(len(y_axis.label(tick, unit)) for tick in y_axis.ticks)
@@ -181,25 +158,17 @@ def line_chart(
     return svg_picture(WIDTH, HEIGHT, label, parts)
 
 
-def legend(names: Sequence[str]) -> str:
-    """Return the names of a chart's lines with line samples, for the caption. For a single line, return ""."""
-    if len(names) < 2:
-        return ""
-    samples = (
-        f'<span class="legend {css}">{escape(name)}</span>' for name, css in zip(names, SERIES_CLASSES, strict=False)
-    )
-    return "<br>" + " ".join(samples)
+@dataclass(frozen=True)
+class Chart:
+    """A chart with its caption."""
+
+    caption: str
+    svg: Markup
+    names: tuple[str, ...] = ()
+    """Names of its lines for the caption, if there are several."""
 
 
-STYLE = (
-    LINE_STYLE
-    + """
-:root { --heat: #0e3158; --on-heat: #fff; }
-@media (prefers-color-scheme: dark) { :root { --heat: #7fadd8; --on-heat: #000; } }
-.heat { fill: var(--heat); }
-svg .count { fill: CanvasText; } svg .count.on { fill: var(--on-heat); }
-"""
-)
+STYLE = (PACKAGE / "report" / "charts.css").read_text(encoding="utf-8")
 """CSS rules of the charts. They use the colours that `vitrail.report.page` defines. The colour of a confusion
 matrix's cell is `--heat`, with a higher opacity for a larger fraction. A number in a cell has the colour of
 text if the opacity is at most `INVERT_ABOVE`, and otherwise the colour `--on-heat`. The contrast of the numbers
@@ -218,7 +187,7 @@ SHORTEST_NAME, LONGEST_NAME = 15, 32
 """Numbers of letters between which a confusion matrix shortens class names, depending on the space beside its cells."""
 
 
-def reliability_diagram(before: Sequence[Bin], after: Sequence[Bin] | None, *, label: str) -> str:
+def reliability_diagram(before: Sequence[Bin], after: Sequence[Bin] | None, *, label: str) -> Markup:
     """Return a reliability diagram: accuracy over confidence, with a dot for each bin (1706.04599, figure 4).
 
     The area of a dot is the bin's fraction of the images. A vertical line through the dot is the 95 % interval of the
@@ -252,7 +221,7 @@ def reliability_diagram(before: Sequence[Bin], after: Sequence[Bin] | None, *, l
     return svg_picture(width, height, label, parts)
 
 
-def scatter_plot(points: Sequence[Point], titles: Sequence[str], *, label: str) -> str:
+def scatter_plot(points: Sequence[Point], titles: Sequence[str], *, label: str) -> Markup:
     """Return a scatter plot of predicted over true values, with a dot per sample and the line on which both are equal.
 
     Each point is a true and a predicted value, both finite. `titles` describe the points, in the same order.
@@ -271,7 +240,7 @@ def scatter_plot(points: Sequence[Point], titles: Sequence[str], *, label: str) 
     return svg_picture(WIDTH, height, label, parts)
 
 
-def confusion_matrix(cells: Iterable[tuple[int, int, int]], names: Sequence[str], *, label: str) -> str:
+def confusion_matrix(cells: Iterable[tuple[int, int, int]], names: Sequence[str], *, label: str) -> Markup:
     """Return a confusion matrix. Rows are true classes, and columns are predicted classes.
 
     The shade of a cell is its fraction of the row. Each item of `cells` is a row, a column and a count above 0. The
@@ -470,8 +439,9 @@ def vertical_text(x: float, y: float, text: str) -> str:
     return f'<text x="{x:g}" y="{y:g}" text-anchor="middle" transform="rotate(-90 {x:g} {y:g})">{escape(text)}</text>'
 
 
-def svg_picture(width: float, height: float, label: str, parts: Sequence[str], *, fixed_size: bool = False) -> str:
+def svg_picture(width: float, height: float, label: str, parts: Sequence[str], *, fixed_size: bool = False) -> Markup:
     """Return a picture that fills the width of the page. With `fixed_size` its size in pixels is fixed."""
     size = f' width="{width:.0f}" height="{height:.0f}"' if fixed_size else ""
     body = "\n".join(parts)
-    return f'<svg viewBox="0 0 {width:.0f} {height:.0f}"{size} role="img" aria-label="{escape(label)}">\n{body}\n</svg>'
+    opening = f'<svg viewBox="0 0 {width:.0f} {height:.0f}"{size} role="img" aria-label="{escape(label)}">'
+    return Markup(f"{opening}\n{body}\n</svg>")

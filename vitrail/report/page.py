@@ -1,52 +1,37 @@
-"""Common parts of HTML reports: style, tables, thumbnails and escaping."""
+"""HTML pages from Jinja templates: every value is escaped, and pictures are embedded.
+
+A template is a file beside the module that fills it. It extends `report/page.html`, which has the frame and the style
+of all pages, and imports `report/parts.html`, which has tables, figures and charts.
+"""
 
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import html
 import io
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from markupsafe import Markup
 from PIL import Image
+
+from vitrail.errors import plural
+from vitrail.files import partial_path, saving
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+PACKAGE = Path(__file__).parent.parent
+"""Folder from which templates are named, such as `report/page.html`."""
 
 SIDE = 96
 """Longest side of a thumbnail in pixels. Smaller images are enlarged by an integer factor to stay sharp."""
 
-STYLE = """
-:root { color-scheme: light dark; --line: #d4d4d0; --soft: #f4f4f1; --dim: #5c5c58;
-  --error: #b3261e; --warning: #8a5a00; --note: #2d5d8a; }
-@media (prefers-color-scheme: dark) { :root { --line: #44443f; --soft: #262624; --dim: #aeaea6;
-  --error: #ff8a80; --warning: #ffc166; --note: #9cc8f2; } }
-* { box-sizing: border-box; }
-body { background: Canvas; color: CanvasText; font: 16px/1.5 system-ui, sans-serif; }
-body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 64rem; }
-h1 { font-size: 1.6rem; margin: 0; overflow-wrap: anywhere; }
-h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; }
-p { margin: .4rem 0; overflow-wrap: anywhere; }
-.dim, figcaption { color: var(--dim); }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; margin: .4rem 0 1rem; }
-th, td { padding: .25rem .9rem .25rem 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-thead th { font-weight: 600; color: var(--dim); }
-article { border-left: 4px solid var(--tone); background: var(--soft); padding: .7rem 1rem; margin: 1rem 0; }
-article h3 { font-size: 1rem; margin: 0; overflow-wrap: anywhere; }
-.error { --tone: var(--error); } .warning { --tone: var(--warning); } .note { --tone: var(--note); }
-.tag { color: var(--tone); font-weight: 700; }
-.strip { display: flex; flex-wrap: wrap; gap: .6rem; margin-top: .7rem; }
-.group { display: flex; flex-wrap: wrap; gap: .4rem; border: 1px solid var(--line); padding: .4rem;
-  width: max-content; max-width: 100%; }
-figure { margin: 0; width: 8.5rem; }
-figure img, .none { display: block; width: 6rem; height: 6rem; object-fit: contain; background: var(--line); }
-.none { display: grid; place-items: center; color: var(--dim); font-size: .8rem; }
-figcaption { font-size: .72rem; line-height: 1.25; overflow-wrap: anywhere; margin-top: .2rem; }
-.beside { display: grid; gap: 0 2.5rem; align-items: start;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
-@media (max-width: 30rem) { table { font-size: .9rem; } th, td { white-space: normal; padding-right: .6rem; } }
-"""
+STYLE = (PACKAGE / "report" / "page.css").read_text(encoding="utf-8")
 """Style sheet with light and dark colours, chosen by the reader's system. Variables at the top define the colours."""
 
 
@@ -58,6 +43,54 @@ SEPARATOR = re.compile(r"([/_.-])(?=\w)")
 
 GENERATOR = '<meta name="generator" content="vitrail">'
 """Tag in the head of every page that Vitrail writes. Vitrail recognises its pages by this tag."""
+
+
+def write_page(what: str, path: Path, template: str, **values: Any) -> None:
+    """Write a page in one step. Raise `SaveError`, whose message names it `what`. See `render` for the rest."""
+    with saving(what, path):
+        partial = partial_path(path)
+        partial.write_text(render(template, **values), encoding="utf-8")
+        partial.replace(path)
+
+
+def render(template: str, **values: Any) -> str:
+    """Return the text of a template that is filled with values. Text is escaped unless it is `Markup`.
+
+    Every page needs a `title`, the plain text of its heading and of the window's title. With a `script`, which runs
+    last, the page has a policy: no other script runs, and nothing is requested.
+    """
+    return environment().get_template(template).render(values)
+
+
+@functools.cache
+def environment() -> Environment:
+    """Return the templates of all pages."""
+    import jinja2  # only where a page is written, because it takes 30 ms
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(PACKAGE),
+        autoescape=True,
+        finalize=_escaped,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals |= {
+        "file": lambda name: Markup((PACKAGE / name).read_text(encoding="utf-8")),
+        "plural": plural,
+        "script": "",
+    }
+    environment.filters |= {"thumbnail": thumbnail_address, "breakable": _breakable_line, "sha256": _sha256}
+    return environment
+
+
+def _escaped(value: Any) -> Any:
+    """Return text as HTML, and other values as they are."""
+    return Markup(escape(value)) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _sha256(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def is_our_page(path: Path) -> bool:
@@ -96,6 +129,8 @@ def _policy(style: str, script: str) -> str:
 
 def printable(name: str) -> str:
     """Return a file name in which raw bytes and control characters are escaped."""
+    if name.isprintable():
+        return name
     return "".join(
         letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii") for letter in name
     )
@@ -119,8 +154,13 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def figure(picture: str, lines: Iterable[str]) -> str:
     """Return an HTML figure: a thumbnail above lines of text. File names can break behind a separator."""
-    caption = "<br>".join(LONG_WORD.sub(_breakable, escape(line)) for line in lines)
+    caption = "<br>".join(map(_breakable_line, lines))
     return f"<figure>{picture}<figcaption>{caption}</figcaption></figure>"
+
+
+def _breakable_line(line: str) -> Markup:
+    """Return a line of a caption in which file names can break behind a separator."""
+    return Markup(LONG_WORD.sub(_breakable, escape(line)))
 
 
 def _breakable(word: re.Match[str]) -> str:
@@ -131,6 +171,11 @@ def thumbnail(picture: Image.Image | None, name: str) -> str:
     """Return an `img` tag with an embedded thumbnail of a picture (mode L or RGB). For None, return an empty frame."""
     if picture is None:
         return '<div class="none">no picture</div>'
+    return f'<img alt="{escape(name)}" src="{thumbnail_address(picture)}">'
+
+
+def thumbnail_address(picture: Image.Image) -> Markup:
+    """Return an address that contains a thumbnail of a picture (mode L or RGB)."""
     scale = SIDE / max(picture.size)
     if scale >= 2:
         picture = picture.resize((picture.width * int(scale), picture.height * int(scale)), Image.Resampling.NEAREST)
@@ -139,5 +184,9 @@ def thumbnail(picture: Image.Image | None, name: str) -> str:
         picture.thumbnail((SIDE, SIDE))
     file = io.BytesIO()
     picture.save(file, "JPEG", quality=85)
-    data = base64.b64encode(file.getvalue()).decode("ascii")
-    return f'<img alt="{escape(name)}" src="data:image/jpeg;base64,{data}">'
+    return embedded(file.getvalue(), "jpeg")
+
+
+def embedded(data: bytes, form: str) -> Markup:
+    """Return an address that contains the file of a picture, such as `form="png"`."""
+    return Markup(f"data:image/{form};base64,{base64.b64encode(data).decode('ascii')}")

@@ -6,20 +6,21 @@ import math
 import re
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
 from PIL import Image
 
 from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source, target_kind
 from vitrail.data.targets import Target, class_indices
-from vitrail.errors import UndecodableImage, plural
-from vitrail.files import partial_path, replacing_folder, saving
-from vitrail.report.charts import LINE_STYLE, UNBOUNDED, MarkedPoint, Point, Series, legend, line_chart
-from vitrail.report.page import document, escape, figure, table, thumbnail
+from vitrail.errors import UndecodableImage
+from vitrail.files import replacing_folder
+from vitrail.report.charts import UNBOUNDED, Chart, MarkedPoint, Point, Series, line_chart
+from vitrail.report.page import write_page
 from vitrail.tasks.pictures import PictureTable
 from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
@@ -48,7 +49,7 @@ HEALTH = {
 
 def training_figures(
     config: TrainConfig, events: Sequence[Mapping[str, Any]], metric: TaskMetric, saved_step: int | None = None
-) -> list[str]:
+) -> list[Chart]:
     """Return charts of the validation metric, the training loss and the learning rate, as far as the journal has
     them. The metric at `saved_step`, the step of the saved weights, is marked."""
     steps = [event for event in events if event["event"] == "step"]
@@ -57,21 +58,21 @@ def training_figures(
     highest = max((rate for _, rate in rates), default=0.0)
     power = math.floor(math.log10(highest)) if 0 < highest < 0.01 else 0
     scaled = [(step, rate / 10**power) for step, rate in rates]
-    figures = [
+    found = [
         _metric_chart(events, saved_step, config.run.keep, metric),
-        (
+        Chart(
             "Training loss" + (f", means of {group} reports" if group > 1 else ""),
             line_chart([Series("loss", losses)], label=_description("Training loss", losses), from_zero=True),
         ),
-        (
+        Chart(
             "Learning rate" + (f", in 10{str(power).translate(SUPERSCRIPT)}" if power else ""),
             line_chart([Series("learning rate", scaled)], label=_description("Learning rate", rates), from_zero=True),
         ),
     ]
-    return [_figure(caption, chart) for caption, chart in figures if chart]
+    return [one for one in found if one.svg]
 
 
-def health_figures(events: Sequence[Mapping[str, Any]]) -> list[str]:
+def health_figures(events: Sequence[Mapping[str, Any]]) -> list[Chart]:
     """Return charts of the health of training and of its speed, as far as the journal has them."""
     found = []
     steps = [event for event in events if event["event"] == "step"]
@@ -80,18 +81,12 @@ def health_figures(events: Sequence[Mapping[str, Any]]) -> list[str]:
         means = f", means of {group} reports" if group > 1 else ""
         chart = line_chart([Series(caption, points)], label=_description(caption, points), unit=unit, from_zero=True)
         if chart:
-            found.append(_figure(f"{caption}{means}", chart))
+            found.append(Chart(f"{caption}{means}", chart))
     return found
 
 
-def _figure(caption: str, chart: str) -> str:
-    return f"<figure>\n<figcaption>{caption}</figcaption>\n{chart}\n</figure>"
-
-
-def _metric_chart(
-    events: Sequence[Mapping[str, Any]], saved_step: int | None, keep: str, metric: TaskMetric
-) -> tuple[str, str]:
-    """Return the caption and the chart of a validation metric. There is one line for the averaged weights, and one for
+def _metric_chart(events: Sequence[Mapping[str, Any]], saved_step: int | None, keep: str, metric: TaskMetric) -> Chart:
+    """Return the chart of a validation metric. There is one line for the averaged weights, and one for
     the weights in training.
 
     The point of the saved weights is marked. Fractions are drawn in percent.
@@ -113,7 +108,7 @@ def _metric_chart(
     label = " ".join(_description(f"{described}, {one.name} weights", one.points) for one in series)
     chart = line_chart(series, label=label, unit=unit, bounds=bounds, mark=mark)
     caption = name if len(series) < 2 else f"{name} of the weights"
-    return f"{caption}{legend([one.name for one in series])}", chart
+    return Chart(caption, chart, tuple(one.name for one in series))
 
 
 def averaged(points: list[Point]) -> tuple[list[Point], int]:
@@ -207,12 +202,6 @@ def _word(labels: tuple[str, ...]) -> str:
 # The report of a run without labels: one HTML page with metrics and pictures.
 
 
-STRIP_STYLE = """
-.strip { flex-wrap: nowrap; overflow-x: auto; }
-.strip figure { flex: none; width: 6.5rem; }
-"""
-
-
 def write_pictures(
     folder: Path, heading: str, metrics: dict[str, float], tables: Sequence[PictureTable]
 ) -> Path | None:
@@ -223,23 +212,18 @@ def write_pictures(
     """
     if not tables:
         return None
-    parts = [f'<p class="dim">{escape(heading)}</p>']
-    if (folder / "progress.html").is_file():
-        parts.append('<p><a href="progress.html">Curves and settings of the run</a></p>')
-    parts.append(inside_link(folder))
-    if metrics:
-        rows = [(name.replace("_", " "), f"{value:.4g}") for name, value in metrics.items()]
-        parts.append(table(("metric", "value"), rows))
-    for title, text, rows_of_pictures in tables:
-        parts.append(f"<h2>{escape(title)}</h2>\n<p>{escape(text)}</p>")
-        for row in rows_of_pictures:
-            figures = (figure(thumbnail(image, lines[0] if lines else title), lines) for image, lines in row)
-            parts.append(f'<div class="strip">{"".join(figures)}</div>')
     path = folder / "report.html"
-    with saving("the report", path):
-        partial = partial_path(path)
-        partial.write_text(document(f"Report of {folder.resolve().name}", parts, style=STRIP_STYLE), encoding="utf-8")
-        partial.replace(path)
+    write_page(
+        "the report",
+        path,
+        "training/pictures.html",
+        title=f"Report of {folder.resolve().name}",
+        heading=heading,
+        has_curves=(folder / "progress.html").is_file(),
+        inside=Markup(inside_link(folder)),
+        metrics=[(name.replace("_", " "), f"{value:.4g}") for name, value in metrics.items()],
+        tables=tables,
+    )
     return path
 
 
@@ -251,8 +235,6 @@ SECONDS = 30.0
 
 ENDS = ("finished", "stopped", "failed", "ended early")
 """Events after which the page is written at once."""
-
-MAX_SKIPPED = 50
 
 
 class ProgressPage:
@@ -277,48 +259,38 @@ class ProgressPage:
     def write(self) -> Path:
         """Write the page, and return its path. Raises `SaveError`."""
         events = read_journal(self.folder / "journal.jsonl")
-        page = document(f"Run {self.folder.resolve().name}", self._parts(events), style=LINE_STYLE)
-        path = self.folder / "progress.html"
-        with saving("the page of the run", path):
-            partial = partial_path(path)
-            partial.write_text(page, encoding="utf-8")
-            partial.replace(path)
-        return path
-
-    def _parts(self, events: Sequence[dict[str, Any]]) -> Iterator[str]:
-        yield f"<p>{escape(self._state(events))}</p>"
-        rows = [
-            (split, text)
-            for split in ("validation", "test")
-            for text in self.config.task.texts(_last_evaluation(events, split))
-        ]
-        if rows:
-            yield table(("split", "result"), rows)
-        saved = "finished" if self.config.run.keep == "last" else "best"
-        saved_steps = [event["step"] for event in events if event["event"] == saved or event.get(saved)]
-        figures = [
-            *training_figures(self.config, events, self.metric, saved_steps[-1] if saved_steps else None),
-            *health_figures(events),
-        ]
-        if figures:
-            yield '<h2>Curves</h2>\n<div class="charts">'
-            yield from figures
-            yield "</div>"
-        yield from self._examples()
-        yield "<h2>Settings</h2>"
-        defaults = settings_of(TrainConfig()) | {one.name: one.default for one in fields(self.config.task)}
+        config, task = self.config, self.config.task
+        kept = "finished" if config.run.keep == "last" else "best"
+        saved_steps = [event["step"] for event in events if event["event"] == kept or event.get(kept)]
+        defaults = settings_of(TrainConfig()) | {one.name: one.default for one in fields(task)}
         changed = {
-            name: value for name, value in settings_of(self.config).items() if value not in (None, defaults.get(name))
+            name: value for name, value in settings_of(config).items() if value not in (None, defaults.get(name))
         }
-        yield table(("setting", "value"), [(name.replace("_", " "), str(value)) for name, value in changed.items()])
-        note = "The table lists only settings that are not the default. The file run.json lists all settings."
-        yield f'<p class="dim">{note}</p>'
-        skipped = [
-            (event["key"], event["reason"], event.get("split", "")) for event in events if event["event"] == "skipped"
-        ]
-        if skipped:
-            yield f"<h2>{plural(len(skipped), 'image')} that could not be decoded</h2>"
-            yield table(("image", "reason", "split"), skipped[:MAX_SKIPPED])
+        path = self.folder / "progress.html"
+        write_page(
+            "the page of the run",
+            path,
+            "training/progress.html",
+            title=f"Run {self.folder.resolve().name}",
+            state=self._state(events),
+            results=[
+                (split, text)
+                for split in ("validation", "test")
+                for text in task.texts(_last_evaluation(events, split))
+            ],
+            charts=[
+                *training_figures(config, events, self.metric, saved_steps[-1] if saved_steps else None),
+                *health_figures(events),
+            ],
+            examples=self._examples(),
+            settings=[(name.replace("_", " "), str(value)) for name, value in changed.items()],
+            skipped=[
+                (event["key"], event["reason"], event.get("split", ""))
+                for event in events
+                if event["event"] == "skipped"
+            ],
+        )
+        return path
 
     def _state(self, events: Sequence[dict[str, Any]]) -> str:
         """Return a sentence about how far the run is."""
@@ -336,15 +308,12 @@ class ProgressPage:
                 return f"The run was stopped after {done}. Continue it with {again}."
         return f"The run is in progress: {done} were done when this page was written. Reload the page to see more."
 
-    def _examples(self) -> Iterator[str]:
-        files = sorted((self.folder / "examples").glob("*.png"))
-        if files:
-            yield '<h2>Examples</h2>\n<p class="dim">Held-out images with their labels.</p>'
-            yield '<div class="strip">'
-            for file in files:
-                with Image.open(file) as picture:
-                    yield figure(thumbnail(picture.convert("RGB"), file.stem), [file.stem])
-            yield "</div>"
+    def _examples(self) -> list[tuple[Image.Image, str]]:
+        found = []
+        for file in sorted((self.folder / "examples").glob("*.png")):
+            with Image.open(file) as picture:
+                found.append((picture.convert("RGB"), file.stem))
+        return found
 
 
 def _last_evaluation(events: Sequence[dict[str, Any]], split: str) -> dict[str, float]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
 from PIL import Image
 
 from vitrail.data.augment.settings import Augment
@@ -31,10 +32,8 @@ from vitrail.evaluation.metrics.report import (
     interval_text,
     named_metrics,
 )
-from vitrail.files import partial_path, saving
-from vitrail.report import charts
-from vitrail.report.charts import confusion_matrix, legend, reliability_diagram, scatter_plot, shorten
-from vitrail.report.page import document, escape, figure, table, thumbnail
+from vitrail.report.charts import Chart, confusion_matrix, reliability_diagram, scatter_plot, shorten
+from vitrail.report.page import write_page
 from vitrail.settings import to_plain
 from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
@@ -46,18 +45,10 @@ from vitrail.weights.bundle import Bundle
 
 AnyReport = ClassificationReport | RegressionReport
 
-MAX_SKIPPED = 50
-
-STYLE = """
-pre { background: var(--soft); padding: .7rem 1rem; overflow-x: auto; font-size: .9rem; line-height: 1.6; }
-@media (max-width: 30rem) { th, td { padding-right: .5rem; } }
-td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 7.7rem; max-width: 24rem; }
-.texts.beside td:first-child { min-width: 8.5rem; }
-.texts :is(th, td):nth-child(2) { text-align: left; }
-.texts td:nth-child(2) { white-space: normal; overflow-wrap: anywhere; min-width: 8rem; max-width: 34rem; }
-"""
-
 NO_AUGMENTATION = Augment(flip=False)
+
+Section = dict[str, Any]
+"""The values of a section, for the macro of the same name in sections.html."""
 
 
 def write_report(
@@ -83,26 +74,29 @@ def write_report(
     record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     events = read_journal(folder / "journal.jsonl")
     metric = config.task.selection(Splits(source, None, None))
-    summary = table(("metric", split, f"{LEVEL:.0%} interval"), summary_rows(report))
-    figures = training_figures(config, events, metric, bundle.provenance.get("step"))
-    parts = [
-        *_headline(config, split, report, source, bundle),
-        inside_link(folder),
-        *_overview(summary, next(iter(figures), "")),
-        *_curves(figures[1:]),
-        *_trials(tried, events, bundle, metric),
-        *_settings(config, record, events, bundle),
-        *_results(report, source),
-        *_skipped(report, split, events),
-    ]
-    if next_commands:
-        parts.append("<h2>Next steps</h2>\n<pre>" + "\n".join(map(escape, next_commands)) + "</pre>")
-    page = document(f"Report of {folder.resolve().name}", parts, style=STYLE + charts.STYLE)
+    main, interval = number_headline(report) if isinstance(report, RegressionReport) else headline(report)
     path = folder / "report.html"
-    with saving("the report", path):
-        partial = partial_path(path)
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(path)
+    write_page(
+        "the report",
+        path,
+        "transfer/report.html",
+        title=f"Report of {folder.resolve().name}",
+        main=main,
+        interval=interval,
+        level=f"{LEVEL:.0%}",
+        images=_images(report, split),
+        notes=_notes(config, split, report, source, bundle),
+        inside=Markup(inside_link(folder)),
+        split=split,
+        metrics=summary_rows(report),
+        charts=training_figures(config, events, metric, bundle.provenance.get("step")),
+        trials=_trials(tried, events, bundle, metric),
+        settings=_settings(config, record, events, bundle),
+        data_notes=record["data"]["notes"],
+        results=_results(report, source),
+        skipped=_skipped(report, split, events),
+        next_commands=next_commands,
+    )
     return path
 
 
@@ -122,49 +116,55 @@ def untrained_note(config: TrainConfig, bundle: Bundle) -> str:
     return f"training did not improve the initial model, so the saved model {start}"
 
 
-def _results(report: AnyReport, source: Source) -> Iterator[str]:
-    """Yield the sections with detailed metrics and the largest errors."""
+def _results(report: AnyReport, source: Source) -> dict[str, Section]:
+    """Return the sections with detailed metrics and the largest errors, in their order on the page."""
+    found: dict[str, Section | None]
     if isinstance(report, RegressionReport):
-        yield from scatter_section(report)
-        yield from residuals_section(report)
-        yield from errors_section(report, source)
+        found = {"scatters": scatters(report), "residuals": residuals(report), "errors": errors(report, source)}
     else:
-        yield from confusion_section(report)
-        yield from classes_section(report)
-        yield from calibration_section(report)
-        yield from mistakes_section(report, source)
+        found = {
+            "confusion": confusion(report),
+            "classes": classes(report),
+            "calibration": calibration(report),
+            "errors": mistakes(report, source),
+        }
+    return {name: section for name, section in found.items() if section is not None}
 
 
-def _headline(config: TrainConfig, split: str, report: AnyReport, source: Source, bundle: Bundle) -> Iterator[str]:
-    """Yield the heading: the main metric, the model and the data."""
+def _images(report: AnyReport, split: str) -> str:
+    """Return the number of images and outputs as the end of a sentence."""
     if isinstance(report, RegressionReport):
-        (main, interval), outputs = number_headline(report), plural(len(report.names), "number")
+        outputs = plural(len(report.names), "number")
     else:
-        (main, interval), outputs = headline(report), plural(report.num_classes, "class")
-    level = f" ({LEVEL:.0%} interval {interval})" if interval else ""
-    images = f"on {plural(report.images, f'{split} image')} of {outputs}"
-    if report.skipped:
-        images += f"; {plural(len(report.skipped), 'image')} could not be decoded"
-    yield f"<p><strong>{escape(main)}</strong>{level} {escape(images)}.</p>"
-    if isinstance(report, ClassificationReport) and (note := absent_note(report, split)):
-        yield f"<p>Note: {escape(note)}.</p>"
+        outputs = plural(report.num_classes, "class")
+    skipped = f"; {plural(len(report.skipped), 'image')} could not be decoded" if report.skipped else ""
+    return f"on {plural(report.images, f'{split} image')} of {outputs}{skipped}"
+
+
+def _notes(
+    config: TrainConfig, split: str, report: AnyReport, source: Source, bundle: Bundle
+) -> list[dict[str, str | bool]]:
+    """Return the sentences about the model and its metrics below the main metric."""
+    absent = absent_note(report, split) if isinstance(report, ClassificationReport) else ""
     method = "trained from scratch" if config.start.init is None else "fine-tuned"
-    yield f'<p class="dim">{escape(f"{_model(config)}, {method} on {config.data.spec}.")}</p>'
-    if note := untrained_note(config, bundle):
-        yield f"<p>Note: {escape(note)}.</p>"
-    if note := colour_note(images_of(source), config.images.channels):
-        yield f"<p>Note: {escape(note)}. To learn from colours, train with --channels 3.</p>"
-    if split == "validation" and config.run.keep == "best":
-        yield (
-            '<p class="dim">The best weights were chosen on the same images, so expect slightly worse metrics on new '
-            "images.</p>"
-        )
+    untrained = untrained_note(config, bundle)
+    colours = colour_note(images_of(source), config.images.channels)
+    chosen = split == "validation" and config.run.keep == "best"
+    found = [
+        (absent, f"Note: {absent}.", False),
+        (method, f"{_model(config)}, {method} on {config.data.spec}.", True),
+        (untrained, f"Note: {untrained}.", False),
+        (colours, f"Note: {colours}. To learn from colours, train with --channels 3.", False),
+        (chosen, "The best weights were chosen on the same images, so expect slightly worse metrics on new images.",
+         True),
+    ]  # fmt: skip
+    return [{"text": text, "is_dim": is_dim} for applies, text, is_dim in found if applies]
 
 
 def _settings(
     config: TrainConfig, record: dict[str, Any], events: Sequence[dict[str, Any]], bundle: Bundle
-) -> Iterator[str]:
-    """Yield a table of the main settings, and of the run's time and memory."""
+) -> list[tuple[str, str]]:
+    """Return the names and values of the main settings, and of the run's time and memory."""
     rates, data, noun = config.optimizer, record["data"], config.task.output_noun
     splits = ", ".join(f"{data[name]:,} {name}" for name in ("train", "validation", "test") if data[name])
     height, width = bundle.preprocess.image_size
@@ -205,31 +205,22 @@ def _settings(
             speed = f"{event['images_per_second']:,.0f} images/s"
             memory = f"peak memory {event['peak_memory_bytes'] / 2**30:.2f} GiB"
             rows.append(("time", f"{_duration(event['seconds'])} on {record['machine']['device']}, {speed}, {memory}"))
-    yield "<h2>Settings</h2>"
-    half = (len(rows) + 1) // 2
-    yield '<div class="beside texts">'
-    yield from (table(("setting", "value"), part) for part in (rows[:half], rows[half:]))
-    yield "</div>"
-    yield from (f'<p class="dim">{escape(note)}.</p>' for note in data["notes"])
-    yield '<p class="dim">The file run.json beside this page has all settings.</p>'
+    return rows
 
 
 def _trials(
     tried: Sequence[Tried], events: Sequence[dict[str, Any]], bundle: Bundle, metric: TaskMetric
-) -> Iterator[str]:
-    """Yield a table of the start, the trials and the finished model."""
+) -> list[tuple[str, str, str]]:
+    """Return table rows of the start, the trials and the finished model, if there were trials."""
     final = bundle.metrics.get(f"validation_{metric.name}")
     starts = [event for event in events if event["event"] == "evaluation" and event["step"] == 0]
     if not tried and starts and metric.name in starts[0]:
         tried = (Tried("the start, before the first step", 0, starts[0][metric.name]),)
     if not tried or final is None:
-        return
+        return []
     rows = [(one.name, f"{one.steps:,}", one.text(metric)) for one in tried]
     rows.append(("the saved model", f"{bundle.provenance.get('step', 0):,}", metric.text(final)))
-    yield "<h2>Trials</h2>"
-    yield table(("settings", "steps", "on the validation split"), rows)
-    trials = "Trials have fewer steps than the final run, and are measured on at most 256 of these images."
-    yield f'<p class="dim">{trials} They chose the settings.</p>'
+    return rows
 
 
 def _model(config: TrainConfig) -> str:
@@ -262,24 +253,8 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _overview(summary: str, figure: str) -> Iterator[str]:
-    """Yield the table of the metrics, with the first figure beside it if there is one."""
-    if not figure:
-        yield summary
-        return
-    yield f'<div class="beside">\n{summary}\n<div class="charts">\n{figure}\n</div>\n</div>'
-
-
-def _curves(figures: Sequence[str]) -> Iterator[str]:
-    """Yield the remaining training curves."""
-    if figures:
-        yield '<h2>Training curves</h2>\n<div class="charts">'
-        yield from figures
-        yield "</div>"
-
-
-def _skipped(report: AnyReport, split: str, events: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield a table of the images that could not be decoded, during training or when the finished model was measured.
+def _skipped(report: AnyReport, split: str, events: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """Return the images that could not be decoded, during training or when the finished model was measured.
 
     In journals of earlier versions, skipped images come before the event that identifies their split: a checkpoint or
     an evaluation.
@@ -294,12 +269,7 @@ def _skipped(report: AnyReport, split: str, events: Sequence[dict[str, Any]]) ->
             found |= {(one.get("split", split_of), one["key"]): one["reason"] for one in pending}
             pending = []
     found |= {(split, one.key): one.reason for one in report.skipped}
-    rows = [(key, reason, where) for (where, key), reason in found.items()]
-    if rows:
-        yield f"<h2>{plural(len(rows), 'image')} skipped</h2>"
-        yield f'<div class="texts">{table(("image", "reason", "split"), rows[:MAX_SKIPPED])}</div>'
-        if len(rows) > MAX_SKIPPED:
-            yield f'<p class="dim">and {len(rows) - MAX_SKIPPED:,} more, which journal.jsonl names.</p>'
+    return [(key, reason, where) for (where, key), reason in found.items()]
 
 
 # Sections of the report for predicted numbers: summary, scatter plots, residuals and largest errors.
@@ -338,27 +308,22 @@ def number_rows(report: RegressionReport) -> list[tuple[str, str, str]]:
     return rows
 
 
-def scatter_section(report: RegressionReport) -> Iterator[str]:
-    """Yield a scatter plot of predicted over true values for each number, at most 12."""
-    yield "<h2>Predicted and true values</h2>"
-    yield '<p class="dim">A dot per image. Dots on the dashed line are predicted exactly.</p>\n<div class="charts">'
+def scatters(report: RegressionReport) -> Section:
+    """Return a scatter plot of predicted over true values for each number, at most 12."""
     known = [output for output in report.per_output if output.metrics is not None]
+    charts = []
     for output in known[:MAX_PLOTS]:
         shown, images = len(output.points), output.images
         caption = output.name if shown == images else f"{output.name}, {shown:,} of {images:,} images"
         titles = [f"true {true:.4g}, predicted {predicted:.4g}" for true, predicted in output.points]
         label = f"Predicted over true values of {output.name}. {_description(output)}"
-        chart = scatter_plot(output.points, titles, label=label)
-        yield f"<figure>\n<figcaption>{escape(caption)}</figcaption>\n{chart}\n</figure>"
-    yield "</div>"
-    if len(known) > MAX_PLOTS:
-        yield f'<p class="dim">and {len(known) - MAX_PLOTS:,} more numbers</p>'
+        charts.append(Chart(caption, scatter_plot(output.points, titles, label=label)))
+    return {"charts": charts, "hidden": len(known[MAX_PLOTS:])}
 
 
-def residuals_section(report: RegressionReport) -> Iterator[str]:
-    """Yield a table with the mean and the quantiles of each number's residuals."""
+def residuals(report: RegressionReport) -> Section:
+    """Return a table with the mean and the quantiles of each number's residuals."""
     inner = [place for place, quantile in enumerate(QUANTILES) if 0 < quantile < 1]
-    heads = ("number", "images", "mean", *(f"{QUANTILES[place]:.0%} quantile" for place in inner))
     rows = [
         (
             output.name,
@@ -369,19 +334,21 @@ def residuals_section(report: RegressionReport) -> Iterator[str]:
         for output in report.per_output
         if output.mean_residual is not None
     ]
-    yield "<h2>Residuals</h2>"
-    yield '<p class="dim">A residual is the predicted minus the true number.</p>'
-    yield table(heads, rows)
+    quantiles = (f"{QUANTILES[place]:.0%} quantile" for place in inner)
+    return {"heads": ("number", "images", "mean", *quantiles), "rows": rows}
 
 
-def errors_section(report: RegressionReport, source: Source) -> Iterator[str]:
-    """Yield the largest errors, in standard deviations of the true numbers. Their pictures are read from `source`."""
-    figures = [_error(one, source) for one in report.worst[:MAX_MISTAKES]]
-    explanation = "The largest errors, in standard deviations of the true numbers."
-    yield from largest_errors(figures, explanation, "All numbers are predicted exactly.")
+def errors(report: RegressionReport, source: Source) -> Section:
+    """Return the largest errors, in standard deviations of the true numbers. Their pictures are read from
+    `source`."""
+    return {
+        "pictures": [(picture_of(one.index, source), _error(one)) for one in report.worst[:MAX_MISTAKES]],
+        "explanation": "The largest errors, in standard deviations of the true numbers.",
+        "without": "All numbers are predicted exactly.",
+    }
 
 
-def _error(error: LargeError, source: Source) -> str:
+def _error(error: LargeError) -> list[str]:
     lines = [
         f"true {shorten(error.name, MAX_NAME)}: {error.true:.4g}",
         f"predicted: {error.predicted:.4g}",
@@ -389,7 +356,7 @@ def _error(error: LargeError, source: Source) -> str:
     ]
     if error.deviations is not None:
         lines.insert(2, f"{error.deviations:.1f} standard deviations off")
-    return figure(thumbnail(picture_of(error.index, source), f"{lines[0]}, {lines[1]}"), lines)
+    return lines
 
 
 def _row(name: str, metric: Metric, form: str) -> tuple[str, str, str]:
@@ -442,39 +409,28 @@ def picture_of(index: int, source: Source) -> Image.Image | None:
         return None
 
 
-def confusion_section(report: ClassificationReport) -> Iterator[str]:
-    """Yield the confusion matrix of all classes that occur, and the most frequently confused pairs of classes."""
+def confusion(report: ClassificationReport) -> Section | None:
+    """Return the confusion matrix of all classes that occur, and the most frequently confused pairs of classes."""
     if report.multi_label is not None:
-        return
+        return None
     positions = {row.index: position for position, row in enumerate(report.per_class)}
     names = [row.name for row in report.per_class]
     cells = [(positions[true], positions[predicted], images) for true, predicted, images in report.confusion]
     wrong = [cell for cell in cells if cell[0] != cell[1]]
     wrong.sort(key=lambda cell: (-cell[2], -cell[2] / report.per_class[cell[0]].images))
     fits = len(names) <= MAX_MATRIX_CLASSES
-    yield "<h2>Confusion matrix</h2>" if fits else "<h2>Most confused classes</h2>"
-    if fits:
-        yield (
-            '<p class="dim">Number of images per true class (row) and predicted class (column). The shade is the '
-            "fraction of the row.</p>"
-        )
-        label = f"Confusion matrix of {plural(len(names), 'class')}; the table below lists the most confused pairs."
-        yield f'<div class="scroll">\n{confusion_matrix(cells, names, label=label)}\n</div>'
-    if not wrong:
-        yield "<p>No image was predicted as another class.</p>"
-        return
+    label = f"Confusion matrix of {plural(len(names), 'class')}; the table below lists the most confused pairs."
     shown = PAIRS_BESIDE_MATRIX if fits else MAX_PAIRS
-    rows = [
+    pairs = [
         (names[true], names[predicted], f"{images:,}", f"{images / report.per_class[true].images:.1%}")
         for true, predicted, images in wrong[:shown]
     ]
-    yield f'<div class="texts">{table(("true class", "predicted as", "images", "of the class"), rows)}</div>'
-    if len(wrong) > shown:
-        yield f'<p class="dim">and {plural(len(wrong) - shown, "rarer pair")}</p>'
+    matrix = confusion_matrix(cells, names, label=label) if fits else None
+    return {"matrix": matrix, "pairs": pairs, "hidden": len(wrong[shown:])}
 
 
-def classes_section(report: ClassificationReport) -> Iterator[str]:
-    """Yield a table of at most 200 classes, worst first.
+def classes(report: ClassificationReport) -> Section:
+    """Return a table of at most 200 classes, worst first.
 
     Classes are sorted by accuracy, or by average precision if images can have several labels.
     """
@@ -484,7 +440,7 @@ def classes_section(report: ClassificationReport) -> Iterator[str]:
         value = row.average_precision if multi_label else row.accuracy
         return (math.inf if value is None else value), -row.images
 
-    classes = sorted(report.per_class, key=quality)
+    ordered = sorted(report.per_class, key=quality)
     rows = [
         (
             row.name,
@@ -494,50 +450,38 @@ def classes_section(report: ClassificationReport) -> Iterator[str]:
             _percent(row.precision),
             _percent(row.f1),
         )
-        for row in classes[:MAX_CLASSES]
+        for row in ordered[:MAX_CLASSES]
     ]
     first = ["average precision", "recall"] if multi_label else ["accuracy"]
-    yield "<h2>Metrics per class, worst first</h2>"
-    yield table(("class", "images", *first, "precision", "F1"), rows)
-    if len(classes) > MAX_CLASSES:
-        yield f'<p class="dim">and {plural(len(classes) - MAX_CLASSES, "better class")}</p>'
+    return {"heads": ("class", "images", *first, "precision", "F1"), "rows": rows, "hidden": len(ordered[MAX_CLASSES:])}
 
 
-def calibration_section(report: ClassificationReport) -> Iterator[str]:
-    """Yield the reliability diagram and the calibration metrics, before and after temperature scaling."""
+def calibration(report: ClassificationReport) -> Section | None:
+    """Return the reliability diagram and the calibration metrics, before and after temperature scaling."""
     before, after = report.calibration, report.scaled
     if before is None:
-        return
+        return None
     columns: list[tuple[str, Calibration]] = [("uncalibrated", before)]
     if after is not None:
         columns.append((f"with temperature {after.temperature:.3g}", after))
-    yield "<h2>Calibration</h2>"
-    error = f"{100 * before.error.value:.1f} points"
-    scaled = "" if after is None else f", and by {100 * after.error.value:.1f} after temperature scaling"
-    yield (
-        f"<p>Confidence and accuracy differ by {error} on average{scaled}. Dots below the diagonal are images on which "
-        "the model is too confident; above it, it is not confident enough.</p>"
-    )
     label = "Reliability diagram: accuracy over confidence. " + " ".join(
         f"Calibration error {name}: {one.error.value:.2%}." for name, one in columns
     )
-    chart = reliability_diagram(_filled(before), None if after is None else _filled(after), label=label)
-    names = [name for name, _ in reversed(columns)]
-    caption = f"Accuracy over confidence, with 95% intervals; a dot's area is its number of images{legend(names)}"
-    rows = [
-        ("expected calibration error", *(f"{one.error.value:.2%}" for _, one in columns)),
-        ("cross-entropy, nats", *(f"{one.cross_entropy.value:.4f}" for _, one in columns)),
-        ("Brier score", *(f"{one.brier.value:.4f}" for _, one in columns)),
-    ]
-    yield '<div class="beside">'
-    yield f'<div class="charts"><figure>\n<figcaption>{caption}</figcaption>\n{chart}\n</figure></div>'
-    yield table(("metric", *(name for name, _ in columns)), rows)
-    yield "</div>"
-    if after is not None:
-        yield (
-            '<p class="dim">The temperature was fitted on the validation split. It divides the logits, so no '
-            "prediction changes.</p>"
-        )
+    return {
+        "is_scaled": after is not None,
+        "errors": [f"{100 * one.error.value:.1f}" for _, one in columns],
+        "chart": Chart(
+            "Accuracy over confidence, with 95% intervals; a dot's area is its number of images",
+            reliability_diagram(_filled(before), None if after is None else _filled(after), label=label),
+            tuple(name for name, _ in reversed(columns)),
+        ),
+        "heads": ("metric", *(name for name, _ in columns)),
+        "rows": [
+            ("expected calibration error", *(f"{one.error.value:.2%}" for _, one in columns)),
+            ("cross-entropy, nats", *(f"{one.cross_entropy.value:.4f}" for _, one in columns)),
+            ("Brier score", *(f"{one.brier.value:.4f}" for _, one in columns)),
+        ],
+    }
 
 
 def _filled(calibration: Calibration) -> list[tuple[float, float, int]]:
@@ -549,32 +493,26 @@ def _filled(calibration: Calibration) -> list[tuple[float, float, int]]:
     ]
 
 
-def mistakes_section(report: ClassificationReport, source: Source) -> Iterator[str]:
-    """Yield the wrong predictions with the largest loss. Their pictures are read from `source`."""
+def mistakes(report: ClassificationReport, source: Source) -> Section:
+    """Return the wrong predictions with the largest loss. Their pictures are read from `source`."""
     multi_label = report.multi_label is not None
-    figures = [_mistake(one, source, multi_label=multi_label) for one in report.worst[:MAX_MISTAKES]]
-    yield from largest_errors(figures, "The wrong predictions with the largest loss.", "All predictions are right.")
+    return {
+        "pictures": [
+            (picture_of(one.index, source), _mistake(one, multi_label=multi_label))
+            for one in report.worst[:MAX_MISTAKES]
+        ],
+        "explanation": "The wrong predictions with the largest loss.",
+        "without": "All predictions are right.",
+    }
 
 
-def largest_errors(figures: Sequence[str], explanation: str, without: str) -> Iterator[str]:
-    """Yield the figures of the largest errors with an explanation, or the text `without` if there are no errors."""
-    yield "<h2>Largest errors</h2>"
-    if not figures:
-        yield f"<p>{without}</p>"
-        return
-    yield f'<p class="dim">{explanation}</p>\n<div class="strip">'
-    yield from figures
-    yield "</div>"
-
-
-def _mistake(mistake: Mistake, source: Source, *, multi_label: bool) -> str:
-    lines = (
+def _mistake(mistake: Mistake, *, multi_label: bool) -> tuple[str, ...]:
+    return (
         f"true: {shorten(', '.join(mistake.labels) or 'none', MAX_NAME)}",
         f"predicted: {shorten(', '.join(mistake.predicted) or 'none', MAX_NAME)}",
         f"{mistake.probability:.1%}{' for the likeliest class' if multi_label else ''}",
         shorten(mistake.key, MAX_NAME),
     )
-    return figure(thumbnail(picture_of(mistake.index, source), f"{lines[0]}, {lines[1]}"), lines)
 
 
 def _percent(value: float | None) -> str:
