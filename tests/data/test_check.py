@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitrail.data.check.findings import Report
+from vitrail.data.check.findings import Report, quick_check
 from vitrail.data.check.images import Oddity, look
-from vitrail.data.check.report import check_data, page, quick_check
+from vitrail.data.check.report import check_data, page
 from vitrail.data.formats.pack import pack
 from vitrail.data.source import Sample, Source, samples_of
 from vitrail.data.sources import open_data

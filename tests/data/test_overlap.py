@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitrail.data.check import duplicates
-from vitrail.data.check.duplicates import shared_images
+from vitrail.data import source
 from vitrail.data.formats.fractals import FractalSource
 from vitrail.data.formats.pack import pack
-from vitrail.data.source import Source, mixed, samples_of, subset
+from vitrail.data.source import Source, mixed, samples_of, shared_images, subset
 from vitrail.data.sources import mix_in, open_data
 from vitrail.data.splits import cut_slice
 from vitrail.errors import DataError
@@ -86,7 +85,7 @@ def test_arrays_are_compared_by_their_pixels_and_only_so_many(
     train, held_out = memory_source(images, labels=[0] * 30), memory_source(images[:3] + images[:27], labels=[0] * 30)
     assert shared_images(train, held_out) == [0, 1, 2]
     assert shared_images(memory_source([b""] * 3, labels=[0] * 3), memory_source([b""] * 3, labels=[0] * 3)) == []
-    monkeypatch.setattr(duplicates, "MOST_READ", 2)
+    monkeypatch.setattr(source, "MOST_READ", 2)
     assert shared_images(train, train) == [0, 29]
     assert samples_of(train).origin(0) is None and mixed([train], [1.0]).origin(0) is None
 

@@ -24,10 +24,10 @@ from PIL import Image
 from vitrail.data import pipeline
 from vitrail.data.augment.draws import torchvision_crop
 from vitrail.data.batch import Batch, LocalViews
-from vitrail.data.formats.folder import Files, read_folder
+from vitrail.data.formats.folder import read_folder
 from vitrail.data.pipeline import Ranks, Readers, Stage, TrainingBatches, evaluation_batches, skips_allowed
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Samples, Source, mixed
+from vitrail.data.source import Files, Samples, Source, mixed
 from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError, ProcessError
 

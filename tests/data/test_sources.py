@@ -336,7 +336,7 @@ def test_fashion_mnist_is_opened_where_it_is_located(
     idx_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = idx_folder(train=[0, 9, 3], t10k=[5])
-    monkeypatch.setattr("vitrail.data.sources.locate_fashion_mnist", lambda: root)
+    monkeypatch.setattr("vitrail.data.formats.idx.locate_fashion_mnist", lambda: root)
     splits = open_data("fashion-mnist", validation_share=0.0)
     assert isinstance(splits, Splits) and splits.classes == idx.FASHION_MNIST
     assert names_of(splits.train) == ["T-shirt/top", "Ankle boot", "Dress"] and names_of(splits.test) == ["Sandal"]

@@ -21,10 +21,9 @@ from rich.text import Text
 from vitrail.cli.console import image_paths, images_bar
 from vitrail.cli.options import Call, Command, Example, Positional
 from vitrail.data.check.images import colour_note, images_of
-from vitrail.data.formats.folder import files_of
 from vitrail.data.pipeline import Readers, queue_bytes
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Source
+from vitrail.data.source import Source, files_of
 from vitrail.data.sources import open_whole
 from vitrail.errors import ConfigError, DataError, Interrupted, UndecodableImage
 from vitrail.evaluation.classifiers.nearest import nearest

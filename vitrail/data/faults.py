@@ -28,6 +28,9 @@ OWN_RECORDS = {
 """Files in which Vitrail describes a folder of its output, each with a field that it has."""
 
 
+TABLES = (".csv", ".tsv", ".jsonl")
+"""Suffixes of tables of images."""
+
 Severity = Literal["error", "warning", "note"]
 """An error makes training fail. With a warning, training works and prints a note, but the model is worse or its metrics
 are wrong. A note is only information."""

@@ -5,16 +5,20 @@ A source returns samples by index. It does not depend on the order of training, 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int64, UInt8
+from jaxtyping import Int64, Shaped, UInt8
 
+from vitrail.data.faults import Fault
 from vitrail.data.targets import SoftTarget, Target, TargetKind, Targets
+from vitrail.errors import DataError, UndecodableImage, plural
 
 
 @dataclass(frozen=True)
@@ -273,3 +277,166 @@ def fingerprint(*sources: Source | None) -> str:
             if (amounts := soft_target_of(source, index)) is not None:
                 digest.update(amounts.tobytes())
     return digest.hexdigest()
+
+
+class Files:
+    """Image files below a folder, named by relative paths.
+
+    `inodes` holds the inode of each file. If a file was removed or cannot be read, reading it raises
+    `UndecodableImage`, so that training can skip it.
+    """
+
+    def __init__(self, root: Path, keys: list[str], inodes: Sequence[int] | Shaped[np.ndarray, " n"]) -> None:
+        self.root = root
+        self.keys = keys
+        self.inodes = np.asarray(inodes, dtype=np.uint64)
+
+    def key(self, place: int) -> str:
+        return self.keys[place]
+
+    def image(self, place: int) -> bytes:
+        path = os.path.join(self.root, self.keys[place])  # noqa: PTH118 (making a Path takes longer than reading a small file)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                return file.read()
+        except OSError as error:
+            raise UndecodableImage(f"cannot read {path}: {error.strerror}") from error
+
+    def stamp(self, place: int) -> str:
+        """Return the file's size, modification time and inode change time.
+
+        Programs that copy or unpack files cannot set the inode change time.
+        """
+        try:
+            status = os.stat(os.path.join(self.root, self.keys[place]))  # noqa: PTH116, PTH118 (as above)
+        except OSError as error:
+            return str(error.strerror)
+        return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+
+    def origin(self, place: int) -> str:
+        """Return the file's inode, which is the same under all names of the file."""
+        return f"file {self.inodes[place]}"
+
+
+def file_samples(
+    root: Path, keys: list[str], inodes: Sequence[int] | Shaped[np.ndarray, " n"], targets: Targets
+) -> Samples:
+    """Return the image files below a folder, with one target per file."""
+    return Samples((Files(root, keys, inodes),), range(len(keys)), targets)
+
+
+def files_of(source: Source) -> Files | None:
+    """Return the files of a source that consists of all files that were found in a folder or a table."""
+    if not isinstance(source, Samples) or not isinstance(source.places, range):
+        return None
+    return source.readers[0] if isinstance(source.readers[0], Files) else None
+
+
+def shared_files(train: Source, held_out: Source, split: str) -> Iterator[Fault]:
+    """Yield a fault if the training split and another split contain the same file, even under different names."""
+    own, other = files_of(train), files_of(held_out)
+    if own is None or other is None:
+        return
+    common = np.intersect1d(own.inodes, other.inodes)
+    mine, theirs = (_first_paths(source, common) for source in (own, other))
+    pairs = [(path, theirs[file]) for file, path in mine.items() if file in theirs]
+    if pairs:
+        yield Fault(
+            "shared-files", "error", len(pairs),
+            f"the training split and the {split} split share {plural(len(pairs), 'file')}, such as {pairs[0][0]} and "
+            f"{pairs[0][1]}; training must not see held-out images, so remove one copy of each",
+            "Training refuses the data.",
+            "Remove one copy of each file.",
+        )  # fmt: skip
+
+
+def _first_paths(source: Files, inodes: Shaped[np.ndarray, " n"]) -> dict[tuple[int, int], Path]:
+    """Return the first path of each file that has one of these inodes. Files on two disks can have the same inode, so
+    the keys are pairs of device and inode. Files that cannot be read are skipped."""
+    found: dict[tuple[int, int], Path] = {}
+    for index in np.flatnonzero(np.isin(source.inodes, inodes)):
+        path = source.root / source.key(int(index))
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            found.setdefault((status.st_dev, status.st_ino), path)
+    return found
+
+
+def inode_of(entry: os.DirEntry[str]) -> int:
+    """Return the inode of the file that an entry refers to. For a broken link, return the inode of the link."""
+    if not entry.is_symlink():
+        return entry.inode()
+    try:
+        return entry.stat().st_ino
+    except OSError:
+        return entry.inode()
+
+
+def inodes_in(folder: Path) -> dict[str, int]:
+    """Return the inodes of the files in a folder, by name. A folder that cannot be read has none."""
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name: inode_of(entry) for entry in entries}
+    except OSError:
+        return {}
+
+
+MOST_READ = 1000
+"""Largest number of pairs of images with the same file name that are read and compared."""
+
+
+def shared_images(train: Source, held_out: Source) -> list[int]:
+    """Return the indices of held-out images that the training data also contains.
+
+    Two samples are the same image if both come from the same place, such as a file or a part of a file, even under
+    different names. Two images are also the same if they have the same file name and the same bytes or pixels. If more
+    than 1,000 pairs have the same file name, only 1,000 evenly spaced pairs are compared.
+    """
+    if not len(train) or not len(held_out):
+        return []
+    own, other_samples = samples_of(train), samples_of(held_out)
+    origins = {origin: index for index in range(len(held_out)) if (origin := other_samples.origin(index)) is not None}
+    kind = (own.origin(0) or "").partition(" ")[0]
+    same = set()
+    if any(origin.startswith(f"{kind} ") for origin in origins):
+        for index in range(len(train)):
+            other = origins.get(own.origin(index) or "")
+            if other is None:
+                continue
+            # files on two disks can have the same inode, but hardly the same times as well
+            if kind != "file" or own.stamp(index) == other_samples.stamp(other):
+                same.add(other)
+    if kind != "fractal":
+        same |= {
+            other
+            for one, other in _with_same_name(train, held_out)
+            if other not in same and _equal(train, held_out, one, other)
+        }
+    return sorted(same)
+
+
+def _with_same_name(train: Source, held_out: Source) -> Iterator[tuple[int, int]]:
+    """Yield at most `MOST_READ` pairs of indices: a training image and a held-out image with the same file name in any
+    folder.
+
+    The pairs are counted and not listed, because classes whose images have the same numbers have millions of them.
+    """
+    names: dict[str, list[int]] = {}
+    for index in range(len(held_out)):
+        names.setdefault(held_out.key(index).rpartition("/")[2], []).append(index)
+    counts = [len(names.get(train.key(index).rpartition("/")[2], ())) for index in range(len(train))]
+    ends = np.cumsum(counts, dtype=np.int64)
+    total = int(ends[-1])
+    for place in np.unique(np.linspace(0, total - 1, min(MOST_READ, total)).astype(np.int64)).tolist():
+        index = int(np.searchsorted(ends, place, side="right"))
+        yield index, names[train.key(index).rpartition("/")[2]][place - int(ends[index]) + counts[index]]
+
+
+def _equal(train: Source, held_out: Source, one: int, other: int) -> bool:
+    try:
+        mine, theirs = train[one].image, held_out[other].image
+    except DataError:  # training will skip the image and report it
+        return False
+    if isinstance(mine, bytes) and isinstance(theirs, bytes):
+        return mine == theirs != b""  # an empty file is a broken image, not a copy
+    return isinstance(mine, np.ndarray) and isinstance(theirs, np.ndarray) and np.array_equal(mine, theirs)

@@ -6,20 +6,11 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from vitrail.data.check.duplicates import shared_images
-from vitrail.data.faults import has_predictions, is_own_output, refuse
-from vitrail.data.formats.folder import class_folders, has_classes, has_images, open_folders, shared_files
-from vitrail.data.formats.fractals import open_fractals
-from vitrail.data.formats.hub import open_hub_data
-from vitrail.data.formats.idx import FASHION_MNIST, has_idx, locate_fashion_mnist, open_bundled, open_idx
-from vitrail.data.formats.parquet import looks_like_parquet, open_parquet
-from vitrail.data.formats.pseudo_labels import Pool, looks_like_pseudo_labels, open_pseudo_labels
-from vitrail.data.formats.table import SUFFIXES as TABLES
-from vitrail.data.formats.table import open_table, tables_in
-from vitrail.data.formats.tar import looks_like_shards, open_shards
-from vitrail.data.source import Source, mixed, samples_of, subset, target_kind
+from vitrail.data import formats
+from vitrail.data.faults import TABLES, has_predictions, is_own_output, refuse
+from vitrail.data.source import Source, mixed, samples_of, shared_files, shared_images, subset, target_kind
 from vitrail.data.splits import (
     CutMethod,
     Format,
@@ -39,6 +30,9 @@ from vitrail.data.splits import (
 from vitrail.data.targets import TargetKind, similar_names
 from vitrail.errors import ConfigError, DataError, listed, nearest, plural
 from vitrail.report.page import printable
+
+if TYPE_CHECKING:
+    from vitrail.data.formats.pseudo_labels import Pool
 
 KINDS: dict[TargetKind, str] = {
     "class": "one class per image",
@@ -297,8 +291,16 @@ def _open(request: Request) -> Splits:
     )
 
 
+def _has_classes(request: Request) -> bool:
+    return request.is_folder and not request.numbers and formats.folder.has_classes(request.path, request.choice.splits)
+
+
+def _open_folders(request: Request) -> Splits:
+    return formats.folder.open_folders(request.path, request.classes, request.unlabelled, request.choice.splits)
+
+
 def _open_class_folders(request: Request) -> Splits:
-    splits = open_folders(request.path, request.classes, request.unlabelled, request.choice.splits)
+    splits = _open_folders(request)
     return replace(splits, notes=(*splits.notes, *_beside(request.path)))
 
 
@@ -318,20 +320,20 @@ def _open_table_folder(request: Request) -> Splits:
 
 
 def _open_tables(request: Request, tables: list[Path], *, is_folder: bool) -> Splits:
-    return open_table(
+    return formats.table.open_table(
         tables, request.classes, numbers=request.numbers, unlabelled=request.unlabelled, choice=request.choice,
         is_folder=is_folder,
     )  # fmt: skip
 
 
 def _tables_in(request: Request) -> list[Path]:
-    if not request.is_folder or has_idx(request.path):
+    if not request.is_folder or formats.idx.has_idx(request.path):
         return []
-    return tables_in(request.path, request.choice.splits)
+    return formats.table.tables_in(request.path, request.choice.splits)
 
 
 def _inner(request: Request) -> Path | None:
-    return wrapped(request.path) if request.is_folder and not has_idx(request.path) else None
+    return wrapped(request.path) if request.is_folder and not formats.idx.has_idx(request.path) else None
 
 
 def _open_inner(request: Request) -> Splits:
@@ -359,41 +361,39 @@ ALL_CHOICES = ("splits", "image", "label", "separator", "keep_missing")
 FORMATS = [
     Format(
         lambda request: request.location.startswith("hf:"),
-        lambda request: open_hub_data(request.location, request.classes, request.numbers, request.choice),
+        lambda request: formats.hub.open_hub_data(request.location, request.classes, request.numbers, request.choice),
         ALL_CHOICES, has_numbers=True, name="hf:ORG/NAME",
     ),
-    Format(
-        lambda request: (
-            request.is_folder and not request.numbers and has_classes(request.path, request.choice.splits)
-        ),
-        _open_class_folders, ("splits",),
-    ),
+    Format(_has_classes, _open_class_folders, ("splits",)),
     Format(
         lambda request: request.location == "bundled",
-        lambda request: open_bundled(), name="bundled",
+        lambda request: formats.idx.open_bundled(), name="bundled",
     ),
     Format(
         lambda request: request.location == "fashion-mnist",
-        lambda request: open_idx(locate_fashion_mnist(), FASHION_MNIST), name="fashion-mnist",
+        lambda request: formats.idx.open_fashion_mnist(), name="fashion-mnist",
     ),
     Format(
         lambda request: request.location.startswith("fractals:"),
-        lambda request: Splits(open_fractals(request.location), None, None), name="fractals:CLASSES:SAMPLES",
+        lambda request: Splits(formats.fractals.open_fractals(request.location), None, None),
+        name="fractals:CLASSES:SAMPLES",
     ),
     Format(
-        lambda request: looks_like_shards(_place(request), request.choice.splits),
-        lambda request: open_shards(_place(request), request.classes, request.numbers, request.choice.splits),
+        lambda request: formats.tar.looks_like_shards(_place(request), request.choice.splits),
+        lambda request: formats.tar.open_shards(
+            _place(request), request.classes, request.numbers, request.choice.splits
+        ),
         ("splits",), has_numbers=True,
     ),
     Format(
-        lambda request: looks_like_pseudo_labels(request.path),
-        lambda request: open_pseudo_labels(request.path, request.classes, open_pool),
+        lambda request: formats.pseudo_labels.looks_like_pseudo_labels(request.path),
+        lambda request: formats.pseudo_labels.open_pseudo_labels(request.path, request.classes, open_pool),
     ),
     Format(lambda request: request.is_folder and is_own_output(request.path), _refuse_own_output, ALL_CHOICES,
            has_numbers=True),
     Format(
-        lambda request: not request.is_url and looks_like_parquet(request.path),
-        lambda request: open_parquet(request.path, request.classes, request.numbers, request.choice),
+        lambda request: not request.is_url and formats.parquet.looks_like_parquet(request.path),
+        lambda request: formats.parquet.open_parquet(request.path, request.classes, request.numbers, request.choice),
         ALL_CHOICES, has_numbers=True,
     ),
     Format(
@@ -403,14 +403,10 @@ FORMATS = [
     Format(_tables_in, _open_table_folder, ALL_CHOICES, has_numbers=True),
     Format(_inner, _open_inner, ALL_CHOICES, has_numbers=True),
     Format(
-        lambda request: request.is_folder and has_idx(request.path),
-        lambda request: open_idx(request.path, known=request.classes),
+        lambda request: request.is_folder and formats.idx.has_idx(request.path),
+        lambda request: formats.idx.open_idx(request.path, known=request.classes),
     ),
-    Format(
-        lambda request: request.is_folder,
-        lambda request: open_folders(request.path, request.classes, request.unlabelled, request.choice.splits),
-        ("splits",),
-    ),
+    Format(lambda request: request.is_folder, _open_folders, ("splits",)),
 ]  # fmt: skip
 """All formats of data. The first one that recognises the data opens it, so a format must precede more general ones."""
 
@@ -418,11 +414,16 @@ FORMATS = [
 def wrapped(root: Path) -> Path | None:
     """Return the only folder in `root` if it holds several folders and `root` nothing else than hidden and unrelated
     files. Return None if `root` itself is the data."""
-    folders = class_folders(root)
-    if len(folders) != 1 or named_splits([folders[0].name]) or has_images(root):
+    folders = formats.folder.class_folders(root)
+    if len(folders) != 1 or named_splits([folders[0].name]) or formats.folder.has_images(root):
         return None
     inner = folders[0]
-    is_data = len(class_folders(inner)) > 1 or looks_like_shards(str(inner)) or tables_in(inner) or wrapped(inner)
+    is_data = (
+        len(formats.folder.class_folders(inner)) > 1
+        or formats.tar.looks_like_shards(str(inner))
+        or formats.table.tables_in(inner)
+        or wrapped(inner)
+    )
     return inner if is_data else None
 
 
@@ -435,11 +436,11 @@ def _beside(folder: Path, tables: Sequence[Path] = ()) -> Iterator[str]:
     predictions = [path for path in unread if path.suffix.lower() in TABLES and has_predictions(path)]
     others = [path for path in unread if path not in predictions]
     inner = {table.parent for table in tables if table.parent != folder}
-    bare = [place.name for place in class_folders(folder) if split_of(place.name) and place not in inner]
+    bare = [place.name for place in formats.folder.class_folders(folder) if split_of(place.name) and place not in inner]
     if inner and bare:
         yield f"{folder}: skipped {listed(bare)}, because no table in it gives its images labels"
     if others:
-        named = {split_of(table.name): table.name for table in tables_in(folder) if not tables}
+        named = {split_of(table.name): table.name for table in formats.table.tables_in(folder) if not tables}
         choice = ",".join(f"{split}={name}" for split, name in named.items() if split)
         way = f"--splits {choice}" if len(named) > 1 else f"--data {others[0]}"
         read = " and ".join(path.relative_to(folder).as_posix() for path in tables) or "the class folders"

@@ -20,7 +20,6 @@ from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from vitrail.data.batch import Batch
-from vitrail.data.check.duplicates import shared_images
 from vitrail.data.formats.pseudo_labels import (
     ClassCounts,
     LabelKind,
@@ -34,7 +33,7 @@ from vitrail.data.formats.pseudo_labels import (
     write_pseudo_labels,
 )
 from vitrail.data.pipeline import Readers
-from vitrail.data.source import Source, fingerprint
+from vitrail.data.source import Source, fingerprint, shared_images
 from vitrail.data.sources import absolute_spec, has_amount, open_pool
 from vitrail.data.splits import Splits
 from vitrail.errors import BundleError, ConfigError, DataError, RunError, plural

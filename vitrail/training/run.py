@@ -18,8 +18,8 @@ from torch import nn
 
 from vitrail.cores import compute_threads
 from vitrail.data.batch import Skipped
+from vitrail.data.check.findings import quick_check
 from vitrail.data.check.images import colour_note, images_of
-from vitrail.data.check.report import quick_check
 from vitrail.data.source import Source
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits

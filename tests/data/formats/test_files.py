@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vitrail.data.formats.folder import file_samples, shared_files
-from vitrail.data.source import Samples
+from vitrail.data.source import Samples, file_samples, shared_files
 from vitrail.data.targets import Targets
 
 

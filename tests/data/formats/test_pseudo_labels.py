@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vitrail.data.check.duplicates import shared_images
 from vitrail.data.formats.pseudo_labels import (
     ClassCounts,
     LabelledRows,
@@ -20,7 +19,7 @@ from vitrail.data.formats.pseudo_labels import (
     PseudoLabelInfo,
     write_pseudo_labels,
 )
-from vitrail.data.source import fingerprint, has_soft_targets, soft_target_of
+from vitrail.data.source import fingerprint, has_soft_targets, shared_images, soft_target_of
 from vitrail.data.sources import absolute_spec, mix_in, open_data, open_pool
 from vitrail.errors import DataError
 from vitrail.testing import check_source

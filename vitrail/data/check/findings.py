@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
-from vitrail.data.check.duplicates import Duplicates
-from vitrail.data.check.images import Looks, Oddity, State
+from vitrail.data.check.images import Looks, Oddity, State, examine
 from vitrail.data.faults import Fault, Severity
 from vitrail.data.pipeline import skips_allowed
 from vitrail.data.source import Source, target_kind
@@ -20,6 +20,9 @@ from vitrail.data.splits import Splits
 from vitrail.data.targets import Target, class_indices, holds_numbers
 from vitrail.errors import listed, plural
 from vitrail.report.page import printable
+
+if TYPE_CHECKING:
+    from vitrail.data.check.duplicates import Duplicates
 
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
@@ -532,3 +535,70 @@ def _far(quantity: str, values: np.ndarray) -> np.ndarray:
     """
     distance = np.abs(values - np.median(values))
     return distance > FAR * max(1.4826 * float(np.median(distance)), LEAST_DEVIATIONS[quantity])
+
+
+QUICK_IMAGES = 64
+QUICK_SECONDS = 0.3
+
+
+def quick_check(splits: Splits) -> tuple[str, ...]:
+    """Return lines of text for the start of a run: image counts, image sizes, the most severe finding, and one line per
+    split that lacks a class.
+
+    All labels are examined. Up to 64 training images are decoded, within about 0.3 seconds. A broken image is a
+    finding, not an error.
+    """
+    sources = named_sources(splits)
+    counts = {name: count(name, source, 0) for name, source in sources.items()}
+    images = ", ".join(f"{len(source):,} {name}" for name, source in sources.items())
+    noun = "number" if splits.target_kind == "numbers" else "class"
+    line = f"images: {images}; {plural(len(splits.classes), noun) if splits.classes else 'no labels'}"
+    if (balance := balance_of(counts["train"])) is not None:
+        line += f" of {balance.smallest:,} to {balance.largest:,} training images each"
+    looks = _glance(splits.train)
+    found = [*_broken_now(splits.train, looks), *label_findings(splits.classes, counts)]
+    seen = f"checked {plural(len(looks), 'image')}: "
+    if (sizes := sizes_of(looks)) is not None:
+        (low, high), kinds = (sizes.smallest, sizes.largest), list(kinds_of(looks))
+        span = f"{low[0]} x {low[1]}" + ("" if low == high else f" to {high[0]} x {high[1]}")
+        seen += f"{span} pixels (width x height), {listed(kinds, 3)}"
+    else:
+        seen += "none of them can be decoded"
+    worst = most_severe_first(found)
+    if not worst:
+        return line, seen, "no problem found"
+    missing = [one for one in worst[1:] if one.kind.startswith("missing-in-")]
+    others = len(worst) - 1 - len(missing)
+    more = f" (and {plural(others, 'other finding')})" if others else ""
+    lines = [f"{one.severity}: {one.text}" for one in (worst[0], *missing)]
+    return line, seen, f"{lines[0]}{more}", *lines[1:]
+
+
+def _glance(source: Source) -> Looks:
+    """Examine evenly spaced images of a source, one after another, until the time limit is reached."""
+    begun = time.perf_counter()
+    rows = np.unique(np.linspace(0, len(source) - 1, min(QUICK_IMAGES, len(source))).astype(np.int64))
+    results = []
+    for row in rows.tolist():
+        results.append(examine(source, row))
+        if time.perf_counter() - begun > QUICK_SECONDS:
+            break
+    looks = Looks(np.zeros(len(results), np.uint8), rows[: len(results)])
+    for place, result in enumerate(results):
+        looks.put(place, result)
+    return looks
+
+
+def _broken_now(source: Source, looks: Looks) -> list[Finding]:
+    """Return a finding if some of the examined images could not be read or decoded."""
+    rows = np.flatnonzero(looks.state != State.OK).tolist()
+    if not rows:
+        return []
+    severity: Severity = "error" if (looks.state == State.UNREADABLE).any() else "warning"
+    first = f"{printable(source.key(int(looks.index[rows[0]])))}: {looks.reasons[rows[0]]}"
+    text = f"{len(rows)} of {plural(len(looks), 'checked image')} cannot be decoded, such as {first}"
+    return [Finding("broken", severity, len(rows), text, "", "")]
+
+
+def most_severe_first(found: list[Finding]) -> tuple[Finding, ...]:
+    return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))

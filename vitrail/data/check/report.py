@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -10,7 +9,6 @@ import numpy as np
 
 from vitrail.data.check.duplicates import find_duplicates
 from vitrail.data.check.findings import (
-    SEVERITIES,
     Examined,
     FaultExample,
     Finding,
@@ -21,19 +19,16 @@ from vitrail.data.check.findings import (
     image_findings,
     kinds_of,
     label_findings,
+    most_severe_first,
     named_sources,
     sizes_of,
 )
-from vitrail.data.check.images import MOST_DETAILED, Looks, Progress, State, examine, look_at_all
-from vitrail.data.faults import Severity
+from vitrail.data.check.images import MOST_DETAILED, Progress, look_at_all
 from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source, target_kind
 from vitrail.data.splits import Splits, drawn, drawn_per_class
 from vitrail.errors import ConfigError, DataError, listed, plural
-from vitrail.report.page import document, escape, figure, printable, table, thumbnail
-
-QUICK_IMAGES = 64
-QUICK_SECONDS = 0.3
+from vitrail.report.page import document, escape, figure, table, thumbnail
 
 
 def check_data(
@@ -79,42 +74,9 @@ def check_data(
         balance=balance_of(counts["train"]),
         sizes=sizes_of(looks),
         kinds=kinds_of(looks),
-        findings=_most_severe_first(found),
+        findings=most_severe_first(found),
         notes=tuple(notes),
     )
-
-
-def quick_check(splits: Splits) -> tuple[str, ...]:
-    """Return lines of text for the start of a run: image counts, image sizes, the most severe finding, and one line per
-    split that lacks a class.
-
-    All labels are examined. Up to 64 training images are decoded, within about 0.3 seconds. A broken image is a
-    finding, not an error.
-    """
-    sources = named_sources(splits)
-    counts = {name: count(name, source, 0) for name, source in sources.items()}
-    images = ", ".join(f"{len(source):,} {name}" for name, source in sources.items())
-    noun = "number" if splits.target_kind == "numbers" else "class"
-    line = f"images: {images}; {plural(len(splits.classes), noun) if splits.classes else 'no labels'}"
-    if (balance := balance_of(counts["train"])) is not None:
-        line += f" of {balance.smallest:,} to {balance.largest:,} training images each"
-    looks = _glance(splits.train)
-    found = [*_broken(splits.train, looks), *label_findings(splits.classes, counts)]
-    seen = f"checked {plural(len(looks), 'image')}: "
-    if (sizes := sizes_of(looks)) is not None:
-        (low, high), kinds = (sizes.smallest, sizes.largest), list(kinds_of(looks))
-        span = f"{low[0]} x {low[1]}" + ("" if low == high else f" to {high[0]} x {high[1]}")
-        seen += f"{span} pixels (width x height), {listed(kinds, 3)}"
-    else:
-        seen += "none of them can be decoded"
-    worst = _most_severe_first(found)
-    if not worst:
-        return line, seen, "no problem found"
-    missing = [one for one in worst[1:] if one.kind.startswith("missing-in-")]
-    others = len(worst) - 1 - len(missing)
-    more = f" (and {plural(others, 'other finding')})" if others else ""
-    lines = [f"{one.severity}: {one.text}" for one in (worst[0], *missing)]
-    return line, seen, f"{lines[0]}{more}", *lines[1:]
 
 
 def _rows(sources: list[Source], sample: int | None) -> list[np.ndarray]:
@@ -125,36 +87,6 @@ def _rows(sources: list[Source], sample: int | None) -> list[np.ndarray]:
     ends = [round(sample * end / total) for end in np.cumsum([len(source) for source in sources]).tolist()]
     counts = np.diff([0, *ends]).tolist()
     return [np.array(drawn(source, part), np.int64) for source, part in zip(sources, counts, strict=True)]
-
-
-def _glance(source: Source) -> Looks:
-    """Examine evenly spaced images of a source, one after another, until the time limit is reached."""
-    begun = time.perf_counter()
-    rows = np.unique(np.linspace(0, len(source) - 1, min(QUICK_IMAGES, len(source))).astype(np.int64))
-    results = []
-    for row in rows.tolist():
-        results.append(examine(source, row))
-        if time.perf_counter() - begun > QUICK_SECONDS:
-            break
-    looks = Looks(np.zeros(len(results), np.uint8), rows[: len(results)])
-    for place, result in enumerate(results):
-        looks.put(place, result)
-    return looks
-
-
-def _broken(source: Source, looks: Looks) -> list[Finding]:
-    """Return a finding if some of the examined images could not be read or decoded."""
-    rows = np.flatnonzero(looks.state != State.OK).tolist()
-    if not rows:
-        return []
-    severity: Severity = "error" if (looks.state == State.UNREADABLE).any() else "warning"
-    first = f"{printable(source.key(int(looks.index[rows[0]])))}: {looks.reasons[rows[0]]}"
-    text = f"{len(rows)} of {plural(len(looks), 'checked image')} cannot be decoded, such as {first}"
-    return [Finding("broken", severity, len(rows), text, "", "")]
-
-
-def _most_severe_first(found: list[Finding]) -> tuple[Finding, ...]:
-    return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
 MOST_GROUPS = 12

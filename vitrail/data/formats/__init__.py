@@ -1,1 +1,18 @@
-"""Formats of data, one module each. `vitrail.data.sources.FORMATS` is the table of all formats."""
+"""Formats of data, one module each, which is imported at first use. `vitrail.data.sources.FORMATS` is their table."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vitrail.data.formats import folder, fractals, hub, idx, parquet, pseudo_labels, table, tar
+
+__all__ = ("folder", "fractals", "hub", "idx", "parquet", "pseudo_labels", "table", "tar")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in __all__:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from array import array
@@ -13,12 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Shaped
 
 from vitrail.data.faults import OWN_RECORDS, Fault, is_own_output, is_system_folder
 from vitrail.data.formats.tar import looks_like_shards
 from vitrail.data.pixels.decode import HEAD, SUFFIXES, is_image
-from vitrail.data.source import Samples, Source
+from vitrail.data.source import Samples, Source, file_samples, files_of, inode_of, inodes_in
 from vitrail.data.splits import (
     CHOICE,
     SPLITS,
@@ -33,60 +31,7 @@ from vitrail.data.splits import (
     splits_from,
 )
 from vitrail.data.targets import Targets, check_names, class_name
-from vitrail.errors import DataError, UndecodableImage, listed, plural
-
-
-class Files:
-    """Image files below a folder, named by relative paths.
-
-    `inodes` holds the inode of each file. If a file was removed or cannot be read, reading it raises
-    `UndecodableImage`, so that training can skip it.
-    """
-
-    def __init__(self, root: Path, keys: list[str], inodes: Sequence[int] | Shaped[np.ndarray, " n"]) -> None:
-        self.root = root
-        self.keys = keys
-        self.inodes = np.asarray(inodes, dtype=np.uint64)
-
-    def key(self, place: int) -> str:
-        return self.keys[place]
-
-    def image(self, place: int) -> bytes:
-        path = os.path.join(self.root, self.keys[place])  # noqa: PTH118 (making a Path takes longer than reading a small file)
-        try:
-            with open(path, "rb", buffering=0) as file:
-                return file.read()
-        except OSError as error:
-            raise UndecodableImage(f"cannot read {path}: {error.strerror}") from error
-
-    def stamp(self, place: int) -> str:
-        """Return the file's size, modification time and inode change time.
-
-        Programs that copy or unpack files cannot set the inode change time.
-        """
-        try:
-            status = os.stat(os.path.join(self.root, self.keys[place]))  # noqa: PTH116, PTH118 (as above)
-        except OSError as error:
-            return str(error.strerror)
-        return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
-
-    def origin(self, place: int) -> str:
-        """Return the file's inode, which is the same under all names of the file."""
-        return f"file {self.inodes[place]}"
-
-
-def file_samples(
-    root: Path, keys: list[str], inodes: Sequence[int] | Shaped[np.ndarray, " n"], targets: Targets
-) -> Samples:
-    """Return the image files below a folder, with one target per file."""
-    return Samples((Files(root, keys, inodes),), range(len(keys)), targets)
-
-
-def files_of(source: Source) -> Files | None:
-    """Return the files of a source that consists of all files that were found in a folder or a table."""
-    if not isinstance(source, Samples) or not isinstance(source.places, range):
-        return None
-    return source.readers[0] if isinstance(source.readers[0], Files) else None
+from vitrail.errors import DataError, listed, plural
 
 
 def join_files(root: Path, parts: Sequence[Samples], classes: tuple[str, ...] | None) -> Samples:
@@ -97,55 +42,6 @@ def join_files(root: Path, parts: Sequence[Samples], classes: tuple[str, ...] | 
     folders = [files for part in parts if (files := files_of(part)) is not None]
     keys = [f"{files.root.relative_to(root).as_posix()}/{key}" for files in folders for key in files.keys]
     return file_samples(root, keys, np.concatenate([files.inodes for files in folders]), Targets.joined(targets))
-
-
-def shared_files(train: Source, held_out: Source, split: str) -> Iterator[Fault]:
-    """Yield a fault if the training split and another split contain the same file, even under different names."""
-    own, other = files_of(train), files_of(held_out)
-    if own is None or other is None:
-        return
-    common = np.intersect1d(own.inodes, other.inodes)
-    mine, theirs = (_first_paths(source, common) for source in (own, other))
-    pairs = [(path, theirs[file]) for file, path in mine.items() if file in theirs]
-    if pairs:
-        yield Fault(
-            "shared-files", "error", len(pairs),
-            f"the training split and the {split} split share {plural(len(pairs), 'file')}, such as {pairs[0][0]} and "
-            f"{pairs[0][1]}; training must not see held-out images, so remove one copy of each",
-            "Training refuses the data.",
-            "Remove one copy of each file.",
-        )  # fmt: skip
-
-
-def _first_paths(source: Files, inodes: Shaped[np.ndarray, " n"]) -> dict[tuple[int, int], Path]:
-    """Return the first path of each file that has one of these inodes. Files on two disks can have the same inode, so
-    the keys are pairs of device and inode. Files that cannot be read are skipped."""
-    found: dict[tuple[int, int], Path] = {}
-    for index in np.flatnonzero(np.isin(source.inodes, inodes)):
-        path = source.root / source.key(int(index))
-        with contextlib.suppress(OSError):
-            status = path.stat()
-            found.setdefault((status.st_dev, status.st_ino), path)
-    return found
-
-
-def inode_of(entry: os.DirEntry[str]) -> int:
-    """Return the inode of the file that an entry refers to. For a broken link, return the inode of the link."""
-    if not entry.is_symlink():
-        return entry.inode()
-    try:
-        return entry.stat().st_ino
-    except OSError:
-        return entry.inode()
-
-
-def inodes_in(folder: Path) -> dict[str, int]:
-    """Return the inodes of the files in a folder, by name. A folder that cannot be read has none."""
-    try:
-        with os.scandir(folder) as entries:
-            return {entry.name: inode_of(entry) for entry in entries}
-    except OSError:
-        return {}
 
 
 ENDINGS = tuple(SUFFIXES)

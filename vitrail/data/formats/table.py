@@ -25,9 +25,9 @@ from itertools import chain, takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from vitrail.data.faults import Fault, has_predictions
-from vitrail.data.formats.folder import class_folders, file_samples, inodes_in
-from vitrail.data.source import Samples
+from vitrail.data.faults import TABLES, Fault, has_predictions
+from vitrail.data.formats.folder import class_folders
+from vitrail.data.source import Samples, file_samples, inodes_in
 from vitrail.data.splits import (
     CHOICE,
     FALSE,
@@ -86,7 +86,7 @@ def tables_in(folder: Path, chosen: SplitNames | None = None) -> list[Path]:
 def _tables(folder: Path) -> list[Path]:
     """Return the tables in a folder, without those in its subfolders. If at least one table has a column of paths,
     tables without such a column are left out."""
-    found = sorted(entry for entry in folder.iterdir() if entry.suffix.lower() in SUFFIXES and entry.is_file())
+    found = sorted(entry for entry in folder.iterdir() if entry.suffix.lower() in TABLES and entry.is_file())
     found = [table for table in found if not has_predictions(table)]
     useful = [table for table in found if has_paths(table)]
     empty = [table for table in found if split_of(table.name) and not table.stat().st_size]
@@ -333,7 +333,6 @@ def _faults(table: Table, outside: list[str], missing: list[str], repeated: list
             )  # fmt: skip
 
 
-SUFFIXES = (".csv", ".tsv", ".jsonl")
 PATHS = ("path", "file", "file_name", "filename", "filepath", "image", "image_path", "image_id")
 LABELS = ("label", "labels", "class", "class_name", "category", "target")
 DELIMITERS = ",;\t|"

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from vitrail.data.pixels.decode import Opened, decode, open_image, pixel_limit
 from vitrail.data.pixels.geometry import Box, Placement, Resize, place, place_like_big_vision
-from vitrail.data.pixels.tensorflow import resize as tensorflow_resize
 from vitrail.errors import ConfigError, UndecodableImage
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "area"]
@@ -213,12 +212,14 @@ class Preprocess:
 
     def _like_tensorflow(self, picture: np.ndarray, placement: Placement) -> np.ndarray:
         """Return the scaled picture or box, its window cut out or padded, with shape h w c."""
+        from vitrail.data.pixels.tensorflow import resize
+
         picture = picture.reshape(*picture.shape[:2], self.channels)
         inside, kept = [], []
         for start, size, scaled in zip((placement.top, placement.left), self.image_size, placement.scaled, strict=True):
             kept.append(slice(max(start, 0), min(start + size, scaled)))
             inside.append(slice(max(-start, 0), max(-start, 0) + kept[-1].stop - kept[-1].start))
-        levels = tensorflow_resize(
+        levels = resize(
             picture, placement.scaled, self.interpolation, antialias=self.antialias, window=(kept[0], kept[1])
         )
         if self.resampler == "tensorflow-uint8":
