@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.listening import Display
 from vitrail.data.formats.idx import BUNDLED, find_idx, read_idx
 from vitrail.data.pipeline import TrainingBatches
 from vitrail.data.pixels.preprocess import Preprocess
@@ -26,7 +27,7 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
 from vitrail.training.job import Plan
 from vitrail.training.job import prepare as prepare_run
-from vitrail.training.log import Display, read_journal
+from vitrail.training.log import read_journal
 from vitrail.training.optimizer import make_optimizer
 from vitrail.training.run import train
 from vitrail.training.schedule import RunLength

@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.listening import Display
 from vitrail.errors import RunError, Stopped
 from vitrail.models.variants import create
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import prepare
-from vitrail.training.log import Display, read_journal
+from vitrail.training.log import Log, read_journal
 from vitrail.training.run import resume, train
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
@@ -38,7 +39,7 @@ def test_a_run_resumes_bitwise_and_saves_the_mean_of_both_heads(
     }  # fmt: skip
     straight = train(small(tmp_path / "straight", **fields))
     with pytest.raises(Stopped):
-        train(small(tmp_path / "stopped", **fields), display=stop_at(3))
+        train(small(tmp_path / "stopped", **fields), log=Log(stop_at(3)))
     shutil.copytree(tmp_path / "stopped", tmp_path / "other")
     stopped = resume(tmp_path / "stopped")
     for name in ("model/model.safetensors", "beside.safetensors"):

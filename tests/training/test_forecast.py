@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.listening import Display
 from vitrail.data.pipeline import Readers, queue_bytes
 from vitrail.errors import ConfigError
 from vitrail.models.cost import prediction_bytes, training_bytes
@@ -17,7 +18,7 @@ from vitrail.models.variants import ModelConfig
 from vitrail.training import job as forecast
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import Setup, check_run_memory, evaluation_batch, prepare, run_bytes
-from vitrail.training.log import Display
+from vitrail.training.log import Log
 from vitrail.training.run import train
 
 Small = Callable[..., TrainConfig]
@@ -111,7 +112,7 @@ def test_the_first_lines_of_a_run_state_the_memory(small: Small, tmp_path: Path)
         def say(self, text: str) -> None:
             said.append(text)
 
-    train(small(tmp_path / "run", steps=2), display=Says())
+    train(small(tmp_path / "run", steps=2), log=Log(Says()))
     (line,) = (text for text in said[:6] if text.startswith("memory: about "))
     assert line.endswith(" are free")
 

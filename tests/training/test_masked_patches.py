@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.listening import Display
 from vitrail.errors import ConfigError, Stopped
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import prepare
-from vitrail.training.log import Display, read_journal
+from vitrail.training.log import Log, read_journal
 from vitrail.training.run import resume, train
 from vitrail.weights.load import load
 
@@ -84,7 +85,7 @@ def test_a_run_resumes_bitwise_and_keeps_the_best_decoder(
     fields: dict[str, Any] = {"task": task, "probe": "knn", "accumulation": 2}
     straight = train(masked("straight", **fields))
     with pytest.raises(Stopped):
-        train(masked("stopped", **fields), display=stop_at(3))
+        train(masked("stopped", **fields), log=Log(stop_at(3)))
     stopped = resume(tmp_path / "stopped")
     for name in ("model/model.safetensors", "beside.safetensors"):
         one, other = load_file(straight.folder / name), load_file(stopped.folder / name)

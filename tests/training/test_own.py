@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import vitrail
+from tests.listening import Display
 from vitrail.data.source import Sample
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Target
@@ -21,7 +22,7 @@ from vitrail.errors import BundleError, ConfigError, RunError, Stopped
 from vitrail.tasks.own_model import OwnModel
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import check_source
-from vitrail.training.log import Display
+from vitrail.training.log import Log
 from vitrail.training.run import resume, train
 
 
@@ -143,7 +144,7 @@ def test_a_stopped_run_needs_the_same_objects(
     short = {"steps": 12, "evaluations": 2}
     straight = train(config(run=str(tmp_path / "straight"), **short), data=Stripes(), network=seeded())
     with pytest.raises(Stopped):
-        train(config(**short), data=Stripes(), network=seeded(), display=stop_at(7))
+        train(config(**short), data=Stripes(), network=seeded(), log=Log(stop_at(7)))
     run = tmp_path / "run"
     rule = r"was started with data=\.\.\. and network=\.\.\. in Python; pass the same "
     with pytest.raises(RunError, match=f"{rule}data and network to vitrail.resume$"):
@@ -161,7 +162,7 @@ def test_objects_that_the_run_did_not_have_are_refused(
     config: Callable[..., TrainConfig], tiny: Callable[..., TrainConfig], stop_at: Callable[[int], Display]
 ) -> None:
     with pytest.raises(Stopped):
-        train(tiny(), display=stop_at(4))
+        train(tiny(), log=Log(stop_at(4)))
     with pytest.raises(RunError, match=r"was started without data=\.\.\.; resume it without data="):
         resume(Path(tiny().run.folder or ""), data=Stripes())
 

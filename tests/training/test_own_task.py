@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.listening import Display
 from vitrail.data.batch import Batch
 from vitrail.data.pipeline import evaluation_batches
 from vitrail.data.source import Source
@@ -27,7 +28,7 @@ from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
 from vitrail.training.job import prepare
-from vitrail.training.log import Display, read_journal
+from vitrail.training.log import Log, read_journal
 from vitrail.training.run import RunResult, resume, train
 from vitrail.weights.load import load
 
@@ -129,7 +130,7 @@ def test_modules_beside_the_network_are_trained_saved_and_resumed(
     events = [event for event in read_journal(straight.folder / "journal.jsonl") if "colour_error" in event]
     assert events[2]["colour_error"] < events[0]["colour_error"]
     with pytest.raises(Stopped):
-        train(colour_config(run=str(tmp_path / "stopped"), average=average), display=stop_at(9))
+        train(colour_config(run=str(tmp_path / "stopped"), average=average), log=Log(stop_at(9)))
     stopped = resume(tmp_path / "stopped")
     expected, found = weights_of(straight), weights_of(stopped)
     assert {"decoder.0.weight", "decoder.2.bias", "network.patches.projection.weight"} <= set(expected)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ import pytest
 import torch
 
 import vitrail.training.checkpoint as checkpoint_module
+from tests.listening import Display
 from vitrail.errors import RunError, Stopped
 from vitrail.models.linear import float32
 from vitrail.training.config import TrainConfig
-from vitrail.training.log import Display, read_journal
+from vitrail.training.log import Log, read_journal
 from vitrail.training.run import resume, train
 
 Small = Callable[..., TrainConfig]
@@ -33,7 +34,7 @@ def run_with_stops(config: TrainConfig, cuts: tuple[int, ...], stop_at: StopAt) 
     folder = Path(config.run.folder or "")
     for number, cut in enumerate(cuts):
         with pytest.raises(Stopped, match=f"^stopped at step {cut} of 24; .*checkpoints/step-{cut}$") as caught:
-            train(config, display=stop_at(cut)) if number == 0 else resume(folder, display=stop_at(cut))
+            train(config, log=Log(stop_at(cut))) if number == 0 else resume(folder, log=Log(stop_at(cut)))
         assert caught.value.run == folder and caught.value.exit_code == 75
         torch.manual_seed(999 + number)  # whatever the next process begins with
         torch.rand(5)
@@ -115,7 +116,7 @@ def test_other_thread_counts_change_no_bit(
 ) -> None:
     run = tmp_path / "run"
     with pytest.raises(Stopped):
-        train(small(run), display=stop_at(13))
+        train(small(run), log=Log(stop_at(13)))
     record = json.loads((run / "run.json").read_text(encoding="utf-8"))
     record["config"]["run"]["threads"] = threads
     (run / "run.json").write_text(json.dumps(record), encoding="utf-8")
@@ -132,8 +133,8 @@ def test_a_resumed_run_says_from_which_step(small: Small, stop_at: StopAt, tmp_p
             said.append(text)
 
     with pytest.raises(Stopped):
-        train(small(tmp_path / "run"), display=stop_at(13))
-    resume(tmp_path / "run", display=Says())
+        train(small(tmp_path / "run"), log=Log(stop_at(13)))
+    resume(tmp_path / "run", log=Log(Says()))
     assert said[-1] == "continuing after step 13 of 24"
 
 
@@ -145,7 +146,7 @@ def test_a_signal_within_an_evaluation_or_a_save_changes_no_bit(
     run, real = tmp_path / "run", checkpoint_module.save
 
     class Signalling(Display):
-        def evaluated(self, step: int, result: dict[str, float], best: bool) -> None:
+        def evaluated(self, step: int, result: Mapping[str, Any], training: Mapping[str, float]) -> None:
             if step == 8 and moment == "evaluation":
                 os.kill(os.getpid(), signal.SIGTERM)
 
@@ -156,7 +157,7 @@ def test_a_signal_within_an_evaluation_or_a_save_changes_no_bit(
 
     with monkeypatch.context() as patch, pytest.raises(Stopped, match=f"^stopped at step {stopped} of 24; "):
         patch.setattr(checkpoint_module, "save", signalling)
-        train(small(run), display=Signalling())
+        train(small(run), log=Log(Signalling()))
     resume(run)
     assert outcome(run) == straight
 
@@ -171,7 +172,7 @@ def test_a_crash_goes_back_to_the_newest_checkpoint(
 
     run = tmp_path / "run"
     with pytest.raises(MemoryError):
-        train(small(run), display=Crash())
+        train(small(run), log=Log(Crash()))
     assert [event["step"] for event in read_journal(run / "journal.jsonl") if event["event"] == "step"][-1] == 15
     resume(run)
     resumed = next(e for e in read_journal(run / "journal.jsonl") if e["event"] == "resumed")
@@ -184,7 +185,7 @@ def test_a_moved_run_can_be_resumed(
     small: Small, straight: dict[str, Any], outcome: Outcome, stop_at: StopAt, tmp_path: Path
 ) -> None:
     with pytest.raises(Stopped):
-        train(small(tmp_path / "run"), display=stop_at(7))
+        train(small(tmp_path / "run"), log=Log(stop_at(7)))
     moved = (tmp_path / "run").rename(tmp_path / "elsewhere")
     assert resume(moved).folder == moved
     assert not (tmp_path / "run").exists()
@@ -196,7 +197,7 @@ def test_data_that_changed_is_refused(
 ) -> None:
     config = folder_config(colour_folder)
     with pytest.raises(Stopped):
-        train(config, display=stop_at(5))
+        train(config, log=Log(stop_at(5)))
     run = Path(config.run.folder or "")
     before = sorted((path.relative_to(run), path.stat().st_mtime_ns) for path in run.rglob("*"))
     added = colour_folder / "red" / "new.png"
@@ -243,9 +244,9 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(
 
     run = tmp_path / "run"
     with pytest.raises(MemoryError):
-        train(small(run), display=Crash())
+        train(small(run), log=Log(Crash()))
     assert (run / "model").is_dir() and not list(run.glob("checkpoints/step-*"))
-    resume(run, display=Notes())
+    resume(run, log=Log(Notes()))
     assert "the run ended before its first checkpoint, so it starts from the beginning" in notes
     assert outcome(run) == straight
 

@@ -6,7 +6,7 @@ import json
 import platform
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 
 import vitrail.training.build as making_module
 import vitrail.training.run as run_module
+from tests.listening import Display
 from vitrail.data.batch import Batch
 from vitrail.data.sources import OpenedData, open_data
 from vitrail.data.splits import Splits
@@ -28,7 +29,7 @@ from vitrail.training.after_step import Monitor
 from vitrail.training.config import RESOLVED, TrainConfig
 from vitrail.training.folder import read_record
 from vitrail.training.job import Plan
-from vitrail.training.log import Display, read_journal
+from vitrail.training.log import Log, read_journal
 from vitrail.training.run import RunResult, resume, train
 from vitrail.training.state import TrainState
 from vitrail.weights.load import load
@@ -145,7 +146,7 @@ class Watching(Display):
 
         monkeypatch.setattr(run_module, "fit", fit)
 
-    def evaluated(self, step: int, result: dict[str, float], best: bool) -> None:
+    def evaluated(self, step: int, result: Mapping[str, Any], training: Mapping[str, float]) -> None:
         self.weights[step] = {k: v.clone() for k, v in self.state.objective.network.state_dict().items()}
         self.accuracy[step] = result["accuracy"]
 
@@ -155,7 +156,7 @@ def test_the_weights_that_were_asked_for_are_kept(
     keep: str, small: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watching = Watching(monkeypatch)
-    result = train(small(tmp_path / "run", keep=keep, learning_rate=0.03, schedule="constant"), display=watching)
+    result = train(small(tmp_path / "run", keep=keep, learning_rate=0.03, schedule="constant"), log=Log(watching))
     best = max(watching.accuracy, key=lambda step: (watching.accuracy[step], -step))
     assert best != 24, "the best and the last weights must differ for this test to tell"
     step = best if keep == "best" else 24
@@ -266,7 +267,7 @@ def test_runs_that_choose_leave_the_test_split_alone(
 ) -> None:
     first = train(tiny(run=str(tmp_path / "first")))
     with pytest.raises(Stopped):
-        train(tiny(), measure_test=False, display=stop_at(5))
+        train(tiny(), measure_test=False, log=Log(stop_at(5)))
     second = resume(tmp_path / "run", measure_test=False)
     assert set(second.metrics) == {"validation_accuracy"} and "test_accuracy" in first.metrics
     events = read_journal(second.folder / "journal.jsonl")
@@ -366,7 +367,7 @@ def test_broken_images_are_skipped_and_named_once(
     assert len(in_training) >= 2
     run = Path(config.run.folder or "")
     with pytest.raises(Stopped):
-        train(config, display=stop_at(17))
+        train(config, log=Log(stop_at(17)))
     assert 2 * len(splits.train) < 17 * 8, "all of the images were seen, some twice"
     result = resume(run)
     lines = [json.loads(line) for line in (run / "journal.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -399,7 +400,7 @@ def test_a_file_that_vanishes_is_named(folder_config: Tiny, colour_folder: Path)
 
     config = folder_config(colour_folder, steps=30, validation_share=0.0, keep="last", max_skipped=0.0)
     with pytest.raises(DataError, match=r"^1 training images cannot be decoded, .*red/00\.png: No such file"):
-        train(config, display=Vanish())
+        train(config, log=Log(Vanish()))
 
 
 @pytest.mark.slow
@@ -450,7 +451,7 @@ def test_a_compiled_run_follows_a_plain_one_and_resumes_exactly(
     fields = {"steps": 12, "stochastic_depth": 0.0, "dropout": 0.0}
     folders = [train(tiny(compile=name, run=str(tmp_path / name), **fields)).folder for name in ("on", "off")]
     with pytest.raises(Stopped):
-        train(tiny(compile="on", **fields), display=stop_at(5))
+        train(tiny(compile="on", **fields), log=Log(stop_at(5)))
     folders.append(resume(tmp_path / "run").folder)
     compiled, plain, resumed = (load(folder).network.state_dict() for folder in folders)
     assert compiled.keys() == plain.keys()

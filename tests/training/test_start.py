@@ -16,11 +16,12 @@ from torch import Tensor
 
 import vitrail.training.run as run_module
 from tests.conftest import make_idx_folder
+from tests.listening import Display
 from vitrail.errors import BundleError, ConfigError, RunError, Stopped
 from vitrail.models.positions import resize_grid
 from vitrail.tasks.classification import Classification
 from vitrail.training.config import StartConfig, TrainConfig
-from vitrail.training.log import Display, read_journal
+from vitrail.training.log import Log, read_journal
 from vitrail.training.run import resume, train
 from vitrail.training.start import network_from
 from vitrail.training.state import TrainState
@@ -68,7 +69,7 @@ def test_other_classes_get_a_head_of_zeros(
 ) -> None:
     model = initial(head_hidden=6)
     notes = Notes()
-    result = train(from_model(model, colour_folder, **ONE_STEP), display=notes)
+    result = train(from_model(model, colour_folder, **ONE_STEP), log=Log(notes))
     before, (begun,) = load(model).network.state_dict(), beginnings
     assert begun["head.weight"].shape == (3, 16) and not begun["head.weight"].any() and not begun["head.bias"].any()
     assert set(begun) == set(before) - {"head_hidden.weight", "head_hidden.bias"}
@@ -85,7 +86,7 @@ def test_the_same_classes_keep_the_head(
 ) -> None:
     model = initial(classes=COLOURS, head_hidden=6)
     notes = Notes()
-    train(from_model(model, colour_folder, **ONE_STEP), display=notes)
+    train(from_model(model, colour_folder, **ONE_STEP), log=Log(notes))
     before, (begun,) = load(model).network.state_dict(), beginnings
     assert begun.keys() == before.keys() and all(torch.equal(begun[name], before[name]) for name in before)
     assert f"the head of model '{model}' is kept, because its outputs are the same" in notes.notes
@@ -126,7 +127,7 @@ def test_positions_are_resized_to_the_images(
     initial: Initial, from_model: FromModel, colour_folder: Path, beginnings: list[dict[str, Tensor]]
 ) -> None:
     model, notes = initial(), Notes()
-    train(from_model(model, colour_folder, image_size=(35, 14), **ONE_STEP), display=notes)
+    train(from_model(model, colour_folder, image_size=(35, 14), **ONE_STEP), log=Log(notes))
     before, (begun,) = load(model).network.state_dict()["positions.embedding"], beginnings
     expected = resize_grid(before[:, 1:], (3, 4), (5, 2), "linear-corners")
     assert torch.equal(begun["positions.embedding"], torch.cat([before[:, :1], expected], dim=1))
@@ -235,7 +236,7 @@ def test_stopping_changes_no_bit_and_the_model_need_not_stay(
     shutil.copytree(initial(), model)
     train(from_model(model, colour_folder, run=str(tmp_path / "straight"), **MIXED[kind]))
     with pytest.raises(Stopped):
-        train(from_model(model, colour_folder, **MIXED[kind]), display=stop_at(7))
+        train(from_model(model, colour_folder, **MIXED[kind]), log=Log(stop_at(7)))
     shutil.rmtree(model)
     torch.manual_seed(99)
     resume(tmp_path / "run")
@@ -257,7 +258,7 @@ def test_before_the_first_checkpoint_the_model_is_needed_again(
     shutil.copytree(initial(), model)
     straight = train(from_model(model, colour_folder, run=str(tmp_path / "straight"), lora_rank=2))
     with pytest.raises(MemoryError):
-        train(from_model(model, colour_folder, lora_rank=2), display=Crash())
+        train(from_model(model, colour_folder, lora_rank=2), log=Log(Crash()))
     begins = f"run {run} ended before its first checkpoint, so it starts from model '{model}' again, "
     hidden = model.rename(tmp_path / "hidden")
     with pytest.raises(RunError) as caught:
@@ -329,7 +330,7 @@ def test_the_best_adapters_are_kept_merged(initial: Initial, from_model: FromMod
 def test_a_frozen_model_learns_the_colours(initial: Initial, from_model: FromModel, colour_folder: Path) -> None:
     notes = Notes()
     config = from_model(initial(), colour_folder, train_blocks=0, steps=60, learning_rate=0.1)
-    result = train(config, display=notes)
+    result = train(config, log=Log(notes))
     before = load(initial()).network.state_dict()
     for name, tensor in result.bundle.network.state_dict().items():
         assert name.startswith("head.") or torch.equal(tensor, before[name])
@@ -340,5 +341,5 @@ def test_a_frozen_model_learns_the_colours(initial: Initial, from_model: FromMod
 def test_blocks_that_do_not_divide_the_grid_are_noted(small: Callable[..., TrainConfig], tmp_path: Path) -> None:
     for size, notes in ((3, 1), (4, 0)):
         display = Notes()
-        train(small(tmp_path / f"{size}", attention=f"blocks:size={size}", steps=1, evaluations=1), display=display)
+        train(small(tmp_path / f"{size}", attention=f"blocks:size={size}", steps=1, evaluations=1), log=Log(display))
         assert len(display.notes) == notes and all("do not divide the grid of 4 x 4" in note for note in display.notes)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.listening import Display
 from tests.several import in_processes
 from tests.tasks.tokens.books import make_tokenizer
 from tests.training import ranks
@@ -19,7 +20,7 @@ from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.tasks.tokenizer import load_tokenizer
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import prepare
-from vitrail.training.log import Display, read_journal
+from vitrail.training.log import Log, read_journal
 from vitrail.training.run import resume, train
 from vitrail.weights.load import load
 
@@ -43,7 +44,7 @@ def test_a_tokenizer_resumes_bitwise_and_keeps_the_best_codes(
 ) -> None:
     tokenizer = train(small(tmp_path / "straight", **TOKENIZER)).folder
     with pytest.raises(Stopped):
-        train(small(tmp_path / "stopped", **TOKENIZER), display=stop_at(3))
+        train(small(tmp_path / "stopped", **TOKENIZER), log=Log(stop_at(3)))
     stopped = resume(tmp_path / "stopped")
     for name in ("model/model.safetensors", "model/tokenizer.safetensors", "beside.safetensors"):
         assert same(tokenizer / name, stopped.folder / name)
@@ -66,7 +67,7 @@ def test_tokens_are_predicted_and_a_changed_tokenizer_is_refused(
     fields = PREDICTED | {"tokenizer": str(copied), "checkpoints": 2}
     straight = train(small(tmp_path / "straight", **fields))
     with pytest.raises(Stopped):
-        train(small(tmp_path / "stopped", **fields), display=stop_at(3))
+        train(small(tmp_path / "stopped", **fields), log=Log(stop_at(3)))
     shutil.copytree(tmp_path / "stopped", tmp_path / "other")
     stopped = resume(tmp_path / "stopped")
     assert same(straight.folder / "model/model.safetensors", stopped.folder / "model/model.safetensors")

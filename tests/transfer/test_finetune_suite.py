@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.conftest import idx_bytes, make_colour_folder
+from tests.listening import Display
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, DataError, NonFiniteLoss, RunError, Stopped
 from vitrail.models.resnet_config import ResNetConfig
@@ -20,7 +21,7 @@ from vitrail.models.variants import build
 from vitrail.training.after_step import Monitor
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import Record, read_record
-from vitrail.training.log import Display, read_journal
+from vitrail.training.log import Log, read_journal
 from vitrail.transfer.suite import Method, Suite, SuiteResult, finetune_suite, is_suite_run, open_task, read_suite
 from vitrail.weights.bundle import Bundle
 
@@ -186,7 +187,7 @@ def test_a_stopped_suite_continues_and_what_is_finished_stays(
 
         def report(self: Monitor) -> None:
             usual(self)
-            if "far" in str(self.sinks.checkpoints.folder):
+            if "far" in str(self.checkpoints.folder):
                 self.stop.ask()
 
         patch.setattr(Monitor, "report", report)
@@ -213,7 +214,7 @@ def test_a_task_that_comes_later_is_added(small: Suite, tuned: Callable[..., Sui
     (tmp_path / "data" / "gone").mkdir()
     (tmp_path / "data" / "far" / "train").rename(tmp_path / "data" / "gone" / "train")
     lines = Lines()
-    result = tuned(small, display=lines)
+    result = tuned(small, log=Log(lines))
     assert result.rows[1].metrics["training_images"] == 12 and result.rows[1].metrics["test_images"] == 2
     assert result.rows[2].reason is not None and "task gone, 2 of 3" in lines.texts
     page = (tmp_path / "runs" / "gone" / "report.html").read_text()

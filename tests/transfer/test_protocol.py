@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.listening import Display
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, NonFiniteLoss, RunError, Stopped
 from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.training.after_step import Monitor
 from vitrail.training.config import TrainConfig
-from vitrail.training.log import Display, read_journal
+from vitrail.training.log import Log, read_journal
 from vitrail.transfer.facts import DataFacts, FinetunePlan
 from vitrail.transfer.finetune import plan
 from vitrail.transfer.protocols import (
@@ -188,7 +189,7 @@ def test_a_rate_that_diverges_is_skipped(base: TrainConfig, tiny_bundle: Bundle,
             self.notes.append(text)
 
     notes, wild = Notes(), base.override(optimizer="sgd", clip=0.0, steps=6)
-    trials = tried(tiny_bundle, wild, (0.01, 1e30), tmp_path / "rates", display=notes)
+    trials = tried(tiny_bundle, wild, (0.01, 1e30), tmp_path / "rates", log=Log(notes))
     assert [trial.rate for trial in trials] == [0.01]
     assert "learning rate 1e+30 is skipped: loss is nan at step 2" in notes.notes
     with pytest.raises(NonFiniteLoss, match="the run diverged"):

@@ -25,7 +25,7 @@ from vitrail.evaluation.predictions import Predictions
 from vitrail.models.variants import ModelConfig, build
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
-from vitrail.training.log import Journal
+from vitrail.training.log import Log
 from vitrail.training.page import MAX_POINTS
 from vitrail.training.run import train
 from vitrail.transfer.report import write_report
@@ -119,7 +119,7 @@ def run(tmp_path: Path) -> Callable[..., tuple[Path, Bundle]]:
         }
         (folder / "run.json").write_text(json.dumps(record), encoding="utf-8")
         for name, values in events:
-            Journal(folder / "journal.jsonl").write(name, **values)
+            Log(path=folder / "journal.jsonl").tell(name, **values)
         network = build(
             ModelConfig(variant="ViT-Pico/7", overrides={"width": 16, "depth": 1, "heads": 2, "mlp_width": 32}).resolve(
                 num_classes=2, image_size=(14, 21), channels=3

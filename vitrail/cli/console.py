@@ -1,24 +1,36 @@
-"""Parts that several commands share: images that the user names, options for reduced tokens, and progress bars."""
+"""Parts that several commands share: images that the user names, options for reduced tokens, and what runs show."""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from vitrail.cli.options import flag
 from vitrail.data.faults import is_own_output, is_system_folder, refuse
 from vitrail.data.formats.folder import unread_images
 from vitrail.data.pixels.decode import SUFFIXES
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import ConfigError, DataError, plural
 
 if TYPE_CHECKING:
     from vitrail.models.reduction import TokenReduction
+    from vitrail.tasks.task import Task
 
 
 def image_paths(places: Sequence[Path]) -> list[Path]:
@@ -112,3 +124,227 @@ def images_bar(console: Console, *, transient: bool = False) -> Progress:
         speed_estimate_period=SPEED_SECONDS,
         transient=transient,
     )
+
+
+# The lines and the progress bar of a run.
+
+
+class ConsoleDisplay:
+    """Shows the events of runs, as a listener of their logs.
+
+    Of the training steps it shows the loss, metrics, time left, images per second, FLOPs per second as a fraction of
+    those of matrix products alone, learning rate and peak memory, in this order of importance. Says if more than a
+    tenth of the time is spent waiting for images.
+
+    On a terminal it shows a progress bar beside as many of them as fit into the line. Elsewhere it prints lines: first
+    one about every ten seconds, and after 1,000 seconds one whenever a hundredth of the time so far has passed, so that
+    a week has about 700 lines.
+    """
+
+    LINE_SECONDS = 10.0
+    FIRST_SECONDS = 3.0
+    """Seconds before the first line."""
+    LINE_SHARE = 0.01
+    """Least time between two lines, as a fraction of the time so far."""
+    WAITING_SHARE = 0.1
+    """Fraction of the time spent waiting for images from which on it is shown."""
+    BAR = 10
+    """Columns that the bar, the percentage and the spaces beside them need at least."""
+    MOST_NAMED = 10
+    """Largest number of held-out images of a split that are named. The journal names all of them."""
+
+    def __init__(self, console: Console, spell: Callable[[str], str] = str) -> None:
+        """`spell` returns a note with the values that it recommends in the syntax of the command line."""
+        self.console = console
+        self._spell = spell
+        self.steps = 0
+        self._progress: Progress | None = None
+        self._texts: list[str] = []
+        self._more: list[str] = []
+        self._last_line = 0.0
+        self._extracted: float = math.inf
+        self._skipped: defaultdict[str, set[str]] = defaultdict(set)
+        self._has_shared = False
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Show an event, if it is one that is shown."""
+        name, step = event["event"], event.get("step", 0)
+        match name:
+            case "say":
+                self.say(event["text"])
+            case "note":
+                self.note(event["text"])
+            case "extracting":
+                self.extracting(event["done"], event["total"])
+            case "begin":
+                self.begin(step, event["steps"], event["task"])
+            case "end":
+                self.end()
+            case "tick":
+                self.tick(step, event["seconds_left"])
+            case "step":
+                self.step(step, _numbers(event) | event["shown"])
+            case "evaluation" if "best" in event:
+                self.evaluated(step, event, event["shown"]["training"])
+            case "probe":
+                metrics = (f"{key} {value:.4g}" for key, value in event["shown"]["metrics"].items())
+                self.say(f"step {step:,}: {', '.join(metrics)}")
+            case "skipped":
+                self._skip(event["split"], event["key"], event["reason"])
+            case "readers":
+                times = [
+                    f"{1000 * time:.3g} ms with {_readers(int(n))}" for n, time in event["seconds_per_step"].items()
+                ]
+                chosen = _readers(event["threads"])
+                self.say(f"images are read by {chosen} from now on: a step took {' and '.join(times)}")
+            case "threads" if not self._has_shared:
+                self._has_shared = True
+                self.note(
+                    f"other programs use the cores, so {event['threads']} of {event['at_most']} compute threads are "
+                    "used until cores are free again"
+                )
+            case "limit too low":
+                self.note(
+                    "the steps are faster than the matrix products that were measured alone, so other programs used "
+                    "the machine meanwhile; the fraction of this speed is not shown any more"
+                )
+            case "phase":
+                height, width = event["image_size"]
+                self.note(
+                    f"from step {step + 1:,}: images of {height} x {width} pixels (height x width), patch dropout "
+                    f"{event['patch_dropout']:g}, batches of {event['batch_size']}"
+                )
+            case "ended early":
+                self.note(
+                    f"ended early, after step {step:,} of {self.steps:,}: step {event['best']:,} is still the best "
+                    f"after {event['patience']} more evaluations"
+                )
+            case "batch left out" if event["shown"]["is_fault"]:
+                self.note(f"{event['reason']} at step {step:,}: the batch is skipped")
+            case "rolled back":
+                first, last = event["left_out"]
+                self.note(
+                    f"{event['reason']} at step {event['at']:,}: the run goes back to step {step:,}, and skips the "
+                    f"batches of steps {first:,} to {last:,}"
+                )
+
+    def begin(self, step: int, steps: int, task: Task) -> None:
+        """Start to show a run of `steps` steps, of which `step` are done."""
+        self.steps, self.task = steps, task
+        self._skipped.clear()
+        self._has_shared = False
+        self._began = time.perf_counter()
+        self._last_line = self._began - self.LINE_SECONDS + self.FIRST_SECONDS
+        if not self.console.is_terminal:
+            return
+        self._progress = Progress(
+            BarColumn(bar_width=None),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[shown]}", markup=False),
+            console=self.console,
+            refresh_per_second=4,
+            expand=True,
+        )
+        self._task = self._progress.add_task(
+            "", total=steps, completed=step, shown=self._line(step, "", self.console.width)
+        )
+        self._progress.start()
+
+    def say(self, text: str) -> None:
+        """Show a message."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """Show a message that needs the user's attention."""
+        wraps = self.console.is_terminal  # at words; files and pipes get one line
+        self.console.print(self._spell(text), style="yellow", highlight=False, markup=False, soft_wrap=not wraps)
+
+    def extracting(self, done: int, total: int) -> None:
+        """Show the number of images whose features are computed, if the last line is about ten seconds ago."""
+        now = time.perf_counter()
+        if done <= self._extracted:  # the images of another split
+            self._last_line = now
+        elif done < total and now - self._last_line >= self.LINE_SECONDS:
+            self._last_line = now
+            self.say(f"features of {done:,} of {total:,} images")
+        self._extracted = done
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the means since the last report. images_per_second and limit_fraction are those of about the last
+        minute. limit_fraction is missing if the FLOPs of a step are unknown, and seconds_left while the time left is
+        unknown."""
+        self._texts = [f"loss {metrics['loss']:.3f}", *self.task.texts(metrics, digits=1)]
+        self._more = [f"{metrics['images_per_second']:,.0f} images/s"]
+        if metrics["waiting_share"] > self.WAITING_SHARE:
+            self._more.insert(0, f"waiting for images {metrics['waiting_share']:.0%}")
+        if "limit_fraction" in metrics:
+            self._more.append(f"{metrics['limit_fraction']:.0%} of the speed of matrix products")
+        self._more += [
+            f"learning rate {metrics['learning_rate']:.2g}", f"{metrics['memory_bytes'] / 2**30:.1f} GiB of memory",
+        ]  # fmt: skip
+        self._show(step, metrics.get("seconds_left"), is_last=step == self.steps)
+
+    def tick(self, step: int, seconds_left: float) -> None:
+        """Show the progress after a step without metrics. A GPU computes several steps ahead, so a run on it has no
+        such events."""
+        self._show(step, seconds_left)
+
+    def _show(self, step: int, seconds_left: float | None, *, is_last: bool = False) -> None:
+        """Update the progress bar, or print a line if the last one is about ten seconds ago."""
+        if self._progress is not None:
+            left = "" if seconds_left is None else f"{timedelta(seconds=round(seconds_left))} left"
+            self._progress.update(self._task, completed=step, shown=self._line(step, left, self.console.width))
+            return
+        now = time.perf_counter()
+        if now - self._last_line >= max(self.LINE_SECONDS, self.LINE_SHARE * (now - self._began)) or is_last:
+            self._last_line = now
+            self.say(self._line(step, "" if seconds_left is None else f"{seconds_left:,.0f} s left"))
+
+    def _line(self, step: int, left: str, width: int | None = None) -> str:
+        """Return the step and all texts, or as many as fit into a line of `width` columns that begins with the bar."""
+        line = f"step {step:,}/{self.steps:,}"
+        for text in filter(None, (*self._texts, left, *self._more)):
+            if width is not None and len(line) + 2 + len(text) > width - self.BAR:
+                break
+            line += f"  {text}"
+        return line
+
+    def evaluated(self, step: int, result: Mapping[str, Any], training: Mapping[str, float]) -> None:
+        """Show an evaluation on the validation split, beside the `training` metrics since the last one."""
+        star = "  (best so far)" if result["best"] else ""
+        texts = ", ".join(self.task.texts(_numbers(result))) or "metrics unknown"
+        train = ", ".join(self.task.texts(training))
+        beside = f"; training {train}" if train else ""
+        start = f"step {step:,}" if step else "before the first step"
+        count = f"{result['images']:,.0f} images"
+        if skipped := result.get("skipped"):
+            count += f" ({skipped:,.0f} skipped)"
+        self.say(f"{start}: validation {texts} on {count}{beside}{star}")
+
+    def _skip(self, split: str, key: str, reason: str) -> None:
+        """Name an image that cannot be decoded. Every evaluation finds those of its split, so each is named once."""
+        if split == "train":
+            self.note(f"skipped {key}: {reason}")
+            return
+        named = self._skipped[split]
+        if key in named:
+            return
+        named.add(key)
+        if len(named) <= self.MOST_NAMED:
+            self.note(f"skipped {key} of the {split} split: {reason}")
+        elif len(named) == self.MOST_NAMED + 1:
+            self.note(f"more images of the {split} split are skipped; journal.jsonl names all of them")
+
+    def end(self) -> None:
+        """Remove the progress bar at the end of the training steps, whatever their end is."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def _numbers(event: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in event.items() if isinstance(value, float)}
+
+
+def _readers(threads: int) -> str:
+    return plural(threads, "thread") if threads else "the main thread"

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vitrail.cli.console import ConsoleDisplay
 from vitrail.cli.evaluate import suite_table
 from vitrail.cli.options import Call, Command, Example, Option, Positional, flag
 from vitrail.cli.run_options import (
@@ -33,7 +34,7 @@ from vitrail.models.variants import override_fields
 from vitrail.settings import bare_names
 from vitrail.training.config import WITHOUT_WEIGHTS, TrainConfig
 from vitrail.training.folder import check_request, read_record
-from vitrail.training.log import ConsoleDisplay, Display
+from vitrail.training.log import Log
 from vitrail.training.resuming import Length, changed_config
 from vitrail.training.run import finished, resume
 from vitrail.transfer.facts import FinetunePlan
@@ -135,7 +136,8 @@ COMMAND = Command(
 
 
 def main(call: Call) -> int:
-    display = ConsoleDisplay(Console(), COMMAND.note)
+    console = Console()
+    log = Log(ConsoleDisplay(console, COMMAND.note))
     given = call.options
     if "budget" in given and "suite" in given:
         raise ConfigError("--budget: every task of a --suite has its own length; leave --budget out")
@@ -144,35 +146,33 @@ def main(call: Call) -> int:
     try:
         if (folder := given.get("resume")) is not None:
             length = length_of_resume(given, COMMAND.known)
-            result = _resumed(folder, length, given, display, call.started)
+            result = _resumed(folder, length, given, log, call.started)
         elif "allow" in given:
             raise ConfigError("--allow: only a run that --resume continues can change settings; leave --allow out")
         elif "suite" in given:
-            return _suite(given, display)
+            return _suite(given, console, log)
         else:
-            chosen, data, initial = _plan(given, display)
+            chosen, data, initial = _plan(given, log)
             result = finetune(
                 chosen.config,
                 data,
                 initial,
                 rates=chosen.rates,
                 search=chosen.search,
-                display=display,
+                log=log,
                 started=call.started,
-                on_trial=lambda trial: display.say(trial.text()),
+                on_trial=lambda trial: log.say(trial.text()),
             )
     except Stopped as stop:
         part = _part(stop.run)
         again = f"Continue with: vitrail finetune --resume {shlex.quote(str(stop.run))}"
         how = f"The run is {part}; {AGAIN}" if part else again
         raise Stopped(f"{stop}\n{how}", stop.run) from None
-    _report(display, result)
+    _report(console, log, result)
     return 0
 
 
-def _resumed(
-    folder: Path, length: Length | None, given: Mapping[str, Any], display: Display, started: float
-) -> FinetuneResult:
+def _resumed(folder: Path, length: Length | None, given: Mapping[str, Any], log: Log, started: float) -> FinetuneResult:
     """Finish a run that was stopped, or extend it, and measure its model unless an earlier command did."""
     if part := _part(folder):
         raise RunError(f"run {folder} is {part}; {AGAIN}")
@@ -187,7 +187,7 @@ def _resumed(
         max_time=given.get("max_time"),
         changes=changes,
         allow=allow,
-        display=display,
+        log=log,
         started=started,
     )
     return evaluate_run(run, config, config.data.cut(data))
@@ -208,7 +208,7 @@ def _explicit(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in (*OWN, *others)}
 
 
-def _suite(given: Mapping[str, Any], display: ConsoleDisplay) -> int:
+def _suite(given: Mapping[str, Any], console: Console, log: Log) -> int:
     """Fine-tune on every task of a suite, print the results, and return the exit code."""
     model, name, data = given["model"], given["suite"], given["data"]
     if decided := [flag(option) for option in BY_SUITE if option in given]:
@@ -237,17 +237,17 @@ def _suite(given: Mapping[str, Any], display: ConsoleDisplay) -> int:
         place=place,
         method=method,
         strict=given.get("strict", False),
-        display=display,
+        log=log,
     )
-    display.console.print(suite_table(result))
+    console.print(suite_table(result))
     for row in result.rows:
         if row.reason is not None:
-            display.note(f"skipped {row.task.name}: {row.reason}")
-    display.say(f"The runs and their results (suite.json) are in {place}")
+            log.note(f"skipped {row.task.name}: {row.reason}")
+    log.say(f"The runs and their results (suite.json) are in {place}")
     return 0
 
 
-def _plan(given: Mapping[str, Any], display: Display) -> tuple[FinetunePlan, OpenedData, Bundle]:
+def _plan(given: Mapping[str, Any], log: Log) -> tuple[FinetunePlan, OpenedData, Bundle]:
     """Return the settings of the run, the opened data for which the settings were chosen, and the initial model."""
     model, protocol = given["model"], given.get("protocol", "rule")
     rates, row, budget = given.get("learning_rates"), given.get("table_row"), given.get("budget")
@@ -259,12 +259,12 @@ def _plan(given: Mapping[str, Any], display: Display) -> tuple[FinetunePlan, Ope
     initial = load(model, device="cpu")
     data = base.data.open_whole()
     if protocol == "rule":
-        display.say("looking at some training images through the model")
+        log.say("looking at some training images through the model")
     chosen = plan(initial, data, base, protocol, explicit, rates=rates, row=row, budget=budget)
     check_effects(given, chosen.config)
-    display.say("settings chosen for this data and machine:")
+    log.say("settings chosen for this data and machine:")
     for reason in chosen.reasons:
-        display.say(f"  {reason}")
+        log.say(f"  {reason}")
     return chosen, data, initial
 
 
@@ -276,13 +276,13 @@ def _worst_classes(report: AnyReport) -> Iterator[str]:
                 yield f"difficult class: {row.name}, {row.accuracy:.1%} of {row.images:,} images are correct"
 
 
-def _report(display: ConsoleDisplay, result: FinetuneResult) -> None:
+def _report(console: Console, log: Log, result: FinetuneResult) -> None:
     found, run = result.report, result.run
     if result.trials:
-        display.say(f"learning rate {result.trials[0].rate:g} was the best of {len(result.trials)}")
+        log.say(f"learning rate {result.trials[0].rate:g} was the best of {len(result.trials)}")
     if found is None:
         hint = "" if result.trials else "; use --validation-share 0.1 to hold out a tenth"
-        display.say(f"no image with a label is held out, so this model was not measured{hint}")
+        log.say(f"no image with a label is held out, so this model was not measured{hint}")
     else:
         title = f"{result.split} split, {found.images:,} images"
         if found.skipped:
@@ -292,21 +292,21 @@ def _report(display: ConsoleDisplay, result: FinetuneResult) -> None:
             table.add_column(column, justify="left" if not column else "right")
         for row in summary_rows(found):
             table.add_row(*map(escape, row))
-        display.console.print(table)
+        console.print(table)
         if result.split == "validation" and run.bundle.provenance["kept"] == "best":
-            display.say("the best weights were chosen on these images, so expect slightly worse metrics on new images")
+            log.say("the best weights were chosen on these images, so expect slightly worse metrics on new images")
         if texts := ", ".join(run.texts("train")):
-            display.say(f"training {texts} (last training steps, with augmentation)")
+            log.say(f"training {texts} (last training steps, with augmentation)")
         if isinstance(found, ClassificationReport) and (note := absent_note(found, result.split or "")):
-            display.note(note)
+            log.note(note)
         for line in _worst_classes(found):
-            display.say(line)
+            log.say(line)
     if note := untrained_note(read_record(run.folder).config, run.bundle):
-        display.say(note)
+        log.say(note)
     summary = run.summary
-    display.say(f"{summary['images_per_second']:,.0f} images/s; {summary['seconds']:,.0f} s in all")
+    log.say(f"{summary['images_per_second']:,.0f} images/s; {summary['seconds']:,.0f} s in all")
     if result.page is not None:
-        display.say(f"Report with training curves and the largest errors: {result.page}")
+        log.say(f"Report with training curves and the largest errors: {result.page}")
     model = run.folder / "model"
     words = ("vitrail", "predict", str(model), str(run.folder / "examples"))
-    display.say(f"The model is in {model}. Try it:\n  {shlex.join(words)}")
+    log.say(f"The model is in {model}. Try it:\n  {shlex.join(words)}")

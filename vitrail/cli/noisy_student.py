@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from vitrail.cli.console import images_bar
+from vitrail.cli.console import ConsoleDisplay, images_bar
 from vitrail.cli.options import Call, Command, Example, Option, Positional
 from vitrail.cli.run_options import check_effects, default_texts, run_options, task_options
 from vitrail.data.formats.pseudo_labels import FILES, Pool, PseudoLabelInfo, looks_like_pseudo_labels
@@ -37,7 +37,7 @@ from vitrail.models.variants import ModelConfig
 from vitrail.recipes.semi_supervised import NOISY_STUDENT_RECIPES
 from vitrail.settings import bare_names, to_plain
 from vitrail.tasks.classification import Classification
-from vitrail.training.log import ConsoleDisplay
+from vitrail.training.log import Log
 from vitrail.training.stop import interrupted_by_signals
 from vitrail.weights.load import load
 
@@ -112,11 +112,11 @@ class _ConsoleEvents(Events):
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.display = ConsoleDisplay(console, COMMAND.note)
+        self.log = Log(ConsoleDisplay(console, COMMAND.note))
         self._bar: tuple[Progress, TaskID] | None = None
 
     def labelling(self, number: int, teacher: str) -> None:
-        self.display.say(f"round {number}: {teacher} labels images")
+        self.log.say(f"round {number}: {teacher} labels images")
         bar = images_bar(self.console, transient=True)
         self._bar = bar, bar.add_task("labelling", total=None)
         bar.start()
@@ -127,14 +127,14 @@ class _ConsoleEvents(Events):
 
     def labelled(self, number: int, info: PseudoLabelInfo) -> None:
         self.stop_bar()
-        self.display.say(f"round {number}: {label_sentence(info)}")
+        self.log.say(f"round {number}: {label_sentence(info)}")
 
     def training(self, number: int) -> None:
         who = f"round {number}: the student" if number else "round 0: the first teacher"
-        self.display.say(f"{who} learns")
+        self.log.say(f"{who} learns")
 
     def finished(self, result: Round) -> None:
-        self.display.say(f"round {result.number}: validation accuracy {result.metrics['validation_accuracy']:.2%}")
+        self.log.say(f"round {result.number}: validation accuracy {result.metrics['validation_accuracy']:.2%}")
 
     def stop_bar(self) -> None:
         if self._bar is not None:

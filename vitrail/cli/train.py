@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vitrail.cli.console import ConsoleDisplay
 from vitrail.cli.options import Call, Command, Example, Option, Positional
 from vitrail.cli.run_options import (
     changes_of_resume,
@@ -36,7 +37,7 @@ from vitrail.recipes.papers import PaperRecipe
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.folder import check_request, read_record, settings_beside
 from vitrail.training.job import OwnObjects, check_columns, prepare
-from vitrail.training.log import ConsoleDisplay
+from vitrail.training.log import Log
 from vitrail.training.run import RunResult, resume, train
 from vitrail.weights.bundle import Bundle, Prediction
 
@@ -115,7 +116,7 @@ def settings_like(run: Path) -> TrainConfig:
     return record.config.override(run=None, name="", overwrite=False)
 
 
-def _data_like(run: Path, config: TrainConfig, display: ConsoleDisplay) -> OpenedData | None:
+def _data_like(run: Path, config: TrainConfig, log: Log) -> OpenedData | None:
     """Return the open data of a run that is repeated, and print a note if it has changed. Return None for other
     data."""
     record = read_record(run)
@@ -125,7 +126,7 @@ def _data_like(run: Path, config: TrainConfig, display: ConsoleDisplay) -> Opene
     data = config.data.open_whole(unlabelled="none" in config.task.targets)
     splits = config.data.cut(data)
     if fingerprint(splits.train, splits.validation, splits.test) != record.fingerprint:
-        display.note(
+        log.note(
             f"the data has changed since {run} was trained: it had {record.images:,} training images, and has "
             f"{len(splits.train):,} now; if both numbers are equal, names, labels or another split have changed"
         )
@@ -203,10 +204,10 @@ def restarted_run(given: Mapping[str, Any], place: Launch) -> Path | None:
 
 def main(call: Call) -> int:
     console = Console(quiet=launch().rank > 0)
-    display = ConsoleDisplay(console, COMMAND.note)
+    log = Log(ConsoleDisplay(console, COMMAND.note))
     try:
         if (folder := restarted_run(call.options, launch())) is not None:
-            result = resume(folder, display=display, started=call.started)
+            result = resume(folder, log=log, started=call.started)
         elif (folder := call.options.get("resume")) is not None:
             length = length_of_resume(call.options, COMMAND.known)
             max_time = call.options.get("max_time")
@@ -217,7 +218,7 @@ def main(call: Call) -> int:
                 max_time=max_time,
                 changes=changes,
                 allow=allow,
-                display=display,
+                log=log,
                 started=call.started,
             )
         elif "allow" in call.options:
@@ -226,39 +227,39 @@ def main(call: Call) -> int:
             # The processes join here, so that an error in the other settings is printed once.
             timeout = call.options.get("process_timeout", RunConfig.process_timeout)
             with join_processes(RunConfig(process_timeout=timeout).process_seconds).reporting():
-                config, data, initial = _requested(call, display)
+                config, data, initial = _requested(call, log)
             if numbers := call.options.get("plan"):
                 _print_plan(console, config, data, initial, numbers)
                 return 0
             if isinstance(recipe := RECIPES[call.options.get("recipe", "demo")], PaperRecipe):
-                _say_published(display, recipe, config)
-            result = train(config, data=data, initial=initial, display=display, started=call.started)
+                _say_published(log, recipe, config)
+            result = train(config, data=data, initial=initial, log=log, started=call.started)
     except Stopped as stop:
         further = Stopped(f"{stop}\nContinue with: vitrail train --resume {shlex.quote(str(stop.run))}", stop.run)
         further.is_reported = stop.is_reported
         raise further from None
-    _report(display, result)
+    _report(console, log, result)
     return 0
 
 
-def _say_published(display: ConsoleDisplay, paper: PaperRecipe, config: TrainConfig) -> None:
+def _say_published(log: Log, paper: PaperRecipe, config: TrainConfig) -> None:
     """Print the published result of a recipe, and the settings in which the run differs from the recipe."""
-    display.say(f"published result: {paper.result} {paper.measured} ({paper.source})")
+    log.say(f"published result: {paper.result} {paper.measured} ({paper.source})")
     recipe, run = settings_beside([paper(), config])
     if changed := [setting_text(name, value) for name, value in run.items() if repr(value) != repr(recipe[name])]:
-        display.say(f"changed in this run: {', '.join(changed)}")
+        log.say(f"changed in this run: {', '.join(changed)}")
 
 
-def _requested(call: Call, display: ConsoleDisplay) -> tuple[TrainConfig, OpenedData | None, Bundle | None]:
+def _requested(call: Call, log: Log) -> tuple[TrainConfig, OpenedData | None, Bundle | None]:
     """Return the config of the run, its data if it is open, and the initial model, if there is one."""
     if not is_chosen(call.options):
         config, initial = _config(call.options)
         like = call.options.get("like")
-        return config, None if like is None else _data_like(Path(like), config, display), initial
-    return *_from_data(call.options, display, call.started), None
+        return config, None if like is None else _data_like(Path(like), config, log), initial
+    return *_from_data(call.options, log, call.started), None
 
 
-def _from_data(given: Mapping[str, Any], display: ConsoleDisplay, started: float) -> tuple[TrainConfig, OpenedData]:
+def _from_data(given: Mapping[str, Any], log: Log, started: float) -> tuple[TrainConfig, OpenedData]:
     """Return settings that follow from the data, and the open data. The budget counts from `started`."""
     from vitrail.recipes.from_data import DEFAULT_SECONDS, plan_for_data  # few calls need what they import
     from vitrail.transfer.facts import seconds_of
@@ -271,11 +272,11 @@ def _from_data(given: Mapping[str, Any], display: ConsoleDisplay, started: float
     check_columns(base)
     data = base.data.open_whole()
     splits = base.data.cut(data)
-    display.say("measuring the speed of this machine")
+    log.say("measuring the speed of this machine")
     plan = plan_for_data(base, splits, explicit, seconds, started=started)
-    display.say("settings chosen for this data and machine:")
+    log.say("settings chosen for this data and machine:")
     for reason in plan.reasons:
-        display.say(f"  {reason}")
+        log.say(f"  {reason}")
     return plan.config, data
 
 
@@ -334,8 +335,8 @@ def _print_plan(
     console.print(table)
 
 
-def _report(display: ConsoleDisplay, result: RunResult) -> None:
-    console, summary = display.console, result.summary
+def _report(console: Console, log: Log, result: RunResult) -> None:
+    summary = result.summary
     if result.bundle.classes:
         console.print(_examples(result))
     if result.texts("validation") and (texts := ", ".join(result.texts("train"))):
@@ -358,13 +359,13 @@ def _report(display: ConsoleDisplay, result: RunResult) -> None:
     )
     model = result.folder / "model"
     if (page := result.folder / "report.html").is_file():
-        display.say(f"Pictures of held-out images are in {page}")
+        log.say(f"Pictures of held-out images are in {page}")
     if result.bundle.classes:
-        display.say(f"The model is in {model}. Try it:")
-        display.say(f"  {shlex.join(('vitrail', 'predict', str(model), str(result.folder / 'examples')))}")
+        log.say(f"The model is in {model}. Try it:")
+        log.say(f"  {shlex.join(('vitrail', 'predict', str(model), str(result.folder / 'examples')))}")
     else:
-        display.say(f"The model, a network without a head, is in {model}. Adapt it to images with labels:")
-        display.say(f"  vitrail finetune {shlex.quote(str(model))} --data DIR")
+        log.say(f"The model, a network without a head, is in {model}. Adapt it to images with labels:")
+        log.say(f"  vitrail finetune {shlex.quote(str(model))} --data DIR")
 
 
 def _examples(result: RunResult) -> Table:

@@ -32,11 +32,10 @@ from vitrail.errors import ConfigError, DataError, RunError, nearest
 from vitrail.experiments.cells import Cell, CellResult, CurvePoint, read_cell, run_cell, run_process
 from vitrail.files import replacing_folder, saving, write_json
 from vitrail.machine import describe, has_bf16_matrix_units
-from vitrail.tasks.task import Task
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import locked, read_record
 from vitrail.training.job import first_steps, phases_of, run_flops
-from vitrail.training.log import Display
+from vitrail.training.log import Log
 from vitrail.training.optimizer import make_optimizer
 from vitrail.training.pilot import training_speeds
 from vitrail.training.run import train
@@ -230,7 +229,7 @@ def measure_recipe(folder: Path, cell: Cell) -> CellResult:
         if fits < own:
             config = config.override(steps=fits)
     recorder = _Recorder()
-    result = train(config, display=recorder)
+    result = train(config, log=Log(recorder))
     network, record = result.bundle.network, read_record(folder / "run")
     phases = phases_of(record.config, network.config, record.config.total_steps(record.images))
     update, task = optimizer_flops(network, record.config), record.config.task
@@ -269,7 +268,7 @@ def optimizer_flops(network: nn.Module, config: TrainConfig) -> int:
     return counter.get_total_flops()
 
 
-class _Recorder(Display):
+class _Recorder:
     """Records each evaluation with the times of the training before it."""
 
     def __init__(self) -> None:
@@ -279,18 +278,14 @@ class _Recorder(Display):
         self._spent = [0.0, 0.0]
         self._since = [0.0, 0.0]
 
-    def begin(self, step: int, steps: int, task: Task) -> None:
-        self._since = [clock() for clock in self._clocks]
-
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        # An evaluation follows directly after this call, so its time does not count.
-        now = [clock() for clock in self._clocks]
-        self._spent = [spent + end - start for spent, start, end in zip(self._spent, self._since, now, strict=True)]
-        self._since = now
-
-    def evaluated(self, step: int, result: dict[str, float], best: bool) -> None:
-        self.points.append((step, self._spent[0], self._spent[1], result["accuracy"]))
-        self._since = [clock() for clock in self._clocks]
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        kind, now = event["event"], [clock() for clock in self._clocks]
+        if kind == "step":  # an evaluation follows directly after this event, so its time does not count
+            self._spent = [spent + end - start for spent, start, end in zip(self._spent, self._since, now, strict=True)]
+        elif kind == "evaluation" and "best" in event:
+            self.points.append((event["step"], self._spent[0], self._spent[1], event["accuracy"]))
+        if kind in ("begin", "step", "evaluation"):
+            self._since = now
 
 
 # The results of a comparison: times and operations to reach an accuracy, and their ratios between entries.

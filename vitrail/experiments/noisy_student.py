@@ -48,7 +48,7 @@ from vitrail.tasks.teacher import TeacherFacts, check_classifier, check_teacher,
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import locked
 from vitrail.training.job import prepare
-from vitrail.training.log import Display
+from vitrail.training.log import Log
 from vitrail.training.run import RunResult, finished, resume, train
 from vitrail.training.start import open_initial
 
@@ -75,8 +75,8 @@ class Round:
 class Events:
     """Receives the events of rounds. This class shows nothing; subclasses override the events that they show."""
 
-    display: Display = Display()
-    """The display of each run."""
+    log: Log = Log()
+    """The log of each run."""
 
     def labelling(self, number: int, teacher: str) -> None:
         """Called before a teacher labels the images of a round."""
@@ -199,7 +199,7 @@ def _first(config: NoisyStudentConfig, folder: Path, splits: Splits, events: Eve
         return Round(0, teacher, {"validation_accuracy": _accuracy(teacher, splits.validation, config.student)})
     events.training(0)
     place = folder / "round-0" / "run"
-    result = _trained(config.round_config(str(place), None), events.display, measure_test=False)
+    result = _trained(config.round_config(str(place), None), events.log, measure_test=False)
     return Round(0, str(place), dict(result.metrics))
 
 
@@ -220,18 +220,18 @@ def _round(config: NoisyStudentConfig, folder: Path, number: int, teacher: str, 
     events.labelled(number, info)
     events.training(number)
     run = config.round_config(str(place / "run"), str(labels))
-    result = _trained(run, events.display, measure_test=number == config.rounds.rounds)
+    result = _trained(run, events.log, measure_test=number == config.rounds.rounds)
     return Round(number, str(place / "run"), dict(result.metrics), info)
 
 
-def _trained(config: TrainConfig, display: Display, *, measure_test: bool) -> RunResult:
+def _trained(config: TrainConfig, log: Log, *, measure_test: bool) -> RunResult:
     """Return a finished run: an earlier one, the rest of one that was stopped, or a new one."""
     folder = Path(config.run.folder or "")
     if (folder / "run.json").exists():
         done = finished(folder)
-        return done or resume(folder, measure_test=measure_test, max_time=config.run.max_time, display=display)
+        return done or resume(folder, measure_test=measure_test, max_time=config.run.max_time, log=log)
     shutil.rmtree(folder, ignore_errors=True)  # stopped before the run was recorded
-    return train(config, measure_test=measure_test, display=display)
+    return train(config, measure_test=measure_test, log=log)
 
 
 def _accuracy(model: str, source: Source, config: TrainConfig) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -93,7 +93,7 @@ class Regression(Task):
             )
         return found
 
-    def texts(self, values: dict[str, float], digits: int = 2) -> list[str]:
+    def texts(self, values: Mapping[str, float], digits: int = 2) -> list[str]:
         """Return texts of the metrics. Several numbers have one mean absolute error each; a single number needs no
         standardised error."""
         each = [(name.rpartition(":"), value) for name, value in values.items() if ":" in name]
@@ -221,7 +221,7 @@ def moments(source: Source) -> tuple[Float[Tensor, " k"], Float[Tensor, " k"]]:
     return mean.float(), torch.where(constant | (variance == 0), 1.0, variance.sqrt()).float()
 
 
-def _described(values: dict[str, float]) -> dict[str, float]:
+def _described(values: Mapping[str, float]) -> dict[str, float]:
     """Return metrics without the standardised error if there is an error in the unit of a single number."""
     return {
         name: value

@@ -7,7 +7,7 @@ steps and the run have no code for any particular task.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -267,7 +267,7 @@ class Task(ABC):
         name = self.select or self.main_metric(splits)
         return next(metric for metric in self.metrics if metric.name == name)
 
-    def texts(self, values: dict[str, float], digits: int = 2) -> list[str]:
+    def texts(self, values: Mapping[str, float], digits: int = 2) -> list[str]:
         """Return texts with the name and the value of each metric in `values` that describes a model."""
         known = (metric for metric in self.metrics if metric.describes_model and metric.name in values)
         return [metric.text(values[metric.name], digits) for metric in known]

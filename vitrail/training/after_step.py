@@ -1,11 +1,10 @@
-"""Everything that happens between steps: journal, display, evaluation, checkpoints, faults and stopping."""
+"""Everything that happens between steps: reports, evaluation, checkpoints, faults and stopping."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -20,21 +19,29 @@ from vitrail.data.batch import Batch, Skipped
 from vitrail.data.pipeline import Readers, default_threads
 from vitrail.data.source import Source
 from vitrail.data.splits import Splits
-from vitrail.errors import DataError, NonFiniteLoss, Stopped, plural
+from vitrail.errors import DataError, NonFiniteLoss, Stopped
 from vitrail.evaluation.outputs import Outputs
 from vitrail.machine import peak_memory
 from vitrail.models.attention.base import AttentionLayer
 from vitrail.processes.group import Processes, local, whole
 from vitrail.tasks.own_model import without_adapters
 from vitrail.tasks.task import Task
-from vitrail.training.checkpoint import BestModel
+from vitrail.training.checkpoint import BestModel, Checkpoints
 from vitrail.training.clock import MachineLimit, TimeLeft, Timing
 from vitrail.training.config import FaultConfig
 from vitrail.training.job import Phase, Plan, Probe
-from vitrail.training.log import TRAINING, Display, Sinks
+from vitrail.training.log import Log
 from vitrail.training.state import Best, Faults, StepFault, TrainState
 from vitrail.training.stop import StopRequest
 from vitrail.weights.bundle import Bundle
+
+
+@dataclass(frozen=True)
+class Sinks:
+    """The log and the checkpoints of a run."""
+
+    log: Log
+    checkpoints: Checkpoints
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class Monitor:
         compared, or None if their FLOPs are unknown."""
         self.state = state
         self.plan = plan
-        self.sinks = sinks
+        self.log, self.checkpoints = sinks.log, sinks.checkpoints
         self.intervals = intervals
         self.examiner = examiner
         self.stop = stop
@@ -109,25 +116,19 @@ class Monitor:
                 self.examiner.evaluate()
         if self.plan.faults.may_roll_back:
             with self.timing.pause("checkpoint"):
-                self.sinks.checkpoints.save(self.state)
+                self.checkpoints.save(self.state)
 
     def begin_phase(self, phase: Phase) -> None:
-        """Write the settings of a phase to the journal and the display, unless the run has one phase only or continues
-        within the phase."""
+        """Report the settings of a phase, unless the run has one phase only or continues within the phase."""
         if len(self.plan.phases) == 1 or phase.first != self.state.step:
             return
         self.report()
-        height, width = phase.image_size
-        self.sinks.journal.write(
+        self.log.tell(
             "phase",
             step=self.state.step,
-            image_size=[height, width],
+            image_size=list(phase.image_size),
             patch_dropout=phase.patch_dropout,
             batch_size=phase.batch_size,
-        )
-        self.sinks.display.note(
-            f"from step {phase.first + 1:,}: images of {height} x {width} pixels (height x width), patch dropout "
-            f"{phase.patch_dropout:g}, batches of {phase.batch_size}"
         )
 
     def after_step(self, batch: Batch, metrics: dict[str, Tensor]) -> None:
@@ -145,7 +146,7 @@ class Monitor:
         seconds, work = self.timing.after_step(step, images, was_taken=bool(metrics))
         self.adaptation.after_step(seconds, work)
         if self.timing.times_each_step and (left := self.timing.seconds_left(step)) is not None:
-            self.sinks.display.tick(step, left)
+            self.log.show("tick", step=step, seconds_left=left)
         self.skipped.add(batch.skipped)
         if self._due(self.intervals.journal):
             self.report()
@@ -164,22 +165,22 @@ class Monitor:
         if self._due(self.intervals.checkpoint) or over or stopping:
             self.report()  # raises if the loss is not finite, so that no broken state is saved
             with self.timing.pause("checkpoint"):
-                path = self.sinks.checkpoints.save(self.state)
+                path = self.checkpoints.save(self.state)
                 if over or stopping:
-                    self.sinks.checkpoints.wait()
+                    self.checkpoints.wait()
         if stopping:
-            self.sinks.journal.write("stopped", step=step)
+            self.log.tell("stopped", step=step)
             raise Stopped(
                 f"stopped at step {step:,} of {self.plan.steps:,}; the state is saved in {path}", path.parent.parent
             )
 
     def report(self) -> None:
-        """Send the metrics since the last report to the journal and the display. Raises `NonFiniteLoss`.
+        """Report the metrics since the last report. Raises `NonFiniteLoss`.
 
         The journal receives the images per second and the fraction of the machine's limit since the last report, and
-        the display receives smoothed ones.
+        smoothed ones are shown.
         """
-        self.sinks.checkpoints.poll()
+        self.checkpoints.poll()
         if not (metrics := self.meter.read()):
             return
         self.skipped.exchange()
@@ -187,15 +188,14 @@ class Monitor:
         self.means.add(speeds.steps, metrics)
         metrics["learning_rate"] = max(group["lr"] for group in self.state.optimizer.param_groups)  # the highest
         metrics |= speeds.exact | {"memory_bytes": float(peak_memory(self.plan.device))} | self.health.read()
-        self.sinks.journal.write("step", step=self.state.step, **metrics)
-        self.sinks.display.step(self.state.step, metrics | speeds.smoothed)
+        self.log.tell("step", speeds.smoothed, step=self.state.step, **metrics)
 
     def summary(self, device: torch.device) -> dict[str, float]:
         """Return the run's length, speed and memory: steps, seconds, fractions and bytes. Metrics of the training steps
         before the last evaluation begin with "train_"."""
         return {
             "steps": float(self.state.step),
-            **{f"{TRAINING}{name}": value for name, value in self.means.read().items()},
+            **{f"train_{name}": value for name, value in self.means.read().items()},
             **self.timing.summary(),
             "peak_memory_bytes": float(peak_memory(device)),
         }
@@ -210,11 +210,7 @@ class Monitor:
 
     def _say_early(self) -> None:
         step, best = self.state.step, self.state.best
-        self.sinks.journal.write("ended early", step=step, patience=self.plan.patience, best=best.step)
-        self.sinks.display.note(
-            f"ended early, after step {step:,} of {self.plan.steps:,}: step {best.step:,} is still the best "
-            f"after {best.waited} more evaluations"
-        )
+        self.log.tell("ended early", step=step, patience=self.plan.patience, best=best.step)
 
     def _time_left(self) -> TimeLeft:
         intervals, splits = self.intervals, self.examiner.splits
@@ -251,21 +247,19 @@ class Examiner:
         best: BestModel | None,
         probes: Sequence[Probe] = (),
         processes: Processes,
-        skips: HeldOutSkips,
     ) -> None:
         """`model` returns the model with its current weights for an evaluation, `saved` the same model for the first
-        process to save, and `outputs` the outputs of a model, with the argument `on_skip` of `Outputs`. `skips` shows
-        the images that cannot be decoded. Several `processes` share the images, and all of them get
-        the same metrics. With None for `best`, no best model is saved."""
+        process to save, and `outputs` the outputs of a model, with the argument `on_skip` of `Outputs`. Several
+        `processes` share the images, and all of them get the same metrics. With None for `best`, no best model is
+        saved."""
         self.processes = processes
         self.task = task
         self.state = state
         self.splits = splits
-        self.sinks = sinks
+        self.log, self.checkpoints = sinks.log, sinks.checkpoints
         self.model = model
         self.saved = saved
         self.outputs = outputs
-        self.on_skip = skips.of("validation")
         self.best = best
         self.evaluator = task.evaluator(state.copy or state.objective)
         self.selection = task.selection(splits)
@@ -276,14 +270,14 @@ class Examiner:
         The loss decides between weights with the same value of the metric that selects.
 
         If weights are averaged, the weights in training are measured as well. `training` has the metrics of the
-        training steps since the last evaluation, which the display shows as well. Raises `NonFiniteLoss`.
+        training steps since the last evaluation, which are shown as well. Raises `NonFiniteLoss`.
         """
-        state, validation, journal = self.state, self.splits.validation, self.sinks.journal
+        state, validation = self.state, self.splits.validation
         if validation is None:
             return
         if state.average is not None:
             result = self._measure(self.model(), validation)
-            journal.write("evaluation", step=state.step, split="validation", weights="trained", **result)
+            self.log.tell("evaluation", step=state.step, split="validation", weights="trained", **result)
         with state.averaged():
             result = self._measure(self.model(), validation)
             score, loss = result.get(self.selection.name), result[self.task.loss_metric]
@@ -295,9 +289,7 @@ class Examiner:
             else:
                 state.best.waited += 1
         values = {"weights": state.measured, "best": best, **result}
-        journal.write("evaluation", step=state.step, split="validation", **values)
-        beside = {f"{TRAINING}{name}": value for name, value in training.items()}
-        self.sinks.display.evaluated(state.step, result | beside, best)
+        self.log.tell("evaluation", {"training": training}, step=state.step, split="validation", **values)
 
     def due(self, *, over: bool) -> list[Probe]:
         """Return the probes that are due after this step. After the last step of the run (`over`), all probes are
@@ -305,7 +297,7 @@ class Examiner:
         return [probe for probe in self.probes if over or self.state.step % probe.every == 0]
 
     def probe(self, due: Sequence[Probe]) -> None:
-        """Measure the model with these probes, and write their metrics into the journal."""
+        """Measure the model with these probes, and report their metrics."""
         device = self.model().device
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
@@ -314,15 +306,13 @@ class Examiner:
             else:  # the weights are gathered from those in training while the probes compute
                 stack.enter_context(self.state.averaged())
                 model = self.model()
-            outputs = self.outputs(model, on_skip=self.on_skip)
+            outputs = self.outputs(model, on_skip=self._skip)
             for probe in due:
                 assert self.splits.validation is not None, "`check_probes` requires a validation split"
                 metrics = probe.evaluator(outputs, self.splits.train, self.splits.validation)
                 self.state.settle()
                 values = {"name": probe.name, "weights": self.state.measured, **metrics}
-                self.sinks.journal.write("probe", step=self.state.step, **values)
-                shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-                self.sinks.display.say(f"step {self.state.step:,}: {shown}")
+                self.log.tell("probe", {"metrics": metrics}, step=self.state.step, **values)
 
     def current(self) -> Bundle:
         """Return the model as it would be saved now, in evaluation mode, with its own copy of the weights."""
@@ -330,8 +320,11 @@ class Examiner:
             bundle = without_adapters(self.model())
             return replace(bundle, network=copy.deepcopy(bundle.network).eval())
 
+    def _skip(self, item: Skipped) -> None:
+        self.log.show("skipped", split="validation", key=item.key, reason=item.reason)
+
     def _measure(self, model: Bundle, source: Source) -> dict[str, float]:
-        result = self.evaluator(self.outputs(model, on_skip=self.on_skip), self.splits.train, source)
+        result = self.evaluator(self.outputs(model, on_skip=self._skip), self.splits.train, source)
         self.state.settle()
         check_finite(result, self.task.loss_metric, self.state.step)
         return result
@@ -345,7 +338,7 @@ class Examiner:
         def write() -> None:
             model.metrics = {f"validation_{name}": value for name, value in self.task.summary(result).items()}
             model.provenance["step"] = self.state.best.step
-            best.keep(replaced, self.sinks.checkpoints.best_steps())
+            best.keep(replaced, self.checkpoints.best_steps())
             best.save(model, objective)
 
         self.processes.on_first(write)
@@ -509,16 +502,15 @@ class Recovery:
         self.config = config
         self.state = state
         self.source = source
-        self.sinks = sinks
+        self.log, self.checkpoints = sinks.log, sinks.checkpoints
         self.processes = processes
         self._on_rollback = on_rollback
 
     def leaves_out(self, batch: Batch) -> bool:
-        """Return True if the batch of the current step is skipped after a rollback, and write its keys into the
-        journal."""
+        """Return True if the batch of the current step is skipped after a rollback, and report its keys."""
         if self.state.step + 1 not in self.state.faults.left_out:
             return False
-        self._leave_out(batch, BY_ROLLBACK)
+        self._leave_out(batch, BY_ROLLBACK, is_fault=False)
         return True
 
     def recover(self, batch: Batch, fault: StepFault) -> bool:
@@ -535,62 +527,31 @@ class Recovery:
         if fault.action == "rollback":
             self._roll_back(step, str(fault))
             return True
-        self._leave_out(batch, str(fault))
-        self.sinks.display.note(f"{fault} at step {step:,}: the batch is skipped")
+        self._leave_out(batch, str(fault), is_fault=True)
         return False
 
-    def _leave_out(self, batch: Batch, reason: str) -> None:
+    def _leave_out(self, batch: Batch, reason: str, *, is_fault: bool) -> None:
         own = batch.without_partners()
         keys = [self.source.key(int(sample)) for sample in own.samples[own.views == 0]]
         everyone = [key for part in self.processes.gather(keys) for key in part]
-        self.sinks.journal.write("batch left out", step=self.state.step + 1, reason=reason, keys=everyone)
+        shown = {"is_fault": is_fault}
+        self.log.tell("batch left out", shown, step=self.state.step + 1, reason=reason, keys=everyone)
 
     def _roll_back(self, step: int, reason: str) -> None:
         """Restore a checkpoint from before the batches that will be skipped. If there is none, restore the oldest
         checkpoint, and skip only the batches after it."""
-        state, sinks = self.state, self.sinks
+        state = self.state
         faults = state.faults
         first = step - self.config.rollback_skips + 1
-        for note in sinks.checkpoints.restore(state, before=first):
-            sinks.display.note(note)
+        for note in self.checkpoints.restore(state, before=first):
+            self.log.note(note)
         first = max(first, state.step + 1)
         state.faults = Faults(faults.count, faults.left_out | set(range(first, step + 1)), state.faults.losses)
         self._on_rollback()
-        sinks.journal.write("rolled back", step=state.step, at=step, reason=reason, left_out=[first, step])
-        sinks.display.note(
-            f"{reason} at step {step:,}: the run goes back to step {state.step:,}, and skips the batches of steps "
-            f"{first:,} to {step:,}"
-        )
+        self.log.tell("rolled back", step=state.step, at=step, reason=reason, left_out=[first, step])
 
 
 # Images that cannot be decoded: each is reported once, and too many training images of this kind end the run.
-
-
-MOST_NAMED = 10
-"""Largest number of held-out images of a split that the display names. The journal names all of them."""
-
-
-class HeldOutSkips:
-    """Shows each held-out image that cannot be decoded once, although every evaluation finds it."""
-
-    def __init__(self, display: Display) -> None:
-        self.display = display
-        self._shown: defaultdict[str, set[str]] = defaultdict(set)
-
-    def of(self, split: str) -> Callable[[Skipped], None]:
-        """Return the function that receives the images of a split."""
-
-        def show(item: Skipped) -> None:
-            shown = self._shown[split]
-            if item.key in shown:
-                return
-            shown.add(item.key)
-            if len(shown) <= MOST_NAMED:
-                self.display.note(f"skipped {item.key} of the {split} split: {item.reason}")
-            elif len(shown) == MOST_NAMED + 1:
-                self.display.note(f"more images of the {split} split are skipped; journal.jsonl names all of them")
-
-        return show
 
 
 class SkippedImages:
@@ -598,7 +559,7 @@ class SkippedImages:
 
     def __init__(self, state: TrainState, sinks: Sinks, most: int, processes: Processes) -> None:
         self.state = state
-        self.sinks = sinks
+        self.log, self.checkpoints = sinks.log, sinks.checkpoints
         self.most = most
         self.processes = processes
         self._found: list[Skipped] = []
@@ -621,10 +582,7 @@ class SkippedImages:
         for item in items:
             if item.key not in known:
                 known.add(item.key)
-                self.sinks.journal.write(
-                    "skipped", step=self.state.step, split="train", key=item.key, reason=item.reason
-                )
-                self.sinks.display.note(f"skipped {item.key}: {item.reason}")
+                self.log.tell("skipped", step=self.state.step, split="train", key=item.key, reason=item.reason)
         if len(known) > self.most:
             raise DataError(
                 f"{len(known)} training images cannot be decoded, more than the {self.most} that --max-skipped "
@@ -637,15 +595,13 @@ class SkippedImages:
 
 
 class Adaptation:
-    """Adapts a run to its machine, and reports this to the journal and the display. `on_readers` receives the number of
-    reading threads if the run chooses it."""
+    """Adapts a run to its machine. `on_readers` receives the number of reading threads if the run chooses it."""
 
     def __init__(self, state: TrainState, plan: Plan, sinks: Sinks, on_readers: Callable[[int], None]) -> None:
         self.state = state
-        self.sinks = sinks
+        self.log, self.checkpoints = sinks.log, sinks.checkpoints
         self._on_readers = on_readers
         self._cores = SharedCores() if plan.adapts_threads else None
-        self._has_shared = False
         self._trials: ReaderTrials | None = None
         if plan.chooses_readers:
             choices = default_threads(), 0
@@ -654,33 +610,11 @@ class Adaptation:
     def after_step(self, seconds: float, work: float) -> None:
         """Adapt the run after a step that took this time, and whose cost was `work`."""
         if self._trials is not None and (threads := self._trials.add(seconds, work)) is not None:
-            self._say_readers(self._trials, threads)
-            self._trials = None
+            times, self._trials = self._trials.times, None
+            self.log.tell("readers", step=self.state.step, threads=threads, seconds_per_step=times)
+            self._on_readers(threads)
         if self._cores is not None and (threads := self._cores.check()) is not None:
-            self._say_threads(self._cores, threads)
-
-    def _say_threads(self, cores: SharedCores, threads: int) -> None:
-        """Write a new number of compute threads to the journal. The display shows only the first change."""
-        self.sinks.journal.write("threads", step=self.state.step, threads=threads, at_most=cores.full)
-        if not self._has_shared:
-            self._has_shared = True
-            self.sinks.display.note(
-                f"other programs use the cores, so {threads} of {cores.full} compute threads are used until cores are "
-                "free again"
-            )
-
-    def _say_readers(self, trials: ReaderTrials, threads: int) -> None:
-        """Record the chosen number of reading threads, and display the reason."""
-        texts = [f"{1000 * seconds:.3g} ms with {_readers_text(count)}" for count, seconds in trials.times.items()]
-        self.sinks.journal.write("readers", step=self.state.step, threads=threads, seconds_per_step=trials.times)
-        self.sinks.display.say(
-            f"images are read by {_readers_text(threads)} from now on: a step took {' and '.join(texts)}"
-        )
-        self._on_readers(threads)
-
-
-def _readers_text(threads: int) -> str:
-    return plural(threads, "thread") if threads else "the main thread"
+            self.log.tell("threads", step=self.state.step, threads=threads, at_most=self._cores.full)
 
 
 # The choice between threads and the main thread for reading images, measured in the first steps of a run.

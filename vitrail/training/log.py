@@ -1,216 +1,72 @@
-"""Reports of a run to its journal, to the display, and to TensorBoard or Weights & Biases."""
+"""The events of a run: its journal, and the programs that show its metrics, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from vitrail.errors import nearest
 from vitrail.files import saving
-from vitrail.tasks.task import Task
-
-if TYPE_CHECKING:
-    from vitrail.training.checkpoint import Checkpoints
 from vitrail.registry import optional_module
 
-TRAINING = "train_"
-"""Prefix of the names of training metrics in a dictionary that also has the metrics of an evaluation."""
+Listener = Callable[[Mapping[str, Any]], None]
+"""A function that receives the events of a run by their name, "event", and their values."""
 
 
-def training_metrics(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of training steps among `values`, by their own names."""
-    return {name.removeprefix(TRAINING): value for name, value in values.items() if name.startswith(TRAINING)}
+class Log:
+    """The events of a run. The journal `path`, if there is one, keeps those that are told, one per line, with their
+    times in seconds since 1970. Lines are only ever appended. The listeners receive all events.
 
+    One of several processes keeps the journal of all; the log of the others has no path and no listeners.
+    """
 
-class Display:
-    """Receives the events of a run. This class shows nothing; subclasses override the events that they show."""
+    def __init__(self, *listeners: Listener, path: Path | None = None) -> None:
+        self.listeners = list(listeners)
+        self.path = path
 
-    def begin(self, step: int, steps: int, task: Task) -> None:
-        """Called when the training loop starts. The run has `steps` steps, of which `step` are already done."""
+    def tell(self, event: str, shown: Mapping[str, Any] = MappingProxyType({}), /, **values: Any) -> None:
+        """Append an event to the journal, and pass it to the listeners. `shown` are values that the journal does not
+        keep. Raises `SaveError`."""
+        content = {"event": event, "time": round(time.time(), 3), **values}
+        if self.path is not None:
+            _append(self.path, content)
+        self._pass({**content, "shown": shown})
+
+    def show(self, event: str, **values: Any) -> None:
+        """Pass an event to the listeners only."""
+        self._pass({"event": event, **values})
 
     def say(self, text: str) -> None:
         """Show a message to the user."""
+        self.show("say", text=text)
 
     def note(self, text: str) -> None:
         """Show a message that needs the user's attention."""
+        self.show("note", text=text)
 
     def extracting(self, done: int, total: int) -> None:
-        """Receive the number of images whose features are computed for a linear model, and the number of all images."""
+        """Show the number of images whose features are computed for a linear model, and the number of all images."""
+        self.show("extracting", done=done, total=total)
 
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Receive the means since the last call: the loss and the objective's metrics. images_per_second and
-        limit_fraction are means over about the last minute. limit_fraction is the FLOPs per second of the steps as a
-        fraction of those of matrix products alone, measured when the run began. It is missing if the FLOPs of a step
-        are unknown. seconds_left is missing while the time left is unknown. waiting_share is the fraction of the time
-        that was spent waiting for images."""
-
-    def tick(self, step: int, seconds_left: float) -> None:
-        """Receive the progress after a step without metrics. On a GPU, which computes several steps ahead, only `step`
-        is called."""
-
-    def evaluated(self, step: int, result: dict[str, float], best: bool) -> None:
-        """Receive the metrics of an evaluation on the validation split. Metrics of the training steps since the last
-        evaluation begin with "train_"."""
-
-    def end(self) -> None:
-        """Called when the training loop ends, even if it ends with an error."""
+    def _pass(self, content: Mapping[str, Any]) -> None:
+        for listener in self.listeners:
+            listener(content)
 
 
-class ConsoleDisplay(Display):
-    """Shows the step, loss, metrics, time left, images per second, FLOPs per second as a fraction of those of matrix
-    products alone, learning rate and peak memory, in this order of importance. Says if more than a tenth of the time is
-    spent waiting for images.
-
-    On a terminal it shows a progress bar beside as many of them as fit into the line. Elsewhere it prints lines: first
-    one about every ten seconds, and after 1,000 seconds one whenever a hundredth of the time so far has passed, so that
-    a week has about 700 lines.
-    """
-
-    LINE_SECONDS = 10.0
-    FIRST_SECONDS = 3.0
-    """Seconds before the first line."""
-    LINE_SHARE = 0.01
-    """Least time between two lines, as a fraction of the time so far."""
-    WAITING_SHARE = 0.1
-    """Fraction of the time spent waiting for images from which on it is shown."""
-    BAR = 10
-    """Columns that the bar, the percentage and the spaces beside them need at least."""
-
-    def __init__(self, console: Console, spell: Callable[[str], str] = str) -> None:
-        """`spell` returns a note with the values that it recommends in the syntax of the command line."""
-        self.console = console
-        self._spell = spell
-        self.steps = 0
-        self._progress: Progress | None = None
-        self._texts: list[str] = []
-        self._more: list[str] = []
-        self._last_line = 0.0
-        self._extracted: float = math.inf
-
-    def begin(self, step: int, steps: int, task: Task) -> None:
-        self.steps, self.task = steps, task
-        self._began = time.perf_counter()
-        self._last_line = self._began - self.LINE_SECONDS + self.FIRST_SECONDS
-        if not self.console.is_terminal:
-            return
-        self._progress = Progress(
-            BarColumn(bar_width=None),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[shown]}", markup=False),
-            console=self.console,
-            refresh_per_second=4,
-            expand=True,
-        )
-        self._task = self._progress.add_task(
-            "", total=steps, completed=step, shown=self._line(step, "", self.console.width)
-        )
-        self._progress.start()
-
-    def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def note(self, text: str) -> None:
-        wraps = self.console.is_terminal  # at words; files and pipes get one line
-        self.console.print(self._spell(text), style="yellow", highlight=False, markup=False, soft_wrap=not wraps)
-
-    def extracting(self, done: int, total: int) -> None:
-        now = time.perf_counter()
-        if done <= self._extracted:  # the images of another split
-            self._last_line = now
-        elif done < total and now - self._last_line >= self.LINE_SECONDS:
-            self._last_line = now
-            self.say(f"features of {done:,} of {total:,} images")
-        self._extracted = done
-
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        self._texts = [f"loss {metrics['loss']:.3f}", *self.task.texts(metrics, digits=1)]
-        self._more = [f"{metrics['images_per_second']:,.0f} images/s"]
-        if metrics["waiting_share"] > self.WAITING_SHARE:
-            self._more.insert(0, f"waiting for images {metrics['waiting_share']:.0%}")
-        if "limit_fraction" in metrics:
-            self._more.append(f"{metrics['limit_fraction']:.0%} of the speed of matrix products")
-        self._more += [
-            f"learning rate {metrics['learning_rate']:.2g}", f"{metrics['memory_bytes'] / 2**30:.1f} GiB of memory",
-        ]  # fmt: skip
-        self._show(step, metrics.get("seconds_left"), is_last=step == self.steps)
-
-    def tick(self, step: int, seconds_left: float) -> None:
-        self._show(step, seconds_left)
-
-    def _show(self, step: int, seconds_left: float | None, *, is_last: bool = False) -> None:
-        """Update the progress bar, or print a line if the last one is about ten seconds ago."""
-        if self._progress is not None:
-            left = "" if seconds_left is None else f"{timedelta(seconds=round(seconds_left))} left"
-            self._progress.update(self._task, completed=step, shown=self._line(step, left, self.console.width))
-            return
-        now = time.perf_counter()
-        if now - self._last_line >= max(self.LINE_SECONDS, self.LINE_SHARE * (now - self._began)) or is_last:
-            self._last_line = now
-            self.say(self._line(step, "" if seconds_left is None else f"{seconds_left:,.0f} s left"))
-
-    def _line(self, step: int, left: str, width: int | None = None) -> str:
-        """Return the step and all texts, or as many as fit into a line of `width` columns that begins with the bar."""
-        line = f"step {step:,}/{self.steps:,}"
-        for text in filter(None, (*self._texts, left, *self._more)):
-            if width is not None and len(line) + 2 + len(text) > width - self.BAR:
-                break
-            line += f"  {text}"
-        return line
-
-    def evaluated(self, step: int, result: dict[str, float], best: bool) -> None:
-        star = "  (best so far)" if best else ""
-        texts = ", ".join(self.task.texts(result)) or "metrics unknown"
-        train = ", ".join(self.task.texts(training_metrics(result)))
-        beside = f"; training {train}" if train else ""
-        start = f"step {step:,}" if step else "before the first step"
-        count = f"{result['images']:,.0f} images"
-        if skipped := result.get("skipped"):
-            count += f" ({skipped:,.0f} skipped)"
-        self.say(f"{start}: validation {texts} on {count}{beside}{star}")
-
-    def end(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
-
-
-# `journal.jsonl`: the events of a run, one per line. Lines are only ever appended.
-
-
-class Journal:
-    """Appends events to a file, each with its time in seconds since 1970. If `is_kept` is False, nothing is written:
-    one of several processes keeps the journal of all."""
-
-    def __init__(self, path: Path, *, is_kept: bool = True) -> None:
-        self.path = path
-        self.is_kept = is_kept
-        self.readers: list[Callable[[dict[str, Any]], None]] = []
-        """Functions that receive each event after it is written."""
-
-    def write(self, event: str, **values: Any) -> None:
-        """Append an event. Raises `SaveError`."""
-        if not self.is_kept:
-            return
-        content = {"event": event, "time": round(time.time(), 3), **values}
-        data = (json.dumps(content, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
-        with saving("the journal", self.path), self.path.open("ab+") as file:
-            if file.tell() and file.seek(-1, os.SEEK_END) is not None and file.read(1) != b"\n":
-                data = b"\n" + data  # the previous line is incomplete; it stays in the file
-            file.write(data)
-        for reader in self.readers:
-            reader(content)
+def _append(path: Path, content: Mapping[str, Any]) -> None:
+    data = (json.dumps(content, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+    with saving("the journal", path), path.open("ab+") as file:
+        if file.tell() and file.seek(-1, os.SEEK_END) is not None and file.read(1) != b"\n":
+            data = b"\n" + data  # the previous line is incomplete; it stays in the file
+        file.write(data)
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
@@ -246,18 +102,6 @@ def _stays(event: dict[str, Any], resumed: dict[str, Any]) -> bool:
     """Return True if an event still holds after the run was resumed. An extended run has a new end."""
     ends = ("finished", "ended early") if "extends" in resumed else ("finished",)
     return event.get("step", 0) <= resumed["step"] and not event.get("kept") and event["event"] not in ends
-
-
-# The files and the display that receive the reports of a run.
-
-
-@dataclass(frozen=True)
-class Sinks:
-    """The files and the display that receive the reports of a run."""
-
-    journal: Journal
-    checkpoints: Checkpoints
-    display: Display
 
 
 # Programs that show the metrics of a run during training: TensorBoard, and Weights & Biases. They receive the
@@ -345,22 +189,21 @@ def check_trackers(track: str) -> None:
 
 
 @contextmanager
-def tracking(track: str, folder: Path, settings: Mapping[str, Any], journal: Journal, step: int) -> Iterator[None]:
-    """Send the journal's events inside the `with` block to the programs that `track` names. `step` is the number of
-    steps that a resumed run has taken."""
+def tracking(track: str, folder: Path, settings: Mapping[str, Any], log: Log, step: int) -> Iterator[None]:
+    """Send the events inside the `with` block to the programs that `track` names. `step` is the number of steps that a
+    resumed run has taken."""
     with ExitStack() as stack:
         trackers = list[Tracker]()
-        for name in _names(track) if journal.is_kept else ():
+        for name in _names(track) if log.path is not None else ():
             trackers.append(TRACKERS[name].make(folder, settings, step))
             stack.callback(trackers[-1].close)
 
-        def receive(event: dict[str, Any]) -> None:
+        def receive(event: Mapping[str, Any]) -> None:
             if values := scalars(event):
                 for tracker in trackers:
                     tracker.add(event["step"], values, event["time"])
 
-        journal.readers.append(receive)
-        stack.callback(journal.readers.remove, receive)
+        log.listeners.append(receive)
         yield
 
 

@@ -33,7 +33,7 @@ from vitrail.models.vit_config import ViTConfig
 from vitrail.processes.group import Processes, join_processes
 from vitrail.tasks.own_model import BESIDE, beside, load_beside, load_weights, without_adapters, write_weights
 from vitrail.tasks.task import Objective, Task
-from vitrail.training.after_step import Examiner, HeldOutSkips, Intervals, Monitor, check_finite
+from vitrail.training.after_step import Examiner, Intervals, Monitor, Sinks, check_finite
 from vitrail.training.build import make_bundle, make_network, make_plan, make_state
 from vitrail.training.checkpoint import BestModel, Checkpoints
 from vitrail.training.clock import MachineLimit, product_limit
@@ -52,7 +52,7 @@ from vitrail.training.job import (
     record_of,
     schedule_of,
 )
-from vitrail.training.log import Display, Journal, Sinks, read_journal, tracking
+from vitrail.training.log import Log, read_journal, tracking
 from vitrail.training.loop import fit
 from vitrail.training.page import HeldOutExample, ProgressPage, write_examples, write_pictures
 from vitrail.training.resuming import Length, changed_config, check_extension, record_extension
@@ -71,7 +71,7 @@ def train(
     initial: Bundle | None = None,
     probes: Sequence[Probe] = (),
     measure_test: bool = True,
-    display: Display | None = None,
+    log: Log | None = None,
     started: float | None = None,
 ) -> RunResult:
     """Train a model as `config` describes, and save the run in a new folder.
@@ -100,7 +100,7 @@ def train(
     processes = join_processes(config.run.process_seconds)
     with processes.reporting():
         config = processes.from_first(config)
-        return _train(config, processes, data, network, initial, probes, measure_test, display, started)
+        return _train(config, processes, data, network, initial, probes, measure_test, log, started)
 
 
 def _train(
@@ -111,7 +111,7 @@ def _train(
     initial: Bundle | None,
     probes: Sequence[Probe],
     measure_test: bool,
-    display: Display | None,
+    log: Log | None,
     started: float,
 ) -> RunResult:
     if initial is not None and config.start.init is None:
@@ -126,13 +126,13 @@ def _train(
     memory = check_run_memory(setup.config, setup.network, setup.device, processes)
     with _same_arithmetic(setup.config):
         torch.manual_seed(config.run.seed)
-        shown = display if display is not None and processes.is_first else Display()
-        trained, setup, notes = make_network(setup, model, shown.extracting)
+        log = log if log is not None and processes.is_first else Log()
+        trained, setup, notes = make_network(setup, model, log.extracting)
         del model, initial  # the new network has copies of their weights
         folder = processes.on_first(lambda: new_folder(setup.config))
         with _locked(folder, processes):
             processes.on_first(lambda: _write_record(setup, folder))
-            return Execution(setup, folder, display or Display(), started, memory).go(trained, notes, probes)
+            return Execution(setup, folder, log or Log(), started, memory).go(trained, notes, probes)
 
 
 def resume(
@@ -146,7 +146,7 @@ def resume(
     max_time: str | None = None,
     changes: Mapping[str, Any] = MappingProxyType({}),
     allow: Collection[str] = (),
-    display: Display | None = None,
+    log: Log | None = None,
     started: float | None = None,
 ) -> RunResult:
     """Continue a run that was stopped or killed, from its newest complete checkpoint. With `length`, make a finished or
@@ -199,7 +199,7 @@ def resume(
             if differences:
                 processes.on_first(lambda: replace_config(folder, setup.config))
             memory = _memory_of_resumed(setup)
-            run = Execution(setup, folder, display or Display(), started, memory, max_seconds=max_seconds)
+            run = Execution(setup, folder, log or Log(), started, memory, max_seconds=max_seconds)
             before = record.config.total_steps(record.images)
             extends = None if length is None else before
             return run.go(trained, notes, probes, resuming=True, extends=extends, changes=differences)
@@ -318,7 +318,7 @@ class Execution:
         self,
         setup: Setup,
         folder: Path,
-        display: Display,
+        log: Log,
         started: float,
         memory: str,
         *,
@@ -329,19 +329,17 @@ class Execution:
         self.setup = setup
         self.folder = folder
         self.processes = setup.processes
-        self.journal = Journal(folder / "journal.jsonl", is_kept=setup.processes.is_first)
+        self.log = Log(*log.listeners, path=folder / "journal.jsonl") if setup.processes.is_first else Log()
         self.checkpoints = Checkpoints(
             folder / "checkpoints",
             processes=setup.processes,
             in_background=setup.config.run.background_checkpoints,
-            on_saved=lambda step, path: self.journal.write("checkpoint", step=step, path=path.name),
+            on_saved=lambda step, path: self.log.tell("checkpoint", step=step, path=path.name),
             on_restored=lambda state: self.processes.on_first(lambda: self.best.put_back(state.best.step)),
         )
         self.best = BestModel(folder)
         # Processes share the images of an evaluation batch by batch, although their machines can differ.
         self.evaluation_batch = setup.processes.from_first(evaluation_batch(setup.config, setup.network))
-        self.display = display if setup.processes.is_first else Display()
-        self.skips = HeldOutSkips(self.display)
         self.started = started
         self.max_seconds = setup.config.run.max_seconds if max_seconds is None else max_seconds
         self.memory = memory
@@ -359,30 +357,30 @@ class Execution:
     ) -> RunResult:
         """Train the network, and save the model. `extends` is the former number of steps of a run that is extended.
         `changes` are the settings that a resumed run changes, with their values before and now."""
-        setup, journal, display = self.setup, self.journal, self.display
+        setup, log = self.setup, self.log
         keep_freed_memory()
         state, plan = make_state(setup, network), make_plan(setup)
         for note in self._restore(state) if resuming else ():
-            display.note(note)
+            log.note(note)
         self._announce(network, notes)
         if state.step:
-            display.say(f"continuing after step {state.step:,} of {setup.steps:,}")
+            log.say(f"continuing after step {state.step:,} of {setup.steps:,}")
         if extends is not None and state.step and (note := self._rise(plan, state.step, extends)):
-            display.note(note)
+            log.note(note)
         extension: dict[str, Any] = {} if extends is None else {"extends": extends}
         if changes:
             extension["changes"] = {name: list(values) for name, values in changes.items()}
-        journal.write("resumed" if resuming else "started", step=state.step, steps=setup.steps, **extension)
+        log.tell("resumed" if resuming else "started", step=state.step, steps=setup.steps, **extension)
         if extends is not None:
             state.best.waited = 0  # otherwise a run that --patience ended would end again at once
             longer = {"step": state.step, "before": extends, "steps": setup.steps}
             self.processes.on_first(lambda: record_extension(self.folder, setup.config, **longer))
-        if journal.is_kept:
+        if log.path is not None:
             metric = setup.config.task.selection(setup.splits)
-            journal.readers.append(ProgressPage(self.folder, setup.config, metric, setup.steps).receive)
-        with tracking(setup.config.run.track, self.folder, setup.config.to_plain(), journal, state.step):
+            log.listeners.append(ProgressPage(self.folder, setup.config, metric, setup.steps).receive)
+        with tracking(setup.config.run.track, self.folder, setup.config.to_plain(), log, state.step):
             monitor = self._train(state, plan, probes)
-            finish = Finish(setup, self.folder, journal, self.best, partial(self._outputs, state), self.skips)
+            finish = Finish(setup, self.folder, log, self.best, partial(self._outputs, state))
             return finish(state, monitor.summary(setup.device))
 
     def _rise(self, plan: Plan, step: int, before: int) -> str:
@@ -398,9 +396,9 @@ class Execution:
 
     def _train(self, state: TrainState, plan: Plan, probes: Sequence[Probe]) -> Monitor:
         """Take the steps that are left, and return the monitor that received them. Signals stop the run meanwhile."""
-        setup, journal, display = self.setup, self.journal, self.display
+        setup, log = self.setup, self.log
         with StopRequest(None if self.max_seconds is None else self.started + self.max_seconds) as stop:
-            sinks = Sinks(journal, self.checkpoints, display)
+            sinks = Sinks(log, self.checkpoints)
             monitor = Monitor(
                 state,
                 plan,
@@ -412,21 +410,19 @@ class Execution:
                 on_readers=lambda threads: replace_config(self.folder, setup.config.override(threads=threads)),
                 limit=self._limit(state, plan),
             )
-            display.begin(state.step, setup.steps, setup.config.task)
+            log.show("begin", step=state.step, steps=setup.steps, task=setup.config.task)
             try:
                 with closing(self.checkpoints):
                     if state.step == 0:
                         monitor.before_first_step(evaluates=self._may_keep_start)
                     fit(state, plan, monitor)
             except NonFiniteLoss as error:
-                journal.write("failed", step=state.step, reason=str(error))
+                log.tell("failed", step=state.step, reason=str(error))
                 if not self._may_keep_start or state.best.step < 0:
                     raise NonFiniteLoss(_advice(error, self.checkpoints)) from None
-                display.note(
-                    f"{error}: the run diverged, so the best weights before, of step {state.best.step:,}, stay"
-                )
+                log.note(f"{error}: the run diverged, so the best weights before, of step {state.best.step:,}, stay")
             finally:
-                display.end()
+                log.show("end")
                 state.batches.close()
         return monitor
 
@@ -440,15 +436,11 @@ class Execution:
             found = product_limit(plan.precision, plan.device, self.processes, again=again)
             threads = torch.get_num_threads() if plan.device.type == "cpu" else None
             settings = {"precision": plan.precision, "threads": threads}
-            self.journal.write("limit", step=state.step, flops_per_second=found, **settings)
+            self.log.tell("limit", step=state.step, flops_per_second=found, **settings)
             return found
 
         def give_up() -> None:
-            self.journal.write("limit too low", step=state.step)
-            self.display.note(
-                "the steps are faster than the matrix products that were measured alone, so other programs used the "
-                "machine meanwhile; the fraction of this speed is not shown any more"
-            )
+            self.log.tell("limit too low", step=state.step)
 
         return MachineLimit(measure, give_up, self.processes)
 
@@ -477,7 +469,6 @@ class Execution:
             best=self.best if setup.config.run.keep == "best" else None,
             probes=(*setup.probes, *probes),
             processes=self.processes,
-            skips=self.skips,
         )
 
     def _outputs(
@@ -502,18 +493,18 @@ class Execution:
     def _announce(self, network: nn.Module, notes: tuple[str, ...]) -> None:
         setup = self.setup
         for note in (*notes, *setup.splits.notes):
-            self.display.note(note)
+            self.log.note(note)
         if isinstance(setup.network, ViTConfig) and (note := setup.network.attention_kind.note()):
-            self.display.note(note)
+            self.log.note(note)
         if note := colour_note(images_of(setup.splits.train), setup.config.images.channels):
-            self.display.note(f"{note}; to learn from colours, choose channels=3")
+            self.log.note(f"{note}; to learn from colours, choose channels=3")
         for line in quick_check(setup.splits):
-            self.display.say(line)
-        self.display.say(self.memory)
-        self.display.say(f"{self.folder / 'progress.html'} shows the curves during the run")
-        self.display.say(f"{_summary(setup, network)}, into {self.folder}")
+            self.log.say(line)
+        self.log.say(self.memory)
+        self.log.say(f"{self.folder / 'progress.html'} shows the curves during the run")
+        self.log.say(f"{_summary(setup, network)}, into {self.folder}")
         if len(setup.phases) > 1 and setup.network is not None:
-            self.display.say(cost_text(setup.phases, setup.network, setup.config.task))
+            self.log.say(cost_text(setup.phases, setup.network, setup.config.task))
 
 
 COMPILED = {"off": "", "on": ", compiled", "graphs": ", compiled into CUDA graphs"}
@@ -603,19 +594,17 @@ class Finish:
         self,
         setup: Setup,
         folder: Path,
-        journal: Journal,
+        log: Log,
         best: BestModel,
         outputs: Callable[..., Outputs],
-        skips: HeldOutSkips,
     ) -> None:
         """`outputs` returns the outputs of a model for an evaluation, with the arguments `keep` and `on_skip` of
-        `Outputs`. `skips` shows the images that cannot be decoded."""
+        `Outputs`."""
         self.setup = setup
         self.folder = folder
-        self.journal = journal
+        self.log = log
         self.best = best
         self.outputs = outputs
-        self.skips = skips
 
     def __call__(self, state: TrainState, summary: dict[str, float]) -> RunResult:
         """Load the weights that the config keeps, measure the model on the held-out splits, and write the model."""
@@ -644,7 +633,7 @@ class Finish:
         source = held_out[1] if held_out else setup.splits.train
         examples = processes.on_first(lambda: write_examples(bundle, source, folder / "examples"))
         processes.on_first(lambda: self._write_pictures(bundle, state.kept, source))
-        self.journal.write("finished", step=state.step, metrics=bundle.metrics, **summary)
+        self.log.tell("finished", step=state.step, metrics=bundle.metrics, **summary)
         return RunResult(folder, bundle, bundle.metrics, summary, examples, setup.config.task, predictions)
 
     def _write_pictures(self, bundle: Bundle, objective: Objective, source: Source) -> None:
@@ -675,8 +664,7 @@ class Finish:
         split = ""
 
         def skip(item: Skipped) -> None:
-            self.journal.write("skipped", step=state.step, split=split, key=item.key, reason=item.reason)
-            self.skips.of(split)(item)
+            self.log.tell("skipped", step=state.step, split=split, key=item.key, reason=item.reason)
 
         outputs = self.outputs(bundle, keep=MAX_KEPT, on_skip=skip)
         predictions: dict[str, Predictions] = {}
@@ -687,7 +675,7 @@ class Finish:
                 state.settle()
                 check_finite(result, task.loss_metric, state.step)
                 values = {"split": split, "weights": state.measured, "kept": True, **result}
-                self.journal.write("evaluation", step=bundle.provenance["step"], **values)
+                self.log.tell("evaluation", step=bundle.provenance["step"], **values)
                 bundle.metrics |= {f"{split}_{name}": value for name, value in task.summary(result).items()}
                 if (kept := outputs.kept(source)) is not None:
                     predictions[split] = kept

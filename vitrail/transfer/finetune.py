@@ -24,7 +24,7 @@ from vitrail.machine import Precision, available_memory, pick_device, resolve_pr
 from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import check_place, place_of
-from vitrail.training.log import Display
+from vitrail.training.log import Log
 from vitrail.training.run import RunResult, train
 from vitrail.training.start import check_choice
 from vitrail.transfer.examination import examine
@@ -220,7 +220,7 @@ def finetune(
     *,
     rates: tuple[float, ...] = (),
     search: Search | None = None,
-    display: Display | None = None,
+    log: Log | None = None,
     started: float | None = None,
     on_trial: Callable[[Trial], None] = lambda trial: None,
 ) -> FinetuneResult:
@@ -236,16 +236,16 @@ def finetune(
     if rates or search:
         check_place(folder, config)
     if search is not None:
-        shown = display or Display()
-        shown.say(f"computing the features of {plural(len(config.data.cut(data).train), 'training image')}")
+        log = log or Log()
+        log.say(f"computing the features of {plural(len(config.data.cut(data).train), 'training image')}")
         config, _ = search_settings(
-            config, data, initial, search, folder, started=started, on_trial=shown.say, on_progress=shown.extracting
+            config, data, initial, search, folder, started=started, on_trial=log.say, on_progress=log.extracting
         )
         config = config.override(run=str(folder))
     else:
         forget_tried(folder)
-    config, trials = choose_best_rate(config, data, initial, rates, folder, display=display, on_trial=on_trial)
-    run = train(config, data=data, initial=initial, display=display, started=started)
+    config, trials = choose_best_rate(config, data, initial, rates, folder, log=log, on_trial=on_trial)
+    run = train(config, data=data, initial=initial, log=log, started=started)
     return evaluate_run(run, config, config.data.cut(data), trials)
 
 
@@ -256,7 +256,7 @@ def choose_best_rate(
     rates: tuple[float, ...],
     folder: Path,
     *,
-    display: Display | None = None,
+    log: Log | None = None,
     on_trial: Callable[[Trial], None] = lambda trial: None,
 ) -> tuple[TrainConfig, tuple[Trial, ...]]:
     """Return the config of the final run in `folder`, and the trials of the learning rates, best first.
@@ -267,7 +267,7 @@ def choose_best_rate(
         return config, ()
     check_final_run(config, with_all_images(config).data.cut(data))
     place = trials_folder(folder)
-    trials = choose_rate(config, data, rates, place, initial=initial, display=display, on_trial=on_trial)
+    trials = choose_rate(config, data, rates, place, initial=initial, log=log, on_trial=on_trial)
     return final_config(config, trials[0].rate), trials
 
 

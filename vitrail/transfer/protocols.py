@@ -20,7 +20,7 @@ from vitrail.models.variants import AnyConfig
 from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import RESOLVED, TrainConfig
 from vitrail.training.folder import read_record
-from vitrail.training.log import Display, kept_result, read_journal
+from vitrail.training.log import Log, kept_result, read_journal
 from vitrail.training.optimizer import OptimizerConfig
 from vitrail.training.run import RunResult, resume, train
 from vitrail.training.schedule import Duration
@@ -199,7 +199,7 @@ def choose_rate(
     folder: Path,
     *,
     initial: Bundle,
-    display: Display | None = None,
+    log: Log | None = None,
     on_trial: Callable[[Trial], None] = lambda trial: None,
 ) -> tuple[Trial, ...]:
     """Train with each learning rate, and return the trials, best first. The loss decides between equal metrics, and
@@ -208,7 +208,7 @@ def choose_rate(
     Every trial has a folder inside `folder`. A finished trial is reused, and a stopped trial continues. The test split
     is not used. `data` is the open data set of `config`, and `initial` is the model that every trial starts from.
 
-    A trial that diverges is skipped, and `display` names it.
+    A trial that diverges is skipped, and `log` names it.
 
     Raise `ConfigError` if no image is held out, `RunError` if an existing trial has other settings, data or weights,
     `NonFiniteLoss` if all trials diverge, and all other errors of `train`.
@@ -226,11 +226,11 @@ def choose_rate(
         place = folder / f"{rate:g}"
         trial = config.override(learning_rate=rate, keep="last", run=str(place), overwrite=False)
         try:
-            complete_run(trial, data, initial, display=display, measure_test=False, replaces=config.run.overwrite)
+            complete_run(trial, data, initial, log=log, measure_test=False, replaces=config.run.overwrite)
         except NonFiniteLoss as error:
             if rate == rates[-1] and not trials:
                 raise
-            (display or Display()).note(f"learning rate {rate:g} is skipped: {str(error).partition(':')[0]}")
+            (log or Log()).note(f"learning rate {rate:g} is skipped: {str(error).partition(':')[0]}")
             continue
         found = kept_result(place / "journal.jsonl")
         if metric.name not in found:  # no held-out image has a label and can be decoded
@@ -249,7 +249,7 @@ def complete_run(
     data: OpenedData,
     initial: Bundle,
     *,
-    display: Display | None = None,
+    log: Log | None = None,
     measure_test: bool = True,
     replaces: bool = False,
 ) -> tuple[dict[str, float], RunResult | None]:
@@ -262,16 +262,14 @@ def complete_run(
     assert config.run.folder is not None
     place = Path(config.run.folder)
     if not (place / "run.json").is_file():
-        run = train(config, data=data, initial=initial, display=display, measure_test=measure_test)
+        run = train(config, data=data, initial=initial, log=log, measure_test=measure_test)
     elif replaces and _difference(config, place, data, initial):
-        run = train(
-            config.override(overwrite=True), data=data, initial=initial, display=display, measure_test=measure_test
-        )
+        run = train(config.override(overwrite=True), data=data, initial=initial, log=log, measure_test=measure_test)
     else:
         metrics = _finished_metrics(config, place, data, initial)
         if metrics is not None:
             return metrics, None
-        run = resume(place, data=data, display=display, measure_test=measure_test)
+        run = resume(place, data=data, log=log, measure_test=measure_test)
     return run.metrics, run
 
 

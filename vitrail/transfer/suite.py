@@ -21,7 +21,7 @@ from vitrail.files import saving, write_json
 from vitrail.settings import from_plain
 from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
-from vitrail.training.log import Display
+from vitrail.training.log import Log
 from vitrail.training.run import finished
 from vitrail.transfer.facts import Explicit, FinetunePlan
 from vitrail.transfer.finetune import Protocol, choose_best_rate, evaluate_run, plan
@@ -343,7 +343,7 @@ def finetune_suite(
     place: Path,
     method: Method = Method(),
     strict: bool = False,
-    display: Display | None = None,
+    log: Log | None = None,
 ) -> SuiteResult:
     """Fine-tune the model `initial` on each task of a suite, and measure it on the task's test images.
 
@@ -360,7 +360,7 @@ def finetune_suite(
     `finetune`.
     """
     _check_place(place, suite)
-    return _SuiteRun(suite, initial, config, folder, place, method, display or Display()).go(strict=strict)
+    return _SuiteRun(suite, initial, config, folder, place, method, log or Log()).go(strict=strict)
 
 
 def is_suite_run(folder: Path) -> bool:
@@ -379,7 +379,7 @@ class _SuiteRun:
         folder: Path,
         place: Path,
         method: Method,
-        display: Display,
+        log: Log,
     ) -> None:
         self.suite = suite
         self.initial = initial
@@ -387,19 +387,19 @@ class _SuiteRun:
         self.folder = folder
         self.place = place
         self.method = method
-        self.display = display
+        self.log = log
         self.rows: list[TaskResult] = []
 
     def go(self, *, strict: bool) -> SuiteResult:
         """Fine-tune and measure the model on every task, and return the results."""
         for number, task in enumerate(self.suite.tasks, start=1):
-            self.display.say(f"task {task.name}, {number} of {len(self.suite.tasks)}")
+            self.log.say(f"task {task.name}, {number} of {len(self.suite.tasks)}")
             try:
                 self.rows.append(TaskResult(task, self._metrics(task)))
             except (DataError, NonFiniteLoss) as error:
                 if strict:
                     raise type(error)(f"task {task.name}: {error}") from error
-                self.display.note(f"skipped {task.name}: {error}")
+                self.log.note(f"skipped {task.name}: {error}")
                 self.rows.append(TaskResult(task, reason=str(error)))
         result = self._result()
         result.check()
@@ -413,12 +413,12 @@ class _SuiteRun:
                 "the evaluator accuracy measures a model's existing head, so there is nothing to fine-tune; fine-tune "
                 "on another task, and measure that run with vitrail evaluate"
             )
-        images = open_task(task, self.folder, self.display.note)
+        images = open_task(task, self.folder, self.log.note)
         data = OpenedData(task.name, Splits(images.train, None, images.held_out, title=f"task {task.name}"))
         place = self.place / task.name
         chosen = self._plan(task, data, images.spec, place)
         for reason in () if (place / "run.json").is_file() else chosen.reasons:
-            self.display.say(f"  {reason}")
+            self.log.say(f"  {reason}")
         self._write_results()  # marks the folder, so that a run that is stopped is known to belong to a suite
         config, trials = choose_best_rate(
             chosen.config,
@@ -426,10 +426,10 @@ class _SuiteRun:
             self.initial,
             chosen.rates,
             place,
-            display=self.display,
-            on_trial=lambda trial: self.display.say(trial.text()),
+            log=self.log,
+            on_trial=lambda trial: self.log.say(trial.text()),
         )
-        found, run = complete_run(config, data, self.initial, display=self.display)
+        found, run = complete_run(config, data, self.initial, log=self.log)
         splits = config.data.cut(data)
         if run is None and not (place / "report.html").is_file():
             run = finished(place)
@@ -439,7 +439,7 @@ class _SuiteRun:
         values = {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
         if not values:
             raise DataError("no test image both has a label and can be decoded")
-        self.display.say(f"task {task.name}: {', '.join(config.task.texts(values))}")
+        self.log.say(f"task {task.name}: {', '.join(config.task.texts(values))}")
         counts = {"training_images": len(splits.train), "test_images": len(images.held_out)}
         return values | counts | {"learning_rate": config.optimizer.learning_rate}
 

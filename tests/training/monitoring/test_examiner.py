@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import vitrail.training.loop as loop_module
+from tests.listening import Display
 from vitrail.data.pipeline import evaluation_batches
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError, RunError, Stopped
@@ -21,7 +22,7 @@ from vitrail.tasks.classification import ClassificationObjective, Loss
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
 from vitrail.training.job import Probe
-from vitrail.training.log import Display, read_journal
+from vitrail.training.log import Log, read_journal
 from vitrail.training.resuming import Length
 from vitrail.training.run import resume, train
 from vitrail.training.state import TrainState
@@ -127,7 +128,7 @@ def test_patience_ends_the_run(initial: Initial, from_model: FromModel, colour_f
             notes.append(text)
 
     config = from_model(initial(classes=COLOURS), colour_folder, patience=2, **STILL)
-    result = train(config, display=Notes())
+    result = train(config, log=Log(Notes()))
     run = result.folder
     assert [event["step"] for event in events_of(run, "evaluation")][:-1] == [4, 8, 12]
     (early,) = events_of(run, "ended early")
@@ -166,7 +167,7 @@ def test_patience_is_remembered(
 ) -> None:
     with pytest.raises(Stopped):
         config = from_model(initial(classes=COLOURS), colour_folder, patience=2, **STILL)
-        train(config, display=stop_at(9))
+        train(config, log=Log(stop_at(9)))
     run = resume(Path(config.run.folder or "")).folder
     assert [event["step"] for event in events_of(run, "evaluation")][:-1] == [4, 8, 12]
 
@@ -238,7 +239,7 @@ def test_probes_go_on_when_a_run_is_resumed(
 ) -> None:
     probes = [Probe("one", 4, lambda outputs, train, held_out: {"one": 1.0})]
     with pytest.raises(Stopped):
-        train(tiny(), probes=probes, display=stop_at(5))
+        train(tiny(), probes=probes, log=Log(stop_at(5)))
     resume(tmp_path / "run", probes=probes)
     assert [event["step"] for event in events_of(tmp_path / "run", "probe")] == [4, 8, 12]
 

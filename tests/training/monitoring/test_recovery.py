@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.listening import Display
 from tests.training import ranks
 from vitrail.errors import NonFiniteLoss, Stopped
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import FaultConfig, TrainConfig
-from vitrail.training.log import Display, read_journal
+from vitrail.training.log import Log, read_journal
 from vitrail.training.loop import train_step
 from vitrail.training.run import resume, train
 from vitrail.training.state import Faults, StepFault, robust_score
@@ -153,7 +154,7 @@ def test_a_stop_after_a_rollback_changes_no_bit(
     splits = config.data.open()
     data = splits.__class__(ranks.Marked(splits.train, marked), splits.validation, splits.test, title=splits.title)
     with pytest.raises(Stopped, match="stopped at step 8 of 10"):
-        train(plain, data=data, network=ranks.Fragile("loss"), display=stop_at(8))
+        train(plain, data=data, network=ranks.Fragile("loss"), log=Log(stop_at(8)))
     resume(tmp_path / "stopped", data=data, network=ranks.Fragile("loss"))
     assert weights(tmp_path / "straight") == weights(tmp_path / "stopped")
     assert left_out(tmp_path / "straight") == left_out(tmp_path / "stopped")

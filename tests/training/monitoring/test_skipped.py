@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from vitrail.data.batch import Skipped
-from vitrail.training.after_step import HeldOutSkips
-from vitrail.training.log import Display, read_journal
+from tests.listening import Display
+from vitrail.training.log import Log, read_journal
 from vitrail.training.run import train
 
 
@@ -26,18 +25,15 @@ class Notes(Display):
 
 def test_each_image_of_a_split_is_shown_once() -> None:
     display = Notes()
-    skips = HeldOutSkips(display)
     for split in ("validation", "test", "validation"):
-        skips.of(split)(Skipped("a.png", "is empty"))
+        Log(display).show("skipped", split=split, key="a.png", reason="is empty")
     assert display.notes == [f"skipped a.png of the {split} split: is empty" for split in ("validation", "test")]
 
 
 def test_of_many_images_ten_are_shown() -> None:
     display = Notes()
-    skips = HeldOutSkips(display)
-    for _ in range(2):
-        for number in range(25):
-            skips.of("test")(Skipped(f"{number}.png", "is empty"))
+    for number in (*range(25), *range(25)):
+        Log(display).show("skipped", split="test", key=f"{number}.png", reason="is empty")
     assert len(display.notes) == 11 and "more images of the test split" in display.notes[-1]
 
 
@@ -55,7 +51,7 @@ def test_a_run_names_the_broken_images_of_every_split(
             path.rename(colour_folder.with_name(path.name))
     (colour_folder / ("val" if split == "validation" else split) / "red" / "1.png").write_bytes(b"")
     config, display = folder_config(colour_folder, steps=4), Notes()
-    result = train(config, display=display)
+    result = train(config, log=Log(display))
     assert [note for note in display.notes if "skipped" in note] == [
         f"skipped red/1.png of the {split} split: is empty (0 bytes)"
     ]

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.listening import Display
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
-from vitrail.training.log import Display, read_journal
+from vitrail.training.log import Log, read_journal
 from vitrail.training.resuming import ALLOWED, FREE, changed_config
 from vitrail.training.run import resume, train
 
@@ -68,7 +69,7 @@ def test_moved_data_changes_no_bit(
     config = small(run)
     shutil.copytree(config.data.spec, tmp_path / "first")
     with pytest.raises(Stopped):
-        train(config.override(data=str(tmp_path / "first")), display=stop_at(11))
+        train(config.override(data=str(tmp_path / "first")), log=Log(stop_at(11)))
     (tmp_path / "first").rename(moved)
     with pytest.raises(ConfigError, match="accept the change with --allow data"):
         resume(run, changes={"data": str(moved)})
@@ -89,12 +90,12 @@ def test_moved_data_changes_no_bit(
 def test_another_precision_goes_on_and_is_recorded(small: Small, stop_at: StopAt, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with pytest.raises(Stopped):
-        train(small(run), display=stop_at(11))
+        train(small(run), log=Log(stop_at(11)))
     with pytest.raises(Stopped):
-        resume(run, changes={"precision": "bf16"}, allow=("precision",), display=stop_at(15))
+        resume(run, changes={"precision": "bf16"}, allow=("precision",), log=Log(stop_at(15)))
     assert read_record(run).config.run.precision == "bf16"
     with pytest.raises(Stopped):  # without the option, the run goes on as it was
-        resume(run, max_time="1s", display=stop_at(18))
+        resume(run, max_time="1s", log=Log(stop_at(18)))
     record = read_record(run).config.run
     assert (record.precision, record.max_time) == ("bf16", None)
     assert resume(run).summary["steps"] == 24

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.listening import Display
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
-from vitrail.training.log import Display, read_journal
+from vitrail.training.log import Log, read_journal
 from vitrail.training.resuming import Length
 from vitrail.training.run import finished, resume, train
 
@@ -65,7 +66,7 @@ def test_a_rate_that_rises_again_is_noted(small: Small, tmp_path: Path, schedule
         def note(self, text: str) -> None:
             notes.append(text)
 
-    resume(tmp_path / "run", length=Length(steps=8), display=Notes())
+    resume(tmp_path / "run", length=Length(steps=8), log=Log(Notes()))
     found = rates(tmp_path / "run")
     assert (found[5] > found[4]) is rises
     assert [f"{found[5]:.3g}" in note for note in notes if "learning rate" in note] == [True] * rises
@@ -81,7 +82,7 @@ def test_the_record_and_the_journal_tell_of_the_extension(small: Small, tmp_path
         def say(self, text: str) -> None:
             said.append(text)
 
-    resume(run, length=Length(steps=12), display=Says())
+    resume(run, length=Length(steps=12), log=Log(Says()))
     assert "continuing after step 8 of 12" in said
     resume(run, length=Length(epochs=1.5))
     record = json.loads((run / "run.json").read_text(encoding="utf-8"))
@@ -106,9 +107,9 @@ def test_a_stopped_run_can_be_made_longer_and_stopped_again(
 ) -> None:
     run = tmp_path / "run"
     with pytest.raises(Stopped):
-        train(small(run, **FEW), display=stop_at(9))
+        train(small(run, **FEW), log=Log(stop_at(9)))
     with pytest.raises(Stopped, match="stopped at step 20 of 30"):
-        resume(run, length=Length(steps=30), display=stop_at(20))
+        resume(run, length=Length(steps=30), log=Log(stop_at(20)))
     assert finished(run) is None
     assert resume(run).summary["steps"] == 30
 

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.listening import Display
 from vitrail.errors import RunError
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import LOCK, locked
-from vitrail.training.log import Display
+from vitrail.training.log import Log
 from vitrail.training.run import resume, train
 
 Small = Callable[..., TrainConfig]
@@ -87,7 +88,7 @@ def test_a_run_is_neither_resumed_nor_replaced_while_it_trains(small: Small, tmp
                 attempt()
             refused.append(caught)
 
-    result = train(small(run, steps=4), display=Meanwhile(others))
+    result = train(small(run, steps=4), log=Log(Meanwhile(others)))
     assert len(refused) == 2 and result.summary["steps"] == 4
     assert not (run / LOCK).exists()
     train(small(run, steps=2, overwrite=True))
@@ -96,12 +97,12 @@ def test_a_run_is_neither_resumed_nor_replaced_while_it_trains(small: Small, tmp
 def test_two_that_resume_do_not_train_together(small: Small, stop_at: Callable[[int], Display], tmp_path: Path) -> None:
     run, refused = tmp_path / "run", []
     with pytest.raises(Exception, match="stopped at step 8"):
-        train(small(run), display=stop_at(8))
+        train(small(run), log=Log(stop_at(8)))
 
     def other() -> None:
         with pytest.raises(RunError, match="is in use") as caught:
             resume(run)
         refused.append(caught)
 
-    resume(run, display=Meanwhile(other))
+    resume(run, log=Log(Meanwhile(other)))
     assert refused

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.listening import Display
 from vitrail.errors import Stopped
 from vitrail.training import page as progress
 from vitrail.training.config import TrainConfig
-from vitrail.training.log import Display, read_journal
+from vitrail.training.log import Log, read_journal
 from vitrail.training.page import ProgressPage
 from vitrail.training.run import resume, train
 
@@ -42,7 +43,7 @@ def test_the_page_grows_with_the_run(
     monkeypatch.setattr(ProgressPage, "write", kept)
     monkeypatch.setattr(progress, "SECONDS", 0.0)
     with pytest.raises(Stopped):
-        train(small(run, threads=0, learning_rate=0.005), display=stop_at(9))
+        train(small(run, threads=0, learning_rate=0.005), log=Log(stop_at(9)))
     assert "The run is in progress: 4 of 24 steps were done" in versions[0]
     assert "The run was stopped after 9 of 24 steps. Continue it with vitrail train --resume" in versions[-1]
     stopped = versions[-1]

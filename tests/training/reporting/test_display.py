@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from vitrail.cli import console as display_module
+from vitrail.cli.console import ConsoleDisplay
 from vitrail.tasks import TASKS
-from vitrail.training import log as display_module
-from vitrail.training.log import ConsoleDisplay
 
 REPORTS = ((4.0, 10, None), (13.9, 11, 80.0), (14.1, 20, 245.4), (30.0, 31, 233.0))
 """Seconds, steps and seconds left."""
@@ -131,9 +131,9 @@ def test_training_accuracy_stands_beside_that_of_validation() -> None:
     file = io.StringIO()
     display = ConsoleDisplay(Console(file=file, width=120))
     display.begin(0, 100, TASKS["classification"]())
-    result = {"accuracy": 0.5, "cross_entropy": 1.25, "images": 40.0, "skipped": 0.0}
-    display.evaluated(10, result, False)
-    display.evaluated(20, result | {"train_accuracy": 0.75, "train_loss": 0.9}, True)
+    result = {"best": False, "accuracy": 0.5, "cross_entropy": 1.25, "images": 40.0, "skipped": 0.0}
+    display.evaluated(10, result, {})
+    display.evaluated(20, result | {"best": True}, {"accuracy": 0.75, "loss": 0.9})
     assert file.getvalue().splitlines() == [
         "step 10: validation accuracy 50.00% on 40 images",
         "step 20: validation accuracy 50.00% on 40 images; training accuracy 75.00%  (best so far)",
@@ -144,5 +144,6 @@ def test_skipped_images_are_counted_beside_those_that_were_measured() -> None:
     file = io.StringIO()
     display = ConsoleDisplay(Console(file=file, width=120))
     display.begin(0, 100, TASKS["classification"]())
-    display.evaluated(10, {"accuracy": 0.5, "cross_entropy": 1.25, "images": 40.0, "skipped": 2.0}, False)
+    result = {"best": False, "accuracy": 0.5, "cross_entropy": 1.25, "images": 40.0, "skipped": 2.0}
+    display.evaluated(10, result, {})
     assert file.getvalue() == "step 10: validation accuracy 50.00% on 40 images (2 skipped)\n"

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.listening import Display
 from vitrail.errors import ConfigError, Stopped
 from vitrail.training.config import TrainConfig
-from vitrail.training.log import Display, read_journal, scalars
+from vitrail.training.log import Log, read_journal, scalars
 from vitrail.training.run import resume, train
 
 
@@ -61,7 +62,7 @@ def stopped_and_resumed(
     def make(track: str) -> Path:
         run = tmp_path / "run"
         with pytest.raises(Stopped):
-            train(small(run, track=track, threads=0, seed=3), display=stop_at(9))
+            train(small(run, track=track, threads=0, seed=3), log=Log(stop_at(9)))
         resume(run)
         return run
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.listening import Display
 from vitrail.cores import SharedCores, Usage
 from vitrail.training import after_step as adaptation
 from vitrail.training.config import TrainConfig
-from vitrail.training.log import Display, read_journal
+from vitrail.training.log import Log, read_journal
 from vitrail.training.run import train
 
 
@@ -45,7 +46,7 @@ def test_a_run_uses_fewer_threads_while_cores_are_taken(
     monkeypatch.setattr(torch, "get_num_threads", lambda: used[-1])
     monkeypatch.setattr(torch, "set_num_threads", used.append)
     display = Notes()
-    train(small(tmp_path / "run", precision="bf16", steps=24), display=display)
+    train(small(tmp_path / "run", precision="bf16", steps=24), log=Log(display))
     # Evaluations and the run itself set the number that they found again.
     assert [number for number, _ in groupby(used)] == [2, 1, 2, 1, 2], "as many threads as before at the end"
     changes = [event for event in read_journal(tmp_path / "run" / "journal.jsonl") if event["event"] == "threads"]

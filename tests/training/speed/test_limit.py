@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.listening import Display
 from tests.several import in_processes
 from tests.training import ranks
 from vitrail.models.variants import variant_config
@@ -17,7 +18,7 @@ from vitrail.tasks.classification import Classification
 from vitrail.training import clock as limit
 from vitrail.training import run as execution
 from vitrail.training.config import TrainConfig
-from vitrail.training.log import Display, read_journal
+from vitrail.training.log import Log, read_journal
 from vitrail.training.run import train
 
 LIMIT = 3e12
@@ -98,7 +99,7 @@ def test_a_slower_second_measurement_does_not_count() -> None:
 def test_no_fraction_is_above_one(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "product_limit", lambda *_, again=False: 2.0 if again else 1.0)
     display = Fractions()
-    train(small(tmp_path / "run", steps=4, evaluations=1), display=display)
+    train(small(tmp_path / "run", steps=4, evaluations=1), log=Log(display))
     limits, steps = of_run(tmp_path / "run")
     assert [event["flops_per_second"] for event in limits] == [1.0, 2.0]
     assert len(steps) > 1 and not any("limit_fraction" in event for event in steps)
@@ -138,7 +139,7 @@ def test_the_fraction_is_that_of_the_closed_form(
     monkeypatch.setattr(execution, "product_limit", lambda *_, **__: LIMIT)
     display = Fractions()
     early = {"early_image_size": ("14x21:0.5",), "early_batch_size": ("12:0.5",)}
-    train(small(tmp_path / "run", steps=4, evaluations=1, accumulation=accumulation, **early), display=display)
+    train(small(tmp_path / "run", steps=4, evaluations=1, accumulation=accumulation, **early), log=Log(display))
     (found,), steps = of_run(tmp_path / "run")
     assert found["flops_per_second"] == LIMIT and found["precision"] == "float32" and found["step"] == 0
     assert found["threads"] == torch.get_num_threads()

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.listening import Display
 from vitrail.training.clock import SmoothedRate, TimeLeft
 from vitrail.training.config import TrainConfig
-from vitrail.training.log import Display, read_journal
+from vitrail.training.log import Log, read_journal
 from vitrail.training.run import train
 
 
@@ -51,7 +52,7 @@ def test_the_display_shows_the_smoothed_rate_and_the_journal_that_of_each_report
             self.rates.append((step, metrics["images_per_second"]))
 
     display, rate, last = Shown(), SmoothedRate(), 0
-    train(small(tmp_path / "run"), display=display)
+    train(small(tmp_path / "run"), log=Log(display))
     events = [event for event in read_journal(tmp_path / "run" / "journal.jsonl") if event["event"] == "step"]
     assert len(events) == len(display.rates) > 3
     for event, (step, shown) in zip(events, display.rates, strict=True):
@@ -93,6 +94,6 @@ def test_a_run_shows_the_time_left_from_its_second_step(small: Callable[..., Tra
             self.ticks.append((step, seconds_left))
 
     display = Shown()
-    train(small(tmp_path / "run"), display=display)
+    train(small(tmp_path / "run"), log=Log(display))
     assert [step for step, _ in display.ticks] == list(range(2, 25))
     assert all(left > 0 for _, left in display.ticks)

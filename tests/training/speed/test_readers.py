@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from tests.listening import Display
 from vitrail.data.pipeline import default_threads
 from vitrail.errors import ConfigError, Stopped
 from vitrail.training.after_step import ReaderTrials
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
-from vitrail.training.log import Display, read_journal
+from vitrail.training.log import Log, read_journal
 from vitrail.training.run import resume, train
 
 Small = Callable[..., TrainConfig]
@@ -89,7 +90,7 @@ def test_a_run_records_its_choice_and_computes_the_same(
     monkeypatch.setattr(ReaderTrials, "STEPS", 1)
     monkeypatch.setattr(ReaderTrials, "GAIN", 2.0)  # so that the usual threads win, whatever the steps took
     display = Lines()
-    train(small(tmp_path / "auto", threads="auto", steps=14), display=display)
+    train(small(tmp_path / "auto", threads="auto", steps=14), log=Log(display))
     train(small(tmp_path / "two", threads=2, steps=14))
     assert weights_of(tmp_path / "auto") == weights_of(tmp_path / "two")
     (event,) = [event for event in read_journal(tmp_path / "auto" / "journal.jsonl") if event["event"] == "readers"]
@@ -116,10 +117,10 @@ def test_a_resumed_run_reads_as_the_run_chose(small: Small, tmp_path: Path, monk
 
     config = small(tmp_path / "run", threads="auto", steps=14, checkpoints=14)
     with pytest.raises((KeyboardInterrupt, Stopped)):
-        train(config, display=Stops())
+        train(config, log=Log(Stops()))
     assert read_record(tmp_path / "run").config.run.threads == 0
     display = Lines()
-    resume(tmp_path / "run", display=display)
+    resume(tmp_path / "run", log=Log(display))
     assert not [line for line in display.said if line.startswith("images are read by")]
     train(small(tmp_path / "whole", threads=1, steps=14, checkpoints=14))
     assert curve_of(tmp_path / "run") == curve_of(tmp_path / "whole")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 import vitrail.training.checkpoint as best_module
+from tests.listening import Display
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import create
 from vitrail.tasks.masked_patches import MaskedPatches, MaskedPatchesObjective
 from vitrail.tasks.own_model import BESIDE
 from vitrail.training.checkpoint import BestModel, Checkpoints
 from vitrail.training.config import TrainConfig
-from vitrail.training.log import Display
+from vitrail.training.log import Log
 from vitrail.training.run import resume, train
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
@@ -89,8 +90,8 @@ class CrashAtBest(Display):
     def __init__(self, after: int) -> None:
         self.after = after
 
-    def evaluated(self, step: int, result: dict[str, float], best: bool) -> None:
-        if best and step > self.after:
+    def evaluated(self, step: int, result: Mapping[str, Any], training: Mapping[str, float]) -> None:
+        if result["best"] and step > self.after:
             raise MemoryError
 
 
@@ -112,13 +113,13 @@ def test_a_crash_after_a_new_best_model_leaves_that_of_the_checkpoint(
     train(small(tmp_path / "straight", **fields))
     run = tmp_path / "run"
     with pytest.raises(MemoryError):
-        train(small(run, **fields), display=CrashAtBest(6))
+        train(small(run, **fields), log=Log(CrashAtBest(6)))
     newest = Checkpoints(run / "checkpoints").steps()[0]
     values = json.loads((run / "checkpoints" / f"step-{newest}" / "state.json").read_text())
     provenance = json.loads((run / "model" / "model.json").read_text())["provenance"]
     assert provenance["step"] > newest >= values["best"]["step"] > 0
     beginning = AtTheBeginning(run / "model")
-    resume(run, display=beginning)
+    resume(run, log=Log(beginning))
     assert beginning.found == [values["best"]["step"]]
     assert outcome(run) == outcome(tmp_path / "straight")
     assert not list(run.glob(".best-*"))

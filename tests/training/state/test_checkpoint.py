@@ -18,11 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import vitrail.training.checkpoint as checkpoint_module
+from tests.listening import Display
 from vitrail.errors import RunError, SaveError
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import Plan
-from vitrail.training.log import Display
+from vitrail.training.log import Log
 from vitrail.training.loop import train_step
 from vitrail.training.run import train
 from vitrail.training.state import Best, TrainState
@@ -355,7 +356,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_stop_the_run(
             if step == 5:
                 lock(folder / "step-3")
 
-    result = train(config, display=Lock())
+    result = train(config, log=Log(Lock()))
     assert sorted(path.name for path in folder.iterdir()) == ["step-12", "step-3", "step-9"]
     assert Checkpoints(folder).steps() == [12, 9, 3]
     assert (result.folder / "model" / "model.json").is_file()

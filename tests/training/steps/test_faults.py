@@ -16,11 +16,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import vitrail.training.checkpoint as checkpoint_module
 import vitrail.training.run as run_module
+from tests.listening import Display
 from vitrail.errors import DestinationError, NonFiniteLoss, SaveError
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import Plan
-from vitrail.training.log import Display, read_journal
+from vitrail.training.log import Log, read_journal
 from vitrail.training.loop import train_step
 from vitrail.training.run import resume, train
 from vitrail.training.state import TrainState
@@ -117,7 +118,7 @@ def test_a_file_that_grows_too_large_stops_the_run_and_spares_what_is_saved(
 
     run = tmp_path / "run"
     with pytest.raises(SaveError, match=r"^could not save a checkpoint to .*step-16: File too large$"):
-        train(small(run, background_checkpoints=in_background), display=Limit())
+        train(small(run, background_checkpoints=in_background), log=Log(Limit()))
     assert read_journal(run / "journal.jsonl")[-1]["step"] == (24 if in_background else 16)
     file_limit(resource.RLIM_INFINITY)
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-8"]
@@ -163,7 +164,7 @@ def test_the_step_that_went_bad_is_named_and_never_saved(
     run = tmp_path / "run"
     config = small(run, steps=steps, checkpoints=checkpoints, evaluations=1)
     with pytest.raises(NonFiniteLoss) as caught:
-        train(config, display=Poison(after, monkeypatch))
+        train(config, log=Log(Poison(after, monkeypatch)))
     message = str(caught.value)
     assert message.startswith(f"loss is nan at step {after + 1}: the run diverged, and ")
     expected = (
@@ -181,7 +182,7 @@ def test_a_run_that_went_bad_can_go_on_from_the_last_good_state(
     small: Small, straight: dict[str, Any], outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch, pytest.raises(NonFiniteLoss):
-        train(small(tmp_path / "run"), display=Poison(18, patch))
+        train(small(tmp_path / "run"), log=Log(Poison(18, patch)))
     resume(tmp_path / "run")
     assert outcome(tmp_path / "run") == straight
     assert "failed" not in [event["event"] for event in read_journal(tmp_path / "run" / "journal.jsonl")]

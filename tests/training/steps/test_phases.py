@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.listening import Display
 from vitrail.errors import ConfigError, Stopped
 from vitrail.models.variants import create, variant_config
 from vitrail.tasks.classification import Classification
@@ -16,7 +17,7 @@ from vitrail.training.build import make_network, make_state
 from vitrail.training.clock import TimeLeft
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import Phase, first_steps, phases_of, prepare, run_flops
-from vitrail.training.log import Display, read_journal
+from vitrail.training.log import Log, read_journal
 from vitrail.training.run import resume, train
 
 Small = Callable[..., TrainConfig]
@@ -141,7 +142,7 @@ def test_stopping_in_any_phase_changes_no_bit(
     for number, cut in enumerate(cuts):
         with pytest.raises(Stopped):
             config = small(run, **fields)
-            train(config, display=stop_at(cut)) if number == 0 else resume(run, display=stop_at(cut))
+            train(config, log=Log(stop_at(cut))) if number == 0 else resume(run, log=Log(stop_at(cut)))
     resume(run)
     assert outcome(run) == outcome(tmp_path / "straight")
     for folder in (run, tmp_path / "straight"):

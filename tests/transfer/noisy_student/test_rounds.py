@@ -124,11 +124,11 @@ from vitrail.experiments import noisy_student as rounds
 from vitrail.experiments.noisy_student import NoisyStudentConfig, Rounds
 from vitrail.experiments.noisy_student import Labelling
 from vitrail.training.config import TrainConfig
-from vitrail.training.log import Display
+from vitrail.training.log import Log
 import torch
 torch.set_num_threads(1)
 
-class Killed(rounds.Events, Display):
+class Killed(rounds.Events):
     '''Kills its own process after some events.'''
     left = int(sys.argv[3])
     def happened(self):
@@ -141,15 +141,14 @@ class Killed(rounds.Events, Display):
         self.happened()
     def labelled(self, number, info):
         self.happened()
-    def tick(self, step, seconds_left):
-        self.happened()
-    def evaluated(self, step, result, best):
-        self.happened()
+    def listen(self, event):
+        if event["event"] == "tick" or "best" in event:
+            self.happened()
     def finished(self, result):
         self.happened()
 
 events = Killed()
-events.display = events
+events.log = Log(events.listen)
 student = TrainConfig.from_plain(json.loads(Path(sys.argv[1]).read_text()))
 config = NoisyStudentConfig(student=student, rounds=Rounds(rounds=2), labelling=Labelling(confidence=0.1))
 rounds.run_rounds(config, Path(sys.argv[2]), events)
