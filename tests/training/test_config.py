@@ -126,7 +126,8 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"max_skipped": 1.1}, "max_skipped=1.1 is not in [0, 1]"),
     ({"max_skipped": -0.1}, "max_skipped=-0.1 is not in [0, 1]"),
     ({"accumulation": 9, "batch_size": 8}, "accumulation=9 is more than batch_size=8"),
-    ({"optimizer": "adam"}, "optimizer='adam' is not one of 'adamw', 'sgd', 'adafactor', 'muon'"),
+    ({"optimizer": "adam"}, "optimizer='adam' is not one of 'adamw', 'sgd', 'adafactor', 'muon', 'lars', 'lamb'"),
+    ({"momentum_of": "steps"}, "momentum_of='steps' is not one of 'gradients', 'changes'"),
     (
         {"schedule": "step"},
         "schedule='step' is not one of 'cosine', 'linear', 'polynomial', 'rsqrt', 'staircase', 'constant'",

@@ -286,6 +286,7 @@ def test_the_counter_counts() -> None:
     {"label_smoothing": 0.0}, {"average": 0.9, "layer_decay": 0.5}, {"momentum_format": "bfloat16"},
     {"optimizer": "adafactor", "momentum_format": "bfloat16", "update_clip": 1.0, "width": 32, "heads": 1},
     {"optimizer": "sgd", "weight_decay_rule": "decoupled"}, {"optimizer": "muon", "precision": "bf16"},
+    {"optimizer": "lars"}, {"optimizer": "lamb"},
 ], ids=str)  # fmt: skip
 def test_a_step_waits_for_no_number(make: Callable[..., Any], fields: dict[str, Any]) -> None:
     state, plan = make(**fields)

@@ -73,6 +73,7 @@ def test_the_straight_run_is_worth_comparing_with(straight: dict[str, Any]) -> N
     {"momentum_format": "bfloat16", "weight_decay_rule": "independent", "schedule": "rsqrt", "cooldown": "5 steps"},
     {"optimizer": "sgd", "weight_decay_rule": "decoupled", "momentum_format": "bfloat16", "layer_decay": 0.7},
     {"optimizer": "muon", "momentum_format": "bfloat16", "layer_decay": 0.7, "accumulation": 3, "average": 0.9},
+    {"optimizer": "lars", "momentum_of": "changes", "learning_rate": 0.5}, {"optimizer": "lamb", "average": 0.9},
     {"accumulation": 3, "clip": 0.0, "pool": "gap", "shift": 3, "head_hidden": 8},
     {"variant": "Conv+ViT-Pico/8", "image_size": (32, 32), "registers": 1, "positions": "relative-bias"},
 ], ids=str)  # fmt: skip

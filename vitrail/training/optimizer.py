@@ -20,7 +20,10 @@ from vitrail.settings import Effect, above_zero, at_least, below_one, one_of, ra
 from vitrail.training.schedule import Duration, RunLength, Schedule, ScheduleName, duration_problems, steps_of
 from vitrail.training.update_rules import (
     Adafactor,
+    Lamb,
+    Lars,
     MomentumFormat,
+    MomentumOf,
     Muon,
     OptaxAdam,
     OptaxMomentum,
@@ -28,7 +31,7 @@ from vitrail.training.update_rules import (
     tables_of,
 )
 
-OptimizerName = Literal["adamw", "sgd", "adafactor", "muon"]
+OptimizerName = Literal["adamw", "sgd", "adafactor", "muon", "lars", "lamb"]
 
 DecayRule = Literal["auto", "decoupled", "coupled", "independent"]
 
@@ -44,8 +47,9 @@ class OptimizerConfig:
     them."""
 
     kind: OptimizerName = setting("adamw", name="optimizer")
-    """Adam (adamw), SGD with momentum, Adafactor in the variant of big_vision, or Muon for the weight matrices of
-    blocks with Adam for the other weights (muon)."""
+    """Adam (adamw), SGD with momentum, Adafactor in the variant of big_vision, Muon for the weight matrices of blocks
+    with Adam for the other weights (muon), or for large batches LARS (lars: SGD) and LAMB (lamb: Adam), which scale
+    each update by the length of its weight."""
     learning_rate: float = 1e-3
     """Peak learning rate, reached after warm-up."""
     base_batch_size: int | None = None
@@ -91,25 +95,32 @@ class OptimizerConfig:
     not change."""
     weight_decay_rule: DecayRule = "auto"
     """decoupled: subtracts decay x learning rate x weight (1711.05101). coupled: adds decay x weight to the gradient.
-    independent: subtracts decay x (learning rate / peak learning rate) x weight (big_vision). auto: coupled for SGD,
-    else decoupled."""
+    independent: subtracts decay x (learning rate / peak learning rate) x weight (big_vision). auto: coupled for SGD
+    and LARS, else decoupled."""
     beta1: float = setting(
-        0.9, effect=Effect(lambda own: own.kind in ("adamw", "muon"), "with --optimizer adamw or muon")
+        0.9, effect=Effect(lambda own: own.kind in ("adamw", "lamb", "muon"), "with --optimizer adamw, lamb or muon")
     )
-    """Decay rate of the mean gradient in AdamW, and in Muon for the weights that Adam updates."""
+    """Decay rate of the mean gradient in AdamW and LAMB, and in Muon for the weights that Adam updates."""
     beta2: float = setting(
-        0.999, effect=Effect(lambda own: own.kind != "sgd", "with --optimizer adamw, adafactor or muon")
+        0.999,
+        effect=Effect(lambda own: own.kind not in ("sgd", "lars"), "with --optimizer adamw, lamb, adafactor or muon"),
     )
-    """Decay rate of the mean squared gradient in AdamW and Muon. Adafactor's decay rate increases with the steps up to
-    this value."""
+    """Decay rate of the mean squared gradient in AdamW, LAMB and Muon. Adafactor's decay rate increases with the steps
+    up to this value."""
     momentum: float | None = setting(
-        None, effect=Effect(lambda own: own.kind != "adamw", "with --optimizer sgd, adafactor or muon")
+        None,
+        effect=Effect(lambda own: own.kind not in ("adamw", "lamb"), "with --optimizer sgd, lars, adafactor or muon"),
     )
-    """Momentum of SGD, decay rate of Adafactor's mean update, or decay rate of Muon's mean gradient of matrices. By
-    default 0.95 for Muon, else 0.9."""
+    """Momentum of SGD and LARS, decay rate of Adafactor's mean update, or decay rate of Muon's mean gradient of
+    matrices. By default 0.95 for Muon, else 0.9."""
     momentum_format: MomentumFormat = "float32"
     """Number format in which the momentum is stored (AdamW: the mean gradient; Muon: that of matrices). The papers'
     code often uses bfloat16."""
+    momentum_of: MomentumOf = setting(
+        "gradients", effect=Effect(lambda own: own.kind == "lars", "with --optimizer lars")
+    )
+    """LARS: sum the scaled gradients, and multiply the sum by the learning rate (gradients: MoCo v3, MAE), or sum the
+    gradients times the learning rate of their step (changes: SimCLR)."""
     update_clip: float = 0.0
     """Adafactor: largest root mean square of the update of a weight matrix. 0 for no limit."""
     learning_rate_factors: tuple[str, ...] = ()
@@ -139,7 +150,7 @@ class OptimizerConfig:
             *below_one(self, "beta1", "beta2", "momentum", "average"),
             *one_of(
                 self, optimizer=OptimizerName, schedule=ScheduleName, average_start=AverageStart,
-                weight_decay_rule=DecayRule, momentum_format=MomentumFormat,
+                weight_decay_rule=DecayRule, momentum_format=MomentumFormat, momentum_of=MomentumOf,
             ),
             *factor_problems("learning_rate_factors", self.learning_rate_factors, zero=False),
             *factor_problems("weight_decay_factors", self.weight_decay_factors, zero=True),
@@ -188,7 +199,7 @@ class OptimizerConfig:
         """The rule of weight decay, with "auto" replaced by the rule of the optimizer."""
         if self.weight_decay_rule != "auto":
             return self.weight_decay_rule
-        return "coupled" if self.kind == "sgd" else "decoupled"
+        return "coupled" if self.kind in ("sgd", "lars") else "decoupled"
 
     @property
     def momentum_rate(self) -> float:
@@ -318,6 +329,10 @@ def _of_kind(
         betas = config.beta1, config.beta2
         return Muon(groups, stacks_of(module), betas=betas, momentum=momentum, products=products, **shared)
     is_float32 = config.momentum_format == "float32"
+    if config.kind == "lars":
+        return Lars(groups, momentum=momentum, momentum_of=config.momentum_of, **shared)
+    if config.kind == "lamb":
+        return Lamb(groups, momentum=config.beta1, beta2=config.beta2, **shared)
     if config.kind == "sgd":
         if is_float32 and (coupled or not config.weight_decay):
             return SGD(groups, lr=rate, momentum=momentum, fused=True)

@@ -1,4 +1,4 @@
-"""Update rules: Adam, SGD, Adafactor, and Muon for the weight matrices of blocks.
+"""Update rules: Adam, SGD, Adafactor, LARS and LAMB for large batches, and Muon for the weight matrices of blocks.
 
 Muon is by Jordan (https://kellerjordan.github.io/posts/muon). The size of its update is that of Moonlight (2502.16982).
 """
@@ -331,10 +331,13 @@ class UpdateRule(Optimizer, ABC):
             gradients, rate, decay = [weight.grad for weight in weights], group["lr"], group["weight_decay"]
             if self.coupled and decay:
                 gradients = list(torch._foreach_add(gradients, weights, alpha=decay))
-            updates = self.updates(weights, gradients)
-            if decay and not self.coupled:
-                torch._foreach_mul_(weights, 1 - rate * decay)
-            torch._foreach_add_(weights, updates, alpha=-rate)
+            self.apply(weights, self.updates(weights, gradients), rate, decay)
+
+    def apply(self, weights: list[Tensor], updates: list[Tensor], rate: float, decay: float) -> None:
+        """Change the weights by their updates, with the learning rate and the weight decay of their group."""
+        if decay and not self.coupled:
+            torch._foreach_mul_(weights, 1 - rate * decay)
+        torch._foreach_add_(weights, updates, alpha=-rate)
 
     def state_of(self, weights: list[Tensor], name: str) -> list[Tensor]:
         """Return the tensor `name` from the state of each weight, in float32. Before the first step, return zeros."""
@@ -396,6 +399,64 @@ class OptaxAdam(UpdateRule):
 def _corrections(beta: float, steps: list[Tensor]) -> list[Tensor]:
     """Return the sum of the weights of the steps in a running mean that starts at 0: 1 - beta^step."""
     return [1 - beta**step for step in steps]
+
+
+# LARS and LAMB, which scale the update of each weight tensor by the length of the tensor.
+
+
+TRUST = 1e-3
+"""Length of LARS's scaled gradient relative to the length of the weight, in all published code."""
+
+MomentumOf = Literal["gradients", "changes"]
+
+
+class Lars(UpdateRule):
+    """SGD with layer-wise adaptive rates (1708.03888), as in the code of MoCo v3 and MAE.
+
+    The gradient of each weight tensor with two or more axes, with its weight decay, is scaled to 0.001 times the length
+    of the tensor before it enters the momentum. Norms and biases have one axis, and are updated as by SGD.
+
+    With `momentum_of="changes"`, the momentum sums gradients times the learning rate of their step, as in SimCLR's
+    code. The two differ while the learning rate changes.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]], *, momentum_of: MomentumOf = "gradients", **settings: Any):
+        super().__init__(groups, **settings)
+        self.momentum_of = momentum_of
+
+    def updates(self, weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+        ratios = trust_ratios(weights, gradients, TRUST)
+        return [
+            gradient * ratio if weight.ndim > 1 else gradient
+            for weight, gradient, ratio in zip(weights, gradients, ratios, strict=True)
+        ]
+
+    def apply(self, weights: list[Tensor], updates: list[Tensor], rate: float, decay: float) -> None:
+        inside, outside = (rate, 1.0) if self.momentum_of == "changes" else (1.0, rate)
+        changes = list(torch._foreach_mul(self.state_of(weights, "momentum_buffer"), self.kept))
+        torch._foreach_add_(changes, updates, alpha=inside)
+        self.keep_momentum(weights, "momentum_buffer", changes)
+        super().apply(weights, changes, outside, decay * rate / outside)
+
+
+class Lamb(OptaxAdam):
+    """Adam whose update of each decaying weight tensor, with the decay, is scaled to the length of the tensor
+    (1904.00962), as in apex, which trained DeiT III. Weights without decay are updated as by Adam."""
+
+    def apply(self, weights: list[Tensor], updates: list[Tensor], rate: float, decay: float) -> None:
+        if decay and not self.coupled:
+            updates = list(torch._foreach_add(updates, weights, alpha=decay))
+        if decay:
+            updates = list(torch._foreach_mul(updates, trust_ratios(weights, updates)))
+        torch._foreach_add_(weights, updates, alpha=-rate)
+
+
+def trust_ratios(weights: list[Tensor], updates: list[Tensor], coefficient: float = 1.0) -> list[Tensor]:
+    """Return `coefficient` times the length of each weight divided by that of its update, or 1 if one of them is 0."""
+    ratios = []
+    for length, size in zip(torch._foreach_norm(weights), torch._foreach_norm(updates), strict=True):
+        ratios.append(torch.where((length > 0) & (size > 0), coefficient * length / size, torch.ones_like(size)))
+    return ratios
 
 
 # Adafactor (1804.04235) in the variant of big_vision (2106.04560).

@@ -174,6 +174,8 @@ def _settings(
         "adamw": f"AdamW with betas {rates.beta1:g} and {rates.beta2:g}",
         "muon": f"Muon with momentum {rates.momentum_rate:g}, betas {rates.beta1:g} and {rates.beta2:g}",
         "adafactor": f"Adafactor with momentum {rates.momentum_rate:g}",
+        "lars": f"LARS with momentum {rates.momentum_rate:g}",
+        "lamb": f"LAMB with betas {rates.beta1:g} and {rates.beta2:g}",
     }[rates.kind]
     decay_rule = f"{rates.decay_rule} " if rates.weight_decay else ""
     warmup = rates.warmup if isinstance(rates.warmup, str) else f"{rates.warmup:.0%} of the steps"
