@@ -18,7 +18,9 @@ import vitrail
 from vitrail.cli import main
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import Stopped
-from vitrail.training.after_step import Monitor
+from vitrail.training import after_step
+from vitrail.training.after_step import Run
+from vitrail.training.state import TrainState
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import convert
 
@@ -234,7 +236,7 @@ def test_the_papers_protocol_and_a_stopped_trial_that_goes_on_with_the_same_comm
     quick = ["--steps", "3", "--batch-size", "8", "--image-size", "32", "32", "--max-skipped", "0.1", *QUICK[2:-1]]
     words = ["finetune", str(model), "--data", str(badges), "--protocol", "paper", "--name", "p", *quick]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Monitor, "report", _stop_at(2, Monitor.report))
+        patch.setattr(after_step, "report", _stop_at(2, after_step.report))
         assert main(words) == Stopped.exit_code
     error, trial = capsys.readouterr().err, Path("runs/p-learning-rates/0.001")
     assert "to continue, run the first command again" in error and "--resume" not in error
@@ -295,7 +297,7 @@ def test_a_stopped_run_goes_on_to_its_report(
     words = ["finetune", str(model), "--data", str(badges), "--run", str(run), "--max-skipped", "0.1", *QUICK]
     words += ["--steps", "8"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Monitor, "report", _stop_at(5, Monitor.report))
+        patch.setattr(after_step, "report", _stop_at(5, after_step.report))
         assert main(words) == Stopped.exit_code
     assert f"Continue with: vitrail finetune --resume {run}" in capsys.readouterr().err
     assert main(["finetune", "--resume", str(run)]) == 0
@@ -319,11 +321,11 @@ def test_a_complete_run_without_a_report_gets_one(
     assert (run / "report.html").read_bytes() != first, "the report is that of the longer run"
 
 
-def _stop_at(step: int, usual: Callable[[Monitor], None]) -> Callable[[Monitor], None]:
-    def report(self: Monitor) -> None:
-        usual(self)
-        if self.state.step >= step:
-            self.stop.ask()
+def _stop_at(step: int, usual: Callable[[Run, TrainState], None]) -> Callable[[Run, TrainState], None]:
+    def report(run: Run, state: TrainState) -> None:
+        usual(run, state)
+        if state.step >= step:
+            run.stop.ask()
 
     return report
 
@@ -343,9 +345,9 @@ def test_a_suite_is_fine_tuned_and_ends_with_one_table(
     Path("two.toml").write_text(f'name = "two"\n[evaluators.linear]\n{tasks}')
     words = ["finetune", str(model), "--suite", "two.toml", "--data", str(data), "--max-skipped", "0.1", *QUICK]
     words[words.index("--steps") + 1] = "4"
-    usual = Monitor.report
+    usual = after_step.report
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Monitor, "report", _stop_at(2, usual))
+        patch.setattr(after_step, "report", _stop_at(2, usual))
         assert main(words) == Stopped.exit_code
     assert "The run is a task of a suite; to continue, run the first command again" in capsys.readouterr().err
     assert main(["finetune", "--resume", "runs/two/badges"]) == 2

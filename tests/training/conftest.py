@@ -25,12 +25,11 @@ from vitrail.training.build import make_network, make_state
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
-from vitrail.training.job import Plan
+from vitrail.training.job import Job
 from vitrail.training.job import prepare as prepare_run
 from vitrail.training.log import read_journal
 from vitrail.training.optimizer import make_optimizer
 from vitrail.training.run import train
-from vitrail.training.schedule import RunLength
 from vitrail.training.state import Average, TrainState
 from vitrail.weights.bundle import Bundle
 
@@ -122,11 +121,11 @@ def folder_config(tmp_path: Path) -> Callable[..., TrainConfig]:
 
 
 @pytest.fixture(scope="session")
-def prepare() -> Callable[[TrainConfig], tuple[TrainState, Plan]]:
+def prepare() -> Callable[[TrainConfig], tuple[TrainState, Job]]:
     """The state and the plan of a config, to take single steps with. The head is random instead of 0, so that
     gradients reach every weight at once."""
 
-    def build(config: TrainConfig) -> tuple[TrainState, Plan]:
+    def build(config: TrainConfig) -> tuple[TrainState, Job]:
         splits = config.data.open()
         preprocess = config.images
         torch.manual_seed(config.run.seed)
@@ -145,23 +144,10 @@ def prepare() -> Callable[[TrainConfig], tuple[TrainState, Plan]]:
             seed=config.run.seed,
             readers=config.run.readers,
         )
-        steps = config.total_steps(len(splits.train))
         rates = config.optimizer
-        plan = Plan(
-            steps=steps,
-            schedule=rates.schedule_of(RunLength(steps, config.run.batch_size, len(splits.train))),
-            accumulation=config.run.accumulation,
-            clip=rates.clip,
-            seed=config.run.seed,
-            augment=config.augment,
-            preprocess=preprocess,
-            precision=config.run.precision,
-            device=torch.device("cpu"),
-            classes=len(splits.classes),
-        )
         average = Average(objective, rates.average, rates.average_start) if rates.average else None
         optimizer = make_optimizer(objective, rates, config.run.precision)
-        return TrainState(objective, optimizer, batches, average=average), plan
+        return TrainState(objective, optimizer, batches, average=average), prepare_run(config)
 
     return build
 

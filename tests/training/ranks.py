@@ -31,15 +31,16 @@ from vitrail.models.network import HasLayers
 from vitrail.processes.group import join_processes
 from vitrail.processes.launch import launch
 from vitrail.recipes import RECIPES
-from vitrail.training import checkpoint
+from vitrail.training import checkpoint, loop
 from vitrail.training import clock as limit
 from vitrail.training import job as forecast
 from vitrail.training import run as execution
 from vitrail.training import start as linear_head
-from vitrail.training.after_step import Monitor
+from vitrail.training.after_step import Run
 from vitrail.training.config import TrainConfig
 from vitrail.training.run import resume, train
 from vitrail.training.sharding import StreamedCopy
+from vitrail.training.state import TrainState
 from vitrail.weights.load import load
 
 
@@ -118,14 +119,14 @@ def on_a_full_disk(config: TrainConfig, rank: int, step: int) -> None:
 
 def at_step(rank: int, step: int, act: Any) -> None:
     """Act in one process before it has told the others that it has done a step."""
-    after_step = Monitor.after_step
+    after_step = loop.after_step
 
-    def acting(self: Monitor, batch: Any, metrics: dict[str, Tensor]) -> None:
-        if launch().rank == rank and self.state.step == step:
+    def acting(run: Run, state: TrainState, batch: Any, metrics: dict[str, Tensor]) -> None:
+        if launch().rank == rank and state.step == step:
             act()
-        after_step(self, batch, metrics)
+        after_step(run, state, batch, metrics)
 
-    Monitor.after_step = acting  # type: ignore[method-assign]
+    loop.after_step = acting
 
 
 class Breaking(nn.Module):
@@ -153,16 +154,16 @@ def diverging(config: TrainConfig, rank: int, steps: int) -> None:
 def poisoned(config: TrainConfig, rank: int, step: int) -> dict[str, float]:
     """Train, and make the outputs of the network in one process NaN in the batch after a step, once. Return the
     metrics."""
-    after_step, done = Monitor.after_step, list[int]()
+    after_step, done = loop.after_step, list[int]()
 
-    def acting(self: Monitor, batch: Any, metrics: dict[str, Tensor]) -> None:
-        after_step(self, batch, metrics)
-        if launch().rank == rank and self.state.step == step and not done:
+    def acting(run: Run, state: TrainState, batch: Any, metrics: dict[str, Tensor]) -> None:
+        after_step(run, state, batch, metrics)
+        if launch().rank == rank and state.step == step and not done:
             done.append(step)
-            network = next(part for part in self.state.objective.modules() if isinstance(part, HasLayers))
+            network = next(part for part in state.objective.modules() if isinstance(part, HasLayers))
             hook = network.register_forward_hook(lambda module, inputs, output: (hook.remove(), output * torch.nan)[1])
 
-    Monitor.after_step = acting  # type: ignore[method-assign]
+    loop.after_step = acting
     return train(config).metrics
 
 

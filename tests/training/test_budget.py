@@ -35,7 +35,7 @@ from vitrail.models.linear.dense import ONEDNN, Linear
 from vitrail.models.predictor import Predictor
 from vitrail.training import loop
 from vitrail.training.config import TrainConfig
-from vitrail.training.job import Plan
+from vitrail.training.job import Job
 from vitrail.training.state import TrainState
 
 BUDGET = Path(__file__).with_name("budget.json")
@@ -207,7 +207,7 @@ def check(name: str, found: Figures) -> None:
 
 @pytest.fixture
 def measure(
-    small: Callable[..., TrainConfig], prepare: Callable[[TrainConfig], tuple[TrainState, Plan]], tmp_path: Path
+    small: Callable[..., TrainConfig], prepare: Callable[[TrainConfig], tuple[TrainState, Job]], tmp_path: Path
 ) -> Callable[[str], Figures]:
     """Counts a workload by its name, the second time that it runs: the first one makes what stays."""
 
@@ -218,16 +218,16 @@ def measure(
         state, plan = prepare(small(tmp_path / "run", **fields))
         state.objective.train()
         if task == "predict":
-            network, images = state.objective.network, plan.preprocess.normalise(next(state.batches).images)
+            network, images = state.objective.network, plan.config.images.normalise(next(state.batches).images)
 
             def step() -> None:
-                Predictor(network, plan.precision).logits(images)
+                Predictor(network, plan.config.run.precision).logits(images)
 
             step()
             return count(step, network.parameters())
-        loop.train_step(state, plan, next(state.batches))
+        loop.train_step(plan, state, next(state.batches))
         batch = next(state.batches)
-        return count(lambda: loop.train_step(state, plan, batch), state.objective.parameters())
+        return count(lambda: loop.train_step(plan, state, batch), state.objective.parameters())
 
     return run
 

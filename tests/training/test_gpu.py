@@ -149,10 +149,10 @@ def test_a_step_waits_for_nothing_on_the_gpu(
 
     def strictly(state: Any, plan: Any, batch: Any) -> Any:
         if state.step < 2:
-            return train_step(state, plan, batch)
+            return train_step(plan, state, batch)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return train_step(state, plan, batch)
+            return train_step(plan, state, batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -17,11 +17,11 @@ from vitrail.data.batch import Batch
 from vitrail.tasks.regression import RegressionObjective
 from vitrail.tasks.task import LossOutput, Objective
 from vitrail.training.config import TrainConfig
-from vitrail.training.job import Plan
+from vitrail.training.job import Job
 from vitrail.training.loop import train_step
 from vitrail.training.state import TrainState
 
-Prepare = Callable[[TrainConfig], tuple[TrainState, Plan]]
+Prepare = Callable[[TrainConfig], tuple[TrainState, Job]]
 SGD = {
     "optimizer": "sgd", "learning_rate": 1.0, "schedule": "constant", "warmup": 0.0, "momentum": 0.0,
     "weight_decay": 0.0, "dropout": 0.0, "stochastic_depth": 0.0, "label_smoothing": 0.1,
@@ -38,10 +38,10 @@ def weights(state: TrainState) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in state.objective.named_parameters()}
 
 
-def gradient_of_step(state: TrainState, plan: Plan, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def gradient_of_step(state: TrainState, plan: Job, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the negative change of every weight in a step, and the step's metrics."""
     before = weights(state)
-    figures = train_step(state, plan, batch)
+    figures = train_step(plan, state, batch)
     return {name: before[name] - tensor for name, tensor in weights(state).items()}, figures
 
 
@@ -116,7 +116,7 @@ def test_accumulation_changes_no_image_and_no_target_of_a_mixture(make: Callable
         )
         parts = seen.setdefault(accumulation, [])
         state.objective.register_forward_pre_hook(lambda module, inputs, parts=parts: parts.append(inputs[0]))
-        train_step(state, plan, without(next(state.batches), [3, 11]))
+        train_step(plan, state, without(next(state.batches), [3, 11]))
     (whole,), parts = seen[1], seen[4]
     assert len(parts) == 4 and whole.targets is not None and whole.targets.max(dim=1).values.min() < 1
     for name in ("images", "targets", "labels", "valid"):
@@ -127,8 +127,8 @@ def test_parameters_stay_together_over_steps(make: Callable[..., Any]) -> None:
     still = {**SGD, "learning_rate": 0.05, "momentum": 0.9, "clip": 1.0}
     (whole, plan), (parts, plan_of_parts) = make(**still), make(**still, accumulation=3)
     for _ in range(5):
-        train_step(whole, plan, next(whole.batches))
-        train_step(parts, plan_of_parts, next(parts.batches))
+        train_step(plan, whole, next(whole.batches))
+        train_step(plan_of_parts, parts, next(parts.batches))
         whole.step, parts.step = whole.step + 1, parts.step + 1
     for name, tensor in weights(whole).items():
         torch.testing.assert_close(weights(parts)[name], tensor, rtol=1e-4, atol=1e-5)
@@ -189,7 +189,7 @@ def test_the_schedule_sets_the_learning_rate_of_every_group(make: Callable[..., 
     state, plan = make(steps=10, warmup=0.4)
     for step in range(10):
         state.step = step
-        train_step(state, plan, next(state.batches))
+        train_step(plan, state, next(state.batches))
         assert {group["lr"] for group in state.optimizer.param_groups} == {plan.schedule(step)}
 
 
@@ -197,7 +197,7 @@ def test_each_group_has_its_own_share_of_the_schedule(make: Callable[..., Any]) 
     state, plan = make(steps=10, warmup=0.4, layer_decay=0.5)
     for step in range(5):
         state.step = step
-        train_step(state, plan, next(state.batches))
+        train_step(plan, state, next(state.batches))
         rates = sorted({group["lr"] for group in state.optimizer.param_groups})
         assert rates == [plan.schedule(step) * 0.5**layer for layer in (3, 2, 1, 0)], "two blocks between stem and head"
 
@@ -208,7 +208,7 @@ def test_the_mean_follows_each_step(make: Callable[..., Any]) -> None:
     assert before.keys() == weights(state).keys()
     for step, kept in ((0, 0.0), (1, 0.15 / 1.15)):
         state.step = step
-        train_step(state, plan, next(state.batches))
+        train_step(plan, state, next(state.batches))
         for name, tensor in weights(state).items():
             before[name] = kept * before[name] + (1 - kept) * tensor
             torch.testing.assert_close(state.average.mean[name], before[name], rtol=1e-5, atol=1e-7)
@@ -216,7 +216,7 @@ def test_the_mean_follows_each_step(make: Callable[..., Any]) -> None:
 
 def test_gradients_are_gone_after_a_step(make: Callable[..., Any]) -> None:
     state, plan = make()
-    figures = train_step(state, plan, next(state.batches))
+    figures = train_step(plan, state, next(state.batches))
     assert all(parameter.grad is None for parameter in state.objective.parameters())
     assert not any(value.requires_grad for value in figures.values())
 
@@ -226,10 +226,10 @@ def test_the_batch_is_augmented_by_epoch_and_sample(make: Callable[..., Any]) ->
     seen: list[Tensor] = []
     state.objective.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].images))
     batch = next(state.batches)
-    train_step(state, plan, batch)
-    expected = plan.augment(batch, seed=plan.seed).images
+    train_step(plan, state, batch)
+    expected = plan.config.augment(batch, seed=plan.config.run.seed).images
     assert not torch.equal(expected, batch.images)
-    assert torch.equal(seen[0], plan.preprocess.normalise(expected))
+    assert torch.equal(seen[0], plan.config.images.normalise(expected))
 
 
 class Reads(TorchDispatchMode):
@@ -290,10 +290,10 @@ def test_the_counter_counts() -> None:
 ], ids=str)  # fmt: skip
 def test_a_step_waits_for_no_number(make: Callable[..., Any], fields: dict[str, Any]) -> None:
     state, plan = make(**fields)
-    train_step(state, plan, next(state.batches))  # the optimiser makes its state
+    train_step(plan, state, next(state.batches))  # the optimiser makes its state
     batch = next(state.batches)
     with Reads() as reads:
-        train_step(state, plan, batch)
+        train_step(plan, state, batch)
     assert reads.operations > 50
     assert not reads.counts
 
@@ -301,10 +301,10 @@ def test_a_step_waits_for_no_number(make: Callable[..., Any], fields: dict[str, 
 def test_a_step_of_the_sigmoid_loss_waits_for_no_number_of_the_network(make: Callable[..., Any]) -> None:
     """On the CPU `one_hot` reads the least and the greatest label to check them; on a GPU it does not."""
     state, plan = make(loss="sigmoid")
-    train_step(state, plan, next(state.batches))
+    train_step(plan, state, next(state.batches))
     batch = next(state.batches)
     with Reads() as reads:
-        train_step(state, plan, batch)
+        train_step(plan, state, batch)
     with Reads() as of_one_hot:
         torch.nn.functional.one_hot(batch.labels, 10)
     assert reads.counts == of_one_hot.counts
@@ -316,7 +316,7 @@ def test_weights_and_optimizer_state_stay_in_float32(
     state, plan = prepare(small(tmp_path / "run", precision="bf16"))
     outputs = []
     handle = state.objective.network.blocks[0].mlp.up.register_forward_hook(lambda *given: outputs.append(given[-1]))
-    figures = train_step(state, plan, next(state.batches))
+    figures = train_step(plan, state, next(state.batches))
     handle.remove()
     assert outputs[0].dtype == torch.bfloat16
     assert all(parameter.dtype == torch.float32 for parameter in state.objective.parameters())

@@ -25,10 +25,10 @@ from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, RunError, Stopped
 from vitrail.models.compiled import compile_blocks
 from vitrail.tasks.task import Task
-from vitrail.training.after_step import Monitor
+from vitrail.training import loop as loop_module
+from vitrail.training.after_step import Run
 from vitrail.training.config import RESOLVED, TrainConfig
 from vitrail.training.folder import read_record
-from vitrail.training.job import Plan
 from vitrail.training.log import Log, read_journal
 from vitrail.training.run import RunResult, resume, train
 from vitrail.training.state import TrainState
@@ -140,9 +140,9 @@ class Watching(Display):
         self.accuracy: dict[int, float] = {}
         real = run_module.fit
 
-        def fit(state: TrainState, plan: Plan, monitor: Any) -> None:
+        def fit(run: Run, state: TrainState) -> None:
             self.state = state
-            real(state, plan, monitor)
+            real(run, state)
 
         monkeypatch.setattr(run_module, "fit", fit)
 
@@ -197,9 +197,9 @@ def test_held_out_images_are_never_trained_on_and_the_test_split_waits(
     trained: list[Batch] = []
     real = run_module.fit
 
-    def fit(state: TrainState, plan: Plan, monitor: Any) -> None:
+    def fit(run: Run, state: TrainState) -> None:
         state.objective.register_forward_pre_hook(lambda module, inputs: trained.append(inputs[0]))
-        real(state, plan, monitor)
+        real(run, state)
         log.append(("event", "trained"))
 
     monkeypatch.setattr(run_module, "fit", fit)
@@ -245,13 +245,13 @@ def test_a_deterministic_run_computes_the_same_bits_in_bf16(
     small: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    plain = Monitor.after_step
+    plain = loop_module.after_step
 
-    def watched(self: Monitor, *args: Any) -> None:
+    def watched(*args: Any) -> None:
         seen.append(torch.are_deterministic_algorithms_enabled())
-        plain(self, *args)
+        plain(*args)
 
-    monkeypatch.setattr(Monitor, "after_step", watched)
+    monkeypatch.setattr(loop_module, "after_step", watched)
     weights = []
     for name in ("one", "two"):
         config = small(tmp_path / name, deterministic=True, precision="bf16", steps=6, evaluations=1, checkpoints=1)

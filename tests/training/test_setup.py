@@ -17,9 +17,9 @@ from vitrail.errors import ConfigError
 from vitrail.processes.group import Processes
 from vitrail.processes.launch import Launch
 from vitrail.training import build as assembly
-from vitrail.training.build import make_network, make_plan, make_state
+from vitrail.training.build import make_network, make_state
 from vitrail.training.config import TrainConfig
-from vitrail.training.job import OwnObjects, prepare
+from vitrail.training.job import prepare
 
 
 def test_training_crops_as_the_original_code(small: Callable[..., TrainConfig], tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_the_number_of_threads_is_fixed_where_equal_bits_are_promised(
 ) -> None:
     def fixed(**fields: Any) -> tuple[int | None, bool]:
         setup = prepare(small(tmp_path / "run", **fields))
-        return setup.config.run.compute_threads, make_plan(setup).adapts_threads
+        return setup.config.run.compute_threads, setup.adapts_threads
 
     assert fixed(precision="float32") == (torch.get_num_threads(), False)
     assert fixed(precision="float32", compute_threads=3) == (3, False)
@@ -67,7 +67,7 @@ def test_pixels_are_kept_if_they_fit_and_are_read_again(
     assert not kept(steps=1), "no image is read twice"
     assert not kept(crop_area=(0.5, 1.0)), "the boxes differ"
     config = small(tmp_path / "run")
-    own = prepare(config, objects=OwnObjects(data=config.data.open()))
+    own = prepare(config, data=config.data.open())
     batches = make_state(own, make_network(own, None)[0]).batches
     next(batches)
     assert batches._kept is None, "the user's object may return another image"

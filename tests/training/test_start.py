@@ -20,6 +20,7 @@ from tests.listening import Display
 from vitrail.errors import BundleError, ConfigError, RunError, Stopped
 from vitrail.models.positions import resize_grid
 from vitrail.tasks.classification import Classification
+from vitrail.training.after_step import Run
 from vitrail.training.config import StartConfig, TrainConfig
 from vitrail.training.log import Log, read_journal
 from vitrail.training.run import resume, train
@@ -56,9 +57,9 @@ def beginnings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
     seen: list[dict[str, Tensor]] = []
     real = run_module.fit
 
-    def fit(state: TrainState, *rest: Any) -> None:
+    def fit(run: Run, state: TrainState) -> None:
         seen.append({name: tensor.clone() for name, tensor in state.objective.network.state_dict().items()})
-        real(state, *rest)
+        real(run, state)
 
     monkeypatch.setattr(run_module, "fit", fit)
     return seen

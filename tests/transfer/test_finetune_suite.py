@@ -18,10 +18,12 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, DataError, NonFiniteLoss, RunError, Stopped
 from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.variants import build
-from vitrail.training.after_step import Monitor
+from vitrail.training import after_step
+from vitrail.training.after_step import Run
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import Record, read_record
 from vitrail.training.log import Log, read_journal
+from vitrail.training.state import TrainState
 from vitrail.transfer.suite import Method, Suite, SuiteResult, finetune_suite, is_suite_run, open_task, read_suite
 from vitrail.weights.bundle import Bundle
 
@@ -182,15 +184,15 @@ def test_the_pool_is_the_same_for_every_model_seed_and_method(
 def test_a_stopped_suite_continues_and_what_is_finished_stays(
     small: Suite, tuned: Callable[..., SuiteResult], tmp_path: Path
 ) -> None:
-    usual = Monitor.report
+    usual = after_step.report
     with pytest.MonkeyPatch.context() as patch:
 
-        def report(self: Monitor) -> None:
-            usual(self)
-            if "far" in str(self.checkpoints.folder):
-                self.stop.ask()
+        def report(run: Run, state: TrainState) -> None:
+            usual(run, state)
+            if run.folder.name == "far":
+                run.stop.ask()
 
-        patch.setattr(Monitor, "report", report)
+        patch.setattr(after_step, "report", report)
         with pytest.raises(Stopped) as stop:
             tuned(small)
     assert stop.value.run == tmp_path / "runs" / "far" and is_suite_run(stop.value.run)

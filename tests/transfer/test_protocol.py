@@ -17,9 +17,11 @@ from tests.listening import Display
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, NonFiniteLoss, RunError, Stopped
 from vitrail.models.variants import AnyConfig, variant_config
-from vitrail.training.after_step import Monitor
+from vitrail.training import after_step
+from vitrail.training.after_step import Run
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import Log, read_journal
+from vitrail.training.state import TrainState
 from vitrail.transfer.facts import DataFacts, FinetunePlan
 from vitrail.transfer.finetune import plan
 from vitrail.transfer.protocols import (
@@ -276,7 +278,7 @@ def test_a_stopped_trial_continues(
     config = base.override(checkpoints=3)
     expected = tried(tiny_bundle, config, (0.01,), tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr(Monitor, "report", stop_at(2, Monitor.report))
+        patch.setattr(after_step, "report", stop_at(2, after_step.report))
         with pytest.raises(Stopped):
             tried(tiny_bundle, config, (0.01,), tmp_path / "rates")
     (found,) = tried(tiny_bundle, config, (0.01,), tmp_path / "rates")
@@ -284,13 +286,13 @@ def test_a_stopped_trial_continues(
     assert "resumed" in (found.folder / "journal.jsonl").read_text()
 
 
-def stop_at(step: int, usual: Callable[[Monitor], None]) -> Callable[[Monitor], None]:
-    """Return the method that reports a step, which asks the run to stop at this step."""
+def stop_at(step: int, usual: Callable[[Run, TrainState], None]) -> Callable[[Run, TrainState], None]:
+    """Return the function that reports a step, which asks the run to stop at this step."""
 
-    def report(self: Monitor) -> None:
-        usual(self)
-        if self.state.step >= step:
-            self.stop.ask()
+    def report(run: Run, state: TrainState) -> None:
+        usual(run, state)
+        if state.step >= step:
+            run.stop.ask()
 
     return report
 

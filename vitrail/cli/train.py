@@ -36,7 +36,7 @@ from vitrail.recipes import RECIPES
 from vitrail.recipes.papers import PaperRecipe
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.folder import check_request, read_record, settings_beside
-from vitrail.training.job import OwnObjects, check_columns, prepare
+from vitrail.training.job import check_columns, prepare
 from vitrail.training.log import Log
 from vitrail.training.run import RunResult, resume, train
 from vitrail.weights.bundle import Bundle, Prediction
@@ -314,10 +314,10 @@ def _print_plan(
     """Print the plan of a run on each number of GPUs. Raise the errors of `prepare` and `scale_plans`."""
     from vitrail.training.scale import scale_plans, scale_table
 
-    setup = prepare(config, model=initial, objects=OwnObjects(data))
-    assert setup.network is not None, "the command line names networks"
-    network = setup.network.with_head(len(config.task.output_names(setup.splits)))
-    plans = list(scale_plans(setup.config, network, numbers))
+    job = prepare(config, data=data, model=initial)
+    assert job.network is not None, "the command line names networks"
+    network = job.network.with_head(len(config.task.output_names(job.splits)))
+    plans = list(scale_plans(job.config, network, numbers))
     gpu = plans[0].gpu
     console.print(
         f"{config.start.init or config.model.name}, {network.parameters():,} parameters, {config.run.batch_size:,} "

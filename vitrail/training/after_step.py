@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -16,333 +17,23 @@ from torch import Tensor, nn
 
 from vitrail.cores import SharedCores
 from vitrail.data.batch import Batch, Skipped
-from vitrail.data.pipeline import Readers, default_threads
+from vitrail.data.pipeline import Readers, default_threads, skips_allowed
 from vitrail.data.source import Source
-from vitrail.data.splits import Splits
 from vitrail.errors import DataError, NonFiniteLoss, Stopped
 from vitrail.evaluation.outputs import Outputs
 from vitrail.machine import peak_memory
 from vitrail.models.attention.base import AttentionLayer
-from vitrail.processes.group import Processes, local, whole
+from vitrail.processes.group import local, whole
 from vitrail.tasks.own_model import without_adapters
-from vitrail.tasks.task import Task
+from vitrail.training.build import make_bundle
 from vitrail.training.checkpoint import BestModel, Checkpoints
-from vitrail.training.clock import MachineLimit, TimeLeft, Timing
-from vitrail.training.config import FaultConfig
-from vitrail.training.job import Phase, Plan, Probe
+from vitrail.training.clock import Timing
+from vitrail.training.folder import replace_config
+from vitrail.training.job import Job, Phase, Probe
 from vitrail.training.log import Log
 from vitrail.training.state import Best, Faults, StepFault, TrainState
 from vitrail.training.stop import StopRequest
 from vitrail.weights.bundle import Bundle
-
-
-@dataclass(frozen=True)
-class Sinks:
-    """The log and the checkpoints of a run."""
-
-    log: Log
-    checkpoints: Checkpoints
-
-
-@dataclass(frozen=True)
-class Intervals:
-    """Numbers of steps between reports, evaluations and checkpoints. A report, an evaluation and a checkpoint also
-    follow the last step."""
-
-    journal: int
-    evaluate: int | None
-    checkpoint: int
-
-
-class Monitor:
-    """Receives every step of the loop, and runs the reports, evaluations and checkpoints that are due. It waits for the
-    device only when one of these is due."""
-
-    def __init__(
-        self,
-        state: TrainState,
-        plan: Plan,
-        sinks: Sinks,
-        intervals: Intervals,
-        examiner: Examiner,
-        *,
-        stop: StopRequest,
-        started: float,
-        on_readers: Callable[[int], None] = lambda threads: None,
-        limit: MachineLimit | None = None,
-    ) -> None:
-        """`started` is the time (`time.perf_counter()`) at which the user started the command. `on_readers` receives
-        the number of reading threads if the run chooses it. `limit` is that with which the speed of the steps is
-        compared, or None if their FLOPs are unknown."""
-        self.state = state
-        self.plan = plan
-        self.log, self.checkpoints = sinks.log, sinks.checkpoints
-        self.intervals = intervals
-        self.examiner = examiner
-        self.stop = stop
-        self.timing = Timing(plan, self._time_left(), step=state.step, started=started, limit=limit)
-        self.meter = Meter()
-        self.health = Health()
-        self.means = RunningMeans()
-        self.adaptation = Adaptation(state, plan, sinks, on_readers)
-        self.skipped = SkippedImages(state, sinks, plan.most_skipped, plan.processes)
-        self.recovery = Recovery(
-            plan.faults,
-            state,
-            examiner.splits.train,
-            sinks,
-            processes=plan.processes,
-            on_rollback=self._forget,
-        )
-
-    @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Measure the step inside the `with` block if the journal is due after it."""
-        following = self.state.step + 1
-        if following % self.intervals.journal and following != self.plan.steps:
-            yield
-            return
-        with self.health.measuring(self.state.objective):
-            yield
-
-    def before_first_step(self, *, evaluates: bool) -> None:
-        """Save the state if the run may go back to it after a fault. If `evaluates`, measure the initial weights on the
-        validation split, so that they are kept unless training improves them.
-
-        Raises `NonFiniteLoss` and `SaveError`.
-        """
-        if evaluates:
-            with self.timing.pause("evaluation"):
-                self.examiner.evaluate()
-        if self.plan.faults.may_roll_back:
-            with self.timing.pause("checkpoint"):
-                self.checkpoints.save(self.state)
-
-    def begin_phase(self, phase: Phase) -> None:
-        """Report the settings of a phase, unless the run has one phase only or continues within the phase."""
-        if len(self.plan.phases) == 1 or phase.first != self.state.step:
-            return
-        self.report()
-        self.log.tell(
-            "phase",
-            step=self.state.step,
-            image_size=list(phase.image_size),
-            patch_dropout=phase.patch_dropout,
-            batch_size=phase.batch_size,
-        )
-
-    def after_step(self, batch: Batch, metrics: dict[str, Tensor]) -> None:
-        """Run the reports, evaluations and checkpoints that are due after a step. `metrics` is empty if the batch was
-        skipped.
-
-        Raises `Stopped` if the user asked to stop, `DataError` for too many broken images, `NonFiniteLoss` and
-        `SaveError`.
-        """
-        step = self.state.step
-        processes = self.plan.processes
-        images = processes.world * (len(batch) - batch.partners)
-        if metrics:
-            self.meter.add(step, metrics)
-        seconds, work = self.timing.after_step(step, images, was_taken=bool(metrics))
-        self.adaptation.after_step(seconds, work)
-        if self.timing.times_each_step and (left := self.timing.seconds_left(step)) is not None:
-            self.log.show("tick", step=step, seconds_left=left)
-        self.skipped.add(batch.skipped)
-        if self._due(self.intervals.journal):
-            self.report()
-        if self._due(self.intervals.evaluate):
-            self.report()
-            with self.timing.pause("evaluation"):
-                self.examiner.evaluate(self.means.read())
-        over = self.plan.is_over(self.state)
-        if due := self.examiner.due(over=over):
-            self.report()
-            with self.timing.pause("probe"):
-                self.examiner.probe(due)
-        if over and step < self.plan.steps:
-            self._say_early()
-        stopping = processes.any_earlier(self.stop.requested) and not over
-        if self._due(self.intervals.checkpoint) or over or stopping:
-            self.report()  # raises if the loss is not finite, so that no broken state is saved
-            with self.timing.pause("checkpoint"):
-                path = self.checkpoints.save(self.state)
-                if over or stopping:
-                    self.checkpoints.wait()
-        if stopping:
-            self.log.tell("stopped", step=step)
-            raise Stopped(
-                f"stopped at step {step:,} of {self.plan.steps:,}; the state is saved in {path}", path.parent.parent
-            )
-
-    def report(self) -> None:
-        """Report the metrics since the last report. Raises `NonFiniteLoss`.
-
-        The journal receives the images per second and the fraction of the machine's limit since the last report, and
-        smoothed ones are shown.
-        """
-        self.checkpoints.poll()
-        if not (metrics := self.meter.read()):
-            return
-        self.skipped.exchange()
-        speeds = self.timing.report(self.state.step)
-        self.means.add(speeds.steps, metrics)
-        metrics["learning_rate"] = max(group["lr"] for group in self.state.optimizer.param_groups)  # the highest
-        metrics |= speeds.exact | {"memory_bytes": float(peak_memory(self.plan.device))} | self.health.read()
-        self.log.tell("step", speeds.smoothed, step=self.state.step, **metrics)
-
-    def summary(self, device: torch.device) -> dict[str, float]:
-        """Return the run's length, speed and memory: steps, seconds, fractions and bytes. Metrics of the training steps
-        before the last evaluation begin with "train_"."""
-        return {
-            "steps": float(self.state.step),
-            **{f"train_{name}": value for name, value in self.means.read().items()},
-            **self.timing.summary(),
-            "peak_memory_bytes": float(peak_memory(device)),
-        }
-
-    def _forget(self) -> None:
-        """Forget the steps after the checkpoint to which the run went back."""
-        self.meter, self.means = Meter(), RunningMeans()
-        self.timing.go_back(self.state.step)
-
-    def _due(self, interval: int | None) -> bool:
-        return interval is not None and (self.state.step % interval == 0 or self.state.step == self.plan.steps)
-
-    def _say_early(self) -> None:
-        step, best = self.state.step, self.state.best
-        self.log.tell("ended early", step=step, patience=self.plan.patience, best=best.step)
-
-    def _time_left(self) -> TimeLeft:
-        intervals, splits = self.intervals, self.examiner.splits
-        every = {"evaluation": intervals.evaluate, "checkpoint": intervals.checkpoint}
-        if self.examiner.probes:
-            every["probe"] = min(probe.every for probe in self.examiner.probes)
-        validation, test = (0 if source is None else len(source) for source in (splits.validation, splits.test))
-        return TimeLeft(
-            self.plan.steps,
-            {name: steps for name, steps in every.items() if steps is not None},
-            batch_size=self.plan.batch_size,
-            evaluated=validation,
-            at_end=validation + test,
-            work=self.plan.work,
-        )
-
-
-# Evaluation between steps: on the validation split, to choose the best weights, and by probes.
-
-
-class Examiner:
-    """Evaluates the weights that would be saved now, without changing the run."""
-
-    def __init__(
-        self,
-        task: Task,
-        state: TrainState,
-        splits: Splits,
-        sinks: Sinks,
-        *,
-        model: Callable[[], Bundle],
-        saved: Callable[[], Bundle],
-        outputs: Callable[..., Outputs],
-        best: BestModel | None,
-        probes: Sequence[Probe] = (),
-        processes: Processes,
-    ) -> None:
-        """`model` returns the model with its current weights for an evaluation, `saved` the same model for the first
-        process to save, and `outputs` the outputs of a model, with the argument `on_skip` of `Outputs`. Several
-        `processes` share the images, and all of them get the same metrics. With None for `best`, no best model is
-        saved."""
-        self.processes = processes
-        self.task = task
-        self.state = state
-        self.splits = splits
-        self.log, self.checkpoints = sinks.log, sinks.checkpoints
-        self.model = model
-        self.saved = saved
-        self.outputs = outputs
-        self.best = best
-        self.evaluator = task.evaluator(state.copy or state.objective)
-        self.selection = task.selection(splits)
-        self.probes = tuple(probes)
-
-    def evaluate(self, training: Mapping[str, float] = MappingProxyType({})) -> None:
-        """Measure the weights on the validation split, if there is one. Save the weights if they are the best so far.
-        The loss decides between weights with the same value of the metric that selects.
-
-        If weights are averaged, the weights in training are measured as well. `training` has the metrics of the
-        training steps since the last evaluation, which are shown as well. Raises `NonFiniteLoss`.
-        """
-        state, validation = self.state, self.splits.validation
-        if validation is None:
-            return
-        if state.average is not None:
-            result = self._measure(self.model(), validation)
-            self.log.tell("evaluation", step=state.step, split="validation", weights="trained", **result)
-        with state.averaged():
-            result = self._measure(self.model(), validation)
-            score, loss = result.get(self.selection.name), result[self.task.loss_metric]
-            higher = self.selection.higher_is_better
-            best = score is not None and state.best.is_beaten_by(score, loss, higher_is_better=higher)
-            if best:
-                replaced, state.best = state.best.step, Best(score, state.step, loss=loss)
-                self._save(result, replaced)
-            else:
-                state.best.waited += 1
-        values = {"weights": state.measured, "best": best, **result}
-        self.log.tell("evaluation", {"training": training}, step=state.step, split="validation", **values)
-
-    def due(self, *, over: bool) -> list[Probe]:
-        """Return the probes that are due after this step. After the last step of the run (`over`), all probes are
-        due."""
-        return [probe for probe in self.probes if over or self.state.step % probe.every == 0]
-
-    def probe(self, due: Sequence[Probe]) -> None:
-        """Measure the model with these probes, and report their metrics."""
-        device = self.model().device
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-            if self.state.streamed is None:
-                model = self.current()
-            else:  # the weights are gathered from those in training while the probes compute
-                stack.enter_context(self.state.averaged())
-                model = self.model()
-            outputs = self.outputs(model, on_skip=self._skip)
-            for probe in due:
-                assert self.splits.validation is not None, "`check_probes` requires a validation split"
-                metrics = probe.evaluator(outputs, self.splits.train, self.splits.validation)
-                self.state.settle()
-                values = {"name": probe.name, "weights": self.state.measured, **metrics}
-                self.log.tell("probe", {"metrics": metrics}, step=self.state.step, **values)
-
-    def current(self) -> Bundle:
-        """Return the model as it would be saved now, in evaluation mode, with its own copy of the weights."""
-        with self.state.averaged():
-            bundle = without_adapters(self.model())
-            return replace(bundle, network=copy.deepcopy(bundle.network).eval())
-
-    def _skip(self, item: Skipped) -> None:
-        self.log.show("skipped", split="validation", key=item.key, reason=item.reason)
-
-    def _measure(self, model: Bundle, source: Source) -> dict[str, float]:
-        result = self.evaluator(self.outputs(model, on_skip=self._skip), self.splits.train, source)
-        self.state.settle()
-        check_finite(result, self.task.loss_metric, self.state.step)
-        return result
-
-    def _save(self, result: dict[str, float], replaced: int) -> None:
-        """Save the current weights as the best model. All processes call this method together."""
-        if (best := self.best) is None:
-            return
-        model, objective = self.saved(), self.state.kept
-
-        def write() -> None:
-            model.metrics = {f"validation_{name}": value for name, value in self.task.summary(result).items()}
-            model.provenance["step"] = self.state.best.step
-            best.keep(replaced, self.checkpoints.best_steps())
-            best.save(model, objective)
-
-        self.processes.on_first(write)
-
 
 # The health of training: the norm of the weights, the relative size of an update, and the largest attention logit.
 # Attention logits that grow without limit precede a divergence (2302.05442). Query-key normalisation (`qk_norm`)
@@ -478,145 +169,6 @@ class RunningMeans:
         return self._last
 
 
-# Recovery from faults of training steps: the batch is skipped, or the run goes back to a checkpoint.
-
-
-BY_ROLLBACK = "the run went back to an earlier checkpoint"
-"""Reason in the journal for skipping the batches before the batch of a fault."""
-
-
-class Recovery:
-    """Continues a run after faults, within the bound of its config. All processes call the methods together."""
-
-    def __init__(
-        self,
-        config: FaultConfig,
-        state: TrainState,
-        source: Source,
-        sinks: Sinks,
-        *,
-        processes: Processes,
-        on_rollback: Callable[[], None],
-    ) -> None:
-        """`source` has the training images. `on_rollback` is called when the state is that of a checkpoint again."""
-        self.config = config
-        self.state = state
-        self.source = source
-        self.log, self.checkpoints = sinks.log, sinks.checkpoints
-        self.processes = processes
-        self._on_rollback = on_rollback
-
-    def leaves_out(self, batch: Batch) -> bool:
-        """Return True if the batch of the current step is skipped after a rollback, and report its keys."""
-        if self.state.step + 1 not in self.state.faults.left_out:
-            return False
-        self._leave_out(batch, BY_ROLLBACK, is_fault=False)
-        return True
-
-    def recover(self, batch: Batch, fault: StepFault) -> bool:
-        """Skip the batch of a fault, or go back to a checkpoint. Return True if the run went back.
-
-        Raises `NonFiniteLoss` if the run has had as many faults as it may have.
-        """
-        faults, step, most = self.state.faults, self.state.step + 1, self.config.max_faults
-        faults.count += 1
-        if faults.count > most:
-            raise NonFiniteLoss(
-                f"{fault} at step {step}, after {most} other faults, which is all that --max-faults allows"
-            )
-        if fault.action == "rollback":
-            self._roll_back(step, str(fault))
-            return True
-        self._leave_out(batch, str(fault), is_fault=True)
-        return False
-
-    def _leave_out(self, batch: Batch, reason: str, *, is_fault: bool) -> None:
-        own = batch.without_partners()
-        keys = [self.source.key(int(sample)) for sample in own.samples[own.views == 0]]
-        everyone = [key for part in self.processes.gather(keys) for key in part]
-        shown = {"is_fault": is_fault}
-        self.log.tell("batch left out", shown, step=self.state.step + 1, reason=reason, keys=everyone)
-
-    def _roll_back(self, step: int, reason: str) -> None:
-        """Restore a checkpoint from before the batches that will be skipped. If there is none, restore the oldest
-        checkpoint, and skip only the batches after it."""
-        state = self.state
-        faults = state.faults
-        first = step - self.config.rollback_skips + 1
-        for note in self.checkpoints.restore(state, before=first):
-            self.log.note(note)
-        first = max(first, state.step + 1)
-        state.faults = Faults(faults.count, faults.left_out | set(range(first, step + 1)), state.faults.losses)
-        self._on_rollback()
-        self.log.tell("rolled back", step=state.step, at=step, reason=reason, left_out=[first, step])
-
-
-# Images that cannot be decoded: each is reported once, and too many training images of this kind end the run.
-
-
-class SkippedImages:
-    """Collects the images of all processes that could not be decoded, of which `most` are allowed."""
-
-    def __init__(self, state: TrainState, sinks: Sinks, most: int, processes: Processes) -> None:
-        self.state = state
-        self.log, self.checkpoints = sinks.log, sinks.checkpoints
-        self.most = most
-        self.processes = processes
-        self._found: list[Skipped] = []
-
-    def add(self, items: Iterable[Skipped]) -> None:
-        """Add the images of a batch. A process that is alone reports them at once. Raises `DataError` for too many."""
-        self._found += items
-        if self._found and not self.processes.are_several:
-            self._tell()
-
-    def exchange(self) -> None:
-        """Tell of the images that all processes have found since the last call. All processes call this method
-        together. Raises `DataError` for too many."""
-        if self.processes.are_several:
-            self._found = [item for items in self.processes.gather(self._found) for item in items]
-            self._tell()
-
-    def _tell(self) -> None:
-        known, items, self._found = self.state.skipped, self._found, []
-        for item in items:
-            if item.key not in known:
-                known.add(item.key)
-                self.log.tell("skipped", step=self.state.step, split="train", key=item.key, reason=item.reason)
-        if len(known) > self.most:
-            raise DataError(
-                f"{len(known)} training images cannot be decoded, more than the {self.most} that --max-skipped "
-                f"allows; the last one is {items[-1].key}: {items[-1].reason}. Find them with "
-                "vitrail data check"
-            )
-
-
-# The numbers of compute threads and of reading threads, which a run can choose by measuring its steps.
-
-
-class Adaptation:
-    """Adapts a run to its machine. `on_readers` receives the number of reading threads if the run chooses it."""
-
-    def __init__(self, state: TrainState, plan: Plan, sinks: Sinks, on_readers: Callable[[int], None]) -> None:
-        self.state = state
-        self.log, self.checkpoints = sinks.log, sinks.checkpoints
-        self._on_readers = on_readers
-        self._cores = SharedCores() if plan.adapts_threads else None
-        self._trials: ReaderTrials | None = None
-        if plan.chooses_readers:
-            choices = default_threads(), 0
-            self._trials = ReaderTrials(choices, lambda threads: state.batches.use_readers(Readers(threads)))
-
-    def after_step(self, seconds: float, work: float) -> None:
-        """Adapt the run after a step that took this time, and whose cost was `work`."""
-        if self._trials is not None and (threads := self._trials.add(seconds, work)) is not None:
-            times, self._trials = self._trials.times, None
-            self.log.tell("readers", step=self.state.step, threads=threads, seconds_per_step=times)
-            self._on_readers(threads)
-        if self._cores is not None and (threads := self._cores.check()) is not None:
-            self.log.tell("threads", step=self.state.step, threads=threads, at_most=self._cores.full)
-
-
 # The choice between threads and the main thread for reading images, measured in the first steps of a run.
 
 
@@ -669,3 +221,307 @@ class ReaderTrials:
     def _begin(self, threads: int) -> None:
         self._tried, self._steps, self._seconds, self._work = threads, 0, 0.0, 0.0
         self._use(threads)
+
+
+# A run, and what follows each of its steps.
+
+
+@dataclass
+class Run:
+    """A run whose folder is open. Everything that later steps depend on is in the state, and nothing of it is here."""
+
+    job: Job
+    folder: Path
+    log: Log
+    checkpoints: Checkpoints
+    best: BestModel
+    clock: Timing
+    stop: StopRequest
+    evaluation_batch: int
+    """Images per forward pass in evaluations."""
+    cores: SharedCores | None = None
+    """The cores that other programs leave, if the number of compute threads follows them."""
+    trials: ReaderTrials | None = None
+    """The measurements of the first steps, if they decide whether threads or the main thread reads the images."""
+    meter: Meter = field(default_factory=Meter)
+    means: RunningMeans = field(default_factory=RunningMeans)
+    health: Health = field(default_factory=Health)
+    skipped: list[Skipped] = field(default_factory=list)
+    """Training images that could not be decoded and were not reported yet."""
+
+    def is_due(self, name: str, step: int) -> bool:
+        """Return True if a report, an evaluation or a checkpoint follows a step, by its name in `Job.intervals`."""
+        every = self.job.intervals.get(name)
+        return every is not None and (step % every == 0 or step == self.job.steps)
+
+    def outputs(
+        self, state: TrainState, bundle: Bundle, on_skip: Callable[[Skipped], None], *, keep: int = 0
+    ) -> Outputs:
+        """Return the outputs of a model for an evaluation, whose images all processes share."""
+        return Outputs(
+            bundle,
+            batch_size=self.evaluation_batch,
+            readers=self.job.readers,
+            keep=keep,
+            on_skip=on_skip,
+            processes=self.job.processes,
+            settle=state.settle,
+        )
+
+
+def measuring(run: Run, state: TrainState) -> AbstractContextManager[None]:
+    """Measure the health of the step inside the `with` block if a report is due after it."""
+    is_due = run.is_due("report", state.step + 1)
+    return run.health.measuring(state.objective) if is_due else nullcontext()
+
+
+def before_first_step(run: Run, state: TrainState, *, evaluates: bool) -> None:
+    """Save the state if the run may go back to it after a fault. If `evaluates`, measure the initial weights on the
+    validation split, so that they are kept unless training improves them.
+
+    Raises `NonFiniteLoss` and `SaveError`.
+    """
+    if evaluates:
+        with run.clock.pause("evaluation"):
+            evaluate(run, state)
+    if run.job.config.faults.may_roll_back:
+        with run.clock.pause("checkpoint"):
+            run.checkpoints.save(state)
+
+
+def begin_phase(run: Run, state: TrainState, phase: Phase) -> None:
+    """Report the settings of a phase, unless the run has one phase only or continues within the phase."""
+    if len(run.job.phases) > 1 and phase.first == state.step:
+        report(run, state)
+        settings = {"patch_dropout": phase.patch_dropout, "batch_size": phase.batch_size}
+        run.log.tell("phase", step=state.step, image_size=list(phase.image_size), **settings)
+
+
+def after_step(run: Run, state: TrainState, batch: Batch, metrics: dict[str, Tensor]) -> None:
+    """Run the reports, evaluations and checkpoints that are due after a step. `metrics` is empty if the batch was
+    skipped.
+
+    Raises `Stopped` if the user asked to stop, `DataError` for too many broken images, `NonFiniteLoss` and
+    `SaveError`.
+    """
+    job, step, log = run.job, state.step, run.log
+    if metrics:
+        run.meter.add(step, metrics)
+    images = job.processes.world * (len(batch) - batch.partners)
+    seconds, work = run.clock.after_step(step, images, was_taken=bool(metrics))
+    _adapt(run, state, seconds, work)
+    if run.clock.times_each_step and (left := run.clock.seconds_left(step)) is not None:
+        log.show("tick", step=step, seconds_left=left)
+    run.skipped += batch.skipped
+    if run.skipped and not job.processes.are_several:
+        _report_skipped(run, state)
+    if run.is_due("report", step):
+        report(run, state)
+    if run.is_due("evaluation", step):
+        report(run, state)
+        with run.clock.pause("evaluation"):
+            evaluate(run, state, run.means.read())
+    over = job.is_over(state)
+    if due := [probe for probe in job.probes if over or step % probe.every == 0]:
+        report(run, state)
+        with run.clock.pause("probe"):
+            _probe(run, state, due)
+    if over and step < job.steps:
+        log.tell("ended early", step=step, patience=job.config.run.patience, best=state.best.step)
+    stopping = job.processes.any_earlier(run.stop.requested) and not over
+    if run.is_due("checkpoint", step) or over or stopping:
+        report(run, state)  # raises if the loss is not finite, so that no broken state is saved
+        with run.clock.pause("checkpoint"):
+            path = run.checkpoints.save(state)
+            if over or stopping:
+                run.checkpoints.wait()
+    if stopping:
+        log.tell("stopped", step=step)
+        raise Stopped(f"stopped at step {step:,} of {job.steps:,}; the state is saved in {path}", run.folder)
+
+
+def report(run: Run, state: TrainState) -> None:
+    """Report the metrics since the last report. Raises `NonFiniteLoss`, and `DataError` for too many broken images.
+
+    The journal receives the images per second and the fraction of the machine's limit since the last report, and
+    smoothed ones are shown.
+    """
+    run.checkpoints.poll()
+    if not (metrics := run.meter.read()):
+        return
+    if run.job.processes.are_several:
+        run.skipped = [item for items in run.job.processes.gather(run.skipped) for item in items]
+        _report_skipped(run, state)
+    speeds = run.clock.report(state.step)
+    run.means.add(speeds.steps, metrics)
+    metrics["learning_rate"] = max(group["lr"] for group in state.optimizer.param_groups)  # the highest
+    metrics |= speeds.exact | {"memory_bytes": float(peak_memory(run.job.device))} | run.health.read()
+    run.log.tell("step", speeds.smoothed, step=state.step, **metrics)
+
+
+def _report_skipped(run: Run, state: TrainState) -> None:
+    """Report each training image that cannot be decoded once. Raises `DataError` for too many."""
+    items, run.skipped = run.skipped, []
+    for item in items:
+        if item.key not in state.skipped:
+            state.skipped.add(item.key)
+            run.log.tell("skipped", step=state.step, split="train", key=item.key, reason=item.reason)
+    most = skips_allowed(len(run.job.splits.train), run.job.config.data.max_skipped)
+    if len(state.skipped) > most:
+        raise DataError(
+            f"{len(state.skipped)} training images cannot be decoded, more than the {most} that --max-skipped "
+            f"allows; the last one is {items[-1].key}: {items[-1].reason}. Find them with "
+            "vitrail data check"
+        )
+
+
+def adaptations(job: Job, state: TrainState) -> tuple[SharedCores | None, ReaderTrials | None]:
+    """Return what chooses the numbers of compute threads and of reading threads by measurements, if the run has them
+    chosen."""
+    cores = SharedCores() if job.adapts_threads else None
+    if job.config.run.threads != "auto" or job.processes.are_several:
+        return cores, None
+    return cores, ReaderTrials((default_threads(), 0), lambda threads: state.batches.use_readers(Readers(threads)))
+
+
+def _adapt(run: Run, state: TrainState, seconds: float, work: float) -> None:
+    """Adapt the run to its machine after a step that took this time, and whose cost was `work`."""
+    if run.trials is not None and (threads := run.trials.add(seconds, work)) is not None:
+        run.log.tell("readers", step=state.step, threads=threads, seconds_per_step=run.trials.times)
+        run.trials = None
+        replace_config(run.folder, run.job.config.override(threads=threads))
+    if run.cores is not None and (threads := run.cores.check()) is not None:
+        run.log.tell("threads", step=state.step, threads=threads, at_most=run.cores.full)
+
+
+# Evaluation between steps: on the validation split, to choose the best weights, and by probes. It measures the weights
+# that would be saved now, without changing the run.
+
+
+def evaluate(run: Run, state: TrainState, training: Mapping[str, float] = MappingProxyType({})) -> None:
+    """Measure the weights on the validation split, if there is one. Save the weights if they are the best so far. The
+    loss decides between weights with the same value of the metric that selects.
+
+    If weights are averaged, the weights in training are measured as well. `training` has the metrics of the training
+    steps since the last evaluation, which are shown as well. Raises `NonFiniteLoss`.
+    """
+    job, task, validation = run.job, run.job.config.task, run.job.splits.validation
+    if validation is None:
+        return
+    if state.average is not None:
+        result = _measure(run, state, validation)
+        run.log.tell("evaluation", step=state.step, split="validation", weights="trained", **result)
+    with state.averaged():
+        result = _measure(run, state, validation)
+        selection = task.selection(job.splits)
+        score, loss = result.get(selection.name), result[task.loss_metric]
+        best = score is not None and state.best.is_beaten_by(score, loss, higher_is_better=selection.higher_is_better)
+        if best:
+            replaced, state.best = state.best.step, Best(score, state.step, loss=loss)
+            if job.config.run.keep == "best":
+                _save_best(run, state, result, replaced)
+        else:
+            state.best.waited += 1
+    values = {"weights": state.measured, "best": best, **result}
+    run.log.tell("evaluation", {"training": training}, step=state.step, split="validation", **values)
+
+
+def _measure(run: Run, state: TrainState, source: Source) -> dict[str, float]:
+    """Return the metrics of the current weights. All processes get the same ones."""
+    task = run.job.config.task
+    outputs = run.outputs(state, make_bundle(run.job, state.whole_objective()), _on_skip(run))
+    result = task.evaluator(state.copy or state.objective)(outputs, run.job.splits.train, source)
+    state.settle()
+    check_finite(result, task.loss_metric, state.step)
+    return result
+
+
+def _on_skip(run: Run) -> Callable[[Skipped], None]:
+    return lambda item: run.log.show("skipped", split="validation", key=item.key, reason=item.reason)
+
+
+def _save_best(run: Run, state: TrainState, result: dict[str, float], replaced: int) -> None:
+    """Save the current weights as the best model. All processes call this function together."""
+    model, objective = make_bundle(run.job, state.saved_objective()), state.kept
+
+    def write() -> None:
+        model.metrics = {f"validation_{name}": value for name, value in run.job.config.task.summary(result).items()}
+        model.provenance["step"] = state.best.step
+        run.best.keep(replaced, run.checkpoints.best_steps())
+        run.best.save(model, objective)
+
+    run.job.processes.on_first(write)
+
+
+def _probe(run: Run, state: TrainState, due: Sequence[Probe]) -> None:
+    """Measure the model with these probes, and report their metrics."""
+    device, splits = run.job.device, run.job.splits
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        if state.streamed is None:
+            with state.averaged():  # the probes get a copy of the model as it would be saved now
+                model = without_adapters(make_bundle(run.job, state.whole_objective()))
+                model = replace(model, network=copy.deepcopy(model.network).eval())
+        else:  # the weights are gathered from those in training while the probes compute
+            stack.enter_context(state.averaged())
+            model = make_bundle(run.job, state.whole_objective())
+        outputs = run.outputs(state, model, _on_skip(run))
+        for probe in due:
+            assert splits.validation is not None, "`prepare` requires a validation split"
+            metrics = probe.evaluator(outputs, splits.train, splits.validation)
+            state.settle()
+            values = {"name": probe.name, "weights": state.measured, **metrics}
+            run.log.tell("probe", {"metrics": metrics}, step=state.step, **values)
+
+
+# Recovery from faults of training steps: the batch is skipped, or the run goes back to a checkpoint. All processes call
+# the functions together.
+
+
+BY_ROLLBACK = "the run went back to an earlier checkpoint"
+"""Reason in the journal for skipping the batches before the batch of a fault."""
+
+
+def leaves_out(run: Run, state: TrainState, batch: Batch) -> bool:
+    """Return True if the batch of the current step is skipped after a rollback, and report its keys."""
+    if state.step + 1 not in state.faults.left_out:
+        return False
+    _leave_out(run, state, batch, BY_ROLLBACK, is_fault=False)
+    return True
+
+
+def recover(run: Run, state: TrainState, batch: Batch, fault: StepFault) -> bool:
+    """Skip the batch of a fault, or go back to a checkpoint. Return True if the run went back.
+
+    Raises `NonFiniteLoss` if the run has had as many faults as it may have.
+    """
+    faults, step, most = state.faults, state.step + 1, run.job.config.faults.max_faults
+    faults.count += 1
+    if faults.count > most:
+        raise NonFiniteLoss(f"{fault} at step {step}, after {most} other faults, which is all that --max-faults allows")
+    if fault.action == "rollback":
+        _roll_back(run, state, step, str(fault))
+        return True
+    _leave_out(run, state, batch, str(fault), is_fault=True)
+    return False
+
+
+def _leave_out(run: Run, state: TrainState, batch: Batch, reason: str, *, is_fault: bool) -> None:
+    own = batch.without_partners()
+    keys = [run.job.splits.train.key(int(sample)) for sample in own.samples[own.views == 0]]
+    everyone = [key for part in run.job.processes.gather(keys) for key in part]
+    run.log.tell("batch left out", {"is_fault": is_fault}, step=state.step + 1, reason=reason, keys=everyone)
+
+
+def _roll_back(run: Run, state: TrainState, step: int, reason: str) -> None:
+    """Restore a checkpoint from before the batches that will be skipped. If there is none, restore the oldest
+    checkpoint, and skip only the batches after it. The steps after the checkpoint are forgotten."""
+    faults = state.faults
+    first = step - run.job.config.faults.rollback_skips + 1
+    for note in run.checkpoints.restore(state, before=first):
+        run.log.note(note)
+    first = max(first, state.step + 1)
+    state.faults = Faults(faults.count, faults.left_out | set(range(first, step + 1)), state.faults.losses)
+    run.meter, run.means = Meter(), RunningMeans()
+    run.clock.go_back(state.step)
+    run.log.tell("rolled back", step=state.step, at=step, reason=reason, left_out=[first, step])

@@ -15,7 +15,9 @@ from torch import Tensor
 from vitrail.machine import TrainingPrecision
 from vitrail.models.linear.float32 import has_onednn
 from vitrail.processes.group import Processes
-from vitrail.training.job import Plan
+from vitrail.training.job import Job
+from vitrail.training.log import Log
+from vitrail.training.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -44,22 +46,24 @@ class _Interval:
 class Timing:
     """Times the steps of a run, its pauses for evaluations and checkpoints, and its waiting for data."""
 
-    def __init__(
-        self, plan: Plan, left: TimeLeft, *, step: int, started: float, limit: MachineLimit | None = None
-    ) -> None:
-        """`step` is the number of steps before. `started` is the time (`time.perf_counter()`) at which the user started
-        the command. `limit` is that with which the speed of the steps is compared, or None if their FLOPs are
-        unknown."""
-        self._plan = plan
-        self._left = left
+    def __init__(self, job: Job, started: float) -> None:
+        """`started` is the time (`time.perf_counter()`) at which the user started the command."""
+        self._job = job
+        self._left = time_left(job)
         self._started = started
-        self._limit = limit
+        self._limit: MachineLimit | None = None
         self._to_first_step = 0.0
         self._training = 0.0
         self._waiting = 0.0
         self._images = 0
         self._image_rate = SmoothedRate()
         self._flop_rate = SmoothedRate()
+        self.begin(0, None)
+
+    def begin(self, step: int, limit: MachineLimit | None) -> None:
+        """Begin to time the steps after `step`. `limit` is that with which their speed is compared, or None if their
+        FLOPs are unknown."""
+        self._limit = limit
         self._last_step_end = time.perf_counter()
         self._interval = _Interval(step, begin=self._last_step_end)
 
@@ -67,7 +71,7 @@ class Timing:
     def times_each_step(self) -> bool:
         """True on a CPU. A GPU computes several steps ahead, so that the time of one step does not predict the
         remaining time."""
-        return self._plan.device.type == "cpu"
+        return self._job.device.type == "cpu"
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -93,11 +97,11 @@ class Timing:
         self._images += images
         self._interval.images += images
         if was_taken:
-            self._interval.flops += self._plan.flops(step - 1)
+            self._interval.flops += self._job.phase_of(step - 1).flops
         now = time.perf_counter()
         seconds, self._last_step_end = max(now - self._last_step_end, 1e-9), now
         self._to_first_step = self._to_first_step or now - self._started
-        work = self._plan.work(step) - self._plan.work(step - 1)
+        work = self._job.work(step) - self._job.work(step - 1)
         if self.times_each_step:
             self._left.add(work, seconds)
         return seconds, work
@@ -112,7 +116,7 @@ class Timing:
         seconds = now - since.begin - since.paused
         self._training += seconds
         if not self.times_each_step:
-            self._left.add(self._plan.work(step) - self._plan.work(since.step), seconds)
+            self._left.add(self._job.work(step) - self._job.work(since.step), seconds)
         exact = {"images_per_second": since.images / seconds, "waiting_share": since.waited / seconds}
         smoothed = {"images_per_second": self._image_rate.add(since.images, seconds)}
         self._interval = _Interval(step, begin=now)
@@ -170,16 +174,12 @@ class MachineLimit:
     measured. They are measured again, once. If steps are still faster, there is no limit any more.
     """
 
-    def __init__(
-        self, measure: Callable[[bool], float], on_too_low: Callable[[], None], processes: Processes = Processes()
-    ) -> None:
-        """`measure` returns the FLOPs per second of the products. Its argument is True if it must measure again.
-        `on_too_low` is called when the limit is given up."""
-        self._measure = measure
-        self._on_too_low = on_too_low
-        self._processes = processes
+    def __init__(self, job: Job, log: Log, state: TrainState) -> None:
+        self._job = job
+        self._log = log
+        self._state = state
         self._is_repeated = False
-        self.flops_per_second: float | None = measure(False)
+        self.flops_per_second: float | None = self._measured()
         """None if there is no limit any more."""
 
     def check(self, rate: float) -> None:
@@ -187,13 +187,20 @@ class MachineLimit:
 
         All processes call this method together, each with the rate that it measured.
         """
-        while (limit := self.flops_per_second) is not None and any(self._processes.gather(rate > limit)):
+        while (limit := self.flops_per_second) is not None and any(self._job.processes.gather(rate > limit)):
             if self._is_repeated:
                 self.flops_per_second = None
-                self._on_too_low()
+                self._log.tell("limit too low", step=self._state.step)
             else:
                 self._is_repeated = True
-                self.flops_per_second = max(limit, self._measure(True))
+                self.flops_per_second = max(limit, self._measured(again=True))
+
+    def _measured(self, *, again: bool = False) -> float:
+        precision, device = self._job.config.run.precision, self._job.device
+        found = product_limit(precision, device, self._job.processes, again=again)
+        threads = torch.get_num_threads() if device.type == "cpu" else None
+        self._log.tell("limit", step=self._state.step, flops_per_second=found, precision=precision, threads=threads)
+        return found
 
 
 def product_limit(
@@ -347,3 +354,19 @@ class TimeLeft:
             each = per_image * self.evaluated if name == "evaluation" else total / max(count, 1)
             left += times * each
         return left
+
+
+def time_left(job: Job) -> TimeLeft:
+    """Return the forecast for a run before its first step."""
+    every = {name: steps for name, steps in job.intervals.items() if name != "report"}
+    if job.probes:
+        every["probe"] = min(probe.every for probe in job.probes)
+    validation, test = (0 if source is None else len(source) for source in (job.splits.validation, job.splits.test))
+    return TimeLeft(
+        job.steps,
+        every,
+        batch_size=job.config.run.batch_size,
+        evaluated=validation,
+        at_end=validation + test,
+        work=job.work,
+    )

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -35,7 +36,7 @@ from vitrail.processes.group import Processes
 from vitrail.settings import raise_problems
 from vitrail.tasks.own_model import has_known_architecture, own_config
 from vitrail.tasks.task import Position, StepCost, Task
-from vitrail.training.config import KINDS, FaultConfig, RunConfig, TrainConfig
+from vitrail.training.config import KINDS, RunConfig, TrainConfig
 from vitrail.training.folder import FORMAT
 from vitrail.training.log import check_trackers
 from vitrail.training.schedule import RunLength, Schedule
@@ -46,43 +47,31 @@ from vitrail.weights.bundle import Bundle, check_loadable
 
 
 @dataclass(frozen=True)
-class OwnObjects:
-    """Data and a network that the user passes as Python objects, instead of naming them in the config.
-
-    `OpenedData` does not count as the user's own object: it is the config's data set, opened earlier.
-    """
-
-    data: Source | Splits | OpenedData | None = None
-    network: nn.Module | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the objects that were passed, as `run.json` records them."""
-        own = {"data": None if isinstance(self.data, OpenedData) else self.data, "network": self.network}
-        return [name for name, value in own.items() if value is not None]
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A config that has been checked on this machine, with its open data."""
+class Job:
+    """The fixed facts of a run: its config, checked on this machine, its open data, and its steps."""
 
     config: TrainConfig
     """The checked config. This machine's precision, library of float32 products and number of threads replace the
     defaults, and a run that is resumed on another machine keeps them."""
     device: torch.device
-    compile: Compiled
     splits: Splits
-    fingerprint: str
-    """A hash of the keys and targets of all splits."""
     steps: int
-    origin: Origin | None
-    """The model that the weights come from, or None."""
-    probes: tuple[Probe, ...]
-    objects: OwnObjects
-    network: AnyConfig | None
-    """The config of the run's network with a head for two classes, or None for a network of the user's own."""
     phases: tuple[Phase, ...]
+    """The phases of the run, in order."""
+    compile: Compiled = "off"
+    fingerprint: str = ""
+    """A hash of the keys and targets of all splits."""
+    origin: Origin | None = None
+    """The model that the weights come from, or None."""
+    probes: tuple[Probe, ...] = ()
+    objects: tuple[str, ...] = ()
+    """Names of the Python objects that the user passed, as `run.json` records them: "data", "network"."""
+    own_network: nn.Module | None = None
+    """The network that the user passed, or None."""
+    network: AnyConfig | None = None
+    """The config of the run's network with a head for two classes, or None for a network of the user's own."""
     processes: Processes = Processes()
+    """The processes that share every batch."""
 
     @property
     def shards(self) -> bool:
@@ -103,19 +92,76 @@ class Setup:
             return readers
         return replace(readers, threads=max(1, default_threads() // here))
 
+    @property
+    def adapts_threads(self) -> bool:
+        """True if the number of compute threads follows the cores that other programs leave. Worker processes of the
+        run cannot be distinguished from other programs."""
+        run = self.config.run
+        is_alone = not run.processes and not self.processes.are_several
+        return run.compute_threads is None and self.device.type == "cpu" and is_alone
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The learning rate of each step."""
+        return schedule_of(self.config, self.splits, self.steps)
+
+    @property
+    def intervals(self) -> dict[str, int]:
+        """Numbers of steps between two reports, evaluations and checkpoints. One of each also follows the last step.
+        There is none for evaluations if the run has none."""
+        run, is_evaluated = self.config.run, self.splits.validation is not None and self.config.run.evaluations
+        found = {
+            "report": min(50, math.ceil(self.steps / 100)),
+            "checkpoint": math.ceil(self.steps / run.checkpoints),
+        }
+        return found | ({"evaluation": math.ceil(self.steps / run.evaluations)} if is_evaluated else {})
+
+    def phase_of(self, step: int) -> Phase:
+        """Return the phase of a step, counted from 0."""
+        return next(phase for phase in reversed(self.phases) if phase.first <= step)
+
+    def augment_at(self, step: int, *, height: int | None = None) -> Augment:
+        """Return the augmentation of a step. Shifts are proportional to the height of the images, which is by default
+        that of the step's phase."""
+        augment, whole = self.config.augment, self.config.images.image_size[0]
+        if height is None:
+            height = self.phase_of(step).image_size[0]
+        return augment if height == whole else replace(augment, shift=round(augment.shift * height / whole))
+
+    def position(self, step: int) -> Position:
+        """Return the position of a step in the run."""
+        drawn = sum(phase.batch_size * phase.before(step) for phase in self.phases)
+        return Position(step, self.steps, drawn / len(self.splits.train))
+
+    def work(self, step: int) -> float:
+        """Return the cost of the steps before this one, in steps of the last phase."""
+        return sum(phase.cost * phase.before(step) for phase in self.phases)
+
+    def is_over(self, state: TrainState) -> bool:
+        """Return True after the last step, or if patience is exhausted.
+
+        The answer depends on the training state alone. A run that ended early therefore also ends when it is resumed
+        from its last checkpoint.
+        """
+        patience = self.config.run.patience
+        return state.step >= self.steps or (patience is not None and state.best.waited >= patience)
+
 
 def prepare(
     config: TrainConfig,
     *,
+    data: Source | Splits | OpenedData | None = None,
+    network: nn.Module | None = None,
     model: Bundle | None = None,
     origin: Origin | None = None,
-    objects: OwnObjects = OwnObjects(),
+    probes: Sequence[Probe] = (),
     measure_test: bool = True,
     processes: Processes = Processes(),
-) -> Setup:
+) -> Job:
     """Check a config and open its data. Raises `UserError` for settings and data that cannot work.
 
-    `model` is the model to start from. If a run continues, `origin` is the record of that model in run.json. Without
+    `data` and `network` replace those that the config names. `model` is the model to start from. If a run continues,
+    `origin` is the record of that model in run.json. `probes` are measured beside those of the config. Without
     `measure_test` the run has no test split. Several `processes` must find the same data.
     """
     check_trackers(config.run.track)
@@ -128,14 +174,14 @@ def prepare(
     )
     compiled: Compiled = "off"
     network_config: AnyConfig | None = None
-    if objects.network is not None:
+    if network is not None:
         check_settings(config)
         config = replace(config, model=ModelConfig())
     else:  # before opening the data, whose number of classes changes none of these checks
         network_config = network_config_of(config, model, origin, num_classes=2)
         _check_network_settings(config, network_config)
         compiled = resolve_compile(config.run.compile, device, network_config)
-    config, splits = _opened(config, objects.data)
+    config, splits = _opened(config, data)
     config.task.check_data(splits)
     config.task.selection(splits)
     _check_choosing(config, splits)
@@ -147,8 +193,8 @@ def prepare(
     found = fingerprint(splits.train, splits.validation, splits.test)
     _check_equal(processes, found, config)
     if network_config is None:
-        config.task.check_network(own_config(objects.network))
-    return Setup(
+        config.task.check_network(own_config(network))
+    return Job(
         config=config,
         device=device,
         compile=compiled,
@@ -156,12 +202,20 @@ def prepare(
         fingerprint=found,
         steps=steps,
         origin=origin,
-        probes=_probes(config, splits, steps),
-        objects=objects,
+        probes=_probes(config, splits, steps, probes),
+        objects=object_names(data, network),
+        own_network=network,
         network=network_config,
         phases=with_flops(phases, config, network_config, len(config.task.output_names(splits))),
         processes=processes,
     )
+
+
+def object_names(data: Source | Splits | OpenedData | None, network: nn.Module | None) -> tuple[str, ...]:
+    """Return the names of the Python objects that the user passed instead of naming them in the config. `OpenedData`
+    is none of them, because it is the config's data set, opened earlier."""
+    own = {"data": None if isinstance(data, OpenedData) else data, "network": network}
+    return tuple(name for name, value in own.items() if value is not None)
 
 
 def _check_network_settings(config: TrainConfig, network: AnyConfig) -> None:
@@ -222,23 +276,23 @@ def check_columns(config: TrainConfig) -> None:
         )
 
 
-def record_of(setup: Setup) -> dict[str, Any]:
+def record_of(job: Job) -> dict[str, Any]:
     """Return the content of `run.json`: the config, the data and the machine, which are enough to repeat the run."""
-    splits = {"train": setup.splits.train, "validation": setup.splits.validation, "test": setup.splits.test}
+    splits = {"train": job.splits.train, "validation": job.splits.validation, "test": job.splits.test}
     return {
         "format": FORMAT,
-        "config": setup.config.to_plain(),
-        "objects": setup.objects.names,
-        "steps": setup.steps,
-        "init": None if setup.origin is None else setup.origin.to_plain(),
-        "models": setup.config.task.models(),
+        "config": job.config.to_plain(),
+        "objects": list(job.objects),
+        "steps": job.steps,
+        "init": None if job.origin is None else job.origin.to_plain(),
+        "models": job.config.task.models(),
         "data": {
             **{name: 0 if source is None else len(source) for name, source in splits.items()},
-            "fingerprint": setup.fingerprint,
-            "classes": list(setup.splits.classes),
-            "notes": list(setup.splits.notes),
+            "fingerprint": job.fingerprint,
+            "classes": list(job.splits.classes),
+            "notes": list(job.splits.notes),
         },
-        "machine": describe(setup.device),
+        "machine": describe(job.device),
     }
 
 
@@ -270,20 +324,26 @@ def schedule_of(config: TrainConfig, splits: Splits, steps: int) -> Schedule:
     return optimizer.schedule_of(RunLength(steps, config.mean_batch_size, len(splits.train)))
 
 
-def _probes(config: TrainConfig, splits: Splits, steps: int) -> tuple[Probe, ...]:
-    """Return the probes that the config asks for. Raise `ConfigError` if no image has a label to measure them by."""
+def _probes(config: TrainConfig, splits: Splits, steps: int, further: Sequence[Probe]) -> tuple[Probe, ...]:
+    """Return the probes that the config asks for, and `further` ones. Raise `ConfigError` if no image has a label to
+    measure them by, or if the data has no validation split to measure them on."""
     run = config.run
-    if not run.probe:
-        return ()
-    if splits.target_kind == "none":
+    if run.probe and splits.target_kind == "none":
         raise ConfigError(
             f"probe={run.probe!r} is measured by labels, but the images of {splits.title} have none; leave --probe out"
         )
-    every = run.probe_every or math.ceil(steps / max(run.evaluations, 1))
-    evaluators = evaluators_of(
-        run.probe, {"fewshot": {"allow_fewer": True}}
-    )  # allow_fewer: small classes have few images
-    return (Probe(run.probe, every, Together(evaluators)),)
+    probes = tuple(further)
+    if run.probe:
+        every = run.probe_every or math.ceil(steps / max(run.evaluations, 1))
+        evaluators = evaluators_of(run.probe, {"fewshot": {"allow_fewer": True}})  # small classes have few images
+        probes = (Probe(run.probe, every, Together(evaluators)), *probes)
+    if probes and splits.validation is None:
+        names = ", ".join(probe.name for probe in probes)
+        raise ConfigError(
+            f"{names} cannot be measured during the run, because the data has no validation split; leave --probe "
+            "out, or set --validation-share above 0"
+        )
+    return probes
 
 
 def _check_choosing(config: TrainConfig, splits: Splits) -> None:
@@ -561,6 +621,10 @@ class Phase:
     flops: int = 0
     """FLOPs of a step of all processes. Frozen layers have no backward pass. 0 if the FLOPs are unknown."""
 
+    def before(self, step: int) -> int:
+        """Return the number of this phase's steps before a step, counted from 0."""
+        return min(max(step - self.first, 0), self.steps)
+
     def step_flops(self, network: AnyConfig, task: Task, trained_blocks: int | None = None) -> int:
         """Return the FLOPs of one step. By default all blocks are trained, otherwise the last `trained_blocks`."""
         cost = task.step_cost(self.network(network), "float32")
@@ -670,86 +734,7 @@ def _phase_problems(config: TrainConfig, network: AnyConfig | None, own: Mapping
                 yield f"early_image_size: {error}"
 
 
-# The plan of a run: all settings that stay the same from step to step.
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The settings of a run's steps, and the conditions that end the run."""
-
-    steps: int
-    schedule: Schedule
-    accumulation: int
-    clip: float
-    seed: int
-    augment: Augment
-    preprocess: Preprocess
-    precision: TrainingPrecision
-    device: torch.device
-    decay_factor: Callable[[int, int], float] = lambda step, steps: 1.0
-    """Function that returns the factor of the weight decay at a step of a run with this many steps."""
-    batch_size: int = 1
-    images: int = 1
-    """Number of training images, which is the length of an epoch."""
-    classes: int = 0
-    """Number of classes in the data, which is the number of columns of the targets that mixup and CutMix make."""
-    patience: int | None = None
-    """Number of consecutive evaluations without a better result after which the run ends."""
-    most_skipped: int = 0
-    """Maximum number of training samples that may fail to decode."""
-    adapts_threads: bool = False
-    """True if the number of compute threads follows the cores that other programs leave."""
-    chooses_readers: bool = False
-    """True if the first steps decide by their time whether threads or the main thread reads the images."""
-
-    processes: Processes = Processes()
-    """The processes that share every batch."""
-
-    faults: FaultConfig = field(default_factory=FaultConfig)
-    """Reactions to faults of steps."""
-
-    phases: tuple[Phase, ...] = ()
-    """The phases of the run, in order. Without phases, all steps have the settings above."""
-
-    def phase_of(self, step: int) -> Phase | None:
-        """Return the phase of a step, counted from 0."""
-        return next((phase for phase in reversed(self.phases) if phase.first <= step), None)
-
-    def augment_at(self, step: int, *, height: int | None = None) -> Augment:
-        """Return the augmentation of a step. Shifts are proportional to the height of the images, which is by default
-        that of the step's phase."""
-        phase, whole = self.phase_of(step), self.preprocess.image_size[0]
-        if height is None:
-            height = whole if phase is None else phase.image_size[0]
-        if height == whole:
-            return self.augment
-        return replace(self.augment, shift=round(self.augment.shift * height / whole))
-
-    def weight_decay(self, step: int) -> float:
-        """Return the factor of the weight decay at a step."""
-        return self.decay_factor(step, self.steps)
-
-    def position(self, step: int) -> Position:
-        """Return the position of a step in the run."""
-        drawn = sum(phase.batch_size * min(max(step - phase.first, 0), phase.steps) for phase in self.phases)
-        return Position(step, self.steps, (drawn or step * self.batch_size) / self.images)
-
-    def work(self, step: int) -> float:
-        """Return the cost of the steps before this one, in steps of the last phase."""
-        return sum(phase.cost * min(max(step - phase.first, 0), phase.steps) for phase in self.phases) or float(step)
-
-    def flops(self, step: int) -> int:
-        """Return the FLOPs of a step, counted from 0, of all processes. Return 0 if they are unknown."""
-        phase = self.phase_of(step)
-        return 0 if phase is None else phase.flops
-
-    def is_over(self, state: TrainState) -> bool:
-        """Return True after the last step, or if patience is exhausted.
-
-        The answer depends on the training state alone. A run that ended early therefore also ends when it is resumed
-        from its last checkpoint.
-        """
-        return state.step >= self.steps or (self.patience is not None and state.best.waited >= self.patience)
+# Evaluations of the model by its features.
 
 
 @dataclass(frozen=True)
@@ -762,13 +747,3 @@ class Probe:
     evaluator: Evaluator
     """Evaluator of the model as it would be saved now, with averaged weights and merged adapters. The evaluator learns
     from the training split and measures on the validation split. The random state of PyTorch is restored afterwards."""
-
-
-def check_probes(probes: Sequence[Probe], splits: Splits) -> None:
-    """Raise `ConfigError` if there are probes and the data has no validation split to measure them on."""
-    if probes and splits.validation is None:
-        names = ", ".join(probe.name for probe in probes)
-        raise ConfigError(
-            f"{names} cannot be measured during the run, because the data has no validation split; leave --probe "
-            "out, or set --validation-share above 0"
-        )

@@ -10,39 +10,39 @@ from torch import Tensor, nn
 from vitrail.data.batch import Batch
 from vitrail.machine import autocast
 from vitrail.processes.group import local, whole
-from vitrail.training.after_step import Monitor
-from vitrail.training.job import Phase, Plan, use_patch_dropout
+from vitrail.training.after_step import Run, after_step, begin_phase, leaves_out, measuring, recover
+from vitrail.training.job import Job, use_patch_dropout
 from vitrail.training.state import StepFault, TrainState
 
 
-def fit(state: TrainState, plan: Plan, monitor: Monitor) -> None:
-    """Train until the plan is over. The loop never waits for a number that the device has yet to compute.
+def fit(run: Run, state: TrainState) -> None:
+    """Train until the run is over. The loop never waits for a number that the device has yet to compute.
 
-    Raises the errors of `Monitor.after_step`.
+    Raises the errors of `after_step`.
     """
     state.objective.train()
-    phase: Phase | None = None
-    while not plan.is_over(state):
-        if (current := plan.phase_of(state.step)) is not phase and current is not None:
+    job, phase = run.job, None
+    while not job.is_over(state):
+        if (current := job.phase_of(state.step)) is not phase:
             phase = current
             use_patch_dropout(state.objective, phase.patch_dropout)
-            monitor.begin_phase(phase)
-        with monitor.timing.waiting():
+            begin_phase(run, state, phase)
+        with run.clock.waiting():
             batch = next(state.batches)
         metrics: dict[str, Tensor] = {}
-        if not monitor.recovery.leaves_out(batch):
+        if not leaves_out(run, state, batch):
             try:
-                with monitor.measuring():
-                    metrics = train_step(state, plan, batch.to(plan.device))
+                with measuring(run, state):
+                    metrics = train_step(job, state, batch.to(job.device))
             except StepFault as fault:
-                if monitor.recovery.recover(batch, fault):
+                if recover(run, state, batch, fault):
                     phase = None
                     continue
         state.step += 1
-        monitor.after_step(batch, metrics)
+        after_step(run, state, batch, metrics)
 
 
-def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]:
+def train_step(job: Job, state: TrainState, batch: Batch) -> dict[str, Tensor]:
     """Take one optimizer step. Return the batch's loss, metrics and gradient norm, which stay on the device.
 
     The batch is augmented as a whole, because its samples are mixed with each other. With accumulation, the augmented
@@ -50,25 +50,26 @@ def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]
     averaged, so that the gradients add up to the gradient of the whole batch. Several processes have parts of the batch
     as well: the weights, the metrics and the gradients are sums over all of them.
 
-    Raises `StepFault` if the plan checks steps and this one has a fault. The weights and the optimizer then stay as
+    Raises `StepFault` if the run checks steps and this one has a fault. The weights and the optimizer then stay as
     they are.
     """
-    learning_rate = plan.schedule(state.step)
+    config, processes = job.config, job.processes
+    learning_rate = job.schedule(state.step)
+    decay = config.optimizer.decay_factor(state.step, job.steps)
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate * group["scale"]
         if "first_weight_decay" in group:
-            group["weight_decay"] = group["first_weight_decay"] * plan.weight_decay(state.step)
-    position = plan.position(state.step)
+            group["weight_decay"] = group["first_weight_decay"] * decay
+    position = job.position(state.step)
     state.objective.before_step(position)
-    parts = _augmented(batch, plan, state.step).chunks(plan.accumulation)
-    processes = plan.processes
+    parts = _augmented(batch, job, state.step).chunks(config.run.accumulation)
     is_divided = len(parts) > 1 or processes.are_several
     counts = [state.objective.counted(part).sum() for part in parts] if is_divided else []
     total = processes.sum(torch.stack(counts).sum()).clamp(min=1) if counts else None
     metrics: dict[str, Tensor] = {}
     for number, part in enumerate(parts):
-        with autocast(plan.precision, plan.device):
-            output = state.objective(part.with_images(plan.preprocess.normalise))
+        with autocast(config.run.precision, job.device):
+            output = state.objective(part.with_images(config.images.normalise))
         values = {"loss": output.loss, **output.metrics}
         if total is not None:
             weight = counts[number] / total
@@ -84,9 +85,9 @@ def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]
     if state.gradients is not None:
         state.gradients.finish()
         metrics = dict(zip(metrics, processes.sum(torch.stack(list(metrics.values())).float()).unbind(), strict=True))
-    metrics["gradient_norm"] = _clip(state.objective, plan.clip)
+    metrics["gradient_norm"] = _clip(state.objective, config.optimizer.clip)
     try:
-        state.faults.check(plan.faults, metrics)
+        state.faults.check(config.faults, metrics)
         state.optimizer.step()
     finally:
         state.optimizer.zero_grad(set_to_none=True)
@@ -96,14 +97,14 @@ def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]
     return metrics
 
 
-def _augmented(batch: Batch, plan: Plan, step: int) -> Batch:
+def _augmented(batch: Batch, job: Job, step: int) -> Batch:
     """Return the batch after the augmentation of a step. Local views are augmented by themselves."""
-    size = plan.preprocess.image_size
-    changed = plan.augment_at(step)(batch, seed=plan.seed, classes=plan.classes, size=size)
+    size, classes, seed = job.config.images.image_size, len(job.splits.classes), job.config.run.seed
+    changed = job.augment_at(step)(batch, seed=seed, classes=classes, size=size)
     if (local := batch.local) is None:
         return changed
-    augment = plan.augment_at(step, height=local.images.shape[2])
-    return replace(changed, local=augment(local, seed=plan.seed, classes=plan.classes, size=size))
+    augment = job.augment_at(step, height=local.images.shape[2])
+    return replace(changed, local=augment(local, seed=seed, classes=classes, size=size))
 
 
 @torch.no_grad()

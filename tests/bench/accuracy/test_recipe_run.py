@@ -13,7 +13,7 @@ from vitrail.experiments.accuracy import measure_recipe, optimizer_flops
 from vitrail.experiments.cells import Cell, CellResult
 from vitrail.models.variants import build
 from vitrail.recipes import RECIPES
-from vitrail.training.build import make_network, make_plan, make_state
+from vitrail.training.build import make_network, make_state
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import prepare, use_patch_dropout
 from vitrail.training.loop import train_step
@@ -58,15 +58,13 @@ def test_operations_of_cheaper_early_steps_are_counted(tmp_path: Path) -> None:
         early_image_size=("8:0.25",), early_patch_dropout=("0.5:0.5",), early_batch_size=("5:0.75",),
         patch_size=(4, 4), optimizer="muon", seed=3,
     )  # fmt: skip
-    setup = prepare(config.override(run=str(tmp_path / "counted")))
-    network, _, _ = make_network(setup, None)
-    state, plan, counts = make_state(setup, network), make_plan(setup), list[int]()
-    while not plan.is_over(state):
-        phase = plan.phase_of(state.step)
-        assert phase is not None
-        use_patch_dropout(state.objective, phase.patch_dropout)
+    job = prepare(config.override(run=str(tmp_path / "counted")))
+    network, _, _ = make_network(job, None)
+    state, counts = make_state(job, network), list[int]()
+    while not job.is_over(state):
+        use_patch_dropout(state.objective, job.phase_of(state.step).patch_dropout)
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            train_step(state, plan, next(state.batches))
+            train_step(job, state, next(state.batches))
         counts.append(counter.get_total_flops())
         state.step += 1
     state.batches.close()

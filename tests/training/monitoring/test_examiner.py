@@ -13,6 +13,7 @@ from torch import Tensor
 
 import vitrail.training.loop as loop_module
 from tests.listening import Display
+from vitrail.data.batch import Batch
 from vitrail.data.pipeline import evaluation_batches
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError, RunError, Stopped
@@ -21,7 +22,7 @@ from vitrail.evaluation.outputs import Outputs
 from vitrail.tasks.classification import ClassificationObjective, Loss
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
-from vitrail.training.job import Probe
+from vitrail.training.job import Job, Probe
 from vitrail.training.log import Log, read_journal
 from vitrail.training.resuming import Length
 from vitrail.training.run import resume, train
@@ -50,10 +51,10 @@ def weights_by_step(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
     def copies(state: TrainState) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in state.objective.network.state_dict().items()}
 
-    def train_step(state: TrainState, *rest: Any) -> dict[str, Tensor]:
+    def train_step(job: Job, state: TrainState, batch: Batch) -> dict[str, Tensor]:
         if not seen:
             seen.append(copies(state))
-        figures = real(state, *rest)
+        figures = real(job, state, batch)
         seen.append(copies(state))
         return figures
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,8 @@ def test_a_step_with_a_fault_moves_nothing(
 ) -> None:  # fmt: skip
     config = small(tmp_path / "run", average=0.9, on_non_finite="skip", accumulation=3)
     state, plan = prepare(config)
-    plan = plan.__class__(**{**vars(plan), "faults": config.faults})
-    train_step(state, plan, next(state.batches))
+    plan = replace(plan, config=replace(plan.config, faults=config.faults))
+    train_step(plan, state, next(state.batches))
     state.step = 1
     before = {name: leaf.clone() for name, leaf in flat(state.tensors()).items() if isinstance(leaf, Tensor)}
     weight = next(state.objective.parameters())
@@ -62,7 +63,7 @@ def test_a_step_with_a_fault_moves_nothing(
     else:
         handle = weight.register_hook(lambda gradient: gradient * torch.inf)
     with pytest.raises(StepFault, match=f"^{'loss' if poison == 'loss' else 'gradient_norm'} is (nan|inf)$"):
-        train_step(state, plan, next(state.batches))
+        train_step(plan, state, next(state.batches))
     handle.remove()
     after = {name: leaf for name, leaf in flat(state.tensors()).items() if isinstance(leaf, Tensor)}
     assert len(before) == len(after) > 20

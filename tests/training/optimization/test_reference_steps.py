@@ -18,15 +18,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.training.jobs import job_of
 from vitrail.data.augment.settings import Augment
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.vit import VisionTransformer
 from vitrail.tasks.classification import ClassificationObjective
-from vitrail.training.job import Plan
+from vitrail.training.config import RunConfig, TrainConfig
+from vitrail.training.job import Job
 from vitrail.training.loop import train_step
 from vitrail.training.optimizer import OptimizerConfig, make_optimizer
-from vitrail.training.schedule import RunLength, Schedule
+from vitrail.training.schedule import Schedule
 from vitrail.training.state import TrainState
 from vitrail.weights.layouts.google import BIG_VISION, GOOGLE
 from vitrail.weights.layouts.layout import theirs_of
@@ -133,26 +135,17 @@ def reference(file: str, name: str, stand_ins: ModuleType) -> Reference:
     return Reference(run, run.get("config", content.get("config")), stand_ins, "bv" in file)
 
 
-def plan_for(config: OptimizerConfig, setup: dict[str, Any]) -> Plan:
-    run = RunLength(setup["steps"], setup["batch"], 1000)
-    return Plan(
-        steps=setup["steps"],
-        schedule=config.schedule_of(run),
-        accumulation=1,
-        clip=config.clip,
-        seed=0,
-        augment=Augment(flip=False),
-        preprocess=Preprocess(image_size=(setup["h"], setup["w"]), mean=(0.0,) * 3, std=(1 / 255,) * 3),
-        precision="float32",
-        device=torch.device("cpu"),
-    )
+def plan_for(config: OptimizerConfig, setup: dict[str, Any]) -> Job:
+    images = Preprocess(image_size=(setup["h"], setup["w"]), mean=(0.0,) * 3, std=(1 / 255,) * 3)
+    run = RunConfig(steps=setup["steps"], batch_size=setup["batch"], precision="float32")
+    return job_of(TrainConfig(optimizer=config, images=images, augment=Augment(flip=False), run=run), images=1000)
 
 
 class SecondSchedule:
     """A second schedule for the weights of the first block, as big_vision has schedules by name. The loop has one, so
     the weights have groups of their own, whose scale is the ratio of the two schedules."""
 
-    def __init__(self, state: TrainState, plan: Plan) -> None:
+    def __init__(self, state: TrainState, plan: Job) -> None:
         inside = {id(weight) for weight in state.objective.network.blocks[0].parameters()}
         self.plan = plan
         self.schedule = Schedule("rsqrt", 0.03, 12, 2, warmup_from_zero=True, timescale=4, cooldown_steps=3)
@@ -193,7 +186,7 @@ def test_steps_are_those_of_the_original_code(
         found_rates = [second.schedule(number), plan.schedule(number)] if second else plan.schedule(number)
         assert found_rates == pytest.approx(expected_rate, rel=1e-6)
         network.train()
-        metrics = train_step(state, plan, reference.batch(number))
+        metrics = train_step(plan, state, reference.batch(number))
         state.step += 1
         after = [weight.detach() for weight in network.parameters()]
         moved = torch.cat([(new - old).double().flatten() for new, old in zip(after, before, strict=True)]).norm()

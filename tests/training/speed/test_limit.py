@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from torch import nn
 from tests.listening import Display
 from tests.several import in_processes
 from tests.training import ranks
+from tests.training.jobs import job_of
 from vitrail.models.variants import variant_config
 from vitrail.tasks.classification import Classification
 from vitrail.training import clock as limit
-from vitrail.training import run as execution
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import Log, read_journal
 from vitrail.training.run import train
@@ -68,19 +69,24 @@ def test_measuring_draws_no_random_number_and_is_short(
         torch.testing.assert_close(multiply(left, right).double(), expected, rtol=0.02, atol=0.05)
 
 
-def limit_of(*measured: float) -> tuple[limit.MachineLimit, list[str]]:
+def limit_of(monkeypatch: pytest.MonkeyPatch, *measured: float) -> tuple[limit.MachineLimit, list[str]]:
     """Return a limit whose measurements have these results in turn, and the calls that it makes."""
     left, calls = list(measured), list[str]()
 
-    def measure(again: bool) -> float:
+    def measure(*rest: Any, again: bool) -> float:
         calls.append("again" if again else "first")
         return left.pop(0)
 
-    return limit.MachineLimit(measure, lambda: calls.append("too low")), calls
+    monkeypatch.setattr(limit, "product_limit", measure)
+    job, state = job_of(TrainConfig().override(steps=1), images=1), SimpleNamespace(step=0)
+    log = Log(lambda event: calls.append("too low") if event["event"] == "limit too low" else None)
+    return limit.MachineLimit(job, log, state), calls  # type: ignore[arg-type]
 
 
-def test_steps_that_are_faster_than_the_limit_measure_it_again() -> None:
-    found, calls = limit_of(100.0, 160.0)
+def test_steps_that_are_faster_than_the_limit_measure_it_again(
+    monkeypatch: pytest.MonkeyPatch, types_unchecked: None
+) -> None:
+    found, calls = limit_of(monkeypatch, 100.0, 160.0)
     found.check(99.0)
     assert found.flops_per_second == 100.0 and calls == ["first"]
     found.check(150.0)
@@ -90,14 +96,14 @@ def test_steps_that_are_faster_than_the_limit_measure_it_again() -> None:
     assert found.flops_per_second is None and calls == ["first", "again", "too low"], "measured twice at most"
 
 
-def test_a_slower_second_measurement_does_not_count() -> None:
-    found, calls = limit_of(100.0, 20.0)
+def test_a_slower_second_measurement_does_not_count(monkeypatch: pytest.MonkeyPatch, types_unchecked: None) -> None:
+    found, calls = limit_of(monkeypatch, 100.0, 20.0)
     found.check(101.0)
     assert found.flops_per_second is None and calls == ["first", "again", "too low"]
 
 
 def test_no_fraction_is_above_one(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "product_limit", lambda *_, again=False: 2.0 if again else 1.0)
+    monkeypatch.setattr(limit, "product_limit", lambda *_, again=False: 2.0 if again else 1.0)
     display = Fractions()
     train(small(tmp_path / "run", steps=4, evaluations=1), log=Log(display))
     limits, steps = of_run(tmp_path / "run")
@@ -136,7 +142,7 @@ def network_of(**fields: Any) -> Any:
 def test_the_fraction_is_that_of_the_closed_form(
     accumulation: int, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(execution, "product_limit", lambda *_, **__: LIMIT)
+    monkeypatch.setattr(limit, "product_limit", lambda *_, **__: LIMIT)
     display = Fractions()
     early = {"early_image_size": ("14x21:0.5",), "early_batch_size": ("12:0.5",)}
     train(small(tmp_path / "run", steps=4, evaluations=1, accumulation=accumulation, **early), log=Log(display))
@@ -156,7 +162,7 @@ def test_frozen_blocks_have_no_backward_pass(
     colour_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(execution, "product_limit", lambda *_, **__: LIMIT)
+    monkeypatch.setattr(limit, "product_limit", lambda *_, **__: LIMIT)
     config = from_model(initial(), colour_folder, train_blocks=1, steps=1)
     result = train(config)
     (event,) = of_run(result.folder)[1]
@@ -195,7 +201,7 @@ def test_processes_add_their_limits(three_splits: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_task_decides_about_its_views(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "product_limit", lambda *_, **__: LIMIT)
+    monkeypatch.setattr(limit, "product_limit", lambda *_, **__: LIMIT)
     cost = Classification.step_cost
 
     class Costly(Classification):

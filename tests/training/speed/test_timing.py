@@ -4,33 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from vitrail.data.augment.settings import Augment
+from tests.training.jobs import job_of
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.training import clock as timing
-from vitrail.training.clock import MachineLimit, TimeLeft, Timing
-from vitrail.training.job import Phase, Plan
-from vitrail.training.optimizer import OptimizerConfig
-from vitrail.training.schedule import RunLength
+from vitrail.training.clock import Timing
+from vitrail.training.config import RunConfig, TrainConfig
+from vitrail.training.job import Job, Phase
 
 STEPS = 10
 PHASES = (
     Phase(0, 4, (16, 24), patch_dropout=0.0, batch_size=3, cost=0.5, flops=100),
     Phase(4, 6, (32, 48), patch_dropout=0.0, batch_size=3, flops=200),
 )
-PLAN = Plan(
-    steps=STEPS,
-    schedule=OptimizerConfig().schedule_of(RunLength(STEPS, 3, 30)),
-    accumulation=1,
-    clip=0.0,
-    seed=0,
-    augment=Augment(flip=False),
-    preprocess=Preprocess(image_size=(32, 48), mean=(0.0,) * 3, std=(1.0,) * 3),
-    precision="float32",
-    device=torch.device("cpu"),
+JOB = job_of(
+    TrainConfig(images=Preprocess(image_size=(32, 48)), run=RunConfig(steps=STEPS, batch_size=3, precision="float32")),
+    images=30,
     phases=PHASES,
 )
 
@@ -55,12 +48,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def made(plan: Plan = PLAN, limit: MachineLimit | None = None, step: int = 0) -> Timing:
-    return Timing(plan, TimeLeft(plan.steps, {}, work=plan.work), step=step, started=98.0, limit=limit)
+def made(job: Job = JOB, limit: Any = None, step: int = 0) -> Timing:
+    times = Timing(job, started=98.0)
+    times.begin(step, limit)
+    return times
 
 
 def test_a_report_counts_steps_without_pauses(clock: Clock) -> None:
-    times = made(limit=MachineLimit(lambda again: 1000.0, lambda: None))
+    times = made(limit=SimpleNamespace(flops_per_second=1000.0, check=lambda rate: None))
     clock.passes(1)
     with times.waiting():
         clock.passes(1)
@@ -89,7 +84,7 @@ def test_a_report_counts_steps_without_pauses(clock: Clock) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_time_left_follows_from_the_cost_of_the_steps(device: str, clock: Clock) -> None:
     """On a GPU the time is known after reports only, because it computes several steps ahead."""
-    times = made(replace(PLAN, device=torch.device(device)))
+    times = made(replace(JOB, device=torch.device(device)))
     assert times.times_each_step == (device == "cpu")
     for step in (1, 2):
         clock.passes(30)

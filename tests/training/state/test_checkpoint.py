@@ -22,7 +22,7 @@ from tests.listening import Display
 from vitrail.errors import RunError, SaveError
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig
-from vitrail.training.job import Plan
+from vitrail.training.job import Job
 from vitrail.training.log import Log
 from vitrail.training.loop import train_step
 from vitrail.training.run import train
@@ -34,14 +34,14 @@ FILES = (".metadata", "__0_0.distcp", "manifest.json", "state.json")
 @pytest.fixture(scope="module")
 def moving(
     small: Callable[..., TrainConfig],
-    prepare: Callable[[TrainConfig], tuple[TrainState, Plan]],
+    prepare: Callable[[TrainConfig], tuple[TrainState, Job]],
     tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[TrainState, Plan]:
+) -> tuple[TrainState, Job]:
     return prepare(small(tmp_path_factory.mktemp("moving") / "run", threads=0))
 
 
 @pytest.fixture
-def saved(moving: tuple[TrainState, Plan], tmp_path: Path, flat: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
+def saved(moving: tuple[TrainState, Job], tmp_path: Path, flat: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
     """Take a step, save under the given step numbers, and return the tensors of the last save."""
     state, plan = moving
 
@@ -49,7 +49,7 @@ def saved(moving: tuple[TrainState, Plan], tmp_path: Path, flat: Callable[..., d
         checkpoints = Checkpoints(tmp_path / "checkpoints", retain=retain)
         for step in steps:
             state.step = 0
-            train_step(state, plan, next(state.batches))
+            train_step(plan, state, next(state.batches))
             state.step, state.best, state.skipped = step, Best(step / 100, step), {f"bad {step}"}
             checkpoints.save(state)
         return {name: leaf.clone() for name, leaf in flat(state.tensors()).items() if isinstance(leaf, torch.Tensor)}
@@ -59,14 +59,14 @@ def saved(moving: tuple[TrainState, Plan], tmp_path: Path, flat: Callable[..., d
 
 @pytest.fixture(scope="module")
 def two(
-    moving: tuple[TrainState, Plan], tmp_path_factory: pytest.TempPathFactory, flat: Callable[..., dict[str, Any]]
+    moving: tuple[TrainState, Job], tmp_path_factory: pytest.TempPathFactory, flat: Callable[..., dict[str, Any]]
 ) -> tuple[Path, dict[str, Any]]:
     """A folder with checkpoints of steps 3 and 4, which tests copy, and the tensors of step 3."""
     state, plan = moving
     checkpoints, tensors = Checkpoints(tmp_path_factory.mktemp("two") / "checkpoints"), {}
     for step in (3, 4):
         state.step = 0
-        train_step(state, plan, next(state.batches))
+        train_step(plan, state, next(state.batches))
         state.step, state.best, state.skipped = step, Best(step / 100, step), {f"bad {step}"}
         checkpoints.save(state)
         leaves = flat(state.tensors())
@@ -75,12 +75,12 @@ def two(
 
 
 def test_everything_comes_back(
-    saved: Callable[..., Any], moving: tuple[TrainState, Plan], tmp_path: Path, flat: Callable[..., dict[str, Any]]
+    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path, flat: Callable[..., dict[str, Any]]
 ) -> None:
     state, plan = moving
     tensors, values, following = saved(5), state.values(), next(state.batches)
     state.batches.restore(values["batches"])
-    train_step(state, plan, next(state.batches))
+    train_step(plan, state, next(state.batches))
     state.step, state.best, state.skipped = 77, Best(), set()
     torch.rand(3)
     assert Checkpoints(tmp_path / "checkpoints").restore(state) == []
@@ -95,7 +95,7 @@ def test_everything_comes_back(
 
 
 def test_the_names_of_the_tensors_do_not_depend_on_the_machine(
-    moving: tuple[TrainState, Plan], flat: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    moving: tuple[TrainState, Job], flat: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = set(flat(moving[0].tensors()))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: not torch.cuda.is_initialized())
@@ -106,10 +106,10 @@ def test_the_names_of_the_tensors_do_not_depend_on_the_machine(
 @pytest.mark.parametrize("on_cuda", [False, True])
 @pytest.mark.parametrize("cuda_here", [False, True])
 def test_the_random_state_of_an_older_checkpoint_comes_back(
-    on_cuda: bool, cuda_here: bool, moving: tuple[TrainState, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_cuda: bool, cuda_here: bool, moving: tuple[TrainState, Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state, plan = moving
-    train_step(state, plan, next(state.batches))
+    train_step(plan, state, next(state.batches))
     state.step, checkpoints = 4, Checkpoints(tmp_path / "checkpoints")
     torch.manual_seed(5)
     random = {"cpu": torch.get_rng_state()} | ({"cuda": torch.arange(16, dtype=torch.uint8)} if on_cuda else {})
@@ -129,9 +129,7 @@ def test_the_random_state_of_an_older_checkpoint_comes_back(
     assert restored == ([list(range(16))] if on_cuda and cuda_here else [])
 
 
-def test_the_numerically_newest_wins(
-    saved: Callable[..., Any], moving: tuple[TrainState, Plan], tmp_path: Path
-) -> None:
+def test_the_numerically_newest_wins(saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path) -> None:
     saved(9, 10)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     assert checkpoints.steps() == [10, 9]
@@ -148,7 +146,7 @@ def test_the_newest_are_kept(retain: int, saved: Callable[..., Any], tmp_path: P
 
 
 def test_the_same_step_can_be_saved_again(
-    saved: Callable[..., Any], moving: tuple[TrainState, Plan], tmp_path: Path
+    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path
 ) -> None:
     saved(4)
     first = (tmp_path / "checkpoints" / "step-4" / "manifest.json").read_bytes()
@@ -169,7 +167,7 @@ def flip(path: Path, bit: int) -> None:
 @given(bit=st.integers(0, 2**24))
 @settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_one_flipped_bit_falls_back_to_the_one_before(
-    bit: int, name: str, two: tuple[Path, dict[str, Any]], moving: tuple[TrainState, Plan], tmp_path: Path
+    bit: int, name: str, two: tuple[Path, dict[str, Any]], moving: tuple[TrainState, Job], tmp_path: Path
 ) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     if not checkpoints.folder.exists():
@@ -200,7 +198,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize(("damage", "problem"), DAMAGES.values(), ids=DAMAGES)
 def test_a_missing_or_short_file_falls_back(
-    damage: Callable[[Path], object], problem: str, two: tuple[Path, dict[str, Any]], moving: tuple[TrainState, Plan],
+    damage: Callable[[Path], object], problem: str, two: tuple[Path, dict[str, Any]], moving: tuple[TrainState, Job],
     tmp_path: Path, flat: Callable[..., dict[str, Any]],
 ) -> None:  # fmt: skip
     folder, expected = two
@@ -215,7 +213,7 @@ def test_a_missing_or_short_file_falls_back(
 
 
 def test_without_a_manifest_it_does_not_exist(
-    saved: Callable[..., Any], moving: tuple[TrainState, Plan], tmp_path: Path
+    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path
 ) -> None:
     saved(3, 4)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
@@ -227,7 +225,7 @@ def test_without_a_manifest_it_does_not_exist(
 
 
 def test_none_whole_is_an_error_that_leaves_the_state_alone(
-    saved: Callable[..., Any], moving: tuple[TrainState, Plan], tmp_path: Path, flat: Callable[..., dict[str, Any]]
+    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path, flat: Callable[..., dict[str, Any]]
 ) -> None:
     before = saved(3, 4)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
@@ -242,13 +240,13 @@ def test_none_whole_is_an_error_that_leaves_the_state_alone(
     assert moving[0].step == 4 and all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-def test_no_checkpoint_at_all_is_an_error(moving: tuple[TrainState, Plan], tmp_path: Path) -> None:
+def test_no_checkpoint_at_all_is_an_error(moving: tuple[TrainState, Job], tmp_path: Path) -> None:
     with pytest.raises(RunError, match="has no complete checkpoint to resume from"):
         Checkpoints(tmp_path / "nowhere").restore(moving[0])
 
 
 def test_an_exception_while_saving_leaves_nothing_behind(
-    saved: Callable[..., Any], moving: tuple[TrainState, Plan], tmp_path: Path
+    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path
 ) -> None:
     saved(3)
     state = moving[0]
@@ -263,7 +261,7 @@ def test_an_exception_while_saving_leaves_nothing_behind(
 
 
 def test_the_background_writes_the_state_of_the_moment(
-    saved: Callable[..., Any], moving: tuple[TrainState, Plan], tmp_path: Path, flat: Callable[..., dict[str, Any]],
+    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path, flat: Callable[..., dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     state, plan = moving
@@ -279,7 +277,7 @@ def test_the_background_writes_the_state_of_the_moment(
     state.step = 4
     path = checkpoints.save(state)
     state.step, state.best.waited = 0, 99
-    train_step(state, plan, next(state.batches))
+    train_step(plan, state, next(state.batches))
     state.skipped.add("later")
     checkpoints.poll()
     assert not path.exists() and complete == [] and checkpoints.steps() == [3]
@@ -296,7 +294,7 @@ def test_the_background_writes_the_state_of_the_moment(
 
 
 def test_an_error_in_the_background_is_raised_by_the_next_save(
-    saved: Callable[..., Any], moving: tuple[TrainState, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(3)
     state, checkpoints = moving[0], Checkpoints(tmp_path / "checkpoints", in_background=True)

@@ -18,9 +18,10 @@ import vitrail.training.checkpoint as checkpoint_module
 import vitrail.training.run as run_module
 from tests.listening import Display
 from vitrail.errors import DestinationError, NonFiniteLoss, SaveError
+from vitrail.training.after_step import Run
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig
-from vitrail.training.job import Plan
+from vitrail.training.job import Job
 from vitrail.training.log import Log, read_journal
 from vitrail.training.loop import train_step
 from vitrail.training.run import resume, train
@@ -141,9 +142,9 @@ class Poison(Display):
         self.after = after
         real = run_module.fit
 
-        def fit(state: TrainState, plan: Plan, watch: Any) -> None:
+        def fit(run: Run, state: TrainState) -> None:
             self.state = state
-            real(state, plan, watch)
+            real(run, state)
 
         monkeypatch.setattr(run_module, "fit", fit)
 
@@ -199,7 +200,7 @@ def test_a_real_divergence_is_named(small: Small, prepare: Callable[..., Any], t
     torch.manual_seed(config.run.seed)
     state, plan = by_hand(config, prepare)
     for step in range(1, 400):
-        figures = train_step(state, plan, next(state.batches))
+        figures = train_step(plan, state, next(state.batches))
         bad = [name for name, value in figures.items() if not value.isfinite()]
         state.step = step
         if bad:
@@ -211,7 +212,7 @@ def test_a_real_divergence_is_named(small: Small, prepare: Callable[..., Any], t
     assert not (tmp_path / "run" / "model").exists()
 
 
-def by_hand(config: TrainConfig, prepare: Callable[..., Any]) -> tuple[TrainState, Plan]:
+def by_hand(config: TrainConfig, prepare: Callable[..., Any]) -> tuple[TrainState, Job]:
     """Return the state with which a run of `config` begins."""
     state, plan = prepare(config)
     torch.manual_seed(config.run.seed)
