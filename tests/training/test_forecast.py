@@ -17,7 +17,7 @@ from vitrail.models.cost import prediction_bytes, training_bytes
 from vitrail.models.variants import ModelConfig
 from vitrail.training import job as forecast
 from vitrail.training.config import TrainConfig
-from vitrail.training.job import Setup, check_run_memory, evaluation_batch, prepare, run_bytes
+from vitrail.training.job import Job, check_run_memory, evaluation_batch, prepare, run_bytes
 from vitrail.training.log import Log
 from vitrail.training.run import train
 
@@ -25,12 +25,12 @@ Small = Callable[..., TrainConfig]
 
 
 @pytest.fixture
-def setup(small: Small, tmp_path: Path) -> Callable[..., Setup]:
+def setup(small: Small, tmp_path: Path) -> Callable[..., Job]:
     """Prepare a run of the small configs."""
     return lambda **fields: prepare(small(tmp_path / "run", **fields))
 
 
-def test_the_need_is_the_sum_of_its_parts(setup: Callable[..., Setup]) -> None:
+def test_the_need_is_the_sum_of_its_parts(setup: Callable[..., Job]) -> None:
     made = setup(batch_size=60, accumulation=4, threads=3)
     network, images = made.network, made.config.images
     assert network is not None
@@ -45,7 +45,7 @@ def test_the_need_is_the_sum_of_its_parts(setup: Callable[..., Setup]) -> None:
     assert run_bytes(made.config, None) == queue
 
 
-def test_the_outputs_of_a_decoder_are_counted(setup: Callable[..., Setup]) -> None:
+def test_the_outputs_of_a_decoder_are_counted(setup: Callable[..., Job]) -> None:
     small = {"batch_size": 60, "threads": 3, "task": "masked-patches", "average": 0.9}
     needed = {}
     for target, outputs in (("pixels", 49), ("colours", 16 * 8)):
@@ -65,7 +65,7 @@ def test_the_outputs_of_a_decoder_are_counted(setup: Callable[..., Setup]) -> No
     assert needed["pixels"] < needed["colours"]
 
 
-def test_larger_images_and_batches_need_more_and_frozen_weights_less(setup: Callable[..., Setup]) -> None:
+def test_larger_images_and_batches_need_more_and_frozen_weights_less(setup: Callable[..., Job]) -> None:
     made = setup(batch_size=200)
     network = made.network
     assert network is not None
@@ -83,7 +83,7 @@ def test_larger_images_and_batches_need_more_and_frozen_weights_less(setup: Call
 
 
 def test_batches_of_evaluations_shrink_with_the_memory(
-    setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
+    setup: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = setup()
     assert evaluation_batch(made.config, made.network) == evaluation_batch(made.config, None) == 256
@@ -117,7 +117,7 @@ def test_the_first_lines_of_a_run_state_the_memory(small: Small, tmp_path: Path)
     assert line.endswith(" are free")
 
 
-def test_other_devices_are_never_refused(setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_devices_are_never_refused(setup: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     made = setup()
     monkeypatch.setattr("vitrail.machine.available_memory", lambda device: 10)
     assert check_run_memory(made.config, made.network, torch.device("cuda")).endswith("0 MB are free")

@@ -27,6 +27,7 @@ from vitrail.data.faults import is_own_output, is_system_folder, refuse
 from vitrail.data.formats.folder import unread_images
 from vitrail.data.pixels.decode import SUFFIXES
 from vitrail.errors import ConfigError, DataError, plural
+from vitrail.training.log import numbers_of
 
 if TYPE_CHECKING:
     from vitrail.models.reduction import TokenReduction
@@ -183,7 +184,7 @@ class ConsoleDisplay:
             case "tick":
                 self.tick(step, event["seconds_left"])
             case "step":
-                self.step(step, _numbers(event) | event["shown"])
+                self.step(step, numbers_of(event) | event["shown"])
             case "evaluation" if "best" in event:
                 self.evaluated(step, event, event["shown"]["training"])
             case "probe":
@@ -312,7 +313,7 @@ class ConsoleDisplay:
     def evaluated(self, step: int, result: Mapping[str, Any], training: Mapping[str, float]) -> None:
         """Show an evaluation on the validation split, beside the `training` metrics since the last one."""
         star = "  (best so far)" if result["best"] else ""
-        texts = ", ".join(self.task.texts(_numbers(result))) or "metrics unknown"
+        texts = ", ".join(self.task.texts(numbers_of(result))) or "metrics unknown"
         train = ", ".join(self.task.texts(training))
         beside = f"; training {train}" if train else ""
         start = f"step {step:,}" if step else "before the first step"
@@ -340,10 +341,6 @@ class ConsoleDisplay:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-
-
-def _numbers(event: Mapping[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in event.items() if isinstance(value, float)}
 
 
 def _readers(threads: int) -> str:

@@ -35,7 +35,7 @@ from vitrail.settings import bare_names
 from vitrail.training.config import WITHOUT_WEIGHTS, TrainConfig
 from vitrail.training.folder import check_request, read_record
 from vitrail.training.log import Log
-from vitrail.training.resuming import Length, changed_config
+from vitrail.training.resuming import changed_config
 from vitrail.training.run import finished, resume
 from vitrail.transfer.facts import FinetunePlan
 from vitrail.transfer.finetune import FinetuneResult, Protocol, check_choices, evaluate_run, finetune, plan
@@ -145,8 +145,7 @@ def main(call: Call) -> int:
         raise ConfigError("--strict: only the tasks of a --suite can be skipped; name a suite")
     try:
         if (folder := given.get("resume")) is not None:
-            length = length_of_resume(given, COMMAND.known)
-            result = _resumed(folder, length, given, log, call.started)
+            result = _resumed(folder, given, log, call.started)
         elif "allow" in given:
             raise ConfigError("--allow: only a run that --resume continues can change settings; leave --allow out")
         elif "suite" in given:
@@ -172,18 +171,19 @@ def main(call: Call) -> int:
     return 0
 
 
-def _resumed(folder: Path, length: Length | None, given: Mapping[str, Any], log: Log, started: float) -> FinetuneResult:
+def _resumed(folder: Path, given: Mapping[str, Any], log: Log, started: float) -> FinetuneResult:
     """Finish a run that was stopped, or extend it, and measure its model unless an earlier command did."""
+    length = length_of_resume(given, COMMAND.known)
     if part := _part(folder):
         raise RunError(f"run {folder} is {part}; {AGAIN}")
     changes, allow = changes_of_resume(given)
     config, _ = changed_config(folder, read_record(folder).config, changes, allow)
     data = config.data.open_whole()
-    run = None if length is not None or (folder / "report.html").exists() else finished(folder)
+    run = None if length or (folder / "report.html").exists() else finished(folder)
     run = run or resume(
         folder,
         data=data,
-        length=length,
+        **length,
         max_time=given.get("max_time"),
         changes=changes,
         allow=allow,

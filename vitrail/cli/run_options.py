@@ -17,7 +17,7 @@ from vitrail.tasks import TASKS
 from vitrail.tasks.regression import Regression
 from vitrail.tasks.task import Task
 from vitrail.training.config import TrainConfig
-from vitrail.training.resuming import ALLOWED, FREE, Length
+from vitrail.training.resuming import ALLOWED, FREE
 
 
 def common_options() -> Iterator[Option]:
@@ -102,8 +102,8 @@ def setting_text(name: str, value: Any) -> str:
     return f"{flag(name)} {shlex.join(map(str, words))}"
 
 
-def length_of_resume(given: Mapping[str, Any], labels: Mapping[str, Option]) -> Length | None:
-    """Return the new length of the run that --resume continues, or None if it keeps its length. Raise `ConfigError` if
+def length_of_resume(given: Mapping[str, Any], labels: Mapping[str, Option]) -> dict[str, Any]:
+    """Return --epochs or --steps, with which --resume makes a run longer, if one is given. Raise `ConfigError` if
     --resume is combined with a setting that a run keeps."""
     for name in given:
         if name not in ("resume", "allow", "epochs", "steps", "max_time", *FREE, *ALLOWED):
@@ -111,7 +111,7 @@ def length_of_resume(given: Mapping[str, Any], labels: Mapping[str, Option]) -> 
                 f"{labels[name].label}: a run that --resume continues keeps its settings, and only --epochs or --steps "
                 f"can make it longer; leave {labels[name].label} out"
             )
-    return Length(given.get("epochs"), given.get("steps")) if {"epochs", "steps"} & given.keys() else None
+    return {name: given[name] for name in ("epochs", "steps") if name in given}
 
 
 def changes_of_resume(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -214,7 +214,7 @@ def main(call: Call) -> int:
             changes, allow = changes_of_resume(call.options)
             result = resume(
                 folder,
-                length=length,
+                **length,
                 max_time=max_time,
                 changes=changes,
                 allow=allow,

@@ -272,6 +272,11 @@ class Task(ABC):
         known = (metric for metric in self.metrics if metric.describes_model and metric.name in values)
         return [metric.text(values[metric.name], digits) for metric in known]
 
+    def texts_of(self, split: str, values: Mapping[str, float]) -> list[str]:
+        """Return the texts of the metrics of a split, whose names in `values` begin with the name of the split."""
+        start = f"{split}_"
+        return self.texts({name.removeprefix(start): one for name, one in values.items() if name.startswith(start)})
+
     def summary(self, result: dict[str, float]) -> dict[str, float]:
         """Return the metrics that describe the model, by name. If no image was evaluated, return an empty
         dictionary."""

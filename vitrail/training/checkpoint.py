@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -31,7 +29,7 @@ from vitrail.errors import RunError, SaveError
 from vitrail.files import disk_problem, partial_path, replacing_folder, saving, sha256, write_json
 from vitrail.processes.group import Processes
 from vitrail.tasks.own_model import BESIDE, without_adapters, write_beside, write_weights
-from vitrail.training.state import TrainState, process_seed, random_state, state_text
+from vitrail.training.state import TrainState, process_seed, random_state
 from vitrail.weights.bundle import Bundle
 
 MANIFEST = "manifest.json"
@@ -197,8 +195,6 @@ class Checkpoints:
         path, damaged = self.processes.on_first(lambda: self._newest_complete(before))
         values, tensors = json.loads((path / VALUES).read_text(encoding="utf-8")), state.tensors()
         with _without_warnings(), _plain_errors(path):
-            if "random" not in values:
-                values["random"] = _random_state_among_tensors(path)
             load(tensors, checkpoint_id=path, no_dist=True)
         state.restore_tensors(tensors)
         state.restore_values(values | {"random": self._own_random_state(values)})
@@ -250,21 +246,6 @@ def _damage(path: Path) -> str | None:
     except (ValueError, TypeError, KeyError, AttributeError):
         return f"{MANIFEST} cannot be read"
     return None if VALUES in manifest else f"{MANIFEST} is incomplete"
-
-
-def _random_state_among_tensors(path: Path) -> dict[str, Any]:
-    """Return the random state of an older checkpoint, as `random_state` returns it.
-
-    Older checkpoints hold the states of the CPU and of at most one CUDA device among the tensors.
-    """
-    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
-    found = {
-        name.removeprefix("random."): torch.empty(item.size, dtype=torch.uint8)
-        for name, item in metadata.items()
-        if name.startswith("random.") and isinstance(item, TensorStorageMetadata)
-    }
-    load({"random": found}, checkpoint_id=path, no_dist=True)
-    return {"cpu": state_text(found["cpu"]), "cuda": [state_text(found["cuda"])] if "cuda" in found else []}
 
 
 def _bytes_of(value: Any) -> int:

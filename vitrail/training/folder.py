@@ -24,7 +24,7 @@ from vitrail.machine import pick_device
 from vitrail.models.variants import ModelConfig
 from vitrail.settings import bare_names, facts
 from vitrail.training.config import RunConfig, TrainConfig
-from vitrail.training.log import read_journal
+from vitrail.training.log import numbers_of, read_journal
 from vitrail.training.start import Origin
 
 FORMAT = 2
@@ -44,8 +44,7 @@ class Record(NamedTuple):
     objects: tuple[str, ...] = ()
     """Names of the Python objects that the run was started with: "data", "network", both or none."""
     models: tuple[tuple[str, str], ...] = ()
-    """SHA-256 of the weights of each model that the run learns from, after the name of its setting. Older records have
-    none."""
+    """SHA-256 of the weights of each model that the run learns from, after the name of its setting."""
 
 
 def read_record(folder: Path) -> Record:
@@ -78,7 +77,7 @@ def read_record(folder: Path) -> Record:
     data = _part(path, values, "data")
     try:
         return Record(
-            TrainConfig.from_plain(_with_older_defaults(config)),
+            TrainConfig.from_plain(config),
             str(_field(path, data, "data.fingerprint")),
             int(_field(path, data, "data.train")),
             Origin.from_plain(values.get("init")),
@@ -89,12 +88,12 @@ def read_record(folder: Path) -> Record:
         raise RunError(f"{path} is damaged: {error}") from error
 
 
-def replace_config(folder: Path, config: TrainConfig) -> None:
-    """Replace the config in the `run.json` of a run's folder. Raises `SaveError`."""
+def replace_config(folder: Path, config: TrainConfig, **further: Any) -> None:
+    """Replace the config and `further` fields in the `run.json` of a run's folder. Raises `SaveError`."""
     path = folder / "run.json"
     values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     with saving("the run", folder):
-        write_json(path, values | {"format": FORMAT, "config": config.to_plain()})
+        write_json(path, {**values, "config": config.to_plain(), **further})
 
 
 def _part(path: Path, values: dict[str, Any], name: str) -> dict[str, Any]:
@@ -110,22 +109,6 @@ def _field(path: Path, values: dict[str, Any], name: str) -> Any:
     if (last := name.rpartition(".")[2]) not in values:
         raise RunError(f"{path} is damaged: the field {name!r} is missing")
     return values[last]
-
-
-def _with_older_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Add the settings that an older config lacks and whose defaults have changed since then, with their old defaults.
-
-    In older runs, `cut_method` was "threshold", `average_start` was "capped", and `float32_products` was "mkl".
-    """
-    added: dict[str, dict[str, Any]] = {}
-    data, optimizer, run = config.get("data"), config.get("optimizer"), config.get("run")
-    if isinstance(run, dict):
-        added["run"] = {"float32_products": "mkl"} | run
-    if isinstance(data, dict):
-        added["data"] = {"cut_method": "threshold"} | data
-    if isinstance(optimizer, dict) and optimizer.get("average"):
-        added["optimizer"] = {"average_start": "capped"} | optimizer
-    return config | added
 
 
 # The link from the report of a run to the page on which `vitrail report` looks inside its model.
@@ -361,11 +344,7 @@ class RunSummary:
 
     def texts(self, split: str) -> list[str]:
         """Return the metrics of a split as texts with their names."""
-        if self.config is None or self.metrics is None:
-            return []
-        start = f"{split}_"
-        values = {name.removeprefix(start): value for name, value in self.metrics.items() if name.startswith(start)}
-        return self.config.task.texts(values)
+        return [] if self.config is None else self.config.task.texts_of(split, self.metrics or {})
 
     def images(self, split: str) -> int | None:
         """Return the number of images of a split on which the metrics were measured, or None if it is unknown."""
@@ -467,5 +446,5 @@ def _metrics(events: Sequence[dict[str, Any]]) -> dict[str, float] | None:
         if event["event"] == "finished":
             return {f"{one['split']}_images": one["images"] for one in events if one.get("kept")} | event["metrics"]
         if event["event"] == "evaluation" and event.get("best"):
-            return {f"validation_{name}": value for name, value in event.items() if isinstance(value, float)}
+            return {f"validation_{name}": value for name, value in numbers_of(event).items()}
     return None

@@ -6,12 +6,11 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from vitrail.errors import nearest
 from vitrail.files import saving
@@ -89,12 +88,22 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     return events
 
 
+def end_of(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the event with the metrics and times of a finished run, or None if the run is not finished."""
+    return next((event for event in events if event["event"] == "finished"), None)
+
+
+def numbers_of(event: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics among the values of an event."""
+    return {name: value for name, value in event.items() if isinstance(value, float)}
+
+
 def kept_result(path: Path) -> dict[str, float]:
     """Return all metrics of the finished model on the validation split, with its loss. Return an empty dictionary if
     the run has not measured its finished model on any validation image."""
     for event in reversed(read_journal(path)):
         if event.get("kept") and event["split"] == "validation" and event["images"]:
-            return {name: value for name, value in event.items() if isinstance(value, float)}
+            return numbers_of(event)
     return {}
 
 
@@ -108,16 +117,6 @@ def _stays(event: dict[str, Any], resumed: dict[str, Any]) -> bool:
 # journal's events.
 
 
-class Tracker(Protocol):
-    """A program that receives the numbers of a run."""
-
-    def add(self, step: int, values: Mapping[str, float], time: float) -> None:
-        """Add numbers by their names. `time` is in seconds since 1970."""
-
-    def close(self) -> None:
-        """Write all numbers that were received and are not written yet."""
-
-
 class TensorBoard:
     """Writes event files for TensorBoard into the folder `tensorboard` of the run."""
 
@@ -129,9 +128,9 @@ class TensorBoard:
         if not step:
             self._writer.add_text("settings", f"```\n{json.dumps(settings, indent=1)}\n```")
 
-    def add(self, step: int, values: Mapping[str, float], time: float) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step, walltime=time)
+    def receive(self, event: Mapping[str, Any]) -> None:
+        for name, value in scalars(event).items():
+            self._writer.add_scalar(name, value, event["step"], walltime=event["time"])
 
     def close(self) -> None:
         self._writer.close()
@@ -156,21 +155,16 @@ class WeightsAndBiases:
         )
         self._run.define_metric("*", step_metric="training_step")  # its own steps cannot go back to a checkpoint
 
-    def add(self, step: int, values: Mapping[str, float], time: float) -> None:
-        self._run.log({"training_step": step, **values})
+    def receive(self, event: Mapping[str, Any]) -> None:
+        if values := scalars(event):
+            self._run.log({"training_step": event["step"], **values})
 
     def close(self) -> None:
         self._run.finish()
 
 
-@dataclass(frozen=True)
-class _Kind:
-    module: str
-    make: Callable[[Path, Mapping[str, Any], int], Tracker]
-
-
-TRACKERS = {"tensorboard": _Kind("tensorboard", TensorBoard), "wandb": _Kind("wandb", WeightsAndBiases)}
-"""The programs by their names. A name is also that of the extra that installs the program."""
+TRACKERS: dict[str, type[TensorBoard | WeightsAndBiases]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+"""The programs by their names. A name is also that of the module, and of the extra that installs the program."""
 
 
 def tracker_problems(track: str) -> list[str]:
@@ -185,7 +179,7 @@ def tracker_problems(track: str) -> list[str]:
 def check_trackers(track: str) -> None:
     """Raise `ConfigError` if a program of `track` is not installed."""
     for name in _names(track):
-        optional_module(TRACKERS[name].module, name)
+        optional_module(name, name)
 
 
 @contextmanager
@@ -193,17 +187,10 @@ def tracking(track: str, folder: Path, settings: Mapping[str, Any], log: Log, st
     """Send the events inside the `with` block to the programs that `track` names. `step` is the number of steps that a
     resumed run has taken."""
     with ExitStack() as stack:
-        trackers = list[Tracker]()
         for name in _names(track) if log.path is not None else ():
-            trackers.append(TRACKERS[name].make(folder, settings, step))
-            stack.callback(trackers[-1].close)
-
-        def receive(event: Mapping[str, Any]) -> None:
-            if values := scalars(event):
-                for tracker in trackers:
-                    tracker.add(event["step"], values, event["time"])
-
-        log.listeners.append(receive)
+            tracker = TRACKERS[name](folder, settings, step)
+            stack.callback(tracker.close)
+            log.listeners.append(tracker.receive)
         yield
 
 

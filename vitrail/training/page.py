@@ -25,7 +25,7 @@ from vitrail.tasks.pictures import PictureTable
 from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import inside_link, settings_of
-from vitrail.training.log import read_journal
+from vitrail.training.log import numbers_of, read_journal
 from vitrail.weights.bundle import AnyPrediction, Bundle, Prediction
 
 MAX_POINTS = 300
@@ -319,4 +319,4 @@ class ProgressPage:
 def _last_evaluation(events: Sequence[dict[str, Any]], split: str) -> dict[str, float]:
     """Return the numbers of the last evaluation on a split."""
     found = [event for event in events if event["event"] == "evaluation" and event["split"] == split]
-    return {} if not found else {name: value for name, value in found[-1].items() if isinstance(value, float)}
+    return numbers_of(found[-1]) if found else {}

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vitrail.data.config import DataConfig
 from vitrail.errors import ConfigError, RunError, nearest
-from vitrail.files import saving, write_json
 from vitrail.settings import facts, raise_problems
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import RunConfig, TrainConfig
-from vitrail.training.folder import FORMAT, Record
+from vitrail.training.folder import Record, replace_config
 
 ON_RESUME: dict[str, str] = facts(DataConfig, "on_resume") | facts(RunConfig, "on_resume")
 
@@ -79,25 +77,16 @@ def _value(config: TrainConfig, section: str, name: str) -> Any:
 # Extension of a run beyond its length: the longer config, and its record in run.json.
 
 
-@dataclass(frozen=True)
-class Length:
-    """A new length of a run, in epochs or in optimizer steps. Raises `ConfigError` if both or none is given."""
-
-    epochs: float | None = None
-    steps: int | None = None
-
-    def __post_init__(self) -> None:
-        if (self.epochs is None) == (self.steps is None):
-            raise ConfigError(
-                f"epochs={self.epochs} and steps={self.steps}: a run is extended to a number of epochs or of steps; "
-                "give one of them"
-            )
-
-    def apply(self, config: TrainConfig) -> TrainConfig:
-        """Return the config of the longer run. Raises `ConfigError` for a length that is not above 0."""
-        if self.steps is not None:
-            return config.override(steps=self.steps)
-        return config.override(steps=None, epochs=self.epochs)
+def lengthened(config: TrainConfig, epochs: float | None, steps: int | None) -> TrainConfig:
+    """Return the config of a run with a new length in epochs or in optimizer steps. Without both, return the config
+    itself. Raises `ConfigError` if both are given, or for a length that is not above 0."""
+    if epochs is not None and steps is not None:
+        raise ConfigError(
+            f"epochs={epochs} and steps={steps}: a run is extended to a number of epochs or of steps; give one of them"
+        )
+    if steps is not None:
+        return config.override(steps=steps)
+    return config if epochs is None else config.override(steps=None, epochs=epochs)
 
 
 def check_extension(folder: Path, record: Record, steps: int, finished_at: int | None) -> None:
@@ -123,9 +112,6 @@ def check_extension(folder: Path, record: Record, steps: int, finished_at: int |
 def record_extension(folder: Path, config: TrainConfig, *, step: int, before: int, steps: int) -> None:
     """Replace the config and the length of a run in run.json, and add the extension to its list. Raises
     `SaveError`."""
-    path = folder / "run.json"
-    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    values: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     extensions = [*values.get("extensions", ()), {"after": step, "from": before, "to": steps}]
-    changed = {"format": FORMAT, "config": config.to_plain(), "steps": steps, "extensions": extensions}
-    with saving("the run", folder):
-        write_json(path, values | changed)
+    replace_config(folder, config, steps=steps, extensions=extensions)

@@ -47,10 +47,10 @@ from vitrail.training.job import (
     record_of,
     schedule_of,
 )
-from vitrail.training.log import Log, read_journal, tracking
+from vitrail.training.log import Log, end_of, read_journal, tracking
 from vitrail.training.loop import fit
 from vitrail.training.page import HeldOutExample, ProgressPage, write_examples, write_pictures
-from vitrail.training.resuming import Length, changed_config, check_extension, record_extension
+from vitrail.training.resuming import changed_config, check_extension, lengthened, record_extension
 from vitrail.training.start import open_again, open_initial
 from vitrail.training.state import TrainState
 from vitrail.training.stop import StopRequest
@@ -126,15 +126,16 @@ def resume(
     network: nn.Module | None = None,
     probes: Sequence[Probe] = (),
     measure_test: bool = True,
-    length: Length | None = None,
+    epochs: float | None = None,
+    steps: int | None = None,
     max_time: str | None = None,
     changes: Mapping[str, Any] = MappingProxyType({}),
     allow: Collection[str] = (),
     log: Log | None = None,
     started: float | None = None,
 ) -> RunResult:
-    """Continue a run that was stopped or killed, from its newest complete checkpoint. With `length`, make a finished or
-    stopped run longer.
+    """Continue a run that was stopped or killed, from its newest complete checkpoint. With `epochs` or `steps`, a
+    larger total, make a finished or stopped run longer.
 
     In float32 on the CPU, the result is bitwise equal to the result of a run that was not stopped. `data` and `network`
     are the objects that were passed to `train`, or None. A run that was killed before its first checkpoint starts
@@ -158,7 +159,7 @@ def resume(
         if record.origin is not None and not Checkpoints(folder / "checkpoints").steps():
             model = open_again(record.config.start, str(folder), record.origin.sha256)
         changed, differences = changed_config(folder, record.config, changes, allow)
-        config = changed if length is None else length.apply(changed)
+        config, extends = lengthened(changed, epochs, steps), epochs is not None or steps is not None
         max_seconds = None if max_time is None else config.override(max_time=max_time).run.max_seconds
         try:
             job = prepare(
@@ -173,7 +174,7 @@ def resume(
             ) from None
         _check_data(folder, record, job)
         _check_models(folder, record)
-        processes.on_first(lambda: _check_unfinished(folder, record, job.steps, extends=length is not None))
+        processes.on_first(lambda: _check_unfinished(folder, record, job.steps, extends=extends))
         processes.on_first(lambda: recover_folder(folder / "model"))
         with _same_arithmetic(job.config):
             torch.manual_seed(record.config.run.seed)
@@ -189,11 +190,11 @@ def resume(
                 run.log.say(f"continuing after step {state.step:,} of {job.steps:,}")
             changed_values = {name: list(values) for name, values in differences.items()}
             details: dict[str, Any] = {"changes": changed_values} if differences else {}
-            if length is not None:
+            if extends:
                 _say_rise(run, state, before)
                 details = {"extends": before, **details}
             run.log.tell("resumed", step=state.step, steps=job.steps, **details)
-            if length is not None:
+            if extends:
                 state.best.waited = 0  # otherwise a run that --patience ended would end again at once
                 longer = {"step": state.step, "before": before, "steps": job.steps}
                 processes.on_first(lambda: record_extension(folder, job.config, **longer))
@@ -205,13 +206,11 @@ def finished(folder: Path) -> RunResult | None:
 
     Raises `BundleError` if the model cannot be read.
     """
-    for event in read_journal(folder / "journal.jsonl"):
-        if event["event"] == "finished":
-            summary = {name: value for name, value in event.items() if isinstance(value, int | float)}
-            metrics = dict(event["metrics"])
-            task = read_record(folder).config.task
-            return RunResult(folder, load_bundle(folder / "model"), metrics, summary, (), task)
-    return None
+    if (event := end_of(read_journal(folder / "journal.jsonl"))) is None:
+        return None
+    summary = {name: value for name, value in event.items() if isinstance(value, int | float)}
+    task = read_record(folder).config.task
+    return RunResult(folder, load_bundle(folder / "model"), dict(event["metrics"]), summary, (), task)
 
 
 @contextmanager
@@ -280,7 +279,7 @@ def _check_models(folder: Path, record: Record) -> None:
 
 def _check_unfinished(folder: Path, record: Record, steps: int, *, extends: bool) -> None:
     """Raise `RunComplete` if a run is complete. A run that is extended to `steps` steps may be complete."""
-    ended = next((event for event in read_journal(folder / "journal.jsonl") if event["event"] == "finished"), None)
+    ended = end_of(read_journal(folder / "journal.jsonl"))
     if extends:
         check_extension(folder, record, steps, None if ended is None else ended["step"])
     elif ended is not None:
@@ -478,9 +477,7 @@ class RunResult:
         """Return the metrics of a split as texts with their names, such as "accuracy 89.30%".
 
         Those of "train" are means over the last training steps, with augmentation."""
-        start, found = f"{split}_", self.summary | self.metrics
-        values = {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
-        return self.task.texts(values)
+        return self.task.texts_of(split, self.summary | self.metrics)
 
 
 def finish(run: Run, state: TrainState) -> RunResult:

@@ -103,7 +103,7 @@ def random_state() -> dict[str, Any]:
     random number was then drawn there.
     """
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    return {"cpu": state_text(torch.get_rng_state()), "cuda": [state_text(state) for state in devices]}
+    return {"cpu": _text(torch.get_rng_state()), "cuda": [_text(state) for state in devices]}
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(_tensor(text), device)
 
 
-def state_text(state: Tensor) -> str:
+def _text(state: Tensor) -> str:
     """Return the bytes of a generator's state in base64."""
     return base64.b64encode(state.numpy().tobytes()).decode("ascii")
 
@@ -334,7 +334,7 @@ class TrainState:
         self.batches.restore(values["batches"])
         self.best = Best(**values["best"])
         self.skipped = set(values["skipped"])
-        self.faults = Faults.from_values(values["faults"]) if "faults" in values else Faults()
-        if self.average is not None:  # older checkpoints do not count the updates, of which most steps have one
-            self.average.updates = values.get("averaged", self.step)
+        self.faults = Faults.from_values(values["faults"])
+        if self.average is not None:
+            self.average.updates = values["averaged"]
         restore_random_state(values["random"])

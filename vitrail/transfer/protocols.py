@@ -20,7 +20,7 @@ from vitrail.models.variants import AnyConfig
 from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import RESOLVED, TrainConfig
 from vitrail.training.folder import read_record
-from vitrail.training.log import Log, kept_result, read_journal
+from vitrail.training.log import Log, end_of, kept_result, read_journal
 from vitrail.training.optimizer import OptimizerConfig
 from vitrail.training.run import RunResult, resume, train
 from vitrail.training.schedule import Duration
@@ -280,11 +280,8 @@ def _finished_metrics(config: TrainConfig, place: Path, data: OpenedData, initia
     """
     if other := _difference(config, place, data, initial):
         raise RunError(f"{place} contains a run with other {other}; choose another --name, or delete that folder")
-    for event in read_journal(place / "journal.jsonl"):
-        if event["event"] == "finished":
-            metrics: dict[str, float] = event["metrics"]
-            return metrics
-    return None
+    ended = end_of(read_journal(place / "journal.jsonl"))
+    return None if ended is None else ended["metrics"]
 
 
 def _difference(config: TrainConfig, place: Path, data: OpenedData, initial: Bundle) -> str:

@@ -24,7 +24,6 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
 from vitrail.training.job import Job, Probe
 from vitrail.training.log import Log, read_journal
-from vitrail.training.resuming import Length
 from vitrail.training.run import resume, train
 from vitrail.training.state import TrainState
 from vitrail.weights.bundle import Bundle
@@ -146,7 +145,7 @@ def test_patience_ends_the_run(initial: Initial, from_model: FromModel, colour_f
         f"run {run} is complete, and nothing is left to do: it ended early, after 12 of its 24 steps. To train it "
         "further, give a larger total with --steps or --epochs"
     )
-    longer = resume(run, length=Length(steps=40))
+    longer = resume(run, steps=40)
     (early,) = events_of(run, "ended early")
     assert (early["step"], longer.summary["steps"]) == (21, 21), "patience counts again from the extension on"
 

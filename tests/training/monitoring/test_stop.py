@@ -19,7 +19,6 @@ from vitrail.errors import Stopped
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
 from vitrail.training.log import read_journal
-from vitrail.training.resuming import Length
 from vitrail.training.run import resume, train
 from vitrail.training.stop import StopRequest, interrupted_by_signals
 
@@ -54,7 +53,7 @@ def test_a_run_stops_after_its_time_and_goes_on(tiny: Callable[..., TrainConfig]
         resume(caught.value.run)
     assert resume(caught.value.run, max_time="10m").summary["steps"] == 4
     assert read_record(caught.value.run).config.run.max_time == "0.001s"
-    assert resume(caught.value.run, length=Length(steps=5), max_time="10m").summary["steps"] == 5
+    assert resume(caught.value.run, steps=5, max_time="10m").summary["steps"] == 5
     assert read_record(caught.value.run).config.run.max_time == "0.001s", "an extension does not record the time"
 
 

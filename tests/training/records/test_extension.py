@@ -15,7 +15,6 @@ from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
 from vitrail.training.log import Log, read_journal
-from vitrail.training.resuming import Length
 from vitrail.training.run import finished, resume, train
 
 Small = Callable[..., TrainConfig]
@@ -38,7 +37,7 @@ def test_with_a_constant_rate_the_longer_run_is_bitwise_that_of_the_whole_length
     fields = {"schedule": "constant", "warmup": 0.0, "keep": "last", "average": 0.9, **FEW}
     train(small(tmp_path / "whole", steps=31, **fields))
     train(small(tmp_path / "longer", steps=17, **fields))
-    result = resume(tmp_path / "longer", length=Length(steps=31))
+    result = resume(tmp_path / "longer", steps=31)
     whole, longer = outcome(tmp_path / "whole"), outcome(tmp_path / "longer")
     assert longer["tensors"] == whole["tensors"] and longer["model"] == whole["model"]
     assert longer["steps"] == whole["steps"] and longer["values"]["random"] == whole["values"]["random"]
@@ -50,7 +49,7 @@ def test_the_rate_is_that_of_a_run_of_the_whole_length(small: Small, tmp_path: P
     train(small(tmp_path / "whole", steps=40, **FEW))
     train(small(tmp_path / "longer", steps=20, **FEW))
     before = rates(tmp_path / "longer")
-    resume(tmp_path / "longer", length=Length(epochs=4.0))  # 10 steps each
+    resume(tmp_path / "longer", epochs=4.0)  # 10 steps each
     whole, longer = rates(tmp_path / "whole"), rates(tmp_path / "longer")
     assert all(longer[step] == before[step] for step in range(1, 21))
     assert all(longer[step] == whole[step] for step in range(21, 41))
@@ -66,7 +65,7 @@ def test_a_rate_that_rises_again_is_noted(small: Small, tmp_path: Path, schedule
         def note(self, text: str) -> None:
             notes.append(text)
 
-    resume(tmp_path / "run", length=Length(steps=8), log=Log(Notes()))
+    resume(tmp_path / "run", steps=8, log=Log(Notes()))
     found = rates(tmp_path / "run")
     assert (found[5] > found[4]) is rises
     assert [f"{found[5]:.3g}" in note for note in notes if "learning rate" in note] == [True] * rises
@@ -82,9 +81,9 @@ def test_the_record_and_the_journal_tell_of_the_extension(small: Small, tmp_path
         def say(self, text: str) -> None:
             said.append(text)
 
-    resume(run, length=Length(steps=12), log=Log(Says()))
+    resume(run, steps=12, log=Log(Says()))
     assert "continuing after step 8 of 12" in said
-    resume(run, length=Length(epochs=1.5))
+    resume(run, epochs=1.5)
     record = json.loads((run / "run.json").read_text(encoding="utf-8"))
     assert record["steps"] == 15 and record["extensions"] == [
         {"after": 8, "from": 8, "to": 12}, {"after": 12, "from": 12, "to": 15}
@@ -109,7 +108,7 @@ def test_a_stopped_run_can_be_made_longer_and_stopped_again(
     with pytest.raises(Stopped):
         train(small(run, **FEW), log=Log(stop_at(9)))
     with pytest.raises(Stopped, match="stopped at step 20 of 30"):
-        resume(run, length=Length(steps=30), log=Log(stop_at(20)))
+        resume(run, steps=30, log=Log(stop_at(20)))
     assert finished(run) is None
     assert resume(run).summary["steps"] == 30
 
@@ -118,17 +117,17 @@ def test_a_length_that_is_not_larger_is_refused(small: Small, tmp_path: Path) ->
     run = tmp_path / "run"
     train(small(run, steps=12))
     before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
-    for length in (Length(steps=12), Length(epochs=1.0)):
+    for length, steps in (({"steps": 12}, 12), ({"epochs": 1.0}, 10)):
         with pytest.raises(RunError) as caught:
-            resume(run, length=length)
+            resume(run, **length)
         assert str(caught.value) == (
-            f"run {run} has 12 steps (1.2 epochs), and {length.steps or 10} steps are not more; a run can only be made "
+            f"run {run} has 12 steps (1.2 epochs), and {steps} steps are not more; a run can only be made "
             "longer: choose a larger total"
         )
     with pytest.raises(ConfigError, match=r"epochs=-1.0 is not above 0"):
-        resume(run, length=Length(epochs=-1.0))
+        resume(run, epochs=-1.0)
     with pytest.raises(ConfigError, match=r"epochs=3.0 and steps=9: a run is extended to .*; give one of them"):
-        Length(epochs=3.0, steps=9)
+        resume(run, epochs=3.0, steps=9)
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
 
 
@@ -137,7 +136,7 @@ def test_without_the_checkpoint_of_the_end_the_way_out_is_named(small: Small, tm
     train(small(run, steps=12))
     shutil.rmtree(run / "checkpoints" / "step-12")
     with pytest.raises(RunError) as caught:
-        resume(run, length=Length(steps=20))
+        resume(run, steps=20)
     assert str(caught.value) == (
         f"run {run} cannot be extended, because the checkpoint of its end, {run}/checkpoints/step-12, is gone; to "
         f"train its model further, start a new run with --init {run}/model"

@@ -35,29 +35,10 @@ def test_a_run_writes_what_is_read(tiny: Callable[..., TrainConfig]) -> None:
     assert (record.fingerprint, record.origin, record.objects) == (values["data"]["fingerprint"], None, ())
 
 
-def test_a_run_that_does_not_name_its_cut_keeps_the_earlier_one(tmp_path: Path) -> None:
-    config = TrainConfig().to_plain()
-    assert read_record(written(tmp_path, config=config)).config.data.cut_method == "stratified"
-    del config["data"]["cut_method"], config["data"]["validation"]
-    data = read_record(written(tmp_path, config=config)).config.data
-    assert (data.cut_method, data.validation) == ("threshold", "auto")
-
-
 def test_missing_fields_of_a_section_take_their_defaults(tmp_path: Path) -> None:
     plain = TrainConfig().override(seed=5).to_plain()
     del plain["run"]["patience"], plain["optimizer"], plain["task"]["select"]
     assert read_record(written(tmp_path, config=plain)).config == TrainConfig().override(seed=5)
-
-
-def test_an_older_run_with_averaged_weights_keeps_its_average(tmp_path: Path) -> None:
-    plain = TrainConfig().override(average=0.9).to_plain()
-    assert read_record(written(tmp_path, config=plain)).config.optimizer.average_start == "debiased"
-    del plain["optimizer"]["average_start"]
-    assert read_record(written(tmp_path, config=plain)).config.optimizer.average_start == "capped"
-    plain["optimizer"]["average"] = 0.0
-    assert read_record(written(tmp_path, config=plain)).config == TrainConfig(), (
-        "the start of no average is the default"
-    )
 
 
 def test_the_task_is_read_by_its_name(tmp_path: Path) -> None:
@@ -99,10 +80,3 @@ def test_a_file_that_is_no_record_is_named(text: str, message: str, tmp_path: Pa
     (tmp_path / "run.json").unlink()
     with pytest.raises(RunError, match=r"is not the folder of a run: it has no run\.json"):
         read_record(tmp_path)
-
-
-def test_a_run_that_does_not_name_its_library_used_mkl(tmp_path: Path) -> None:
-    config = TrainConfig().to_plain()
-    assert read_record(written(tmp_path, config=config)).config.run.float32_products == "auto"
-    del config["run"]["float32_products"]
-    assert read_record(written(tmp_path, config=config)).config.run.float32_products == "mkl"

@@ -103,32 +103,6 @@ def test_the_names_of_the_tensors_do_not_depend_on_the_machine(
     assert not any("random" in name or "cuda" in name for name in here)
 
 
-@pytest.mark.parametrize("on_cuda", [False, True])
-@pytest.mark.parametrize("cuda_here", [False, True])
-def test_the_random_state_of_an_older_checkpoint_comes_back(
-    on_cuda: bool, cuda_here: bool, moving: tuple[TrainState, Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state, plan = moving
-    train_step(plan, state, next(state.batches))
-    state.step, checkpoints = 4, Checkpoints(tmp_path / "checkpoints")
-    torch.manual_seed(5)
-    random = {"cpu": torch.get_rng_state()} | ({"cuda": torch.arange(16, dtype=torch.uint8)} if on_cuda else {})
-    tensors, values = state.tensors(), state.values()
-    values.pop("random")
-    with monkeypatch.context() as older:
-        older.setattr(state, "tensors", lambda: {**tensors, "random": random})
-        older.setattr(state, "values", lambda: values)
-        checkpoints.save(state)
-    restored: list[list[int]] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda_here)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: restored.append(state.tolist()))
-    expected = torch.rand(7)
-    assert checkpoints.restore(state) == [] and state.step == 4
-    assert torch.equal(torch.rand(7), expected)
-    assert restored == ([list(range(16))] if on_cuda and cuda_here else [])
-
-
 def test_the_numerically_newest_wins(saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path) -> None:
     saved(9, 10)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
