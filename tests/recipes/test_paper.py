@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.tasks.tokens.books import make_tokenizer
+from tests.tasks.books import make_tokenizer
 from vitrail.models.variants import AnyConfig
 from vitrail.recipes import PAPER_RECIPES
 from vitrail.recipes.papers import ON_I21K, REGULARISATION, TRANSFERS, WEIGHT_DECAYS, augreg

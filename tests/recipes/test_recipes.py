@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tasks.tokens.books import make_tokenizer
+from tests.tasks.books import make_tokenizer
 from vitrail.recipes import PAPER_RECIPES, RECIPES
 from vitrail.training.config import RESOLVED, TrainConfig
 from vitrail.training.log import read_journal

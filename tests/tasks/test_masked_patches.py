@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.tasks.books import make_tokenizer
 from tests.tasks.images import Pictures, batch_of, images_of
 from tests.tasks.objectives import check_gradients_of_parts, overfit, pixels_of, small_network
-from tests.tasks.tokens.books import make_tokenizer
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError

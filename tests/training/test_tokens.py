@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.listening import Display
 from tests.several import in_processes
-from tests.tasks.tokens.books import make_tokenizer
+from tests.tasks.books import make_tokenizer
 from tests.training import ranks
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.tasks.tokenizer import load_tokenizer

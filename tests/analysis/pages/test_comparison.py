@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.analysis.summaries.test_comparison import bundle_of, compared
+from tests.analysis.test_comparison import bundle_of, compared
 from tests.conftest import make_colour_folder
 from vitrail.analysis.comparison import ModelComparison
 from vitrail.analysis.pages.comparison_page import verdict

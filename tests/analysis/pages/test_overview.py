@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.analysis.summaries.test_comparison import bundle_of, source_of
+from tests.analysis.test_comparison import bundle_of, source_of
 from tests.browser import CHROMIUM, Browser
 from tests.conftest import make_colour_folder
 from vitrail.analysis.overview import overview

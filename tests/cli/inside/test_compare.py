@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.analysis.summaries.test_comparison import BIT, bundle_of
+from tests.analysis.test_comparison import BIT, bundle_of
 from tests.conftest import make_colour_folder
 from vitrail.cli import main
 

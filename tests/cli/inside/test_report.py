@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from tests.analysis.summaries.test_comparison import BIT, bundle_of
+from tests.analysis.test_comparison import BIT, bundle_of
 from tests.conftest import make_colour_folder
 from vitrail.cli import main
 from vitrail.evaluation.features.feature_files import parquet_library

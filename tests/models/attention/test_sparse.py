@@ -254,7 +254,7 @@ def test_an_axial_layer_is_two_blocks() -> None:
 )
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_bytes_that_are_kept(attention: str, precision: Any) -> None:
-    from tests.models.cost.test_footprint import saved_per_image
+    from tests.models.test_cost import saved_per_image
 
     config = config_of(attention, width=64, heads=4, mlp_width=128, image_size=(20, 28), pool="gap", class_token=True)
     kept = saved_per_image(config, (20, 28), precision)

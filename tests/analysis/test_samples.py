@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.analysis.summaries.test_comparison import bundle_of
+from tests.analysis.test_comparison import bundle_of
 from vitrail.analysis.samples import evenly, in_batches, inputs_of, picture_of
 
 

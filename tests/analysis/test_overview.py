@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.analysis.summaries.test_comparison import BIT, bundle_of, source_of
+from tests.analysis.test_comparison import BIT, bundle_of, source_of
 from tests.conftest import make_colour_folder
 from vitrail.analysis.faithfulness import randomised_weights, saliency_curves
 from vitrail.analysis.features import probe_layers

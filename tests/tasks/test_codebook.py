@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.several import in_processes
-from tests.tasks.tokens.books import make, updated
+from tests.tasks.books import make, updated
 from vitrail.processes.group import Processes
 from vitrail.tasks.codebook import perplexity
 

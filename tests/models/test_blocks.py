@@ -1,7 +1,8 @@
-"""Tests of reversible blocks: their equations, their gradients, and the memory that they keep."""
+"""Tests of a block's modules against their formulas, of dropped branches, and of reversible blocks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,15 +11,197 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.attention.oracle import config_of, made_network
-from tests.models.cost.test_footprint import saved_per_image
+from tests.models.test_cost import saved_per_image
 from vitrail.bench.step import record
 from vitrail.cli import main
 from vitrail.errors import ConfigError
+from vitrail.models.blocks import Block, LayerScale, Mlp, StochasticDepth, SwiGlu, lecun_normal_, make_mlp
+from vitrail.models.compiled import resolve_compile
 from vitrail.models.cost import activation_bytes
 from vitrail.models.tokens import Patches
+from vitrail.models.variants import create, variant_config
 from vitrail.models.vit import VisionTransformer
+from vitrail.models.vit_config import Activation
+
+
+def drawn(module: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    return module
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", ["gelu", "gelu-tanh", "swiglu"])
+def test_each_mlp_is_its_formula(activation: Activation, bias: bool) -> None:
+    mlp = drawn(make_mlp(5, 7, activation, bias=bias))
+    weights = {name: tensor.double() for name, tensor in mlp.state_dict().items()}
+    assert set(weights) == {"up.weight", "down.weight", *(["up.bias", "down.bias"] if bias else [])}
+    assert weights["up.weight"].shape == ((14 if activation == "swiglu" else 7), 5)
+    x = torch.randn(2, 3, 5)
+    h = x.double() @ weights["up.weight"].T + weights.get("up.bias", 0.0)
+    if activation == "swiglu":
+        hidden = h[..., :7] * torch.sigmoid(h[..., :7]) * h[..., 7:]
+    elif activation == "gelu":
+        hidden = h * (1 + torch.erf(h / math.sqrt(2))) / 2
+    else:
+        hidden = h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3))) / 2
+    expected = hidden @ weights["down.weight"].T + weights.get("down.bias", 0.0)
+    torch.testing.assert_close(mlp(x), expected.float(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_dropout_of_an_mlp_is_after_each_dense_layer(activation: Activation) -> None:
+    mlp, x = drawn(make_mlp(5, 400, activation, dropout=0.25)).train(), torch.randn(2, 3, 5)
+    seen: list[tuple[Tensor, Tensor]] = []
+    for module in mlp.modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(lambda _, given, result: seen.append((given[0], result)))
+    result = mlp(x)
+    assert [before.shape[-1] for before, _ in seen] == [400, 5]
+    assert result is seen[1][1]
+    before, after = seen[0]
+    assert abs((after != 0).double().mean() - 0.75) < 0.05
+    torch.testing.assert_close(after[after != 0], before[after != 0] / 0.75)
+    seen.clear()
+    assert torch.equal(mlp.eval()(x), mlp(x))
+
+
+def assert_xavier(weight: Tensor) -> None:
+    bound = math.sqrt(6 / sum(weight.shape))
+    assert 0.99 * bound < weight.abs().max() <= bound
+    assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.03)
+
+
+@pytest.mark.parametrize("kind", [Mlp, SwiGlu])
+def test_mlps_start_xavier_uniform_with_tiny_biases(kind: type[Mlp] | type[SwiGlu]) -> None:
+    torch.manual_seed(0)
+    mlp = kind(96, 2048).requires_grad_(False)
+    mlp.initialise()
+    for layer in (mlp.up, mlp.down):
+        assert_xavier(layer.weight)
+    assert mlp.up.bias.std().item() == pytest.approx(1e-6, rel=0.1)
+    assert mlp.down.bias.std().item() == pytest.approx(1e-6, rel=0.25)
+    without = kind(96, 128, bias=False)
+    without.initialise()
+    assert without.up.bias is None and without.down.bias is None
+    assert_xavier(without.up.weight.detach())
+
+
+def test_layer_scale_multiplies_channels_and_starts_where_it_is_told() -> None:
+    layer = LayerScale(3, 1e-5)
+    layer.initialise()
+    assert torch.equal(layer.gamma, torch.full((3,), 1e-5))
+    with torch.no_grad():
+        layer.gamma.copy_(torch.tensor([1.0, -2.0, 0.5]))
+    x = torch.randn(2, 4, 3)
+    assert torch.equal(layer(x), x * torch.tensor([1.0, -2.0, 0.5]))
+    assert layer(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_stochastic_depth_drops_whole_branches_and_keeps_the_mean() -> None:
+    layer = StochasticDepth(0.3).train()
+    torch.manual_seed(0)
+    branch = torch.randn(20_000, 2, 3)
+    result = layer(branch)
+    kept = (result != 0).flatten(1)
+    assert torch.equal(kept.all(1), kept.any(1))
+    torch.testing.assert_close(result[kept.all(1)], branch[kept.all(1)] / 0.7)
+    assert abs(kept.double().mean() - 0.7) < 0.015
+    assert abs(layer(torch.ones(20_000, 1, 1)).double().mean() - 1) < 0.02
+    assert torch.equal(layer.eval()(branch), branch)
+
+
+@pytest.mark.parametrize("shape", [(4096, 48), (512, 3, 7, 7), (2048, 64, 1, 1)])
+def test_lecun_normal_has_variance_1_over_fan_in_and_no_tails(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    weight = torch.empty(shape)
+    lecun_normal_(weight)
+    std = math.prod(shape[1:]) ** -0.5
+    assert weight.std().item() == pytest.approx(std, rel=0.02)
+    assert abs(weight.mean().item()) < 0.02 * std
+    cut = 2 * std / 0.87962566103423978  # what a unit normal, cut at +-2, has left of its deviation
+    assert 0.99 * cut < weight.abs().max() <= cut
+    inside = (weight.abs() < cut / 2).double().mean().item()
+    assert inside == pytest.approx(math.erf(1 / math.sqrt(2)) / math.erf(2 / math.sqrt(2)), abs=0.01)
+
+
+SIZES: dict[str, Any] = {
+    "image_size": (14, 21), "num_classes": 3, "width": 16, "depth": 3, "heads": 2, "mlp_width": 24,
+    "stochastic_depth": 0.75, "skip_dropped": True,
+}  # fmt: skip
+
+
+def network_of(**fields: Any) -> VisionTransformer:
+    torch.manual_seed(1)
+    network = create("ViT-Pico/7", **{**SIZES, **fields})
+    assert isinstance(network, VisionTransformer) and network.head is not None
+    torch.nn.init.normal_(network.head.weight)
+    return network
+
+
+@pytest.mark.parametrize("read", [None, 1])
+def test_a_block_adds_scaled_branches_of_the_kept_images(read: int | None) -> None:
+    block = network_of(layer_scale=0.3).blocks[2]
+    assert isinstance(block, Block)
+    z = torch.randn(8, 7, 16)
+    torch.manual_seed(5)
+    kept = [block.skip.draw(8, z.device) for _ in range(2)]
+    torch.manual_seed(5)
+    found = block(z, None, read)
+    expected = z[:, :read].clone()
+    first, second = kept
+    assert first is not None and second is not None
+    assert len(first) == len(second) == 2 and first.tolist() != second.tolist()
+    expected[first] += 4 * block.scale1(block.attention(block.norm1(z[first]), None, read))
+    expected[second] += 4 * block.scale2(block.mlp(block.norm2(expected[second])))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("fields", [
+    {}, {"positions": "relative-bias", "patch_dropout": 0.5}, {"positions": "relative-keys", "patch_dropout": 0.5},
+    {"positions": "rotary-2d", "patch_dropout": 0.5},
+    {"pool": "gap", "registers": 2, "dropout": 0.1, "positions": "rotary-2d"},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("images", [1, 5])
+def test_networks_of_every_kind_train(fields: dict[str, Any], images: int) -> None:
+    network = network_of(**fields)
+    network(torch.randn(images, 3, 14, 21)).square().sum().backward()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in network.parameters())
+
+
+def test_images_without_a_branch_leave_the_block_as_they_came() -> None:
+    block = network_of().blocks[2]
+    z = torch.randn(8, 7, 16)
+    changed = (block(z) != z).any(dim=(1, 2)).sum()
+    assert 2 <= changed <= 4
+
+
+def test_predictions_do_not_change() -> None:
+    skipping, masking = network_of().eval(), network_of(skip_dropped=False).eval()
+    images = torch.randn(3, 3, 14, 21)
+    assert torch.equal(skipping(images), masking(images))
+
+
+def test_the_closed_form_counts_what_is_computed() -> None:
+    network = network_of(stochastic_depth=0.5)
+    images = torch.randn(8, 3, 14, 21)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        network(images).sum().backward()
+    assert counter.get_total_flops() == 8 * network.config.training_flops()
+    assert network.config.training_flops() < network_of(skip_dropped=False).config.training_flops()
+
+
+def test_blocks_of_different_batches_are_not_compiled() -> None:
+    config, cpu = variant_config("ViT-Pico/7", image_size=14, skip_dropped=True), torch.device("cpu")
+    assert resolve_compile("auto", torch.device("cuda"), config) == "off"
+    with pytest.raises(ConfigError, match=r"^compile='on' makes one graph for all blocks, but with skip_dropped every"):
+        resolve_compile("on", cpu, config)
+
 
 KINDS: dict[str, dict[str, Any]] = {
     "paper": {},

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.tasks.images import Pictures
-from tests.tasks.views.test_simclr import two_views
+from tests.tasks.test_simclr import two_views
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits

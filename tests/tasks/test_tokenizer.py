@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from tests.tasks.books import make_tokenizer
 from tests.tasks.images import images_of
 from tests.tasks.objectives import small_network
-from tests.tasks.tokens.books import make_tokenizer
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, DestinationError
 from vitrail.models.variants import variant_config
