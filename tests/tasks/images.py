@@ -12,8 +12,6 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample
 from vitrail.data.targets import Target
 
-__all__ = ["Pictures", "batch_of", "images_of"]
-
 
 class Pictures:
     """A source of random images. `targets` are those of the images in turn, by default none."""

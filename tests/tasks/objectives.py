@@ -13,8 +13,6 @@ from vitrail.data.batch import Batch
 from vitrail.models.variants import AnyNetwork, create
 from vitrail.tasks.task import LossOutput, Objective
 
-__all__ = ["SMALL", "check_gradients_of_parts", "overfit", "pixels_of", "small_network"]
-
 SMALL: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32}
 """Settings of a small Vision Transformer."""
 

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from vitrail.data.batch import Batch
 from vitrail.data.source import Sample, mixed
 from vitrail.data.targets import Target
-from vitrail.errors import ConfigError
-from vitrail.models.variants import create
-from vitrail.tasks.classification import Classification, ClassificationObjective, balanced_weights
+from vitrail.tasks.classification import ClassificationObjective, balanced_weights
 
 
 class Fixed(nn.Module):
@@ -69,18 +67,11 @@ FORMULAS = {"softmax": softmax_loss, "sigmoid": sigmoid_loss}
 def test_loss_is_the_formulas(loss: str, smoothing: float) -> None:
     logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(1)) * 3
     labels = [0, 4, 2, 2, 1, 3]
-    objective = ClassificationObjective(Fixed(logits), loss=loss, label_smoothing=smoothing)  # type: ignore[arg-type]
+    objective = ClassificationObjective(Fixed(logits), loss=loss, label_smoothing=smoothing)
     expected = np.mean(
         [FORMULAS[loss](row, label, smoothing) for row, label in zip(logits.double().numpy(), labels, strict=True)]
     )
     assert objective(make_batch(labels)).loss.item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_known_values() -> None:
-    equal = ClassificationObjective(Fixed(torch.zeros(3, 8)))(make_batch([0, 3, 7])).loss.item()
-    assert equal == pytest.approx(math.log(8))
-    yes_or_no = ClassificationObjective(Fixed(torch.zeros(3, 8)), loss="sigmoid")(make_batch([0, 3, 7])).loss.item()
-    assert yes_or_no == pytest.approx(8 * math.log(2))
 
 
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
@@ -89,16 +80,13 @@ def test_invalid_samples_have_no_weight(loss: str) -> None:
     wild = logits.clone()
     wild[1], wild[4] = 1e4, -1e4  # outputs for these samples must not count
     network = Fixed(wild)
-    output = ClassificationObjective(network, loss=loss)(  # type: ignore[arg-type]
-        make_batch([0, -1, 2, 3, 1], [True, False, True, True, False])
-    )
+    output = ClassificationObjective(network, loss=loss)(make_batch([0, -1, 2, 3, 1], [True, False, True, True, False]))
     rest = Fixed(logits[[0, 2, 3]])
-    expected = ClassificationObjective(rest, loss=loss)(make_batch([0, 2, 3]))  # type: ignore[arg-type]
+    expected = ClassificationObjective(rest, loss=loss)(make_batch([0, 2, 3]))
     torch.testing.assert_close(output.loss, expected.loss)
     torch.testing.assert_close(output.metrics["accuracy"], expected.metrics["accuracy"])
     output.loss.backward()
     expected.loss.backward()
-    assert network.logits.grad is not None and rest.logits.grad is not None
     assert not network.logits.grad[[1, 4]].any()
     torch.testing.assert_close(network.logits.grad[[0, 2, 3]], rest.logits.grad)
     assert rest.logits.grad.abs().min() > 0
@@ -107,10 +95,10 @@ def test_invalid_samples_have_no_weight(loss: str) -> None:
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
 def test_a_batch_without_valid_samples_is_0(loss: str) -> None:
     network = Fixed(torch.randn(3, 4))
-    output = ClassificationObjective(network, loss=loss)(make_batch([-1, 1, 2], [False] * 3))  # type: ignore[arg-type]
+    output = ClassificationObjective(network, loss=loss)(make_batch([-1, 1, 2], [False] * 3))
     output.loss.backward()
     assert output.loss.item() == 0 and output.metrics["accuracy"].item() == 0
-    assert network.logits.grad is not None and not network.logits.grad.any()
+    assert not network.logits.grad.any()
 
 
 def test_accuracy_counts_the_likeliest_class() -> None:
@@ -140,7 +128,7 @@ def test_the_loss_of_a_mixture_is_the_mixture_of_losses(loss: str, smoothing: fl
     for row, (label, other, share) in enumerate(zip(labels, others, shares, strict=True)):
         targets[row, label] += share
         targets[row, other] += 1 - share
-    objective = ClassificationObjective(Fixed(logits), loss=loss, label_smoothing=smoothing)  # type: ignore[arg-type]
+    objective = ClassificationObjective(Fixed(logits), loss=loss, label_smoothing=smoothing)
     found = objective(replace(make_batch(labels), targets=targets))
     rows = logits.double().numpy()
     expected = np.mean([
@@ -163,38 +151,6 @@ def test_several_labels_an_image_are_questions_of_their_own() -> None:
     each = -np.log(np.where(targets.numpy() == 1, p, 1 - p)).sum(1)
     assert output.loss.item() == pytest.approx(each[:2].mean(), rel=1e-5)
     assert output.metrics["accuracy"].item() == 0.5, "the likeliest class of the first is one of its labels"
-
-
-@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
-def test_overfits_one_batch(loss: str) -> None:
-    torch.manual_seed(0)
-    network = create("ViT-Pico/7", image_size=(14, 14), channels=1, num_classes=4, width=32, depth=2, heads=2)
-    objective = ClassificationObjective(network, loss=loss)  # type: ignore[arg-type]
-    batch = make_batch([0, 1, 2, 3] * 4)
-    batch = Batch(torch.randn(16, 1, 14, 14), batch.labels, batch.valid, batch.samples, batch.epochs)
-    optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-2)
-    before = objective(batch).loss.item()
-    for _ in range(60):
-        objective(batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    output = objective(batch)
-    assert output.loss.item() < 0.05 < 1 < before
-    assert output.metrics["accuracy"].item() == 1
-
-
-def test_an_unknown_loss_is_refused_with_the_choices(types_unchecked: None) -> None:
-    with pytest.raises(ConfigError, match=r"^loss='hinge' is not one of 'softmax', 'sigmoid'$"):
-        Classification(loss="hinge")  # type: ignore[arg-type]
-
-
-def test_label_smoothing_is_below_1() -> None:
-    with pytest.raises(ConfigError, match=r"^label_smoothing=1.0 is not in \[0, 1\)$"):
-        Classification(label_smoothing=1.0)
-    with pytest.raises(ConfigError, match=r"^label_smoothing=-0.1 is not in \[0, 1\)$"):
-        Classification(label_smoothing=-0.1)
-    with pytest.raises(ConfigError, match="label_smoothing=nan"):
-        Classification(label_smoothing=math.nan)
 
 
 class Labelled:
@@ -261,7 +217,7 @@ def test_each_image_weighs_as_its_class_does(smoothing: float) -> None:
 def test_the_weighted_loss_of_a_mixture_is_the_mixture_of_weighted_losses(loss: str, smoothing: float) -> None:
     logits = torch.randn(4, 5, generator=torch.Generator().manual_seed(3)) * 3
     labels, others, shares = [0, 4, 2, 2], [4, 1, 3, 0], [1.0, 0.75, 0.4, 0.5]
-    objective = ClassificationObjective(Fixed(logits), loss=loss, label_smoothing=smoothing, class_weights=WEIGHTS)  # type: ignore[arg-type]
+    objective = ClassificationObjective(Fixed(logits), loss=loss, label_smoothing=smoothing, class_weights=WEIGHTS)
     alone = []
     for row in range(4):
         pair = []
@@ -270,7 +226,7 @@ def test_the_weighted_loss_of_a_mixture_is_the_mixture_of_weighted_losses(loss: 
                 Fixed(logits[row : row + 1]),
                 loss=loss,
                 label_smoothing=smoothing,
-                class_weights=WEIGHTS,  # type: ignore[arg-type]
+                class_weights=WEIGHTS,
             )
             pair.append(one(make_batch([label])).loss.item())
         alone.append(shares[row] * pair[0] + (1 - shares[row]) * pair[1])
@@ -291,19 +247,6 @@ def test_with_sigmoid_the_true_answers_weigh() -> None:
     each = np.where(targets.numpy() == 1, -weights.numpy() * np.log(p), -np.log(1 - p)).sum(1)
     found = objective(replace(make_batch([-1, -1]), targets=targets)).loss.item()
     assert found == pytest.approx(each.mean(), rel=1e-5)
-
-
-def test_equal_weights_change_nothing() -> None:
-    logits = torch.randn(5, 5, generator=torch.Generator().manual_seed(4))
-    batch = make_batch([0, 1, 2, 3, 4], [True, True, False, True, True])
-    for targets in (None, torch.full((5, 5), 0.2)):
-        plain, weighted = (
-            ClassificationObjective(Fixed(logits), label_smoothing=0.1, class_weights=weights)(
-                replace(batch, targets=targets)
-            )
-            for weights in (None, torch.ones(5))
-        )
-        torch.testing.assert_close(weighted.loss, plain.loss)
 
 
 def test_class_weights_go_with_the_module_and_not_into_its_state() -> None:

@@ -264,29 +264,6 @@ def test_weights_beside_the_network_are_written_and_loaded(tmp_path: Path) -> No
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_it_fulfils_the_contract_of_a_task(target: Any) -> None:
-    check_task(MaskedPatches(patch_target=target), Splits(Pictures(9), Pictures(5), None))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"corrupt_fraction": 0.0}, "corrupt_fraction=0.0 is not between 0 and 1, so no patch .* such as 0.5"),
-        ({"mask_fraction": 1.2}, r"mask_fraction=1.2 is not in \[0, 1\]"),
-        ({"swap_fraction": -0.1}, r"swap_fraction=-0.1 is not in \[0, 1\]"),
-        ({"mask_fraction": 0.8, "swap_fraction": 0.3}, "mask_fraction=0.8 and swap_fraction=0.3 add up to more than 1"),
-        ({"patch_target": "pixels", "select": "colour_accuracy"}, "needs colours, but patch_target='pixels' predicts"),
-        ({"select": "token_accuracy"}, "needs tokens, but patch_target='mean-colour' predicts none"),
-        ({"patch_target": "tokens"}, "tokenizer: patch_target='tokens' needs a trained tokenizer; name a run of the"),
-        ({"tokenizer": "runs/vqvae"}, "tokenizer='runs/vqvae' is not used with patch_target='mean-colour'; choose"),
-    ],
-)
-def test_unfit_settings_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        MaskedPatches(**fields)
-
-
 @pytest.mark.parametrize("name", ["mixup", "cutmix"])
 def test_mixed_images_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}=0.5 mixes the labels of images, which the task masked-patches does"):

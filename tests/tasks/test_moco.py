@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,17 +11,13 @@ from torch import Tensor
 
 from tests.tasks.images import Pictures
 from tests.tasks.test_simclr import two_views
-from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError
 from vitrail.evaluation.outputs import Outputs
-from vitrail.models.variants import create, variant_config
+from vitrail.models.variants import create
 from vitrail.processes.group import Processes
 from vitrail.tasks.moco import MoCo, MoCoObjective, key_losses
 from vitrail.tasks.task import Position
 from vitrail.tasks.views import fixed_views
-from vitrail.testing import check_task
 
 SMALL: dict[str, Any] = {"projection_hidden": 20, "projection_width": 12}
 
@@ -82,15 +77,6 @@ def test_known_losses() -> None:
     assert right.all()
 
 
-def test_views_that_are_not_decoded_change_nothing() -> None:
-    objective, batch = make_objective(), two_views(4, [True, True, False, True])
-    images = batch.images.clone()
-    images[4:6] = -images[4:6]
-    assert torch.equal(objective(batch).loss, objective(replace(batch, images=images)).loss)
-    empty: Batch = replace(batch, valid=torch.zeros_like(batch.valid))
-    assert objective(empty).loss.item() == 0
-
-
 def test_the_running_mean_follows_the_network_but_not_the_predictor() -> None:
     objective, batch = make_objective(teacher_momentum=0.8), two_views(3)
     before = {name: tensor.clone() for name, tensor in objective.state_dict().items()}
@@ -133,11 +119,6 @@ def test_a_batch_is_overfitted() -> None:
     assert output.loss.item() < 0.1 and output.metrics["contrast_accuracy"].item() == 1
 
 
-@pytest.mark.parametrize("settings", [{}, {**SMALL, "fixed_patches": False}])
-def test_it_fulfils_the_contract_of_a_task(settings: dict[str, Any]) -> None:
-    check_task(MoCo(**settings), Splits(Pictures(9), Pictures(5), None))
-
-
 def test_metrics_of_held_out_images_are_the_formulas() -> None:
     objective = make_objective().eval()
     preprocess, source = Preprocess(image_size=(21, 28)), Pictures(7)
@@ -149,23 +130,3 @@ def test_metrics_of_held_out_images_are_the_formulas() -> None:
     assert found["contrast_loss"] == pytest.approx(loss, rel=1e-4)
     assert found["contrast_accuracy"] == pytest.approx(right)
     assert (found["images"], found["skipped"]) == (7, 0) and {"uniformity", "feature_rank"} <= found.keys()
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"contrast_temperature": 0.0}, "contrast_temperature=0.0 is not above 0"),
-        ({"projection_width": 1}, "projection_width=1 is less than 2"),
-        ({"teacher_momentum": 1.0}, r"teacher_momentum=1.0 is not in \[0, 1\)"),
-    ],
-)
-def test_unfit_settings_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        MoCo(**fields)
-
-
-def test_unfit_networks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="task='moco' trains the embedding of a network, which a network of your own"):
-        MoCo().check_network(None)
-    with pytest.raises(ConfigError, match="head_hidden=8 is a layer that task='moco' does not train"):
-        MoCo().check_network(variant_config("ViT-Pico/7", image_size=28, head_hidden=8))

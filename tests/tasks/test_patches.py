@@ -172,12 +172,6 @@ def test_unfit_networks_are_refused(task: PatchTask, variant: str, fields: dict[
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-def test_a_network_of_the_users_own_class_is_refused(task: PatchTask) -> None:
-    with pytest.raises(ConfigError, match="which a network of your own class does not have; choose a Vision"):
-        task.check_network(None)
-
-
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 def test_fractions_leave_hidden_and_visible_patches(task: PatchTask) -> None:
     for fraction in (0.0, 1.0, math.nan):
         with pytest.raises(ConfigError, match=f"{task.fraction}={fraction} is not between 0 and 1, so no patch would"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,13 +13,10 @@ from tests.tasks.images import Pictures, batch_of, images_of
 from tests.tasks.objectives import overfit, small_network
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.evaluation.outputs import Outputs
-from vitrail.models.variants import variant_config
 from vitrail.tasks.simclr import SimClr, SimClrObjective, contrast_losses
 from vitrail.tasks.views import effective_rank, fixed_views, uniformity
-from vitrail.testing import check_task
 from vitrail.training.config import TrainConfig
 
 
@@ -77,23 +73,11 @@ def test_an_image_alone_has_no_loss_and_no_image_is_no_error() -> None:
     assert output.loss.item() == 0 and not any(weight.grad.abs().any() for weight in objective.projection.parameters())
 
 
-def test_views_that_are_not_decoded_change_nothing() -> None:
-    objective, batch = make_objective(), two_views(4, [True, True, False, True])
-    images = batch.images.clone()
-    images[4:6] = -images[4:6]
-    assert torch.equal(objective(batch).loss, objective(replace(batch, images=images)).loss)
-
-
 @pytest.mark.slow
 def test_a_batch_is_overfitted() -> None:
     objective = make_objective(SimClr(contrast_temperature=0.2))
     _, output = overfit(objective, two_views(6), steps=80, lr=5e-3)
     assert output.loss.item() < 0.2 and output.metrics["contrast_accuracy"].item() == 1
-
-
-@pytest.mark.parametrize("settings", [{}, {"projection_hidden": 24, "projection_width": 8}])
-def test_it_fulfils_the_contract_of_a_task(settings: dict[str, Any]) -> None:
-    check_task(SimClr(**settings), Splits(Pictures(9), Pictures(5), None))
 
 
 def test_fixed_views_depend_on_the_sample_alone() -> None:
@@ -140,30 +124,6 @@ def test_monitors_see_a_collapse() -> None:
     assert effective_rank(axes) == pytest.approx(4)
     assert uniformity(axes[[0, 4]]) == pytest.approx(-8), "opposite points have the distance 2"
     assert uniformity(axes[:1]) == 0
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"contrast_temperature": 0.0}, "contrast_temperature=0.0 is not above 0"),
-        ({"contrast_temperature": math.nan}, "contrast_temperature=nan is not above 0"),
-        ({"projection_width": 1}, "projection_width=1 is less than 2"),
-        ({"projection_hidden": 0}, "projection_hidden=0 is less than 1"),
-        ({"select": "accuracy"}, "select='accuracy' is not a metric of the task simclr"),
-    ],
-)
-def test_unfit_settings_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        SimClr(**fields)
-
-
-def test_unfit_networks_and_data_are_refused() -> None:
-    with pytest.raises(ConfigError, match="which a network of your own class need not have; choose a network of this"):
-        SimClr().check_network(None)
-    with pytest.raises(ConfigError, match="head_hidden=8 is a layer that task='simclr' does not train"):
-        SimClr().check_network(variant_config("ViT-Pico/7", image_size=28, head_hidden=8))
-    with pytest.raises(ConfigError, match="the data has fewer than two training images"):
-        SimClr().check_data(Splits(Pictures(1), None, None))
 
 
 def test_views_must_differ() -> None:
