@@ -13,8 +13,6 @@ from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.models.vit_config import ViTConfig
 
-__all__ = ["DROPPED", "HYBRIDS", "in_turn", "with_slow"]
-
 HYBRIDS: dict[str, tuple[AnyConfig, list[tuple[int, int]]]] = {
     "no stage": (variant_config("R+ViT-Ti/16", depth=1), [(224, 160), (93, 61)]),
     "four stages": (variant_config("R26+ViT-S/32", depth=1), [(97, 65)]),

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from tests.make import randomised, small_config
 from vitrail.errors import ConfigError
-from vitrail.models.blocks import Block, make_block
+from vitrail.models.blocks import Block
 from vitrail.models.network import Features
 from vitrail.models.predictor import Predictor
 from vitrail.models.resnet import ResNet
 from vitrail.models.tokens import mask_tokens
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
-from vitrail.models.vit_config import ViTConfig
 
-Small = Callable[..., ViTConfig]
-Randomised = Callable[[ViTConfig], VisionTransformer]
 SIZE = (12, 15)
 """Height and width with a grid of 3 x 3 patches, which differs from the 3 x 2 of the config."""
 
@@ -60,8 +57,8 @@ def seen_by(network: VisionTransformer, images: Tensor, part: str) -> list[Tenso
 
 
 @pytest.mark.parametrize("fields", [{}, {"pool": "gap", "registers": 2}, {"registers": 1, "final_norm": "pooled"}])
-def test_tokens_of_chosen_blocks(small: Small, randomised: Randomised, fields: dict[str, Any]) -> None:
-    network = randomised(small(**fields))
+def test_tokens_of_chosen_blocks(fields: dict[str, Any]) -> None:
+    network = randomised(small_config(**fields))
     blocks = seen_by(network, images_of(), "")
     first, last, again = network.features(images_of(), layers=(0, -1, -3))
     for found, block in ((first, 0), (last, 2), (again, 0)):
@@ -73,8 +70,8 @@ def test_tokens_of_chosen_blocks(small: Small, randomised: Randomised, fields: d
         assert torch.equal(network.norm(last.patches), network.features(images_of()).patches)
 
 
-def test_the_order_is_the_callers_and_none_is_none(small: Small, randomised: Randomised) -> None:
-    network = randomised(small())
+def test_the_order_is_the_callers_and_none_is_none() -> None:
+    network = randomised(small_config())
     backward = network.features(images_of(), layers=[2, 1, 0])
     forward = network.features(images_of(), layers=range(3))
     for one, two in zip(backward, reversed(forward), strict=True):
@@ -83,9 +80,9 @@ def test_the_order_is_the_callers_and_none_is_none(small: Small, randomised: Ran
 
 
 @pytest.mark.parametrize("layer", [3, -4])
-def test_a_block_out_of_range_is_refused(small: Small, randomised: Randomised, layer: int) -> None:
+def test_a_block_out_of_range_is_refused(layer: int) -> None:
     network, message = (
-        randomised(small()),
+        randomised(small_config()),
         rf"^layers=\(1, {layer}\): block {layer} does not exist; choose from 0 to 2, ",
     )
     message += r"or from -3 to -1, counted from the end$"
@@ -112,10 +109,8 @@ def test_units_of_a_resnet_are_blocks() -> None:
 
 @pytest.mark.parametrize("positions", POSITIONS, ids=str)
 @pytest.mark.parametrize("fields", [{}, {"pool": "gap", "registers": 2, "qk_norm": True}], ids=str)
-def test_attention_weights_of_all_rows(
-    small: Small, randomised: Randomised, positions: dict[str, Any], fields: dict[str, Any]
-) -> None:
-    network = randomised(small(width=24, **positions, **fields))
+def test_attention_weights_of_all_rows(positions: dict[str, Any], fields: dict[str, Any]) -> None:
+    network = randomised(small_config(width=24, **positions, **fields))
     weights = network.attention_weights(images_of())
     tokens = 9 + network.config.prefix
     assert [tuple(each.shape) for each in weights] == 3 * [(2, 3, tokens, tokens)]
@@ -130,8 +125,8 @@ def test_attention_weights_of_all_rows(
         torch.testing.assert_close(attention.out((each @ values).transpose(1, 2).flatten(2)), after)
 
 
-def test_attention_weights_are_an_independent_softmax(small: Small, randomised: Randomised) -> None:
-    network = randomised(small())
+def test_attention_weights_are_an_independent_softmax() -> None:
+    network = randomised(small_config())
     (second,) = network.attention_weights(images_of(), layers=[1])
     (last,) = network.attention_weights(images_of(), layers=[-1])
     normed = seen_by(network, images_of(), "norm1")
@@ -146,8 +141,8 @@ def test_attention_weights_are_an_independent_softmax(small: Small, randomised: 
                 torch.testing.assert_close(found[image, head].double(), expected, atol=1e-6, rtol=1e-5)
 
 
-def test_looking_costs_no_bits(small: Small, randomised: Randomised) -> None:
-    network = randomised(small())
+def test_looking_costs_no_bits() -> None:
+    network = randomised(small_config())
     logits = network(images_of())
     network.attention_weights(images_of())
     network.features(images_of(), layers=(0,))
@@ -158,10 +153,8 @@ def test_looking_costs_no_bits(small: Small, randomised: Randomised) -> None:
 
 
 @pytest.mark.parametrize("positions", POSITIONS, ids=str)
-def test_the_encoder_sees_the_patches_that_are_kept(
-    small: Small, randomised: Randomised, positions: dict[str, Any]
-) -> None:
-    network = randomised(small(width=24, registers=1, **positions))
+def test_the_encoder_sees_the_patches_that_are_kept(positions: dict[str, Any]) -> None:
+    network = randomised(small_config(width=24, registers=1, **positions))
     images, keep = images_of(), torch.tensor([[8, 0, 3], [1, 2, 7]])
     found = network.encode(images, keep=keep)
     assert found.patches.shape == (2, 3, 24) and found.grid == (3, 3)
@@ -176,16 +169,16 @@ def test_the_encoder_sees_the_patches_that_are_kept(
     )
 
 
-def test_what_is_kept_is_the_callers_even_with_patch_dropout(small: Small, randomised: Randomised) -> None:
-    network, keep = randomised(small(patch_dropout=0.5)).train(), torch.tensor([[0, 8], [4, 2]])
+def test_what_is_kept_is_the_callers_even_with_patch_dropout() -> None:
+    network, keep = randomised(small_config(patch_dropout=0.5)).train(), torch.tensor([[0, 8], [4, 2]])
     assert torch.equal(network.encode(images_of(), keep=keep).patches, network.encode(images_of(), keep=keep).patches)
 
 
 # --- other embeddings
 
 
-def test_a_mask_token_takes_the_place_of_embeddings(small: Small, randomised: Randomised) -> None:
-    network, images = randomised(small()), images_of()
+def test_a_mask_token_takes_the_place_of_embeddings() -> None:
+    network, images = randomised(small_config()), images_of()
     token = torch.randn(12, requires_grad=True)
     masked = torch.zeros(2, 9, dtype=torch.bool)
     masked[0, 4] = masked[1, 0] = True
@@ -197,25 +190,13 @@ def test_a_mask_token_takes_the_place_of_embeddings(small: Small, randomised: Ra
     assert torch.equal(found.patches, again.patches), "the pixels of masked patches are not seen"
     assert not torch.equal(found.patches, network.features(images).patches)
     found.patches.sum().backward()
-    assert token.grad is not None and token.grad.any()
+    assert token.grad.any()
     none = mask_tokens(token, torch.zeros(2, 9, dtype=torch.bool))
     assert torch.equal(network.encode(images, replace=none).patches, network.features(images).patches)
 
 
-def test_embeddings_can_be_replaced_by_those_of_other_patches(small: Small, randomised: Randomised) -> None:
+def test_embeddings_can_be_replaced_by_those_of_other_patches() -> None:
     """This is the case of the paper's B.1.2, where a tenth of the masked embeddings are those of other patches."""
-    network = randomised(small(positions="none"))
+    network = randomised(small_config(positions="none"))
     turned = network.encode(images_of(), replace=lambda embeddings: embeddings.flip(1))
     torch.testing.assert_close(turned.patches.flip(1), network.features(images_of()).patches)
-
-
-def test_a_masked_autoencoder_needs_nothing_else(small: Small, randomised: Randomised) -> None:
-    network, images = randomised(small(pool="gap")).train(), images_of()
-    order = torch.rand(2, 9, generator=torch.Generator().manual_seed(0)).argsort(1)
-    keep, places = order[:, :4], order.argsort(1)
-    seen = network.encode(images, keep=keep).patches
-    token, decoder, pixels = nn.Parameter(torch.zeros(12)), make_block(network.config, 0), nn.Linear(12, 3 * 4 * 5)
-    whole = torch.cat([seen, token.expand(2, 5, -1)], 1).gather(1, places[..., None].expand(-1, -1, 12))
-    torch.testing.assert_close(whole.gather(1, keep[..., None].expand(-1, -1, 12)), seen)
-    pixels(decoder(whole)).square().mean().backward()
-    assert token.grad is not None and all(parameter.grad is not None for parameter in network.blocks.parameters())

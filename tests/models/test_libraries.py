@@ -66,7 +66,7 @@ def assert_same_weights(found: nn.Module, expected: nn.Module) -> None:
 def test_lightning_trains_as_plain_pytorch_does(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
 
-    class Classifier(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    class Classifier(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.network = network()
@@ -119,7 +119,7 @@ def test_lightning_resumes_averages_and_casts(name: str, tmp_path: Path) -> None
     lightning = pytest.importorskip("lightning")
     from lightning.pytorch.callbacks import EMAWeightAveraging
 
-    class Classifier(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    class Classifier(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.network = kind_of(name)
@@ -282,7 +282,7 @@ def test_trainer_trains_a_wrapped_network_and_refuses_a_bare_one(tmp_path: Path)
     )  # fmt: skip
     module = Classifier(network())
     transformers.Trainer(module, settings, train_dataset=data).train()
-    assert not torch.equal(module.network.head.weight, network().head.weight)  # type: ignore[union-attr]
+    assert not torch.equal(module.network.head.weight, network().head.weight)
     with pytest.raises(ConfigError, match="libraries"):
         transformers.Trainer(network(), settings, train_dataset=data)
 

@@ -49,7 +49,7 @@ def test_a_network_is_built_by_its_architecture(name: str) -> None:
 @pytest.mark.parametrize("where", [{"dtype": torch.float64}, {"dtype": torch.bfloat16}, {"device": "meta"}], ids=str)
 def test_a_new_head_has_the_device_and_the_number_format_of_the_network(name: str, where: dict[str, Any]) -> None:
     network: nn.Module = create(name, image_size=32, num_classes=2, head_bias=-3.0).to(**where)
-    headed = network.with_head(5)  # type: ignore[operator]
+    headed = network.with_head(5)
     weights = list(headed.parameters())
     assert {(one.device, one.dtype) for one in weights} == {(one.device, one.dtype) for one in network.parameters()}
     assert weights[-1].shape == (5,) and (weights[-1].is_meta or bool((weights[-1] == -3).all()))
@@ -90,10 +90,10 @@ def test_what_cannot_be_kept_is_refused() -> None:
     network = create("ViT-Pico/8", image_size=(24, 40), num_classes=2)
     handle = network.get_submodule("positions").register_forward_hook(lambda *_: None)
     with pytest.raises(ConfigError, match=r"^positions is made anew for images of \(48, 24\), but it .* has hooks"):
-        network.with_image_size((48, 24))  # type: ignore[operator]
+        network.with_image_size((48, 24))
     handle.remove()
     before = network.forward
-    network.forward = lambda images: 2 * before(images)  # type: ignore[method-assign, operator, assignment]
+    network.forward = lambda images: 2 * before(images)
     for change, given in (("with_head", 3), ("with_image_size", (48, 24))):
         with pytest.raises(ConfigError, match="forward is a function that uses a module of the network"):
             getattr(network, change)(given)

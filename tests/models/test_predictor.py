@@ -94,7 +94,7 @@ def images_of(network: nn.Module, batch: int = 3) -> Tensor:
 def directly(network: nn.Module, images: Tensor, precision: str) -> Tensor:
     was = network.training
     network.eval()
-    with torch.inference_mode(), autocast(precision, torch.device("cpu")):  # type: ignore[arg-type]
+    with torch.inference_mode(), autocast(precision, torch.device("cpu")):
         logits = network(images)
     network.train(was)
     return logits

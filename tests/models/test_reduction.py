@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.make import randomised, small_config
 from vitrail.errors import ConfigError
 from vitrail.models.attention import ATTENTION
 from vitrail.models.attention.full import FullAttention
@@ -19,10 +19,6 @@ from vitrail.models.reduction import TokenReduction
 from vitrail.models.tokens import Patches
 from vitrail.models.variants import ModelConfig
 from vitrail.models.vit import VisionTransformer
-from vitrail.models.vit_config import ViTConfig
-
-Small = Callable[..., ViTConfig]
-Randomised = Callable[..., VisionTransformer]
 
 
 def naive_merge(tokens: list[Tensor], sizes: list[float], keys: Tensor, count: int, prefix: int) -> Any:
@@ -42,7 +38,7 @@ def naive_merge(tokens: list[Tensor], sizes: list[float], keys: Tensor, count: i
     new_tokens, new_sizes = [tokens[index] for index in kept], [sizes[index] for index in kept]
     for group in groups.values():
         total = sum(sizes[index] for index in group)
-        new_tokens.append(sum(tokens[index] * sizes[index] for index in group) / total)  # type: ignore[arg-type]
+        new_tokens.append(sum(tokens[index] * sizes[index] for index in group) / total)
         new_sizes.append(total)
     return new_tokens, new_sizes
 
@@ -110,11 +106,9 @@ def naive(network: VisionTransformer, images: Tensor, reduction: TokenReduction)
         ({"pool": "gap", "class_token": True}, {"tokens": 50, "by": "prune"}),
     ],
 )
-def test_tokens_are_those_of_the_naive_implementation(
-    small: Small, randomised: Randomised, fields: dict[str, Any], reduction: dict[str, Any]
-) -> None:
+def test_tokens_are_those_of_the_naive_implementation(fields: dict[str, Any], reduction: dict[str, Any]) -> None:
     settings = TokenReduction(**reduction)
-    config = small(**{"depth": 4, "image_size": (20, 25), **fields}, reduction=settings)
+    config = small_config(**{"depth": 4, "image_size": (20, 25), **fields}, reduction=settings)
     network = randomised(config).double().eval()
     images = torch.randn(3, config.channels, 20, 25, dtype=torch.float64)
     with torch.no_grad():
@@ -128,9 +122,9 @@ def test_tokens_are_those_of_the_naive_implementation(
     assert lengths == wanted
 
 
-def test_copies_of_a_patch_merge_without_a_change(small: Small, randomised: Randomised) -> None:
+def test_copies_of_a_patch_merge_without_a_change() -> None:
     """Equal tokens merge exactly, because attention weighs a merged token by its size."""
-    network = randomised(small(depth=3, positions="none", image_size=(24, 40))).double().eval()
+    network = randomised(small_config(depth=3, positions="none", image_size=(24, 40))).double().eval()
     images = torch.randn(2, network.config.channels, 4, 5, dtype=torch.float64).repeat(1, 1, 6, 8)  # 48 equal patches
     merging = with_reduction(network, TokenReduction(tokens=12))
     with torch.no_grad():
@@ -145,10 +139,8 @@ def with_reduction(network: VisionTransformer, reduction: TokenReduction) -> Vis
 
 @pytest.mark.parametrize("by", ["merge", "prune"])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_an_answer_does_not_depend_on_the_other_images(
-    small: Small, randomised: Randomised, by: Any, precision: Any
-) -> None:
-    network = randomised(small(depth=3, image_size=(24, 40), reduction=TokenReduction(tokens=5, by=by))).eval()
+def test_an_answer_does_not_depend_on_the_other_images(by: Any, precision: Any) -> None:
+    network = randomised(small_config(depth=3, image_size=(24, 40), reduction=TokenReduction(tokens=5, by=by))).eval()
     images = torch.randn(4, network.config.channels, 24, 40)
     predictor = Predictor(network, precision)
     together = predictor(images)
@@ -158,8 +150,8 @@ def test_an_answer_does_not_depend_on_the_other_images(
         )
 
 
-def test_training_and_all_tokens_are_as_without_a_reduction(small: Small, randomised: Randomised) -> None:
-    network = randomised(small(depth=3, image_size=(24, 40)))
+def test_training_and_all_tokens_are_as_without_a_reduction() -> None:
+    network = randomised(small_config(depth=3, image_size=(24, 40)))
     reduced = with_reduction(network, TokenReduction(tokens=9))
     images = torch.randn(2, network.config.channels, 24, 40)
     assert torch.equal(network.train()(images), reduced.train()(images))
@@ -189,19 +181,19 @@ def test_the_schedules_of_the_paper() -> None:
         ({"pool": "gap", "reduction": TokenReduction(tokens=1, by="prune")}, "'prune' needs a class token"),
     ],
 )
-def test_networks_that_cannot_reduce_are_refused_by_name(small: Small, fields: dict[str, Any], message: str) -> None:
+def test_networks_that_cannot_reduce_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        small(**{"reduction": TokenReduction(tokens=1), "width": 32, **fields})
+        small_config(**{"reduction": TokenReduction(tokens=1), "width": 32, **fields})
     assert message in str(caught.value)
 
 
-def test_attention_that_cannot_reduce_is_refused(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_cannot_reduce_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Plain(FullAttention):
         can_reduce = False
 
     monkeypatch.setitem(ATTENTION, "plain", Plain)
     with pytest.raises(ConfigError, match="attention='plain' cannot merge tokens; leave the reduction out"):
-        small(attention="plain", reduction=TokenReduction(tokens=1))
+        small_config(attention="plain", reduction=TokenReduction(tokens=1))
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_hooks_and_replaced_methods_are_called_as_often_as_the_module_is_used(
     for name, part in parts(made):
         assert used[name] or isinstance(part, NEVER_CALLED), f"{name} is never called"
         seen: list[str] = []
-        handle = part.register_forward_pre_hook(lambda *_, seen=seen: seen.append("hook"))  # type: ignore[misc]
+        handle = part.register_forward_pre_hook(lambda *_, seen=seen: seen.append("hook"))
         assert_same(compute(made), expected, name)
         handle.remove()
 
@@ -90,7 +90,7 @@ def test_hooks_and_replaced_methods_are_called_as_often_as_the_module_is_used(
             seen.append("method")
             return type(self).forward(self, *given, **named)
 
-        part.forward = MethodType(forward, part)  # type: ignore[method-assign]
+        part.forward = MethodType(forward, part)
         assert_same(compute(made), expected, name)
         del part.forward
         assert Counter(seen) == Counter({"hook": used[name], "method": used[name]}) - Counter(), name
@@ -126,7 +126,7 @@ def test_dense_layers_of_other_classes_and_formats_take_part(kind: str, compute:
 
         pruned = copy.deepcopy(made)
         layer = pruned.get_submodule(name)
-        prune.identity(layer, "weight")  # type: ignore[no-untyped-call]
+        prune.identity(layer, "weight")
         with torch.no_grad():
             layer.weight_orig.mul_(2)  # as an optimizer or a checkpoint changes it
         assert_same(compute(pruned), changed, name)
@@ -202,7 +202,7 @@ def test_what_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
         layer.register_full_backward_pre_hook, nn.modules.module.register_module_forward_hook,
         nn.modules.module.register_module_full_backward_hook,
     ):  # fmt: skip
-        handle = register(lambda *_: None)  # type: ignore[operator]
+        handle = register(lambda *_: None)
         assert not is_plain(layer, Linear)
         handle.remove()
         assert is_plain(layer, Linear)

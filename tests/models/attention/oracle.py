@@ -106,7 +106,6 @@ def insides(network: VisionTransformer, grid: Place | None = None) -> list[Atten
     """Return the positions and tables of every block, as the network makes them."""
     grid = grid or network.config.grid
     found = network.positions.for_attention(grid, len(network.blocks), torch.device("cpu"))
-    assert network.context is not None
     return network.context.join(found, grid, torch.device("cpu"), None)
 
 

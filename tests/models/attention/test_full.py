@@ -89,28 +89,6 @@ def test_self_attention_equals_torchs(heads: int) -> None:
     torch.testing.assert_close(ours(tokens), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_tokens_in_another_order_give_outputs_in_that_order() -> None:
-    torch.manual_seed(0)
-    layer, tokens, order = SelfAttention(12, 3), torch.randn(2, 9, 12), torch.randperm(9)
-    torch.testing.assert_close(layer(tokens[:, order]), layer(tokens)[:, order], atol=1e-6, rtol=1e-6)
-
-
-def test_images_of_a_batch_do_not_see_each_other() -> None:
-    torch.manual_seed(0)
-    layer, tokens = SelfAttention(12, 3), torch.randn(2, 9, 12)
-    other = torch.cat([tokens[:1], torch.randn(1, 9, 12)])
-    torch.testing.assert_close(layer(tokens)[0], layer(other)[0], atol=1e-6, rtol=1e-6)
-
-
-def test_autocast_to_bfloat16_stays_close() -> None:
-    torch.manual_seed(0)
-    layer, tokens = SelfAttention(12, 3), torch.randn(2, 9, 12)
-    with torch.autocast("cpu", torch.bfloat16):
-        result = layer(tokens)
-    assert result.dtype == torch.bfloat16
-    torch.testing.assert_close(result.float(), layer(tokens), atol=0.02, rtol=0.05)
-
-
 @pytest.mark.parametrize("fields", [{}, {"qkv_bias": False}, {"qk_norm_eps": 1e-3, "out_bias": False}])
 @pytest.mark.parametrize("kind", ["none", "bias", "rotation", "bias of each image", "rotation of each image"])
 def test_the_first_tokens_alone_take_what_they_take_among_all(fields: dict[str, Any], kind: str) -> None:
@@ -137,22 +115,6 @@ def test_the_first_tokens_alone_take_what_they_take_among_all(fields: dict[str, 
             coarse = layer(tokens, inside, read)
         assert coarse.dtype == torch.bfloat16
         torch.testing.assert_close(coarse.float(), part, atol=0.03, rtol=0.05)
-
-
-def test_each_image_can_have_positions_of_its_own() -> None:
-    torch.manual_seed(0)
-    layer, tokens = SelfAttention(24, 3), torch.randn(2, 9, 24)
-    bias, angles = torch.randn(2, 3, 9, 9), torch.randn(2, 1, 9, 8)
-    for inside, each in (
-        (AttentionPositions(bias=bias), [AttentionPositions(bias=part) for part in bias]),
-        (
-            AttentionPositions(rotation=(angles.cos(), angles.sin())),
-            [AttentionPositions(rotation=(part[0].cos(), part[0].sin())) for part in angles],
-        ),
-    ):
-        expected = torch.cat([layer(image[None], own) for image, own in zip(tokens, each, strict=True)])
-        torch.testing.assert_close(layer(tokens, inside), expected, atol=1e-6, rtol=1e-5)
-        assert (layer(tokens, inside) - layer(tokens, each[0])).abs().max() > 1e-3
 
 
 @pytest.mark.gpu
@@ -222,25 +184,3 @@ def test_a_kind_is_a_class_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert full.macs() - mean.macs() == 2 * (7 * 4 * 12 * 12 + 2 * 7 * 7 * 12)
     with pytest.raises(ConfigError, match=r"^qkv_bias=False: attention='mean' has no queries, keys and values$"):
         replace(mean, qkv_bias=False)
-
-
-def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^attention='linear' is not one of 'full', 'local', 'blocks', "):
-        ViTConfig(attention="linear")
-
-
-@pytest.mark.parametrize("fields", [{}, {"qkv_bias": False}, {"qk_norm_eps": 1e-3}])
-@pytest.mark.parametrize("kind", ["none", "bias", "rotation"])
-def test_weights_are_those_that_mix_the_values(fields: dict[str, Any], kind: str) -> None:
-    torch.manual_seed(0)
-    layer, tokens, angles = SelfAttention(24, 3, **fields), torch.randn(2, 9, 24), torch.randn(9, 8)
-    inside = {
-        "none": None,
-        "bias": AttentionPositions(bias=torch.randn(3, 9, 9)),
-        "rotation": AttentionPositions(rotation=(angles.cos(), angles.sin())),
-    }[kind]
-    weights = layer.weights(tokens, inside)
-    assert weights.shape == (2, 3, 9, 9)
-    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 9))
-    v = layer.qkv(tokens)[..., 48:].view(2, 9, 3, 8).transpose(1, 2)
-    torch.testing.assert_close(layer.out((weights @ v).transpose(1, 2).flatten(2)), layer(tokens, inside))

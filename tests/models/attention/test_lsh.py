@@ -20,7 +20,7 @@ def pairs_that_meet(q: Tensor, rotations: Tensor, chunk: int) -> Tensor:
     for rotation in rotations:  # d half
         turned = q @ rotation
         buckets = [int(one) for one in torch.cat([turned, -turned], dim=1).argmax(dim=1)]
-        order = sorted(range(n), key=lambda patch, buckets=buckets: (buckets[patch], patch))  # type: ignore[misc]
+        order = sorted(range(n), key=lambda patch, buckets=buckets: (buckets[patch], patch))
         chunks = math.ceil(n / chunk)
         place = {patch: number // chunk for number, patch in enumerate(order)}
         for i in range(n):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 
+from tests.make import randomised, small_config, vit_fields
 from vitrail.errors import ConfigError
 from vitrail.models.compiled import compile_blocks
 from vitrail.models.linear.dense import ONEDNN
@@ -59,14 +60,9 @@ def predict(network: VisionTransformer, images: Tensor) -> Tensor:
 )
 @settings(max_examples=25)
 def test_it_starts_as_the_model_and_ends_as_a_plain_network(
-    fields: st.DataObject,
-    names: list[Projection],
-    rank: int,
-    alpha: float,
-    configs: st.SearchStrategy[dict[str, Any]],
-    randomised: Callable[[ViTConfig], VisionTransformer],
+    fields: st.DataObject, names: list[Projection], rank: int, alpha: float
 ) -> None:
-    network = randomised(ViTConfig(**fields.draw(configs)))
+    network = randomised(ViTConfig(**fields.draw(vit_fields())))
     images, plain = images_of(network), set(network.state_dict())
     before = predict(network, images)
     add_adapters(network, rank=rank, alpha=alpha, names=names)
@@ -81,13 +77,8 @@ def test_it_starts_as_the_model_and_ends_as_a_plain_network(
 
 @pytest.mark.parametrize("names", [("query", "value"), ("key",), ("value", "key"), ("out",), ("up", "down"), NAMES])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_the_rows_that_are_named_change_as_the_formula_says(
-    names: tuple[Projection, ...],
-    activation: str,
-    small: Callable[..., ViTConfig],
-    randomised: Callable[[ViTConfig], VisionTransformer],
-) -> None:
-    network = randomised(small(activation=activation))
+def test_the_rows_that_are_named_change_as_the_formula_says(names: tuple[Projection, ...], activation: str) -> None:
+    network = randomised(small_config(activation=activation))
     before = {name: tensor.double() for name, tensor in network.state_dict().items()}
     add_adapters(network, rank=2, alpha=3.0, names=names)
     learn(network)
@@ -114,11 +105,9 @@ def test_the_first_factor_is_random_and_of_unit_gain() -> None:
     assert float(adapter.a.detach().std()) == pytest.approx(200**-0.5, rel=0.02)
 
 
-def test_gradients_are_those_of_the_factors(
-    small: Callable[..., ViTConfig], randomised: Callable[[ViTConfig], VisionTransformer]
-) -> None:
+def test_gradients_are_those_of_the_factors() -> None:
     """The gradients of B and A follow by the chain rule from the gradient of the merged weight."""
-    network = randomised(small())
+    network = randomised(small_config())
     add_adapters(network, rank=2, alpha=4.0, names=("value", "up"))
     learn(network)
     plain = merged(network)
@@ -127,7 +116,6 @@ def test_gradients_are_those_of_the_factors(
     weights = dict(plain.named_parameters())
     for path, adapter in adapters_of(network).items():
         gradient = weights[path.removesuffix(".adapter") + ".weight"].grad
-        assert gradient is not None and adapter.a.grad is not None and adapter.b.grad is not None
         rows = gradient[-len(adapter.b[0]) :]  # values are the last third of the rows
         torch.testing.assert_close(adapter.b.grad[0], 2 * rows @ adapter.a[0].T, rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(adapter.a.grad[0], 2 * adapter.b[0].T @ rows, rtol=1e-3, atol=1e-4)
@@ -135,11 +123,9 @@ def test_gradients_are_those_of_the_factors(
 
 @pytest.mark.skipif(not ONEDNN, reason="this build of torch has no dense layer of oneDNN")
 @pytest.mark.parametrize("pool", ["cls", "gap"])
-def test_in_bf16_the_change_of_a_weight_is_not_rounded_before_it_is_added(
-    pool: str, small: Callable[..., ViTConfig], randomised: Callable[[ViTConfig], VisionTransformer]
-) -> None:
+def test_in_bf16_the_change_of_a_weight_is_not_rounded_before_it_is_added(pool: str) -> None:
     """The fused kernels therefore receive the same bits as with the merged weight."""
-    network = randomised(small(pool=pool))
+    network = randomised(small_config(pool=pool))
     add_adapters(network, rank=3, alpha=3.0, names=NAMES)
     learn(network)
     plain = merged(network)
@@ -152,10 +138,8 @@ def test_in_bf16_the_change_of_a_weight_is_not_rounded_before_it_is_added(
     assert torch.equal(*logits)
 
 
-def test_weights_are_frozen_as_adapted(
-    small: Callable[..., ViTConfig], randomised: Callable[[ViTConfig], VisionTransformer]
-) -> None:
-    network = randomised(small())
+def test_weights_are_frozen_as_adapted() -> None:
+    network = randomised(small_config())
     add_adapters(network, rank=2, alpha=2.0, names=("out",))
     learn(network)
     layer = network.blocks[1].attention.out
@@ -177,9 +161,7 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("types_unchecked", "fresh_compiler")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-def test_adapted_blocks_still_share_a_graph(
-    small: Callable[..., ViTConfig], randomised: Callable[[ViTConfig], VisionTransformer]
-) -> None:
+def test_adapted_blocks_still_share_a_graph() -> None:
     count = 0
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor], **options: Any) -> Callable[..., Any]:
@@ -187,7 +169,7 @@ def test_adapted_blocks_still_share_a_graph(
         count += 1
         return lookup_backend("aot_eager")(graph, inputs)
 
-    networks = [randomised(small(depth=10, pool="gap")).requires_grad_(False) for _ in range(2)]
+    networks = [randomised(small_config(depth=10, pool="gap")).requires_grad_(False) for _ in range(2)]
     for network in networks:
         add_adapters(network, rank=2, alpha=4.0, names=("query", "value", "down"))
         learn(network)
@@ -215,11 +197,11 @@ CHOICES = "choices: 'query', 'key', 'value', 'out', 'up', 'down'"
     ],
 )
 def test_names_that_match_nothing_are_refused_with_the_choices(
-    names: tuple[str, ...], rank: int, message: str, small: Callable[..., ViTConfig], types_unchecked: None
+    names: tuple[str, ...], rank: int, message: str, types_unchecked: None
 ) -> None:
-    network = VisionTransformer(small())
+    network = VisionTransformer(small_config())
     with pytest.raises(ConfigError) as caught:
-        add_adapters(network, rank=rank, alpha=1.0, names=names)  # type: ignore[arg-type]
+        add_adapters(network, rank=rank, alpha=1.0, names=names)
     assert str(caught.value) == message and not adapters_of(network)
 
 
@@ -234,8 +216,8 @@ def test_a_resnet_is_refused() -> None:
         add_adapters(network, rank=4, alpha=1.0, names=("query",))
 
 
-def test_merging_without_adapters_shares_every_tensor(small: Callable[..., ViTConfig]) -> None:
-    network = VisionTransformer(small()).eval()
+def test_merging_without_adapters_shares_every_tensor() -> None:
+    network = VisionTransformer(small_config()).eval()
     plain = merged(network)
     assert not plain.training and plain is not network
     for name, tensor in network.state_dict().items():

@@ -162,7 +162,7 @@ def network(**fields: Any) -> VisionTransformer:
 def test_layers_of_blocks_whose_sides_fit_are_taken() -> None:
     made = network()
     assert use_float8(made) == 12
-    assert made.head is not None and made.head.product is linear
+    assert made.head.product is linear
     assert use_float8(network(mlp_width=84)) == 6, "84 is no multiple of 16, so MLPs stay as they are"
     assert use_float8(network(width=32, heads=2, mlp_width=24, activation="swiglu")) == 9, "up has 48 outputs then"
 
@@ -253,7 +253,7 @@ def vit(**fields: Any) -> Any:
     network = vitrail.create(
         "ViT-Pico/7", num_classes=5, image_size=(35, 21), width=48, depth=3, heads=4, mlp_width=80, **fields
     ).eval()
-    torch.nn.init.normal_(network.head.weight)  # type: ignore[union-attr, arg-type]
+    torch.nn.init.normal_(network.head.weight)
     return network
 
 

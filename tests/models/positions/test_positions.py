@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,17 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.make import randomised, small_config
 from vitrail.models.attention.full import SelfAttention
 from vitrail.models.positions import (
-    LearnedPositions,
-    LearnedPositions2d,
     PositionPlace,
     PositionResize,
     Positions,
-    RelativeBias,
     RelativeKeyPositions,
     RotaryPositions,
-    SinCosPositions,
     resize_grid,
     sincos_2d,
 )
@@ -56,31 +51,6 @@ def made(kind: str, place: PositionPlace = "stem", *, grid: tuple[int, int] = (3
 
 
 # --- shapes and places
-
-
-@pytest.mark.parametrize("grid", [(3, 4), (1, 1), (5, 2), (2, 7)])
-@pytest.mark.parametrize(("kind", "place"), PLACES)
-def test_shapes_at_any_grid(kind: str, place: PositionPlace, grid: tuple[int, int]) -> None:
-    positions = made(kind, place)
-    tokens = torch.randn(2, 3 + math.prod(grid), 16)
-    for layer in range(5):
-        changed = positions(tokens, grid, layer)
-        assert changed.shape == tokens.shape
-        acts = kind in ADDED and (layer == 0 or place != "stem")
-        assert torch.equal(changed, tokens) != acts
-        if acts:  # registers, the second and third token, have no positions here; the class token has if learned
-            assert torch.equal(changed[:, 1:3], tokens[:, 1:3])
-            assert torch.equal(changed[:, 0], tokens[:, 0]) == (kind == "sincos-2d")
-            torch.testing.assert_close((changed - tokens)[0], (changed - tokens)[1], atol=1e-5, rtol=0)
-    insides = positions.for_attention(grid, 5, CPU)
-    assert len(insides) == 5
-    for inside in insides:
-        assert (inside is not None) == (kind in ("relative-bias", "relative-keys", "rotary-2d"))
-        if inside is not None:
-            assert inside.bias is None or inside.bias.shape == (2, tokens.shape[1], tokens.shape[1])
-            if inside.offset_keys is not None:
-                assert inside.offset_keys.bias(torch.randn(3, 2, 4, 8), 3).shape == (3, 2, 4, tokens.shape[1])
-            assert inside.rotation is None or [part.shape for part in inside.rotation] == [(tokens.shape[1], 8)] * 2
 
 
 @pytest.mark.parametrize("grid", [(3, 4), (5, 2)])
@@ -116,22 +86,6 @@ def test_kept_patches_have_their_own_positions(kind: str, place: PositionPlace, 
             for image, own in enumerate(seen):
                 torch.testing.assert_close(part[image], whole[image][:, own][:, :, own])
         assert (inside.rotation is None) == (all_told.rotation is None)
-
-
-@pytest.mark.parametrize("place", ["every-layer", "shared"])
-@pytest.mark.parametrize("kind", ["learned", "learned-2d", "relative-bias", "relative-keys"])
-def test_each_layer_has_its_own_or_all_have_one(kind: str, place: PositionPlace) -> None:
-    positions = made(kind, place)
-    if kind == "relative-bias":
-        seen = [inside.bias for inside in positions.for_attention((3, 4), 5, CPU) if inside is not None]
-    elif kind == "relative-keys":
-        seen = [one.offset_keys.keys for one in positions.for_attention((3, 4), 5, CPU) if one and one.offset_keys]
-    else:
-        seen = [positions(torch.zeros(1, 15, 16), (3, 4), layer) for layer in range(5)]
-    first, *others = seen
-    assert first is not None and len(others) == 4
-    assert all(part is not None and torch.equal(first, part) == (place == "shared") for part in others)
-    assert {len(parameter) for parameter in positions.parameters()} == {5 if place == "every-layer" else 1}
 
 
 @pytest.mark.parametrize("grid", [(3, 4), (5, 7)])
@@ -179,12 +133,6 @@ def test_what_is_learned(kind: str, place: PositionPlace, shapes: dict[str, tupl
     assert set(positions.state_dict()) == set(shapes)
 
 
-def test_learned_2d_without_covered_tokens_learns_axes_alone() -> None:
-    assert {name for name, _ in made("learned-2d", positions_cover="patches").named_parameters()} == {"columns", "rows"}
-    tokens = torch.zeros(1, 15, 16)
-    assert not made("learned-2d", positions_cover="patches")(tokens, (3, 4))[:, :3].any()
-
-
 @pytest.mark.parametrize("kind", ["learned", "learned-2d", "relative-bias", "relative-keys"])
 def test_positions_start_with_the_deviation_asked_for(kind: str) -> None:
     positions = made(kind, "every-layer", grid=(14, 14), width=64, heads=8)
@@ -196,43 +144,7 @@ def test_positions_start_with_the_deviation_asked_for(kind: str) -> None:
                 assert abs(parameter.mean().item()) < 0.05 * std
 
 
-@pytest.mark.parametrize(("kind", "place"), PLACES)
-def test_tokens_keep_their_number_format(kind: str, place: PositionPlace) -> None:
-    tokens = torch.randn(2, 15, 16).bfloat16()
-    assert made(kind, place)(tokens, (3, 4)).dtype == torch.bfloat16
-
-
 # --- formulas
-
-
-def test_learned_positions_are_added_token_by_token() -> None:
-    layer = LearnedPositions((1, 3), 4, prefix=2, covered=2)
-    with torch.no_grad():
-        layer.embedding.copy_(torch.arange(20.0).view(1, 5, 4))
-    tokens = torch.randn(3, 5, 4)
-    assert torch.equal(layer(tokens, (1, 3)), tokens + torch.arange(20.0).view(1, 5, 4))
-    layer(tokens, (1, 3)).sum().backward()
-    assert torch.equal(layer.embedding.grad, torch.full((1, 5, 4), 3.0))
-
-
-def test_learned_positions_skip_the_registers_that_they_do_not_cover() -> None:
-    layer = LearnedPositions((1, 3), 2, prefix=3, covered=1)
-    with torch.no_grad():
-        layer.embedding.copy_(torch.arange(1.0, 9.0).view(1, 4, 2))
-    expected = [[1, 2], [0, 0], [0, 0], [3, 4], [5, 6], [7, 8]]
-    assert layer(torch.zeros(1, 6, 2), (1, 3))[0].tolist() == expected
-
-
-def test_learned_2d_is_the_column_and_then_the_row() -> None:
-    layer = LearnedPositions2d((2, 3), 4, prefix=1, covered=0)
-    with torch.no_grad():
-        layer.columns.copy_(torch.tensor([[[10.0, 10.5], [11, 11.5], [12, 12.5]]]))
-        layer.rows.copy_(torch.tensor([[[20.0, 20.5], [21, 21.5]]]))
-    assert layer(torch.zeros(1, 7, 4), (2, 3))[0].tolist() == [
-        [0, 0, 0, 0],
-        [10, 10.5, 20, 20.5], [11, 11.5, 20, 20.5], [12, 12.5, 20, 20.5],
-        [10, 10.5, 21, 21.5], [11, 11.5, 21, 21.5], [12, 12.5, 21, 21.5],
-    ]  # fmt: skip
 
 
 def big_vision(height: int, width: int, channels: int) -> np.ndarray:
@@ -260,49 +172,6 @@ def test_sincos_of_mae_has_other_frequencies(grid: tuple[int, int], quarter: int
     found = made("sincos-2d-mae", grid=grid, width=4 * quarter, heads=1)(torch.zeros(1, 3 + len(x), 4 * quarter), grid)
     torch.testing.assert_close(found[0, 3:], torch.from_numpy(expected).float(), atol=2e-5, rtol=0)
     assert not found[:, :3].any()
-
-
-def test_sincos_of_the_fewest_channels() -> None:
-    expected = [[math.sin(x), math.cos(x), math.sin(y), math.cos(y)] for y in range(2) for x in range(3)]
-    torch.testing.assert_close(sincos_2d((2, 3), 4), torch.tensor(expected))
-
-
-def test_sincos_belongs_to_patches_and_is_never_resized() -> None:
-    layer = SinCosPositions(8, prefix=2)
-    tokens = torch.randn(2, 8, 8)
-    assert torch.equal(layer(tokens, (2, 3)), tokens + F.pad(sincos_2d((2, 3), 8), (0, 0, 2, 0)))
-    tokens = torch.randn(2, 6, 8)
-    assert torch.equal(layer(tokens, (4, 1)), tokens + F.pad(sincos_2d((4, 1), 8), (0, 0, 2, 0)))
-
-
-@pytest.mark.parametrize("grid", [(3, 4), (4, 3), (1, 5), (2, 2)])
-def test_relative_bias_depends_on_the_offset_alone(grid: tuple[int, int]) -> None:
-    layer = RelativeBias((3, 4), 2, prefix=2, layers=1)
-    layer.initialise(1.0)
-    (inside,) = layer.for_attention(grid, 1, CPU)
-    assert inside is not None and inside.bias is not None
-    bias, (rows, columns) = inside.bias, grid
-    assert not bias[:, :2].any() and not bias[:, :, :2].any()
-    offsets: dict[tuple[int, int], Tensor] = {}
-    for query in range(rows * columns):
-        for key in range(rows * columns):
-            offset = query // columns - key // columns, query % columns - key % columns
-            value = bias[:, 2 + query, 2 + key]
-            assert torch.equal(offsets.setdefault(offset, value), value)
-            if grid == (3, 4):
-                assert torch.equal(value, layer.bias[0, :, offset[0] + 2, offset[1] + 3])
-    assert len(offsets) == (2 * rows - 1) * (2 * columns - 1)
-    assert len({tuple(value.tolist()) for value in offsets.values()}) == len(offsets)
-
-
-def test_relative_bias_of_another_grid_keeps_the_ends_and_the_centre() -> None:
-    layer = RelativeBias((3, 4), 2, prefix=0, layers=1)
-    layer.initialise(1.0)
-    (inside,) = layer.for_attention((5, 6), 1, CPU)
-    assert inside is not None and inside.bias is not None
-    corner, centre = inside.bias[:, 0, 29], inside.bias[:, 7, 7]
-    torch.testing.assert_close(corner, layer.bias[0, :, 0, 0])
-    torch.testing.assert_close(centre, layer.bias[0, :, 2, 3])
 
 
 @pytest.mark.parametrize(("grid", "prefix"), [((3, 4), 2), ((5, 1), 0), ((1, 1), 1), ((2, 7), 3)])
@@ -344,7 +213,6 @@ def test_keys_of_another_grid_are_means_of_interpolated_ones() -> None:
     spread = torch.stack([layer.keys[0, 4 * down + across + 11] for down in range(-2, 3) for across in range(-3, 4)])
     wide = resize_grid(spread[None], (5, 7), (3, 9), "linear-corners").view(3, 9, 6)
     (inside,) = layer.for_attention((2, 5), 1, CPU)
-    assert inside is not None and inside.offset_keys is not None
     found = inside.offset_keys.keys.transpose(0, 1).flatten(1).flip(0)
     for offset in range(-9, 10):
         pairs = [(i, j) for i in range(10) for j in range(10) if i - j == offset]
@@ -358,7 +226,7 @@ def test_rotary_logits_depend_on_the_offset_alone(head_width: int) -> None:
     """The closed form is the sum over pairs of channels of |q||k| cos(angle between + offset * frequency)."""
     rows, columns = grid = 4, 5
     (inside,) = RotaryPositions(head_width, prefix=2).for_attention(grid, 1, CPU)
-    assert inside is not None and inside.rotation is not None
+    assert inside.rotation is not None
     cosine, sine = inside.rotation
     torch.manual_seed(0)
     q, k = torch.randn(2, head_width, dtype=torch.float64)
@@ -381,33 +249,6 @@ def test_rotary_logits_depend_on_the_offset_alone(head_width: int) -> None:
     torch.testing.assert_close(turn(q)[:2].float(), q.float().expand(2, -1))
     lengths = turn(q).norm(dim=1)
     torch.testing.assert_close(lengths, q.norm().expand_as(lengths), atol=1e-6, rtol=1e-6)
-
-
-def test_attention_turns_queries_and_keys_and_no_values() -> None:
-    torch.manual_seed(0)
-    layer, tokens = SelfAttention(8, 2), torch.randn(2, 7, 8)
-    (inside,) = RotaryPositions(4, prefix=1).for_attention((2, 3), 1, CPU)
-    plain, turned = layer(tokens), layer(tokens, inside)
-    assert (plain - turned).abs().max() > 1e-3
-    with torch.no_grad():
-        layer.qkv.weight[:8] = 0  # logits of zero: every value counts the same, wherever it is
-        layer.qkv.bias[:8] = 0
-    torch.testing.assert_close(layer(tokens), layer(tokens, inside), atol=1e-6, rtol=1e-6)
-
-
-def test_attention_adds_the_bias_to_the_logits() -> None:
-    torch.manual_seed(0)
-    layer, tokens = SelfAttention(8, 2), torch.randn(3, 7, 8)
-    positions = RelativeBias((2, 3), 2, prefix=1, layers=1)
-    positions.initialise(1.0)
-    (inside,) = positions.for_attention((2, 3), 1, CPU)
-    assert inside is not None and inside.bias is not None
-    q, k, v = layer.qkv(tokens).view(3, 7, 3, 2, 4).permute(2, 0, 3, 1, 4)
-    weights = ((q @ k.transpose(-1, -2)) / 2 + inside.bias).softmax(-1)
-    expected = layer.out((weights @ v).transpose(1, 2).reshape(3, 7, 8))
-    torch.testing.assert_close(layer(tokens, inside), expected, atol=1e-6, rtol=1e-5)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(layer(tokens, inside).float(), expected, atol=0.03, rtol=0.05)
 
 
 # --- another grid
@@ -474,14 +315,6 @@ def test_each_way_is_torchs(
     torch.testing.assert_close(resize_grid(table, old, new, how), expected)
 
 
-def test_the_ways_differ() -> None:
-    torch.manual_seed(0)
-    table = torch.randn(1, 28, 6)
-    results = [resize_grid(table, (7, 4), (3, 3), how) for how in RESIZES]
-    for first, second in itertools.combinations(results, 2):
-        assert (first - second).abs().max() > 1e-2
-
-
 def test_known_values_of_each_way() -> None:
     """A ramp from 0 to 1 is resized to four values, with triangle weights and with Keys' cubic with a = -0.75."""
     ramp = torch.tensor([[[0.0], [1.0]]])
@@ -492,7 +325,7 @@ def test_known_values_of_each_way() -> None:
     }
     for how, values in expected.items():
         for old, new in (((1, 2), (1, 4)), ((2, 1), (4, 1))):
-            result = resize_grid(ramp, old, new, how)  # type: ignore[arg-type]
+            result = resize_grid(ramp, old, new, how)
             torch.testing.assert_close(result.flatten(), torch.tensor(values), atol=1e-6, rtol=0)
 
 
@@ -501,19 +334,13 @@ def test_resizing_keeps_the_number_format() -> None:
     assert resize_grid(table, (2, 3), (4, 5), "bicubic").dtype == torch.bfloat16
 
 
-Small = Callable[..., ViTConfig]
-Randomised = Callable[[ViTConfig], VisionTransformer]
-
-
 @pytest.mark.parametrize("size", [(8, 20), (24, 15), (4, 5)])
 @pytest.mark.parametrize(("kind", "place"), PLACES)
 @pytest.mark.parametrize("cover", ["all", "class", "patches"])
-def test_a_network_takes_another_size(
-    small: Small, randomised: Randomised, kind: str, place: PositionPlace, cover: str, size: tuple[int, int]
-) -> None:
+def test_a_network_takes_another_size(kind: str, place: PositionPlace, cover: str, size: tuple[int, int]) -> None:
     """The result equals that of a network for this size whose positions were resized by hand."""
     fields = {"positions": kind, "positions_at": place, "positions_cover": cover, "registers": 2}
-    config = small(**fields)
+    config = small_config(**fields)
     network = randomised(config)
     other = VisionTransformer(replace(config, image_size=size)).eval()
     old, new = config.grid, other.config.grid

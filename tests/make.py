@@ -1,0 +1,227 @@
+"""Models, weights and data that tests of several folders share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.golden import weights
+from vitrail.data.formats.idx import BUNDLED, find_idx, read_idx
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.models.variants import AnyConfig, build
+from vitrail.models.vit import VisionTransformer
+from vitrail.models.vit_config import ViTConfig
+from vitrail.weights.bundle import Bundle
+
+CLASSES = ("rose", "tulip", "黒い花 / black")
+
+
+# --- networks
+
+
+def randomised(config: AnyConfig, *, std: float = 0.4, seed: int = 0) -> Any:
+    """Return a network in evaluation mode. No weight is 0 or 1, so that a missing weight is noticed."""
+    network = build(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+            parameter.copy_(centre + std * torch.randn(parameter.shape, generator=generator))
+    return network
+
+
+def small_config(**fields: Any) -> ViTConfig:
+    """Return a config for images of 12 x 10 in patches of 4 x 5."""
+    defaults = {
+        "image_size": (12, 10), "patch_size": (4, 5), "channels": 3, "width": 12, "depth": 3, "heads": 3,
+        "mlp_width": 20, "num_classes": 5,
+    }  # fmt: skip
+    return ViTConfig(**{**defaults, **fields})
+
+
+DIVISORS = {
+    "none": 1,
+    "learned": 1,
+    "learned-2d": 2,
+    "sincos-2d": 4,
+    "sincos-2d-mae": 4,
+    "relative-bias": 1,
+    "relative-keys": 1,
+    "rotary-2d": 4,
+}
+"""Kinds of positions, with a number that must divide a head's width, or certainly divides the network's width."""
+
+
+@st.composite
+def vit_fields(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw fields of valid configs of small networks of every kind."""
+    patch = draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
+    grid = draw(st.tuples(st.integers(1, 4), st.integers(1, 4)))
+    heads = draw(st.integers(1, 4))
+    pool = draw(st.sampled_from(["cls", "gap", "map", "cls+gap"]))
+    positions = draw(st.sampled_from([*DIVISORS]))
+    inside = positions in ("relative-bias", "relative-keys", "rotary-2d")
+    places = [None, "every-layer", *(["shared"] if positions != "rotary-2d" else []), *([] if inside else ["stem"])]
+    return {
+        "image_size": (patch[0] * grid[0], patch[1] * grid[1]),
+        "patch_size": patch,
+        "channels": draw(st.integers(1, 4)),
+        "width": heads * DIVISORS[positions] * draw(st.integers(1, 3)),
+        "depth": draw(st.integers(1, 3)),
+        "heads": heads,
+        "mlp_width": draw(st.integers(1, 20)),
+        "num_classes": draw(st.integers(0, 7)),
+        "pool": pool,
+        "class_token": draw(st.sampled_from([None, True, *([False] if pool in ("gap", "map") else [])])),
+        "registers": draw(st.integers(0, 2)),
+        "head_hidden": draw(st.integers(0, 9)),
+        "final_norm": draw(st.sampled_from(["tokens", "pooled"])),
+        "positions": positions,
+        "positions_at": draw(st.sampled_from(places)),
+        "positions_cover": draw(st.sampled_from(["all", "class", "patches"])),
+        "activation": draw(st.sampled_from(["gelu", "gelu-tanh", "swiglu"])),
+        "layer_scale": draw(st.sampled_from([0.0, 0.1])),
+        "qk_norm": draw(st.booleans()),
+        "qkv_bias": draw(st.booleans()),
+        "dense_bias": draw(st.booleans()),
+        "patch_bias": draw(st.booleans()),
+    }
+
+
+# --- models with classes and preprocessing, and their files
+
+
+def make_bundle(*, seed: int = 5, output: Any = "softmax", channels: int = 3, **fields: Any) -> Bundle:
+    """Return a model for images of 12 x 10 with random weights."""
+    defaults: dict[str, Any] = {"depth": 2, "num_classes": 3, "channels": channels}
+    network = VisionTransformer(small_config(**{**defaults, **fields}))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return Bundle(
+        network=network,
+        classes=CLASSES[: network.config.num_classes],
+        preprocess=Preprocess(image_size=network.config.image_size, channels=channels, mean=(0.4,), std=(0.25,)),
+        output=output,
+        metrics={"test_accuracy": 0.1 + 0.2},
+        provenance={"recipe": "demo", "seed": 3, "notes": ["ü", None, {"deep": 1.5}]},
+    )
+
+
+def random_bundle(config: AnyConfig, **fields: Any) -> Bundle:
+    """Return a model of any config. No weight is 0 or 1, so that a missing weight is noticed."""
+    classes = tuple(f"class {number}" for number in range(config.num_classes))
+    preprocess = Preprocess(image_size=config.image_size, channels=config.channels)
+    network = randomised(config, std=0.3, seed=7)
+    return Bundle(**{"network": network, "classes": classes, "preprocess": preprocess, **fields})
+
+
+def assert_same(first: Bundle, second: Bundle) -> None:
+    """Assert that two models have the same network, bit by bit."""
+    before, after = first.network.state_dict(), second.network.state_dict()
+    assert list(before) == list(after)
+    for name in before:
+        assert torch.equal(before[name], after[name]), name
+    assert first.network.config == second.network.config
+
+
+SUFFIXES = {
+    "google": ".npz", "big-vision": ".npz", "bit": ".npz", "bit-torch": ".pth", "timm": "", "huggingface": "",
+    "torchvision": ".pth",
+}  # fmt: skip
+"""Suffix of each layout's file, or nothing for a folder."""
+
+
+def place_of(layout: str, folder: Path) -> Path:
+    """Return the path in a folder for a layout's file or folder."""
+    return folder / f"out{SUFFIXES[layout]}"
+
+
+def write_file(tensors: Mapping[str, Any], path: Path) -> Path:
+    """Write tensors as other libraries do: with numpy, safetensors or PyTorch, by the path's suffix."""
+    if path.suffix == ".npz":
+        arrays: dict[str, Any] = dict(tensors)
+        np.savez(path, **arrays)
+        return path
+    content = {name: torch.as_tensor(tensor).contiguous() for name, tensor in tensors.items()}
+    if path.suffix == ".safetensors":
+        save_file(content, path)
+    else:
+        torch.save(content, path)
+    return path
+
+
+# --- what other implementations computed
+
+
+@dataclass(frozen=True)
+class Golden:
+    """What another implementation computed: its tensors by their names, the images, and the logits."""
+
+    tensors: dict[str, Any]
+    images: Tensor
+    logits: Tensor
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        return self.images.shape[2], self.images.shape[3]
+
+    def difference(self, bundle: Bundle) -> float:
+        """The largest difference between a bundle's logits and these."""
+        with torch.inference_mode():
+            return float((bundle.network(self.images) - self.logits).abs().max())
+
+
+def golden(name: str) -> Golden:
+    """Read a golden file, and draw the tensors and images that it was computed with."""
+    content = json.loads((Path(weights.__file__).parent / f"{name}.json").read_text())
+    return Golden(
+        {key: weights.tensor(key, tuple(shape)) for key, shape in content["tensors"].items()},
+        torch.from_numpy(weights.image(content["image"]["seed"], tuple(content["image"]["shape_nchw"]))),
+        torch.tensor(content["logits"]),
+    )
+
+
+# --- data
+
+
+def make_colour_folder(root: Path, *, images: int = 12, classes: tuple[str, ...] = ("blue", "green", "red")) -> Path:
+    """Writes the folder that `colour_folder` gives."""
+    random = np.random.default_rng(0)
+    for channel, name in enumerate(reversed(classes)):
+        (root / name).mkdir(parents=True)
+        for number in range(images):
+            height, width = 9 + number, 30 - number
+            pixels = random.integers(0, 80, (height, width, 3), dtype=np.uint8)
+            pixels[..., channel % 3] += 150
+            Image.fromarray(pixels).save(root / name / f"{number:02}.png")
+    return root
+
+
+def make_idx_folder(root: Path, *, train: int = 200, test: int = 50) -> Path:
+    """A folder of IDX files with the first images of the bundled set."""
+    if root.exists():
+        return root
+    root.mkdir(parents=True)
+    for split, prefix, count in (("train", "train", train), ("test", "t10k", test)):
+        images, labels = (read_idx(path)[:count] for path in find_idx(BUNDLED, split) or ())
+        (root / f"{prefix}-images-idx3-ubyte").write_bytes(idx_bytes(images))
+        (root / f"{prefix}-labels-idx1-ubyte").write_bytes(idx_bytes(labels))
+    return root
+
+
+def idx_bytes(array: np.ndarray) -> bytes:
+    """An array of bytes in the IDX format."""
+    sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
+    return bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes()
