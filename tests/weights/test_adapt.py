@@ -11,20 +11,19 @@ import numpy as np
 import pytest
 import torch
 
+from tests.make import random_bundle
 from vitrail.errors import BundleError
 from vitrail.models.positions import resize_grid
 from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.vit_config import ViTConfig
-from vitrail.weights.adapt import adapted, in_colour, resize_network, with_reduction
+from vitrail.weights.adapt import adapted, in_colour, with_reduction
 from vitrail.weights.bundle import Bundle, Prediction
 from vitrail.weights.load import convert, load
 
-Make = Callable[..., Bundle]
-
 
 @pytest.fixture
-def vit(random_bundle: Make) -> Callable[..., Bundle]:
+def vit() -> Callable[..., Bundle]:
     """Return a function that makes small Vision Transformers for images of 12 x 12 in patches of 4 x 4."""
 
     def make(**fields: Any) -> Bundle:
@@ -51,7 +50,7 @@ def test_nothing_asked_for_changes_nothing(vit: Callable[..., Bundle]) -> None:
     bundle = vit()
     assert adapted(bundle) is bundle
     same = {"image_size": (12, 12), "num_classes": 3, "classes": ["class 0", "class 1", "class 2"]}
-    assert adapted(bundle, drop_head_hidden=True, **same) is bundle  # type: ignore[arg-type]
+    assert adapted(bundle, drop_head_hidden=True, **same) is bundle
 
 
 def test_another_number_of_classes_gets_a_head_of_zeros(vit: Callable[..., Bundle]) -> None:
@@ -102,7 +101,7 @@ def test_the_hidden_layer_goes_with_its_head(num_classes: int | None, vit: Calla
     assert kept.state_dict()["head.weight"].shape == (6, 7)
 
 
-def test_a_resnet_gets_a_new_head(random_bundle: Make) -> None:
+def test_a_resnet_gets_a_new_head() -> None:
     bundle = random_bundle(ResNetConfig(image_size=(16, 16), depths=(1,), width=32, num_classes=3))
     new = adapted(bundle, num_classes=2, drop_head_hidden=True)
     assert new.network.state_dict()["head.weight"].shape == (2, 128)
@@ -138,15 +137,6 @@ def test_the_network_does_what_it_did_with_images_of_that_size(
     assert new.notes == ("before", f"the image size was changed from (12, 12) to {size}{resized}")
 
 
-def test_learned_positions_are_resized_and_those_of_other_tokens_kept(vit: Callable[..., Bundle]) -> None:
-    bundle = vit(registers=2, positions_cover="all", position_resize="bicubic")
-    before = bundle.network.state_dict()["positions.embedding"].clone()
-    after = resize_network(bundle.network, (20, 8)).state_dict()["positions.embedding"]
-    assert torch.equal(after[:, :3], before[:, :3])
-    assert torch.equal(after[:, 3:], resize_grid(before[:, 3:], (3, 3), (5, 2), "bicubic"))
-    assert torch.equal(bundle.network.state_dict()["positions.embedding"], before)
-
-
 @pytest.mark.parametrize("positions", ["learned", "learned-2d", "relative-bias", "relative-keys"])
 def test_a_second_change_of_the_size_starts_from_the_first_positions(
     positions: str, vit: Callable[..., Bundle]
@@ -163,13 +153,13 @@ def test_a_second_change_of_the_size_starts_from_the_first_positions(
 def test_trained_positions_are_resized_as_they_are(vit: Callable[..., Bundle]) -> None:
     smaller = adapted(vit(), image_size=(8, 4))
     with torch.no_grad():
-        smaller.network.positions.embedding[:, -1] += 1  # type: ignore[union-attr]
+        smaller.network.positions.embedding[:, -1] += 1
     trained = smaller.network.state_dict()["positions.embedding"]
     after = adapted(smaller, image_size=(12, 12)).network.state_dict()["positions.embedding"]
     assert torch.equal(after[:, 1:], resize_grid(trained[:, 1:], (2, 1), (3, 3), "linear-corners"))
 
 
-def test_a_resnet_takes_any_size(random_bundle: Make) -> None:
+def test_a_resnet_takes_any_size() -> None:
     bundle = random_bundle(ResNetConfig(image_size=(16, 16), depths=(1,), width=32, num_classes=3))
     new = adapted(bundle, image_size=(9, 23))
     assert new.network.config.image_size == (9, 23) and new.notes == (
@@ -223,9 +213,7 @@ GREY = {
 
 
 @pytest.mark.parametrize("name", GREY)
-def test_a_grey_network_given_three_channels_has_the_same_outputs_for_grey_images(
-    name: str, random_bundle: Make
-) -> None:
+def test_a_grey_network_given_three_channels_has_the_same_outputs_for_grey_images(name: str) -> None:
     grey = random_bundle(GREY[name], metrics={"test_accuracy": 0.9})
     new = adapted(grey, channels=3)
     config = new.network.config
@@ -243,7 +231,7 @@ def test_a_grey_network_given_three_channels_has_the_same_outputs_for_grey_image
     assert len(shared) == len(old) - 1
 
 
-def test_the_patch_embedding_of_three_channels_has_the_same_sum(random_bundle: Make) -> None:
+def test_the_patch_embedding_of_three_channels_has_the_same_sum() -> None:
     grey = random_bundle(GREY["ViT"])
     weight = in_colour(grey.network, 3).state_dict()["patches.projection.weight"]
     old = grey.network.state_dict()["patches.projection.weight"]
@@ -255,7 +243,7 @@ def test_the_patch_embedding_of_three_channels_has_the_same_sum(random_bundle: M
     assert [value for _, value in predicted.ranking] == pytest.approx([value for _, value in repeated.ranking])
 
 
-def test_other_changes_of_channels_are_refused(vit: Callable[..., Bundle], random_bundle: Make) -> None:
+def test_other_changes_of_channels_are_refused(vit: Callable[..., Bundle]) -> None:
     bundle = vit()
     assert adapted(bundle, channels=3) is bundle
     with pytest.raises(BundleError, match=r"channels=1 does not fit a network of 3 channels; only a grey network can"):
@@ -288,7 +276,7 @@ def test_other_layouts_refuse_a_reduction(vit: Callable[..., Bundle], tmp_path: 
         convert(reduced, tmp_path / "other", layout)
 
 
-def test_a_reduction_that_does_not_fit(vit: Callable[..., Bundle], random_bundle: Make) -> None:
+def test_a_reduction_that_does_not_fit(vit: Callable[..., Bundle]) -> None:
     with pytest.raises(BundleError, match="positions='relative-bias', which act inside attention"):
         with_reduction(vit(positions="relative-bias"), TokenReduction(tokens=1))
     resnet = random_bundle(ResNetConfig(depths=(1,), width=32, num_classes=3, image_size=(32, 32)))
@@ -296,7 +284,7 @@ def test_a_reduction_that_does_not_fit(vit: Callable[..., Bundle], random_bundle
         with_reduction(resnet, TokenReduction(tokens=1))
 
 
-def test_a_model_with_projections_for_another_size_says_so(random_bundle: Callable[..., Bundle]) -> None:
+def test_a_model_with_projections_for_another_size_says_so() -> None:
     config = ViTConfig(
         image_size=(10, 14), patch_size=(2, 2), width=8, depth=2, heads=2, mlp_width=6, attention="linformer:rows=4"
     )

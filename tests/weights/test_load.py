@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vitrail
+from tests.make import assert_same, golden, place_of, random_bundle, write_file
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, DestinationError
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
@@ -26,12 +27,7 @@ from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.layout import Checkpoint
 from vitrail.weights.load import LAYOUTS, convert, load, open_checkpoint
-from vitrail.weights.tensors import TensorFile
-
-Make = Callable[..., Bundle]
-Write = Callable[..., Path]
-Same = Callable[[Bundle, Bundle], None]
-Place = Callable[[str, Path], Path]
+from vitrail.weights.tensors import TensorFile, open_tensors
 
 GOLDEN = {
     "google_vit_token": ("google", ".npz"), "google_vit_gap": ("google", ".npz"), "google_hybrid": ("google", ".npz"),
@@ -60,7 +56,7 @@ def logits(bundle: Bundle, *sizes: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_golden_outputs(name: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
+def test_golden_outputs(name: str, tmp_path: Path) -> None:
     layout, suffix = GOLDEN[name]
     reference = golden(name)
     path = write_file(reference.tensors, tmp_path / f"{name}{suffix}")
@@ -78,9 +74,7 @@ def test_golden_outputs(name: str, golden: Callable[..., Any], write_file: Write
 
 @pytest.mark.parametrize("name", GOLDEN)
 @pytest.mark.parametrize("to", ["vitrail", *LAYOUTS])
-def test_golden_outputs_after_conversion(
-    name: str, to: str, golden: Callable[..., Any], write_file: Write, place_of: Place, tmp_path: Path
-) -> None:
+def test_golden_outputs_after_conversion(name: str, to: str, tmp_path: Path) -> None:
     layout, suffix = GOLDEN[name]
     reference = golden(name)
     given = hints(layout, reference.image_size)
@@ -101,8 +95,18 @@ def test_golden_outputs_after_conversion(
     assert reference.difference(load(out, device="cpu", image_size=reference.image_size, **heads)) < tolerance
 
 
-def test_the_package_offers_both() -> None:
-    assert vitrail.load is load and vitrail.convert is convert
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_golden_file_is_written_again_with_the_same_tensors(name: str, tmp_path: Path) -> None:
+    layout, suffix = GOLDEN[name]
+    reference = golden(name)
+    source = write_file(reference.tensors, tmp_path / f"{name}{suffix}")
+    bundle = load(source, device="cpu", **hints(layout, reference.image_size))
+    path = tmp_path / ("out.safetensors" if layout == "timm" else f"out{suffix}")
+    LAYOUTS[layout].write(bundle, path)
+    file = open_tensors(path)
+    assert set(file.shapes) == set(reference.tensors)
+    for key, array in reference.tensors.items():
+        assert torch.equal(file.read(key), torch.from_numpy(array)), key
 
 
 # --- there and back
@@ -197,13 +201,7 @@ ROUND_TRIPS = [
 @settings(max_examples=8)
 @given(data=st.data())
 def test_what_is_written_is_read(
-    kind: str,
-    layout: str,
-    data: st.DataObject,
-    random_bundle: Make,
-    assert_same: Same,
-    place_of: Place,
-    tmp_path_factory: pytest.TempPathFactory,
+    kind: str, layout: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     config: AnyConfig = (
         ViTConfig(**data.draw(vits(layout))) if kind == "ViT" else ResNetConfig(**data.draw(resnets(layout)))
@@ -228,9 +226,7 @@ def test_what_is_written_is_read(
 
 @pytest.mark.parametrize("to", ["google", "timm"])
 @pytest.mark.parametrize("depths", [(), (1,), (2, 1)])
-def test_hybrids_there_and_back(
-    to: str, depths: tuple[int, ...], random_bundle: Make, assert_same: Same, place_of: Place, tmp_path: Path
-) -> None:
+def test_hybrids_there_and_back(to: str, depths: tuple[int, ...], tmp_path: Path) -> None:
     own: dict[str, Any] = {"norm_eps": 1e-5, "weight_eps": 1e-8, "weight_eps_on": "variance"} if to == "timm" else {}
     root = RootConfig(depths=depths, width=32, **own)
     side = root.stride
@@ -246,29 +242,12 @@ def test_hybrids_there_and_back(
     assert_same(bundle, load(path, device="cpu", image_size=config.image_size))
 
 
-@pytest.mark.parametrize("name", ["google_vit_token", "timm_vit_registers", "bit_torch_small"])
-def test_our_own_folder_carries_everything(
-    name: str, golden: Callable[..., Any], write_file: Write, assert_same: Same, tmp_path: Path
-) -> None:
-    layout, suffix = GOLDEN[name]
-    reference = golden(name)
-    path = write_file(reference.tensors, tmp_path / f"x{suffix}")
-    given = hints(layout, reference.image_size)
-    notes = convert(path, tmp_path / "ours", "vitrail", **given)
-    first, second = load(path, device="cpu", **given), load(tmp_path / "ours", device="cpu")
-    assert notes == first.notes and second.notes == ()
-    assert_same(first, second)
-    assert (first.classes, first.preprocess, first.provenance) == (second.classes, second.preprocess, second.provenance)
-
-
 # --- between layouts
 
 
 @pytest.mark.parametrize("fields", [{}, {"pool": "gap"}, {"positions_cover": "all"}, {"positions_cover": "patches"}])
 @pytest.mark.parametrize("chain", [("google", "timm", "big-vision", "google"), ("timm", "big-vision", "timm")])
-def test_layouts_agree(
-    fields: dict[str, Any], chain: tuple[str, ...], random_bundle: Make, place_of: Place, tmp_path: Path
-) -> None:
+def test_layouts_agree(fields: dict[str, Any], chain: tuple[str, ...], tmp_path: Path) -> None:
     config = ViTConfig(
         image_size=(12, 10), patch_size=(4, 5), width=12, depth=2, heads=3, mlp_width=20, num_classes=4,
         activation="gelu-tanh", **fields,
@@ -286,20 +265,7 @@ def test_layouts_agree(
         )
 
 
-@pytest.mark.parametrize("cover", ["patches", "all", "class"])
-def test_torchvision_from_positions_of_other_tokens(
-    cover: Any, random_bundle: Make, place_of: Place, tmp_path: Path
-) -> None:
-    config = ViTConfig(
-        image_size=(12, 12), patch_size=(4, 4), width=12, depth=1, heads=3, mlp_width=20, positions_cover=cover
-    )
-    bundle = random_bundle(config)
-    LAYOUTS["torchvision"].write(bundle, place_of("torchvision", tmp_path))
-    again = load(place_of("torchvision", tmp_path), device="cpu", heads=3)
-    torch.testing.assert_close(logits(again), logits(bundle), atol=1e-5, rtol=1e-5)
-
-
-def test_a_model_can_be_converted_onto_itself(random_bundle: Make, assert_same: Same, tmp_path: Path) -> None:
+def test_a_model_can_be_converted_onto_itself(tmp_path: Path) -> None:
     config = ViTConfig(image_size=(12, 12), patch_size=(4, 4), width=48, depth=3, heads=3, mlp_width=20)
     bundle, path = random_bundle(config), tmp_path / "x.safetensors"
     LAYOUTS["timm"].write(bundle, path)
@@ -330,9 +296,7 @@ LOST = [
 
 
 @pytest.mark.parametrize(("layout", "fields", "message"), LOST)
-def test_what_is_not_carried_is_said(
-    layout: str, fields: dict[str, Any], message: str, random_bundle: Make, place_of: Place, tmp_path: Path
-) -> None:
+def test_what_is_not_carried_is_said(layout: str, fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     if "root" in fields:
         fields = {**fields, "image_size": (12, 12), "patch_size": (1, 1)}
     defaults: dict[str, Any] = {"image_size": (12, 12), "patch_size": (4, 4)}
@@ -355,9 +319,7 @@ def test_what_is_not_carried_is_said(
         ({"image_size": (12, 8)}, "image_size=(12, 8)"),
     ],
 )
-def test_what_bare_tensors_of_timm_do_not_carry_is_said(
-    fields: dict[str, Any], message: str, random_bundle: Make, tmp_path: Path
-) -> None:
+def test_what_bare_tensors_of_timm_do_not_carry_is_said(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     defaults: dict[str, Any] = {"image_size": (12, 12), "patch_size": (4, 4), "heads": 3}
     bundle = random_bundle(ViTConfig(**{**defaults, **fields}, width=12, depth=1, mlp_width=20, num_classes=2))
     assert message in LAYOUTS["timm"].write(bundle, tmp_path / "x.safetensors")
@@ -393,7 +355,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("layout", "fields", "message"), REFUSED)
 def test_what_would_change_the_arithmetic_is_refused(
-    layout: str, fields: dict[str, Any], message: str, random_bundle: Make, place_of: Place, tmp_path: Path
+    layout: str, fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     defaults: dict[str, Any] = {"image_size": (12, 12), "patch_size": (4, 4), "num_classes": 2}
     bundle = random_bundle(ViTConfig(**{**defaults, **fields}, width=12, depth=1, heads=3, mlp_width=20))
@@ -403,7 +365,7 @@ def test_what_would_change_the_arithmetic_is_refused(
 
 
 @pytest.mark.parametrize("layout", ["google", "timm", "torchvision", "big-vision"])
-def test_a_root_for_small_images_is_refused(layout: str, random_bundle: Make, place_of: Place, tmp_path: Path) -> None:
+def test_a_root_for_small_images_is_refused(layout: str, tmp_path: Path) -> None:
     root = RootConfig(width=32, stem="3x3+3x3")
     config = ViTConfig(
         root=root, image_size=(8, 8), patch_size=(1, 1), width=12, depth=1, heads=3, mlp_width=20, num_classes=2
@@ -413,16 +375,14 @@ def test_a_root_for_small_images_is_refused(layout: str, random_bundle: Make, pl
 
 
 @pytest.mark.parametrize("layout", ["google", "big-vision", "torchvision", "huggingface"])
-def test_a_resnet_has_its_own_layouts(layout: str, random_bundle: Make, place_of: Place, tmp_path: Path) -> None:
+def test_a_resnet_has_its_own_layouts(layout: str, tmp_path: Path) -> None:
     bundle = random_bundle(ResNetConfig(image_size=(8, 8), depths=(1,), width=32, num_classes=2))
     with pytest.raises(BundleError, match=f"a BiT ResNet cannot be written as {layout}: choose bit"):
         LAYOUTS[layout].write(bundle, place_of(layout, tmp_path))
 
 
 @pytest.mark.parametrize("layout", ["bit", "bit-torch", "timm"])
-def test_another_kind_of_epsilon_is_refused_and_another_value_said(
-    layout: str, random_bundle: Make, place_of: Place, tmp_path: Path
-) -> None:
+def test_another_kind_of_epsilon_is_refused_and_another_value_said(layout: str, tmp_path: Path) -> None:
     config = ResNetConfig(image_size=(8, 8), depths=(1,), width=32, num_classes=2, weight_eps=1e-4, norm_eps=1e-3)
     lost = LAYOUTS[layout].write(random_bundle(config), place_of(layout, tmp_path))
     own = "1e-08" if layout == "timm" else "1e-10"
@@ -434,9 +394,7 @@ def test_another_kind_of_epsilon_is_refused_and_another_value_said(
 # --- what a file cannot say
 
 
-def test_heads_of_published_sizes_are_known_and_of_others_asked_for(
-    golden: Callable[..., Any], write_file: Write, tmp_path: Path
-) -> None:
+def test_heads_of_published_sizes_are_known_and_of_others_asked_for(tmp_path: Path) -> None:
     path = write_file(golden("torchvision_vit").tensors, tmp_path / "x.pth")
     message = (
         r"x\.pth does not contain the number of attention heads, and no published model has its shape "
@@ -446,20 +404,7 @@ def test_heads_of_published_sizes_are_known_and_of_others_asked_for(
         load(path, device="cpu")
 
 
-@pytest.mark.parametrize("size", ["Ti", "S", "B", "L", "H"])
-def test_heads_of_published_sizes(size: str) -> None:
-    from vitrail.models.variants import VARIANTS
-    from vitrail.weights.layouts.layout import Hints, heads_of
-
-    variant = VARIANTS[size]
-    path = Path("x.pth")
-    assert heads_of(*variant[:3], Hints(), path) == variant.heads
-    assert heads_of(*variant[:3], Hints(heads=2), path) == 2
-
-
-def test_heads_that_contradict_the_file(
-    golden: Callable[..., Any], write_file: Write, bundle: Bundle, tmp_path: Path
-) -> None:
+def test_heads_that_contradict_the_file(bundle: Bundle, tmp_path: Path) -> None:
     path = write_file(golden("google_vit_gap").tensors, tmp_path / "x.npz")
     with pytest.raises(BundleError, match=r"heads=2 does not agree with \S+x\.npz, which has 4"):
         load(path, device="cpu", heads=2, image_size=(32, 48))
@@ -472,16 +417,14 @@ def test_heads_that_contradict_the_file(
         load(ours, device="cpu", heads=2)
 
 
-def test_heads_that_do_not_divide_the_width(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
+def test_heads_that_do_not_divide_the_width(tmp_path: Path) -> None:
     path = write_file(golden("timm_vit").tensors, tmp_path / "x.safetensors")
     with pytest.raises(BundleError, match=r"x\.safetensors: width=64 is not divisible by heads=5"):
         load(path, device="cpu", heads=5, image_size=(32, 48))
 
 
 @pytest.mark.parametrize("name", ["google_vit_token", "google_vit_gap", "google_hybrid", "timm_vit_gap"])
-def test_a_grid_that_is_no_square_needs_its_size(
-    name: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path
-) -> None:
+def test_a_grid_that_is_no_square_needs_its_size(name: str, tmp_path: Path) -> None:
     layout, suffix = GOLDEN[name]
     path = write_file(golden(name).tensors, tmp_path / f"x{suffix}")
     given: dict[str, Any] = {"heads": 4} if layout == "timm" else {}
@@ -491,7 +434,7 @@ def test_a_grid_that_is_no_square_needs_its_size(
         load(path, device="cpu", image_size=(48, 64 if name != "google_hybrid" else 96), **given)
 
 
-def test_a_square_grid_is_known(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
+def test_a_square_grid_is_known(tmp_path: Path) -> None:
     path = write_file(golden("torchvision_vit").tensors, tmp_path / "x.pth")
     assert load(path, device="cpu", heads=4).network.config.image_size == (32, 32)
     wide = load(path, device="cpu", heads=4, image_size=(16, 64))  # as many patches: so it was made for that
@@ -502,18 +445,14 @@ def test_a_square_grid_is_known(golden: Callable[..., Any], write_file: Write, t
 
 
 @pytest.mark.parametrize("image_size", [(33, 48), (0, 0), (-8, 8)])
-def test_image_sizes_that_cannot_be(
-    image_size: tuple[int, int], golden: Callable[..., Any], write_file: Write, tmp_path: Path
-) -> None:
+def test_image_sizes_that_cannot_be(image_size: tuple[int, int], tmp_path: Path) -> None:
     path = write_file(golden("google_vit_gap").tensors, tmp_path / "x.npz")
     with pytest.raises(BundleError, match=r"image_size="):
         load(path, device="cpu", image_size=image_size)
 
 
 @pytest.mark.parametrize("name", ["bigvision_gap_sincos", "bit_torch_small"])
-def test_an_assumed_image_size_is_said(
-    name: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path
-) -> None:
+def test_an_assumed_image_size_is_said(name: str, tmp_path: Path) -> None:
     path = write_file(golden(name).tensors, tmp_path / f"x{GOLDEN[name][1]}")
     note = "the file does not contain its image size, so (224, 224) is assumed"
     assert note in load(path, device="cpu").notes
@@ -524,7 +463,7 @@ def test_an_assumed_image_size_is_said(
 
 
 def test_all_that_does_not_fit_is_listed_before_anything_is_read(
-    golden: Callable[..., Any], write_file: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tensors = dict(golden("timm_vit").tensors)
     del tensors["norm.weight"], tensors["blocks.1.attn.proj.bias"]
@@ -572,7 +511,7 @@ CHANGES: tuple[Callable[..., tuple[int, ...]], ...] = (
 @pytest.mark.parametrize("each", ["in turn", pytest.param("with every change", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", GOLDEN)
 def test_every_missing_or_misshaped_tensor_is_an_error_of_ours(
-    name: str, each: str, golden: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, each: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     layout, suffix = GOLDEN[name]
     reference = golden(name)
@@ -585,7 +524,7 @@ def test_every_missing_or_misshaped_tensor_is_an_error_of_ours(
         for make in CHANGES if each == "with every change" else CHANGES[number % len(CHANGES) :][:1]:
             change = make(*shape)
             shapes = {**own, key: change} if change else {other: own[other] for other in own if other != key}
-            file = TensorFile(path, shapes, lambda name, row, shapes=shapes: torch.zeros(shapes[name]))  # type: ignore[misc]
+            file = TensorFile(path, shapes, lambda name, row, shapes=shapes: torch.zeros(shapes[name]))
             monkeypatch.setattr("vitrail.weights.load.open_checkpoint", lambda path, file=file: Checkpoint(file))
             try:
                 load(path, device="cpu", **hints(layout, reference.image_size))
@@ -597,15 +536,7 @@ def test_every_missing_or_misshaped_tensor_is_an_error_of_ours(
                 assert flattened or of_no_grid or (not change and key in MODEL), (key, change)
 
 
-def test_sizes_that_exclude_each_other_are_an_error_of_the_file(
-    golden: Callable[..., Any], write_file: Write, tmp_path: Path
-) -> None:
-    path = write_file(golden("timm_vit").tensors, tmp_path / "x.safetensors")
-    with pytest.raises(BundleError, match=r"x\.safetensors: width=64 is not divisible by heads=5"):
-        load(path, device="cpu", heads=5, image_size=(32, 48))
-
-
-def test_an_unknown_layout_shows_some_names(write_file: Write, tmp_path: Path) -> None:
+def test_an_unknown_layout_shows_some_names(tmp_path: Path) -> None:
     path = write_file({f"layer{number}.w": torch.zeros(1) for number in range(5)}, tmp_path / "x.safetensors")
     message = (
         r"x\.safetensors has an unknown layout: its tensors are called layer0\.w, layer1\.w, layer2\.w, "
@@ -638,7 +569,7 @@ def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
         load(tmp_path / "x.npz", device="cpu")
 
 
-def test_a_folder_without_weights_and_one_with_several(write_file: Write, tmp_path: Path) -> None:
+def test_a_folder_without_weights_and_one_with_several(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     message = r"is not a model: it has no model\.json and no weights \(\.safetensors, \.npz, \.pth"
     with pytest.raises(BundleError, match=message):
@@ -650,7 +581,7 @@ def test_a_folder_without_weights_and_one_with_several(write_file: Write, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "anything.pth"])
-def test_weights_in_a_folder(name: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
+def test_weights_in_a_folder(name: str, tmp_path: Path) -> None:
     reference = golden("timm_vit")
     write_file(reference.tensors, tmp_path / name)
     if name != "anything.pth":
@@ -675,22 +606,14 @@ def test_weights_in_a_folder(name: str, golden: Callable[..., Any], write_file: 
         ),
     ],
 )
-def test_a_config_that_cannot_be_used(
-    text: str, message: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path
-) -> None:
+def test_a_config_that_cannot_be_used(text: str, message: str, tmp_path: Path) -> None:
     write_file(golden("timm_vit").tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(BundleError, match=message):
         load(tmp_path, device="cpu", image_size=(32, 48))
 
 
-def test_a_file_of_text(tmp_path: Path) -> None:
-    (tmp_path / "x.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n" * 3)
-    with pytest.raises(BundleError, match=r"x\.safetensors is damaged, cut short or of another format than its suffix"):
-        load(tmp_path / "x.safetensors", device="cpu")
-
-
-def test_files_beside_the_weights_are_read_with_them(write_file: Write, tmp_path: Path) -> None:
+def test_files_beside_the_weights_are_read_with_them(tmp_path: Path) -> None:
     write_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"a": 1}')
     (tmp_path / "preprocessor_config.json").write_text('{"b": 2}')
@@ -699,7 +622,7 @@ def test_files_beside_the_weights_are_read_with_them(write_file: Write, tmp_path
     assert open_checkpoint(tmp_path / "model.safetensors").config == {}
 
 
-def test_what_cannot_be_written_is_refused(bundle: Bundle, place_of: Place, tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_refused(bundle: Bundle, tmp_path: Path) -> None:
     path = bundle.save(tmp_path / "ours")
     (tmp_path / "file").write_text("mine")
     for to in ("google", "timm", "vitrail"):
@@ -741,7 +664,7 @@ def test_loading_takes_no_more_memory_than_the_file(kind: str, tmp_path: Path) -
     layout = LAYOUTS["google"]
     with torch.device("meta"):
         shapes = {name: tuple(tensor.shape) for name, tensor in vitrail.create("ViT-L/16").state_dict().items()}
-    pairs: list[Pair] = list(timm_pairs(config) if kind.startswith("timm") else layout.pairs(config))  # type: ignore[attr-defined]
+    pairs: list[Pair] = list(timm_pairs(config) if kind.startswith("timm") else layout.pairs(config))
     theirs: dict[str, torch.Tensor] = {}
     for number, pair in enumerate(pairs):
         theirs |= pair.write(torch.full(shapes[pair.ours], number / 1e6))

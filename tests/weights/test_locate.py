@@ -280,7 +280,7 @@ def test_a_server_that_goes_down_between_files(hub: Hub) -> None:
         hub.status = 500
         return handle(revision)
 
-    hub.repositories["org/name"].resolve = once  # type: ignore[method-assign]
+    hub.repositories["org/name"].resolve = once
     assert re.search(r"config.json of model 'org/name' could not be downloaded: .*500", message("org/name"))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import io
 import json
 import pickle
 import re
@@ -19,8 +18,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
+from tests.make import write_file
 from vitrail.errors import BundleError, SaveError
 from vitrail.weights.tensors import SUFFIXES, TensorFile, open_tensors, save_tensors
 
@@ -51,13 +50,13 @@ def assert_read(file: TensorFile, tensors: dict[str, torch.Tensor]) -> None:
 # --- reading
 
 
-def test_reads_what_the_library_wrote(path: Path, write_file: Write) -> None:
+def test_reads_what_the_library_wrote(path: Path) -> None:
     file = open_tensors(write_file(TENSORS, path))
     assert_read(file, TENSORS)
     assert "nothing" not in file and file.path == path
 
 
-def test_reads_one_row_of_a_tensor(path: Path, write_file: Write) -> None:
+def test_reads_one_row_of_a_tensor(path: Path) -> None:
     file = open_tensors(write_file(TENSORS, path))
     for row in range(4):
         assert torch.equal(file.read("stack", row), TENSORS["stack"][row])
@@ -66,7 +65,7 @@ def test_reads_one_row_of_a_tensor(path: Path, write_file: Write) -> None:
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
-def test_other_number_formats_become_float32(kind: torch.dtype, suffix: str, write_file: Write, tmp_path: Path) -> None:
+def test_other_number_formats_become_float32(kind: torch.dtype, suffix: str, tmp_path: Path) -> None:
     tensors = {name: tensor.to(kind) for name, tensor in TENSORS.items()}
     file = open_tensors(write_file(tensors, tmp_path / f"x{suffix}"))
     assert_read(file, {name: tensor.float() for name, tensor in tensors.items()})
@@ -102,19 +101,19 @@ def test_arrays_whose_columns_come_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors", ".pth"])
-def test_whole_numbers_are_no_weights(suffix: str, write_file: Write, tmp_path: Path) -> None:
+def test_whole_numbers_are_no_weights(suffix: str, tmp_path: Path) -> None:
     tensors = {"w": torch.ones(2), "step": torch.tensor(5), "ids": torch.arange(4), "mask": torch.tensor([True])}
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     assert open_tensors(write_file(arrays, tmp_path / f"x{suffix}")).shapes == {"w": (2,)}
 
 
 @pytest.mark.parametrize("mapped", [".safetensors", ".pth"])
-def test_a_mapped_file_costs_no_memory_of_its_own(mapped: str, write_file: Write, tmp_path: Path) -> None:
+def test_a_mapped_file_costs_no_memory_of_its_own(mapped: str, tmp_path: Path) -> None:
     file = open_tensors(write_file({"w": torch.zeros(1000)}, tmp_path / f"x{mapped}"))
     assert file.read("w").data_ptr() == file.read("w").data_ptr()
 
 
-def test_new_names(write_file: Write, tmp_path: Path) -> None:
+def test_new_names(tmp_path: Path) -> None:
     file = open_tensors(write_file(TENSORS, tmp_path / "x.npz")).renamed(str.upper)
     assert_read(file, {name.upper(): tensor for name, tensor in TENSORS.items()})
     assert torch.equal(file.read("STACK", 1), TENSORS["stack"][1])
@@ -143,7 +142,7 @@ def test_weights_inside_a_checkpoint(wrap: Callable[[dict[str, torch.Tensor]], A
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors", ".ckpt", ".pth.tar"])
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.module.", "backbone.module._orig_mod.", "model_ema.module."])
-def test_prefixes_of_wrappers(prefix: str, suffix: str, write_file: Write, tmp_path: Path) -> None:
+def test_prefixes_of_wrappers(prefix: str, suffix: str, tmp_path: Path) -> None:
     wrapped = {f"{prefix}blocks.0.w": torch.ones(2), f"{prefix}b": torch.zeros(1)}
     file = open_tensors(write_file(wrapped, tmp_path / f"x{suffix}"))
     assert_read(file, {"blocks.0.w": torch.ones(2), "b": torch.zeros(1)})
@@ -241,7 +240,7 @@ def test_pickled_objects_in_an_npz_are_not_loaded(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def sharded(tmp_path: Path, write_file: Write) -> Callable[..., Path]:
+def sharded(tmp_path: Path) -> Callable[..., Path]:
     """Write the tensors into two files with an index. `change` is called with the index's weight map."""
 
     def make(change: Callable[[dict[str, Any]], object] = dict) -> Path:
@@ -322,14 +321,14 @@ def test_what_is_no_such_file(path: Path, content: bytes) -> None:
         open_tensors(path)
 
 
-def test_a_file_without_tensors(path: Path, write_file: Write) -> None:
+def test_a_file_without_tensors(path: Path) -> None:
     write_file({}, path)
     with pytest.raises(BundleError, match=r"holds no (named )?tensors"):
         open_tensors(path)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
-def test_a_file_cut_short(path: Path, share: float, write_file: Write) -> None:
+def test_a_file_cut_short(path: Path, share: float) -> None:
     write_file({f"w{number}": torch.randn(50) for number in range(20)}, path)
     content = path.read_bytes()
     path.write_bytes(content[: int(share * len(content))])
@@ -364,7 +363,7 @@ def test_any_bytes_give_an_error_of_ours(content: bytes, suffix: str, tmp_path_f
 
 @given(position=st.integers(0, 10**6), value=st.integers(0, 255), suffix=st.sampled_from(SUFFIXES))
 def test_any_altered_byte_gives_tensors_or_an_error_of_ours(
-    position: int, value: int, suffix: str, tmp_path_factory: pytest.TempPathFactory, write_file: Write
+    position: int, value: int, suffix: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.getbasetemp() / f"altered{suffix}"
     path.unlink(missing_ok=True)
@@ -391,7 +390,7 @@ def test_what_is_saved_is_what_is_read(suffix: str, tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-def test_a_file_can_be_replaced_by_what_was_read_from_it(path: Path, write_file: Write) -> None:
+def test_a_file_can_be_replaced_by_what_was_read_from_it(path: Path) -> None:
     file = open_tensors(write_file(TENSORS, path))
     tensors = {name: file.read(name) for name in file.shapes}
     for _ in range(3):
@@ -419,7 +418,7 @@ def test_another_suffix_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_leaves_the_old_file(path: Path, write_file: Write) -> None:
+def test_a_full_disk_leaves_the_old_file(path: Path) -> None:
     before = write_file(TENSORS, path).read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # no file of this process can grow past it
@@ -452,12 +451,3 @@ def test_reading_tells_what_it_could_not_read(tmp_path: Path) -> None:
     file = TensorFile(tmp_path / "x.npz", {"w": (1,)}, fail)
     with pytest.raises(BundleError, match=r"x\.npz is damaged: w cannot be read \(the disk is gone\)"):
         file.read("w")
-
-
-def test_pytorch_files_in_memory_are_the_same_as_the_librarys(tmp_path: Path) -> None:
-    save_tensors(TENSORS, tmp_path / "x.pth", (".pth",))
-    loaded = torch.load(io.BytesIO((tmp_path / "x.pth").read_bytes()), weights_only=True)
-    assert list(loaded) == list(TENSORS) and all(torch.equal(loaded[name], TENSORS[name]) for name in TENSORS)
-    save_tensors(TENSORS, tmp_path / "x.safetensors", (".safetensors",))
-    save_file(TENSORS, tmp_path / "y.safetensors", metadata={"format": "pt"})
-    assert (tmp_path / "x.safetensors").read_bytes() == (tmp_path / "y.safetensors").read_bytes()

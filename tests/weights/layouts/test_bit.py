@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.make import golden, random_bundle, write_file
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError
 from vitrail.models.resnet_config import ResNetConfig
 from vitrail.weights.layouts.bit import BIT, BIT_TORCH
 from vitrail.weights.load import load
 from vitrail.weights.tensors import open_tensors
-
-Write = Callable[..., Path]
 
 
 def npz_names(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -42,7 +39,7 @@ def npz_names(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return found
 
 
-def test_the_npz_gives_the_same_outputs(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
+def test_the_npz_gives_the_same_outputs(tmp_path: Path) -> None:
     reference = golden("bit_torch_small")
     path = write_file(npz_names(reference.tensors), tmp_path / "x.npz")
     bundle = load(path, device="cpu", image_size=(64, 96))
@@ -52,18 +49,14 @@ def test_the_npz_gives_the_same_outputs(golden: Callable[..., Any], write_file: 
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".pt", ".safetensors"])
-def test_the_state_of_its_pytorch_code(
-    suffix: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path
-) -> None:
+def test_the_state_of_its_pytorch_code(suffix: str, tmp_path: Path) -> None:
     reference = golden("bit_torch_small")
     path = write_file(reference.tensors, tmp_path / f"x{suffix}")
     bundle = load(path, device="cpu")
     assert reference.difference(bundle) < 1e-5 and bundle.provenance["layout"] == "bit-torch"
 
 
-def test_names_and_shapes_as_the_code_writes_them(
-    golden: Callable[..., Any], write_file: Write, tmp_path: Path
-) -> None:
+def test_names_and_shapes_as_the_code_writes_them(tmp_path: Path) -> None:
     reference = golden("bit_torch_small")
     bundle = load(write_file(reference.tensors, tmp_path / "x.pth"), device="cpu")
     BIT_TORCH.write(bundle, tmp_path / "out.pth")
@@ -75,7 +68,7 @@ def test_names_and_shapes_as_the_code_writes_them(
             assert torch.equal(file.read(name), torch.from_numpy(np.ascontiguousarray(array))), name
 
 
-def test_other_suffixes_are_refused(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
+def test_other_suffixes_are_refused(tmp_path: Path) -> None:
     bundle = load(write_file(golden("bit_torch_small").tensors, tmp_path / "x.pth"), device="cpu")
     with pytest.raises(BundleError, match=r"the file name must end in \.npz"):
         BIT.write(bundle, tmp_path / "out.pth")
@@ -84,7 +77,7 @@ def test_other_suffixes_are_refused(golden: Callable[..., Any], write_file: Writ
 
 
 @pytest.mark.slow
-def test_depths_are_counted(random_bundle: Callable[..., Any], tmp_path: Path) -> None:
+def test_depths_are_counted(tmp_path: Path) -> None:
     config = ResNetConfig(image_size=(9, 17), depths=(2, 11, 1), width=32, num_classes=0)
     for layout, path in ((BIT, tmp_path / "x.npz"), (BIT_TORCH, tmp_path / "x.pth")):
         layout.write(random_bundle(config), path)

@@ -10,15 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.make import golden, write_file
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError
 from vitrail.models.vit_config import ViTConfig
-from vitrail.weights.bundle import Bundle
-from vitrail.weights.layouts.google import BIG_VISION, GOOGLE
 from vitrail.weights.load import load
-from vitrail.weights.tensors import open_tensors
 
-Write = Callable[..., Path]
 Arrays = dict[str, np.ndarray]
 
 NAMES = ["google_vit_token", "google_vit_gap", "google_hybrid", "bigvision_gap_sincos", "bigvision_map"]
@@ -73,9 +70,7 @@ FORMS: dict[str, Callable[[Arrays], Arrays]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_form_gives_the_reference_outputs(
-    name: str, form: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path
-) -> None:
+def test_every_form_gives_the_reference_outputs(name: str, form: str, tmp_path: Path) -> None:
     reference = golden(name)
     path = write_file(FORMS[form](reference.tensors), tmp_path / "x.npz")
     bundle = load(path, device="cpu", image_size=reference.image_size)
@@ -85,7 +80,7 @@ def test_every_form_gives_the_reference_outputs(
         assert parameter.untyped_storage().nbytes() == parameter.nbytes
 
 
-def test_a_class_token_added_after_the_positions(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
+def test_a_class_token_added_after_the_positions(tmp_path: Path) -> None:
     reference = golden("google_vit_token")
     tensors = dict(reference.tensors)
     positions = tensors.pop("Transformer/posembed_input/pos_embedding")
@@ -96,22 +91,7 @@ def test_a_class_token_added_after_the_positions(golden: Callable[..., Any], wri
     assert isinstance(config, ViTConfig) and (config.pool, config.positions_cover) == ("cls", "patches")
 
 
-def test_half_precision(golden: Callable[..., Any], tmp_path: Path) -> None:
-    reference = golden("google_vit_token")
-    halves = {name: tensor.astype(np.float16) for name, tensor in reference.tensors.items()}
-    np.savez(tmp_path / "half.npz", **halves)
-    brains = {
-        name: torch.from_numpy(tensor).bfloat16().view(torch.int16).numpy().view("V2")
-        for name, tensor in reference.tensors.items()
-    }
-    np.savez(tmp_path / "brain.npz", **brains)  # type: ignore[arg-type]
-    assert 0 < reference.difference(load(tmp_path / "half.npz", device="cpu", image_size=(32, 48))) < 1e-2
-    assert 0 < reference.difference(load(tmp_path / "brain.npz", device="cpu", image_size=(32, 48))) < 1e-1
-
-
-def test_what_is_not_the_image_networks_is_left_out(
-    golden: Callable[..., Any], write_file: Write, tmp_path: Path
-) -> None:
+def test_what_is_not_the_image_networks_is_left_out(tmp_path: Path) -> None:
     reference = golden("bigvision_map")
     tensors = FORMS["params/img"](reference.tensors)
     tensors |= {"params/txt/Embed_0/embedding": np.zeros((9, 8), np.float32), "params/t": np.zeros(1, np.float32)}
@@ -131,9 +111,7 @@ def test_what_is_not_the_image_networks_is_left_out(
         ("bigvision_map", "opt/target/img", "big_vision-squash"),
     ],
 )
-def test_each_has_the_preprocessing_of_its_code(
-    name: str, form: str, geometry: Any, golden: Callable[..., Any], write_file: Write, tmp_path: Path
-) -> None:
+def test_each_has_the_preprocessing_of_its_code(name: str, form: str, geometry: Any, tmp_path: Path) -> None:
     reference = golden(name)
     path = write_file(FORMS[form](reference.tensors), tmp_path / "x.npz")
     preprocess = load(path, device="cpu", image_size=reference.image_size).preprocess
@@ -141,19 +119,8 @@ def test_each_has_the_preprocessing_of_its_code(
     assert (preprocess.mean, preprocess.std) == ((0.5,), (0.5,))
 
 
-def test_the_original_arithmetic(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
-    path = write_file(golden("google_vit_token").tensors, tmp_path / "x.npz")
-    config = load(path, device="cpu", image_size=(32, 48)).network.config
-    assert config == ViTConfig(
-        image_size=(32, 48), patch_size=(8, 8), width=64, depth=2, heads=4, mlp_width=128, num_classes=7,
-        head_hidden=48, activation="gelu-tanh",
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("shape", [None, (64, 64), (64,)])
-def test_a_file_that_does_not_say_its_heads(
-    shape: Any, golden: Callable[..., Any], write_file: Write, tmp_path: Path
-) -> None:
+def test_a_file_that_does_not_say_its_heads(shape: Any, tmp_path: Path) -> None:
     name = "Transformer/encoderblock_0/MultiHeadDotProductAttention_0/query/kernel"
     tensors = {key: tensor for key, tensor in golden("google_vit_gap").tensors.items() if key != name}
     if shape:
@@ -163,40 +130,7 @@ def test_a_file_that_does_not_say_its_heads(
         load(path, device="cpu", image_size=(32, 48))
 
 
-@pytest.mark.parametrize("cover", ["class", "all", "patches"])
-@pytest.mark.parametrize("layout", [GOOGLE, BIG_VISION], ids=lambda layout: layout.name)
-def test_positions_of_other_tokens_are_moved(
-    layout: Any, cover: Any, random_bundle: Callable[..., Bundle], tmp_path: Path
-) -> None:
-    config = ViTConfig(
-        image_size=(12, 10), patch_size=(4, 5), width=12, depth=1, heads=3, mlp_width=20, num_classes=2,
-        activation="gelu-tanh", positions_cover=cover,
-    )  # fmt: skip
-    bundle = random_bundle(config)
-    layout.write(bundle, tmp_path / "x.npz")
-    again = load(tmp_path / "x.npz", device="cpu", image_size=(12, 10))
-    images = torch.randn(3, 3, 12, 10)
-    with torch.inference_mode():
-        torch.testing.assert_close(again.network(images), bundle.network(images), atol=1e-5, rtol=1e-5)
-    name = "Transformer/posembed_input/pos_embedding" if layout is GOOGLE else "pos_embedding"
-    assert open_tensors(tmp_path / "x.npz").shapes[name] == (1, 7 if layout is GOOGLE else 6, 12)
-
-
-def test_names_and_shapes_as_the_code_writes_them(
-    golden: Callable[..., Any], tmp_path: Path, write_file: Write
-) -> None:
-    for name, layout in (("google_hybrid", GOOGLE), ("google_vit_token", GOOGLE), ("bigvision_map", BIG_VISION)):
-        reference = golden(name)
-        source = write_file(reference.tensors, tmp_path / f"{name}.npz")
-        layout.write(load(source, device="cpu", image_size=reference.image_size), tmp_path / "out.npz")
-        written = dict(np.load(tmp_path / "out.npz"))
-        assert set(written) == set(reference.tensors)
-        for key, array in reference.tensors.items():
-            assert written[key].dtype == np.float32
-            np.testing.assert_array_equal(written[key], array)
-
-
-def test_big_visions_first_names(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
+def test_big_visions_first_names(tmp_path: Path) -> None:
     """These files have positions in the encoder, and the tensors of attention pooling at the top level."""
     reference = golden("bigvision_map")
     old = {name.removeprefix("MAPHead_0/"): tensor for name, tensor in reference.tensors.items()}
@@ -207,9 +141,7 @@ def test_big_visions_first_names(golden: Callable[..., Any], write_file: Write, 
 
 
 @pytest.mark.parametrize("name", ["pos_embedding", "Transformer/pos_embedding"])
-def test_big_visions_positions_with_one_for_the_class_token(
-    name: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path
-) -> None:
+def test_big_visions_positions_with_one_for_the_class_token(name: str, tmp_path: Path) -> None:
     """25 positions are those of 24 patches and the class token for 4 x 6 patches, although 25 is a square."""
     reference = golden("google_vit_token")
     old = dict(reference.tensors)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tests.make import random_bundle
 from vitrail.errors import BundleError, ConfigError
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
@@ -131,24 +132,24 @@ def transformers_output(model: Any, pixels: Tensor) -> Tensor:
     resized = {"interpolate_pos_encoding": True} if model.config.model_type == "vit" else {}
     found = model(pixels, **resized)
     if hasattr(found, "logits"):
-        return found.logits  # type: ignore[no-any-return]
+        return found.logits
     if model.config.model_type == "vit" and found.pooler_output is not None:
-        return found.pooler_output  # type: ignore[no-any-return]
-    return found.last_hidden_state[:, 0]  # type: ignore[no-any-return]
+        return found.pooler_output
+    return found.last_hidden_state[:, 0]
 
 
 def test_random_models_of_transformers_are_read(tmp_path: Path) -> None:
     draw, read = random.Random(1), 0
     for number in range(COUNT):
         model = randomise(transformers_model(draw), number)
-        model.save_pretrained(tmp_path / str(number))  # type: ignore[operator]
+        model.save_pretrained(tmp_path / str(number))
         read += check_read(
             tmp_path / str(number), lambda pixels, model=model: transformers_output(model, pixels), model.config
         )
     assert read > COUNT // 3
 
 
-def test_random_models_are_written_for_transformers(random_bundle: Make, tmp_path: Path) -> None:
+def test_random_models_are_written_for_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
 
     def compute(folder: Path, pixels: Tensor) -> Tensor:
@@ -160,9 +161,9 @@ def test_random_models_are_written_for_transformers(random_bundle: Make, tmp_pat
         assert not lacks and not told["unexpected_keys"] and not told["mismatched_keys"], told
         found = model.eval()(pixels)
         if hasattr(found, "logits"):
-            return found.logits  # type: ignore[no-any-return]
+            return found.logits
         has_pooler = "pooler_output_size" in content
-        return found.pooler_output if has_pooler else found.last_hidden_state[:, 0]  # type: ignore[no-any-return]
+        return found.pooler_output if has_pooler else found.last_hidden_state[:, 0]
 
     check_written("huggingface", compute, random_bundle, tmp_path, position_resize="bicubic")
 
@@ -228,11 +229,11 @@ def test_random_models_of_timm_are_read(timm: Any, tmp_path: Path) -> None:
     assert read > COUNT // 4
 
 
-def test_random_models_are_written_for_timm(timm: Any, random_bundle: Make, tmp_path: Path) -> None:
+def test_random_models_are_written_for_timm(timm: Any, tmp_path: Path) -> None:
     def compute(folder: Path, pixels: Tensor) -> Tensor:
         content = json.loads((folder / "config.json").read_text())
         model = timm.create_model(content["architecture"], num_classes=content["num_classes"], **content["model_args"])
         model.load_state_dict(load_file(folder / "model.safetensors"))
-        return model.eval()(pixels)  # type: ignore[no-any-return]
+        return model.eval()(pixels)
 
     check_written("timm", compute, random_bundle, tmp_path, position_resize="bicubic-antialias")

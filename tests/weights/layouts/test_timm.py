@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.make import assert_same, golden, make_bundle, random_bundle, write_file
 from vitrail.data.pixels.geometry import scaled_side
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError
@@ -31,7 +32,7 @@ ROOT = RootConfig(norm_eps=1e-5, weight_eps=1e-8, weight_eps_on="variance")
 
 
 @pytest.fixture
-def folder(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> Callable[..., Path]:
+def folder(tmp_path: Path) -> Callable[..., Path]:
     """Write a hub folder with the tensors of a golden file and a `config.json` with these fields."""
 
     def make(name: str = "timm_vit", **fields: Any) -> Path:
@@ -46,7 +47,7 @@ def folder(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> Cal
 # --- what config.json says
 
 
-def test_a_hub_folder_says_everything(golden: Callable[..., Any], folder: Callable[..., Path]) -> None:
+def test_a_hub_folder_says_everything(folder: Callable[..., Path]) -> None:
     path = folder(
         label_names=list("abcdefg"),
         pretrained_cfg={
@@ -119,7 +120,7 @@ def test_what_timm_has_no_words_for_is_said(folder: Callable[..., Path], tmp_pat
 
 
 @pytest.mark.parametrize(("side", "edge"), [(32, 37), (48, 186), (16, 93), (224, 232)])
-def test_timms_own_rounding_scales_to_the_same_size(side: int, edge: int, random_bundle: Callable[..., Bundle]) -> None:
+def test_timms_own_rounding_scales_to_the_same_size(side: int, edge: int) -> None:
     config = ViTConfig(
         image_size=(side, side), patch_size=(side, side), width=12, depth=1, heads=3, mlp_width=20, num_classes=2
     )
@@ -151,7 +152,7 @@ def test_pooling_as_the_config_says(pool: str, expected: str, folder: Callable[.
     assert isinstance(config, ViTConfig) and config.pool == expected and config.has_class_token
 
 
-def test_published_sizes_need_no_heads(random_bundle: Callable[..., Bundle], tmp_path: Path) -> None:
+def test_published_sizes_need_no_heads(tmp_path: Path) -> None:
     config = ViTConfig(image_size=(16, 16), patch_size=(8, 8), width=192, depth=12, heads=3, mlp_width=768)
     TIMM.write(random_bundle(config), tmp_path / "x.safetensors")
     loaded = load(tmp_path / "x.safetensors", device="cpu").network.config
@@ -166,7 +167,7 @@ def test_published_sizes_need_no_heads(random_bundle: Callable[..., Bundle], tmp
 
 
 @pytest.fixture
-def dinov2(random_bundle: Callable[..., Bundle]) -> Callable[..., tuple[Bundle, dict[str, torch.Tensor]]]:
+def dinov2() -> Callable[..., tuple[Bundle, dict[str, torch.Tensor]]]:
     """Return a network with registers and LayerScale, and its tensors under the names of DINOv2's own code."""
 
     def make(*, chunked: bool = False, **fields: Any) -> tuple[Bundle, dict[str, torch.Tensor]]:
@@ -199,12 +200,7 @@ def dinov2(random_bundle: Callable[..., Bundle]) -> Callable[..., tuple[Bundle, 
     "fields", [{}, {"activation": "swiglu"}, {"registers": 0}, {"activation": "swiglu", "depth": 2}]
 )
 def test_dinov2_by_its_own_names(
-    chunked: bool,
-    fields: dict[str, Any],
-    dinov2: Callable[..., tuple[Bundle, dict[str, torch.Tensor]]],
-    write_file: Write,
-    assert_same: Callable[[Bundle, Bundle], None],
-    tmp_path: Path,
+    chunked: bool, fields: dict[str, Any], dinov2: Callable[..., tuple[Bundle, dict[str, torch.Tensor]]], tmp_path: Path
 ) -> None:
     resize = "bicubic-antialias" if fields.get("registers", 4) else "bicubic-offset"
     bundle, tensors = dinov2(chunked=chunked, position_resize=resize, **fields)
@@ -219,7 +215,7 @@ def test_dinov2_by_its_own_names(
 
 @pytest.mark.parametrize("registers", [0, 4])
 def test_dinov2_for_518_pixels_takes_images_of_224(
-    registers: int, dinov2: Callable[..., tuple[Bundle, dict[str, torch.Tensor]]], write_file: Write, tmp_path: Path
+    registers: int, dinov2: Callable[..., tuple[Bundle, dict[str, torch.Tensor]]], tmp_path: Path
 ) -> None:
     bundle, tensors = dinov2(image_size=(518, 518), patch_size=(7, 7), registers=registers, depth=1)
     file = write_file(tensors, tmp_path / "x.safetensors")
@@ -241,12 +237,7 @@ def test_dinov2_for_518_pixels_takes_images_of_224(
     ],
 )
 def test_colours_of_a_file_without_preprocessing(
-    fields: dict[str, Any],
-    family: str,
-    mean: tuple[float, ...],
-    share: float,
-    make_bundle: Callable[..., Bundle],
-    tmp_path: Path,
+    fields: dict[str, Any], family: str, mean: tuple[float, ...], share: float, tmp_path: Path
 ) -> None:
     bundle = make_bundle(**{"layer_scale": 1e-5, "image_size": (42, 42), "patch_size": (7, 7), **fields})
     TIMM.write(bundle, tmp_path / "ours.safetensors")
@@ -260,9 +251,7 @@ def test_colours_of_a_file_without_preprocessing(
     assert (stated.preprocess.mean, stated.preprocess.std) == ((0.1, 0.2, 0.3), (0.25,))
 
 
-def test_a_bare_file_of_ours_is_read_back_as_it_was(
-    make_bundle: Callable[..., Bundle], assert_same: Callable[[Bundle, Bundle], None], tmp_path: Path
-) -> None:
+def test_a_bare_file_of_ours_is_read_back_as_it_was(tmp_path: Path) -> None:
     """The file's metadata hold what a folder holds in `config.json`."""
     bundle = make_bundle(activation="gelu-tanh", position_resize="bicubic-antialias", norm_eps=1e-6)
     bundle.preprocess = replace(bundle.preprocess, resize="crop", mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
@@ -287,26 +276,6 @@ def test_registers_without_positions_are_written_as_timm_has_them(
         torch.testing.assert_close(again.network(images), bundle.network(images), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
-def test_half_precision(
-    kind: torch.dtype, suffix: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path
-) -> None:
-    reference = golden("timm_vit")
-    halves = {name: torch.from_numpy(tensor).to(kind) for name, tensor in reference.tensors.items()}
-    bundle = load(write_file(halves, tmp_path / f"x{suffix}"), device="cpu", heads=4, image_size=(32, 48))
-    assert {parameter.dtype for parameter in bundle.network.parameters()} == {torch.float32}
-    assert 0 < reference.difference(bundle) < (1e-2 if kind == torch.float16 else 1e-1)
-
-
-@pytest.mark.parametrize("wrapper", ["state_dict", "model", "teacher"])
-def test_checkpoints_of_training_scripts(wrapper: str, golden: Callable[..., Any], tmp_path: Path) -> None:
-    reference = golden("timm_vit")
-    state = {f"module.{name}": torch.from_numpy(tensor) for name, tensor in reference.tensors.items()}
-    torch.save({wrapper: state, "epoch": 3}, tmp_path / "x.pth")
-    assert reference.difference(load(tmp_path / "x.pth", device="cpu", heads=4, image_size=(32, 48))) < 1e-5
-
-
 # --- which positions are the patches'
 
 
@@ -322,7 +291,7 @@ def with_positions(golden: Callable[..., Any], count: int, registers: int) -> di
     [(16 + 1, 4, (4, 4), "class"), (16, 4, (4, 4), "patches"), (16 + 5, 4, (4, 4), "all"), (1 + 4, 4, (2, 2), "class")],
 )
 def test_a_square_tells_which_tokens_have_positions(
-    count: int, registers: int, grid: Any, cover: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path
+    count: int, registers: int, grid: Any, cover: str, tmp_path: Path
 ) -> None:
     path = write_file(with_positions(golden, count, registers), tmp_path / "x.pth")
     bundle = load(path, device="cpu", heads=4)
@@ -332,9 +301,7 @@ def test_a_square_tells_which_tokens_have_positions(
     assert (note in bundle.notes) == (cover == "patches")
 
 
-def test_where_two_squares_are_possible_the_size_decides(
-    golden: Callable[..., Any], write_file: Write, tmp_path: Path
-) -> None:
+def test_where_two_squares_are_possible_the_size_decides(tmp_path: Path) -> None:
     path = write_file(with_positions(golden, 5, 3), tmp_path / "x.pth")  # 2 x 2 and a class token, or 1 and 4 tokens
     message = r"has 5 positions, which fit several grids or none: give image_size="
     with pytest.raises(BundleError, match=message):
@@ -347,7 +314,7 @@ def test_where_two_squares_are_possible_the_size_decides(
 # --- writing
 
 
-def test_a_folder_as_on_the_hub(random_bundle: Callable[..., Bundle], tmp_path: Path) -> None:
+def test_a_folder_as_on_the_hub(tmp_path: Path) -> None:
     config = ViTConfig(
         image_size=(12, 10), patch_size=(4, 5), channels=1, width=12, depth=2, heads=3, mlp_width=18, num_classes=2,
         pool="gap", final_norm="pooled", position_resize="bicubic-antialias",
@@ -363,20 +330,7 @@ def test_a_folder_as_on_the_hub(random_bundle: Callable[..., Bundle], tmp_path: 
     assert written["pretrained_cfg"]["mean"] == [0.5] and written["pretrained_cfg"]["input_size"] == [1, 12, 10]
 
 
-def test_names_and_shapes_as_the_library_writes_them(
-    golden: Callable[..., Any], write_file: Write, tmp_path: Path
-) -> None:
-    for name in ("timm_vit", "timm_vit_gap", "timm_vit_registers"):
-        reference = golden(name)
-        source = write_file(reference.tensors, tmp_path / f"{name}.pth")
-        TIMM.write(load(source, device="cpu", heads=4, image_size=(32, 48)), tmp_path / "out.safetensors")
-        file = open_tensors(tmp_path / "out.safetensors")
-        assert set(file.shapes) == set(reference.tensors)
-        for key, array in reference.tensors.items():
-            assert torch.equal(file.read(key), torch.from_numpy(array)), key
-
-
-def test_a_root_without_stages_is_a_bare_stem(random_bundle: Callable[[ViTConfig], Bundle], tmp_path: Path) -> None:
+def test_a_root_without_stages_is_a_bare_stem(tmp_path: Path) -> None:
     """timm's `vit_tiny_r_s16_p8_224` has only the stem where other hybrids have a ResNet."""
     root = replace(ROOT, width=32)
     config = ViTConfig(
@@ -399,9 +353,7 @@ def test_a_root_without_stages_is_a_bare_stem(random_bundle: Callable[[ViTConfig
         ({"root": replace(ROOT, depths=(3, 4, 9))}, "vit_base_r50_s16_224"),
     ],
 )  # fmt: skip
-def test_the_architecture_is_one_that_timm_can_build(
-    fields: dict[str, Any], architecture: str, random_bundle: Callable[[ViTConfig], Bundle], tmp_path: Path
-) -> None:
+def test_the_architecture_is_one_that_timm_can_build(fields: dict[str, Any], architecture: str, tmp_path: Path) -> None:
     config = ViTConfig(
         patch_size=(1, 2),
         image_size=(32, 64),
@@ -431,9 +383,7 @@ def test_the_architecture_is_one_that_timm_can_build(
         {"pool": "map", "activation": "swiglu"}, {"head_hidden": 3}, {"pool": "cls+gap"},
     ],
 )  # fmt: skip
-def test_networks_that_no_model_of_timm_has_are_refused(
-    fields: dict[str, Any], random_bundle: Callable[[ViTConfig], Bundle], tmp_path: Path
-) -> None:
+def test_networks_that_no_model_of_timm_has_are_refused(fields: dict[str, Any], tmp_path: Path) -> None:
     defaults: dict[str, Any] = {"patch_size": (16, 32), "width": 12, "depth": 1, "heads": 3, "mlp_width": 20}
     config = ViTConfig(**{**defaults, "image_size": (32, 64), "num_classes": 3, **fields})
     with pytest.raises(BundleError, match="the layout timm cannot store"):
@@ -462,9 +412,7 @@ def test_what_our_network_does_not_compute_is_refused(fields: dict[str, Any], fo
 
 
 @pytest.mark.parametrize("fields", [{"architecture": "vit_base_patch16_224"}, {"model_args": {"drop_rate": 0.1}}])
-def test_what_changes_nothing_is_accepted(
-    fields: dict[str, Any], folder: Callable[..., Path], golden: Callable[..., Any]
-) -> None:
+def test_what_changes_nothing_is_accepted(fields: dict[str, Any], folder: Callable[..., Path]) -> None:
     assert golden("timm_vit").difference(load(folder(**fields), device="cpu")) < 1e-5
 
 
@@ -474,9 +422,7 @@ def test_positions_of_another_size_than_the_config_states_are_resized(folder: Ca
 
 
 @pytest.mark.parametrize("name", ["dist_token", "pos_embed"])
-def test_bare_files_that_our_network_cannot_be(
-    name: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path
-) -> None:
+def test_bare_files_that_our_network_cannot_be(name: str, tmp_path: Path) -> None:
     tensors = dict(golden("timm_vit").tensors)
     if tensors.pop(name, None) is None:
         tensors[name] = np.zeros((1, 1, 4), np.float32)
@@ -484,7 +430,7 @@ def test_bare_files_that_our_network_cannot_be(
         load(write_file(tensors, tmp_path / "x.pth"), device="cpu", heads=4, image_size=(32, 48))
 
 
-def test_the_decoder_of_mae_is_skipped(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
+def test_the_decoder_of_mae_is_skipped(tmp_path: Path) -> None:
     decoder = {"mask_token": np.zeros((1, 1, 3), np.float32), "decoder_embed.weight": np.zeros((3, 4), np.float32)}
     file = write_file({**golden("timm_vit").tensors, **decoder}, tmp_path / "x.pth")
     bundle = load(file, device="cpu", heads=4, image_size=(32, 48))
@@ -493,7 +439,7 @@ def test_the_decoder_of_mae_is_skipped(golden: Callable[..., Any], write_file: W
     assert bundle.network.config.position_resize == "bicubic-antialias"
 
 
-def test_the_state_dict_of_our_network_alone_is_refused(make_bundle: Callable[..., Bundle], tmp_path: Path) -> None:
+def test_the_state_dict_of_our_network_alone_is_refused(tmp_path: Path) -> None:
     torch.save(make_bundle().network.state_dict(), tmp_path / "x.pth")
     with pytest.raises(BundleError, match="save"):
         load(tmp_path / "x.pth", device="cpu")
