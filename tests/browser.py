@@ -11,8 +11,6 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["CHROMIUM", "Browser"]
-
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 """Path of the browser, or None."""
 

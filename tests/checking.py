@@ -13,8 +13,6 @@ from typing import Any
 import jaxtyping
 from beartype import BeartypeConf, beartype
 
-__all__ = ["begin_test", "check_signatures_quickly"]
-
 _thorough = jaxtyping.jaxtyped
 _dimensions = jaxtyping.jaxtyped("context")
 _check = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError))

@@ -4,37 +4,30 @@ from __future__ import annotations
 
 import base64
 import gc
-import importlib.util
 import io
-import json
 import os
 import re
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import jaxtyping
-import numpy as np
 import pytest
 import torch
 from hypothesis import settings
 from PIL import Image
-from torch import Tensor
 
 from tests.checking import begin_test, check_signatures_quickly
 
 gc.disable()  # until all modules are imported and all tests are collected, because none of that becomes garbage
 check_signatures_quickly()  # before the package is imported
 
+from tests.make import make_colour_folder as make_colour_folder  # noqa: E402
+from tests.make import make_idx_folder as make_idx_folder  # noqa: E402
 from vitrail.models.linear.float32 import VARIABLE  # noqa: E402
-from vitrail.models.vit import VisionTransformer  # noqa: E402
-from vitrail.models.vit_config import ViTConfig  # noqa: E402
 from vitrail.recipes import RECIPES  # noqa: E402
 from vitrail.training.config import TrainConfig  # noqa: E402
-from vitrail.weights.bundle import Bundle  # noqa: E402
 
 settings.register_profile("vitrail", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("vitrail")
@@ -95,70 +88,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def randomised() -> Callable[[ViTConfig], VisionTransformer]:
-    """Return a function that makes networks in evaluation mode. No weight is 0 or 1, so that a missing weight is
-    noticed.
-    """
-
-    def make(config: ViTConfig) -> VisionTransformer:
-        network = VisionTransformer(config).eval()
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for name, parameter in network.named_parameters():
-                centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-                parameter.copy_(centre + 0.4 * torch.randn(parameter.shape, generator=generator))
-        return network
-
-    return make
-
-
 @pytest.fixture
 def types_unchecked() -> Iterator[None]:
     """Lets values of wrong types reach the package's own checks, as they do outside of tests."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
-
-
-GOLDEN = Path(__file__).parent / "golden"
-
-
-@dataclass(frozen=True)
-class Golden:
-    """What another implementation computed: its tensors by their names, the images, and the logits."""
-
-    tensors: dict[str, Any]
-    images: Tensor
-    logits: Tensor
-
-    @property
-    def image_size(self) -> tuple[int, int]:
-        return self.images.shape[2], self.images.shape[3]
-
-    def difference(self, bundle: Bundle) -> float:
-        """The largest difference between a bundle's logits and these."""
-        with torch.inference_mode():
-            return float((bundle.network(self.images) - self.logits).abs().max())
-
-
-@pytest.fixture(scope="session")
-def golden() -> Callable[[str], Golden]:
-    """Reads a golden file by name and draws the tensors and images that it was computed with."""
-    spec = importlib.util.spec_from_file_location("golden_weights", GOLDEN / "weights.py")
-    assert spec is not None and spec.loader is not None
-    weights = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(weights)
-
-    def read(name: str) -> Golden:
-        content = json.loads((GOLDEN / f"{name}.json").read_text())
-        return Golden(
-            {key: weights.tensor(key, tuple(shape)) for key, shape in content["tensors"].items()},
-            torch.from_numpy(weights.image(content["image"]["seed"], tuple(content["image"]["shape_nchw"]))),
-            torch.tensor(content["logits"]),
-        )
-
-    return read
 
 
 class Page(HTMLParser):
@@ -221,19 +156,6 @@ def colour_folder(tmp_path: Path) -> Path:
     return make_colour_folder(tmp_path / "colours")
 
 
-def make_colour_folder(root: Path, *, images: int = 12, classes: tuple[str, ...] = ("blue", "green", "red")) -> Path:
-    """Writes the folder that `colour_folder` gives."""
-    random = np.random.default_rng(0)
-    for channel, name in enumerate(reversed(classes)):
-        (root / name).mkdir(parents=True)
-        for number in range(images):
-            height, width = 9 + number, 30 - number
-            pixels = random.integers(0, 80, (height, width, 3), dtype=np.uint8)
-            pixels[..., channel % 3] += 150
-            Image.fromarray(pixels).save(root / name / f"{number:02}.png")
-    return root
-
-
 @pytest.fixture
 def tiny(tmp_path: Path) -> Callable[..., TrainConfig]:
     """Makes configs of a tiny network on 200 of the bundled images, in float32 on the CPU; fields can be replaced."""
@@ -251,23 +173,3 @@ def tiny(tmp_path: Path) -> Callable[..., TrainConfig]:
         return RECIPES["demo"]().override(**{**defaults, **fields})
 
     return make
-
-
-def make_idx_folder(root: Path, *, train: int = 200, test: int = 50) -> Path:
-    """A folder of IDX files with the first images of the bundled set."""
-    from vitrail.data.formats.idx import BUNDLED, find_idx, read_idx
-
-    if root.exists():
-        return root
-    root.mkdir(parents=True)
-    for split, prefix, count in (("train", "train", train), ("test", "t10k", test)):
-        images, labels = (read_idx(path)[:count] for path in find_idx(BUNDLED, split) or ())
-        (root / f"{prefix}-images-idx3-ubyte").write_bytes(idx_bytes(images))
-        (root / f"{prefix}-labels-idx1-ubyte").write_bytes(idx_bytes(labels))
-    return root
-
-
-def idx_bytes(array: np.ndarray) -> bytes:
-    """An array of bytes in the IDX format."""
-    sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
-    return bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes()

@@ -117,13 +117,6 @@ def test_description_is_plain_json_with_versions() -> None:
     assert set(record["versions"]) == {"vitrail", "torch", "numpy", "grain", "pillow"}
 
 
-def test_auto_follows_the_processor() -> None:
-    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
-    has_units = any(flag in flags.split() for flag in ("amx_bf16", "avx512_bf16", "bf16"))
-    assert has_bf16_matrix_units(CPU) is has_units
-    assert resolve_precision("auto", CPU) == ("bf16" if has_units else "float32")
-
-
 @pytest.mark.parametrize("units", [True, False])
 def test_auto_is_bf16_only_with_matrix_units(units: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.machine.has_bf16_matrix_units", lambda device: units)

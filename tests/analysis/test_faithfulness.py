@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,14 +10,11 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
+from tests.analysis.networks import images_of, make
 from vitrail.analysis.faithfulness import randomised_weights, rank_correlation, saliency_curves
 from vitrail.analysis.saliency import SaliencyMaps, attention_rollout, class_relevance
 from vitrail.errors import ConfigError
-from vitrail.models.vit import VisionTransformer
 from vitrail.weights.bundle import OutputKind
-
-Make = Callable[..., VisionTransformer]
-Images = Callable[..., Tensor]
 
 
 def maps_of(values: np.ndarray) -> SaliencyMaps:
@@ -26,7 +22,7 @@ def maps_of(values: np.ndarray) -> SaliencyMaps:
 
 
 @pytest.mark.parametrize("output", ["softmax", "sigmoid"])
-def test_curves_hide_patches_in_the_order_of_the_map(output: OutputKind, make: Make, images_of: Images) -> None:
+def test_curves_hide_patches_in_the_order_of_the_map(output: OutputKind) -> None:
     network, images = make(cut_uneven=True), images_of(2, (14, 22))  # two rows and columns of pixels fill no patch
     values = np.random.default_rng(0).permutation(24).reshape(2, 3, 4)
     targets = torch.tensor([2, 0])
@@ -53,7 +49,7 @@ def test_curves_hide_patches_in_the_order_of_the_map(output: OutputKind, make: M
     np.testing.assert_allclose(found.insertion_auc()[:, 0].shape, (2,))
 
 
-def test_the_best_order_beats_a_random_one(make: Make, images_of: Images) -> None:
+def test_the_best_order_beats_a_random_one() -> None:
     """A network that only sums one patch's pixels: its true saliency is that patch."""
     network = make(pool="gap", depth=1, positions="none")
     with torch.no_grad():
@@ -71,7 +67,7 @@ def test_the_best_order_beats_a_random_one(make: Make, images_of: Images) -> Non
     assert not (changes[:2] > 1e-6).sum(axis=2).max() > 1
 
 
-def test_random_weights_change_the_maps(make: Make, images_of: Images) -> None:
+def test_random_weights_change_the_maps() -> None:
     network, images = make(), images_of(2)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     found = randomised_weights(network, images, class_relevance)
@@ -95,7 +91,7 @@ def test_rank_correlation_is_scipys() -> None:
     assert rank_correlation(np.ones(3), second[:3]) == 0.0
 
 
-def test_what_is_refused(make: Make, images_of: Images) -> None:
+def test_what_is_refused() -> None:
     network, images = make(), images_of(2)
     own: Any = maps_of(np.ones((2, 3, 4)))
     with pytest.raises(ConfigError, match="maps has the name 'random', which stands for a random order"):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
+from tests.analysis.networks import images_of, make
 from vitrail.analysis.features import (
     TokenNorms,
     embedding_filters,
@@ -22,14 +20,10 @@ from vitrail.errors import ConfigError
 from vitrail.models.resnet import ResNet
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.variants import create
-from vitrail.models.vit import VisionTransformer
-
-Make = Callable[..., VisionTransformer]
-Images = Callable[..., Tensor]
 
 
 @pytest.mark.parametrize("fields", [{}, {"registers": 2}, {"pool": "gap"}], ids=str)
-def test_norms_by_layer(make: Make, images_of: Images, fields: dict[str, object]) -> None:
+def test_norms_by_layer(fields: dict[str, object]) -> None:
     network, images = make(**fields), images_of(3)
     found = token_norms(network, images, [-1, 0], batch_size=2)
     for place, one in enumerate(network.features(images, [-1, 0])):
@@ -50,7 +44,7 @@ def test_outliers_exceed_three_medians() -> None:
     np.testing.assert_allclose(found.outliers(2.0), [0.0, 0.2])
 
 
-def test_colours_have_one_basis_and_certain_signs(make: Make, images_of: Images) -> None:
+def test_colours_have_one_basis_and_certain_signs() -> None:
     network, images = make(), images_of(4)
     found = patch_colours(network, images, batch_size=3)
     tokens = network.features(images).patches.detach().double().numpy().reshape(-1, 16)
@@ -76,7 +70,7 @@ def test_a_resnet_has_colours_too() -> None:
         token_norms(network, images)
 
 
-def test_a_linear_model_by_layer(make: Make) -> None:
+def test_a_linear_model_by_layer() -> None:
     network = make(pool="gap")
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(60) % 2
@@ -91,7 +85,7 @@ def test_a_linear_model_by_layer(make: Make) -> None:
     assert wrong[0].accuracy.value == pytest.approx(1 - found[0].accuracy.value)
 
 
-def test_what_is_refused(make: Make, images_of: Images) -> None:
+def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"layers=\(5,\): block 5 does not exist; choose from 0 to 2"):
         patch_colours(make(), images_of(), 5)
     with pytest.raises(ConfigError, match="components=0 is less than 1"):
@@ -100,7 +94,7 @@ def test_what_is_refused(make: Make, images_of: Images) -> None:
         patch_colours(make(), images_of(), components=17)
 
 
-def test_filters_are_the_directions_that_were_put_in(make: Make) -> None:
+def test_filters_are_the_directions_that_were_put_in() -> None:
     network = make(width=32)
     random = np.random.default_rng(0)
     directions = np.linalg.qr(random.normal(size=(60, 2)))[0].T
@@ -132,7 +126,7 @@ def test_components_are_those_of_an_eigenvalue_decomposition() -> None:
     np.testing.assert_allclose(explained, values[::-1][:3] / values.sum())
 
 
-def test_learned_positions(make: Make) -> None:
+def test_learned_positions() -> None:
     network = make(registers=1)
     found = position_similarity(network)
     vectors = network.positions.get_parameter("embedding")[0, -12:].detach().double().numpy()
@@ -144,7 +138,7 @@ def test_learned_positions(make: Make) -> None:
     assert position_similarity(network, (2, 5)).values.shape == (2, 5, 2, 5)  # resized
 
 
-def test_positions_of_two_dimensions_share_rows_and_columns(make: Make) -> None:
+def test_positions_of_two_dimensions_share_rows_and_columns() -> None:
     for positions in ("learned-2d", "sincos-2d"):
         values = position_similarity(make(positions=positions), (3, 4)).values
         assert values[1, 2, 1, 2] == pytest.approx(1)
@@ -153,7 +147,7 @@ def test_positions_of_two_dimensions_share_rows_and_columns(make: Make) -> None:
             assert values[0, 0, 0, 1] > values[0, 0, 0, 3]
 
 
-def test_positions_of_every_layer(make: Make) -> None:
+def test_positions_of_every_layer() -> None:
     network = make(positions_at="every-layer")
     first, second = (position_similarity(network, layer=layer).values for layer in (0, 1))
     assert not np.allclose(first, second)
@@ -161,7 +155,7 @@ def test_positions_of_every_layer(make: Make) -> None:
         position_similarity(network, layer=3)
 
 
-def test_maps_of_positions_and_filters_that_are_refused(make: Make) -> None:
+def test_maps_of_positions_and_filters_that_are_refused() -> None:
     for positions in ("none", "relative-bias", "relative-keys", "rotary-2d"):
         with pytest.raises(ConfigError, match=f"positions='{positions}' adds no vectors in layer 0"):
             position_similarity(make(positions=positions))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from tests.analysis.networks import images_of, make
 from vitrail.analysis.heads import (
     attention_distance,
     attention_entropy,
@@ -18,12 +18,8 @@ from vitrail.analysis.heads import (
     mean_distances,
     patch_distances,
 )
-from vitrail.errors import ConfigError
 from vitrail.models.resnet import ResNet
 from vitrail.models.resnet_config import ResNetConfig
-from vitrail.models.vit import VisionTransformer
-
-Make = Callable[..., VisionTransformer]
 
 
 def test_a_resnet_sees_more_with_depth_and_nothing_outside() -> None:
@@ -41,7 +37,7 @@ def test_a_resnet_sees_more_with_depth_and_nothing_outside() -> None:
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
-def test_values_are_finite_differences(make: Make) -> None:
+def test_values_are_finite_differences() -> None:
     network = make(depth=1).double()
     image = torch.randn(1, 3, 12, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     found = effective_receptive_field(network, image, [0])
@@ -59,20 +55,12 @@ def test_values_are_finite_differences(make: Make) -> None:
     np.testing.assert_allclose(ratios, ratios[0], rtol=1e-5)
 
 
-def test_distance_is_the_mean_from_the_centre(make: Make) -> None:
+def test_distance_is_the_mean_from_the_centre() -> None:
     found = effective_receptive_field(make(), torch.randn(1, 3, 12, 20), [-1])
     down, across = np.indices((12, 20)) + 0.5
     centre = (found.values[0] * down).sum(), (found.values[0] * across).sum()
     expected = (found.values[0] * np.hypot(down - centre[0], across - centre[1])).sum()
     assert found.distance[0] == pytest.approx(expected) and found.centre[0] == pytest.approx(centre)
-
-
-def test_a_unit_that_does_not_exist(make: Make) -> None:
-    with pytest.raises(ConfigError, match=r"layers=\(9,\): block 9 does not exist; choose from 0 to 2"):
-        effective_receptive_field(make(), torch.randn(1, 3, 12, 20), [9])
-
-
-Images = Callable[..., Tensor]
 
 
 def test_constructed_attention() -> None:
@@ -104,7 +92,7 @@ def test_distances_between_patches() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"registers": 2, "positions": "relative-bias"}, {"pool": "gap"}], ids=str)
-def test_a_naive_version(make: Make, images_of: Images, fields: dict[str, object]) -> None:
+def test_a_naive_version(fields: dict[str, object]) -> None:
     network, images = make(**fields), images_of(3)
     prefix, (rows, columns) = network.config.prefix, (3, 4)
     distance = attention_distance(network, images, layers=[2, 0], heads=[-1, 1], batch_size=2)
@@ -132,8 +120,3 @@ def test_a_naive_version(make: Make, images_of: Images, fields: dict[str, object
     assert (distance.pixels.layers, distance.pixels.heads, distance.pixels.images) == ((2, 0), (3, 1), 3)
     assert (distance.pixels.unit, distance.fraction.unit) == ("pixels", "fraction of the image width")
     assert entropy.unit == "nats"
-
-
-def test_a_layer_that_does_not_exist(make: Make, images_of: Images) -> None:
-    with pytest.raises(ConfigError, match=r"layers=\(7,\): block 7 does not exist; choose from 0 to 2"):
-        attention_distance(make(), images_of(), layers=[7])

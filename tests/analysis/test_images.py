@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from typing import Any
 from xml.etree import ElementTree
 
@@ -11,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 
+from tests.analysis.networks import images_of, make
 from vitrail.analysis.charts import colours, standalone
 from vitrail.analysis.faithfulness import RandomisedWeights, SaliencyCurves
 from vitrail.analysis.features import LayerProbe, embedding_filters, patch_colours, position_similarity, token_norms
@@ -37,7 +36,6 @@ from vitrail.analysis.similarity import layer_similarity
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.evaluation.metrics.intervals import Metric
 from vitrail.models.variants import build, variant_config
-from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
 
@@ -105,16 +103,12 @@ def test_models_without_overlays() -> None:
     assert Overlays().refusal(make_bundle()) is None
 
 
-Make = Callable[..., VisionTransformer]
-Images = Callable[..., Tensor]
-
-
 def titles(chart: str) -> list[str]:
     root = ElementTree.fromstring(standalone(chart))
     return [one.text or "" for one in root.iter("{http://www.w3.org/2000/svg}title")]
 
 
-def test_heads_beside_a_receptive_field(make: Make, images_of: Images) -> None:
+def test_heads_beside_a_receptive_field() -> None:
     distance = attention_distance(make(), images_of(2)).pixels
     field = effective_receptive_field(make(), images_of(1))
     found = titles(draw_heads(distance, field))
@@ -124,7 +118,7 @@ def test_heads_beside_a_receptive_field(make: Make, images_of: Images) -> None:
     assert draw_receptive_field(field).shape == (12, 3 * 20 + 2 * 2, 3)
 
 
-def test_charts_by_layer(make: Make, images_of: Images) -> None:
+def test_charts_by_layer() -> None:
     network = make(registers=1)
     norms = token_norms(network, images_of(2))
     found = titles(draw_norms(norms))
@@ -156,7 +150,7 @@ def test_curves_and_random_weights() -> None:
     assert lines == ["relevance: 1, 0.75", "relevance: 2, 0.05", "rollout: 1, 1", "rollout: 2, 0.4"]
 
 
-def test_pictures(make: Make, images_of: Images) -> None:
+def test_pictures() -> None:
     network = make()
     filters = embedding_filters(network, 5)
     tiles = draw_filters(filters, columns=3, scale=1)

@@ -48,10 +48,8 @@ def test_it_holds_what_each_analysis_measures(colours: Path) -> None:
     bundle = bundle_of(seed=3)
     found, source = seen(colours, bundle, probe_images=20), source_of(colours, bundle)
     inputs = inputs_of(bundle, images_at(source, evenly(27, 10)))
-    assert found.answers is not None
     assert found.layers.images == 10 and found.images == found.answers.report.images == 27
-    assert np.array_equal(found.layers.reach.mean, attention_distance(bundle.network, inputs).pixels.mean)  # type: ignore[union-attr]
-    assert found.layers.similarity is not None and found.patches is not None
+    assert np.array_equal(found.layers.reach.mean, attention_distance(bundle.network, inputs).pixels.mean)
     assert np.allclose(found.layers.similarity.values, layer_similarity(bundle.network, [inputs]).values)
     labels = np.array([source.target(int(index)) for index in evenly(27, 20)])
     some = inputs_of(bundle, images_at(source, evenly(27, 20)))
@@ -71,18 +69,16 @@ def test_errors_are_the_most_certain_ones(colours: Path) -> None:
         for row, key in enumerate(predictions.keys)
         if int(chances[row].argmax()) != predictions.truth.plain(row)
     }
-    assert found.answers is not None
     errors = found.answers.errors
     assert wrong and [one.key for one in errors] == sorted(wrong, key=lambda key: -wrong[key])
     assert [one.answer.probability for one in errors] == pytest.approx([wrong[one.key] for one in errors])
     few = seen(colours, bundle, examples=1, probe_images=0).answers
-    assert few is not None and [one.key for one in few.errors] == [errors[0].key]
+    assert [one.key for one in few.errors] == [errors[0].key]
 
 
 def test_embeddings_lie_along_their_principal_components(colours: Path) -> None:
     bundle = bundle_of(seed=3)
     mapped = seen(colours, bundle, probe_images=0).embedding
-    assert mapped is not None
     features = Outputs(bundle).features(source_of(colours, bundle)).features.astype(np.float64)
     centred = features - features.mean(axis=0)
     values, vectors = np.linalg.eigh(centred.T @ centred)
@@ -102,7 +98,7 @@ def test_what_a_resnet_does_not_have_is_named(colours: Path) -> None:
         "a network of the architecture 'BiT' has no attention to look into; choose a Vision Transformer or a hybrid",
     )
     assert [one.layer for one in found.probes] == list(range(len(found.probes))) and found.probes
-    assert found.answers is not None and all(one.answer.relevance is None for one in found.answers.errors)
+    assert all(one.answer.relevance is None for one in found.answers.errors)
 
 
 def test_linear_models_are_not_measured_on_images_that_they_learned_from(colours: Path) -> None:
@@ -142,7 +138,7 @@ def test_images_that_cannot_be_decoded_are_skipped_and_listed(tmp_path: Path) ->
         file.write_bytes(file.read_bytes()[:60])
     measured, learned = subset(source, range(9)), subset(source, range(9, 18))
     found = overview(Outputs(bundle), measured, learned, "it", images=4, saliency_images=0, bootstrap=0)
-    assert found.images == 8 and found.embedding is not None and len(found.embedding.keys) == 8
+    assert found.images == 8 and len(found.embedding.keys) == 8
     assert [item.key for item in found.skipped] == [source.key(1), source.key(17)]
     others = inputs_of(bundle, images_at(learned, range(8)))
     labels = np.array([learned.target(index) for index in range(8)])
@@ -172,7 +168,6 @@ def test_what_cannot_be_reported_on(colours: Path) -> None:
 def test_saliency_maps_are_measured_on_images_at_equal_distances(output: OutputKind, colours: Path) -> None:
     bundle = bundle_of(seed=3, output=output)
     found, source = seen(colours, bundle, probe_images=0, saliency_images=5).saliency, source_of(colours, bundle)
-    assert found is not None
     inputs = inputs_of(bundle, images_at(source, evenly(27, 5)))
     names = ("rollout", "relevance", "relevance, gradients alone", "random")
     assert found.curves.methods == names and found.curves.deletion.shape[:2] == (4, 5)
@@ -196,7 +191,7 @@ def test_a_model_without_a_head_has_layers_and_embeddings(colours: Path, has_lab
     source = whole if has_labels else unlabelled(whole)
     found = overview(Outputs(bundle), source, whole, "it", images=6, probe_images=12, bootstrap=0)
     assert found.answers is None and found.saliency is None and found.images == 27
-    assert found.layers.entropy is not None and found.embedding is not None
+    assert found.layers.entropy is not None
     assert found.embedding.labels == tuple(whole.key(row).split("/")[0] if has_labels else "" for row in range(27))
     notes = ["measurements of saliency maps, which need the classes of a head"]
     if has_labels:

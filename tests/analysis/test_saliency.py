@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,14 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.analysis.networks import images_of, make
 from vitrail.analysis.saliency import attention_rollout, class_relevance, relevance, rollout
 from vitrail.analysis.tracing import trace
 from vitrail.errors import ConfigError
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
-
-Make = Callable[..., VisionTransformer]
-Images = Callable[..., Tensor]
 
 POOLS: dict[str, dict[str, Any]] = {
     "class token": {},
@@ -47,7 +44,7 @@ def test_heads_are_fused_and_small_weights_are_discarded() -> None:
         ("max", [[0.6 / 1.4, 0.8 / 1.4], [0.3 / 1.2, 0.9 / 1.2]]),
         ("min", [[0.2 / 0.6, 0.4 / 0.6], [0.1 / 0.8, 0.7 / 0.8]]),
     ):
-        found = rollout(heads, identity=False, fusion=fusion)  # type: ignore[arg-type]
+        found = rollout(heads, identity=False, fusion=fusion)
         torch.testing.assert_close(found[0], torch.tensor(fused))
     found = rollout(heads, identity=False, discard=0.5)  # 0.2 and 0.4 of 0.2, 0.4, 0.6 and 0.8 become 0
     torch.testing.assert_close(found[0], torch.tensor([[0.0, 1.0], [0.0, 1.0]]))
@@ -86,7 +83,7 @@ def naive_reading(network: VisionTransformer, images: Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", POOLS)
-def test_naive_versions(make: Make, images_of: Images, name: str) -> None:
+def test_naive_versions(name: str) -> None:
     network, images = make(**POOLS[name]), images_of(3)
     targets = torch.tensor([1, 4, 0])
     rolled = attention_rollout(network, images, batch_size=2)
@@ -97,7 +94,6 @@ def test_naive_versions(make: Make, images_of: Images, name: str) -> None:
     with torch.no_grad():
         reading = naive_reading(network, images.double())
     network.float()
-    assert found.attention is not None and found.gradients is not None
     attention, gradients = found.attention.numpy(), found.gradients.numpy()
     prefix = network.config.prefix
     unit = np.eye(prefix + 12)
@@ -112,17 +108,11 @@ def test_naive_versions(make: Make, images_of: Images, name: str) -> None:
         for values, matrix in ((rolled, joint), (relevant, first), (by_gradient, second)):
             expected = (reading[image] @ matrix)[prefix:].reshape(3, 4)
             np.testing.assert_allclose(values.values[image], expected, rtol=2e-3, atol=1e-5)
-    assert relevant.targets is not None and relevant.targets.tolist() == [1, 4, 0] and rolled.targets is None
+    assert relevant.targets.tolist() == [1, 4, 0] and rolled.targets is None
     assert rolled.values.dtype == np.float32
 
 
-def test_the_predicted_class_is_the_default(make: Make, images_of: Images) -> None:
-    network, images = make(), images_of(4)
-    found = class_relevance(network, images)
-    assert found.targets is not None and found.targets.tolist() == network(images).argmax(dim=1).tolist()
-
-
-def test_what_is_refused(make: Make, images_of: Images) -> None:
+def test_what_is_refused() -> None:
     attention = torch.full((1, 1, 1, 2, 2), 0.5)
     with pytest.raises(ConfigError, match=r"discard=1\.0 is not at least 0 and below 1"):
         rollout(attention, discard=1.0)
@@ -133,8 +123,8 @@ def test_what_is_refused(make: Make, images_of: Images) -> None:
 
 
 @pytest.mark.usefixtures("types_unchecked")
-def test_unknown_names_are_refused(make: Make, images_of: Images) -> None:
+def test_unknown_names_are_refused() -> None:
     with pytest.raises(ConfigError, match="fusion='sum' is not one of 'mean', 'max', 'min'"):
-        attention_rollout(make(), images_of(), fusion="sum")  # type: ignore[arg-type]
+        attention_rollout(make(), images_of(), fusion="sum")
     with pytest.raises(ConfigError, match="form='lrp' is not one of 'attention-gradient', 'gradient'"):
-        class_relevance(make(), images_of(), form="lrp")  # type: ignore[arg-type]
+        class_relevance(make(), images_of(), form="lrp")

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from tests.analysis.networks import images_of, make
 from vitrail.analysis.similarity import LayerSimilarity, MinibatchCka, layer_similarity, unbiased_hsic
 from vitrail.errors import ConfigError
 from vitrail.models.resnet import ResNet
 from vitrail.models.resnet_config import ResNetConfig
-from vitrail.models.vit import VisionTransformer
-
-Make = Callable[..., VisionTransformer]
-Images = Callable[..., Tensor]
 
 
 def draw(rows: int, columns: int, seed: int) -> Tensor:
@@ -58,7 +54,7 @@ def test_features_that_do_not_vary_have_no_similarity() -> None:
     assert nothing.bounds == (0.0, 1.0)
 
 
-def test_layers_of_one_network(make: Make, images_of: Images) -> None:
+def test_layers_of_one_network() -> None:
     network, images = make(registers=1), images_of(10)
     found = layer_similarity(network, images.split(5), layers=[0, -1])
     assert found.rows == found.columns == (0, 2)
@@ -68,7 +64,6 @@ def test_layers_of_one_network(make: Make, images_of: Images) -> None:
     for batch in images.split(5):
         kernels = []
         for one in network.features(batch, [0, -1]):
-            assert one.cls is not None
             tokens = torch.cat([one.cls[:, None], one.registers, one.patches], dim=1).detach().double().flatten(1)
             kernels.append((tokens @ tokens.T).fill_diagonal_(0))
         pairs = ((kernels[0], kernels[1]), (kernels[0], kernels[0]), (kernels[1], kernels[1]))
@@ -76,14 +71,14 @@ def test_layers_of_one_network(make: Make, images_of: Images) -> None:
     assert found.values[0, 1] == pytest.approx(sums[0] / np.sqrt(sums[1] * sums[2]), rel=1e-4)
 
 
-def test_two_networks(make: Make) -> None:
+def test_two_networks() -> None:
     images = torch.randn(8, 3, 32, 40, generator=torch.Generator().manual_seed(0))
     vit, resnet = make(image_size=(32, 40)), ResNet(ResNetConfig(depths=(1, 1), width=32, num_classes=3)).eval()
     found = layer_similarity(vit, [images], resnet, layers=[1])
     assert found.values.shape == (1, 2) and np.isfinite(found.values).all()
 
 
-def test_what_is_refused(make: Make, images_of: Images) -> None:
+def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="a batch of 3 images is too small for unbiased CKA; give at least 4"):
         layer_similarity(make(), [images_of(3)])
     with pytest.raises(ConfigError, match="there are no images"):

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.analysis.networks import images_of, make
 from vitrail.analysis import tracing
 from vitrail.analysis.tracing import trace, traces
 from vitrail.errors import ConfigError
@@ -25,10 +23,6 @@ from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet_config import RootConfig
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
-from vitrail.weights.load import load
-
-Make = Callable[..., VisionTransformer]
-Images = Callable[..., Tensor]
 
 KINDS: dict[str, dict[str, Any]] = {
     "paper": {},
@@ -44,13 +38,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_tensors_are_those_of_the_network(make: Make, images_of: Images, name: str) -> None:
+def test_tensors_are_those_of_the_network(name: str) -> None:
     network = make(**KINDS[name])
     images = images_of(3, network.config.image_size)
     last = network.config.depth - 1
     found = trace(network, images, layers=[-1, 0], heads=[2, -4], keep=("attention", "outputs"))
     assert found.layers == (last, 0) and found.heads == (2, 0)
-    assert found.attention is not None and found.outputs is not None
     expected = network.attention_weights(images, [-1, 0])
     for row in (0, 1):
         torch.testing.assert_close(found.attention[:, row], expected[row][:, [2, 0]])
@@ -63,7 +56,7 @@ def test_tensors_are_those_of_the_network(make: Make, images_of: Images, name: s
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_logits_are_equal_bit_by_bit(make: Make, images_of: Images, name: str) -> None:
+def test_logits_are_equal_bit_by_bit(name: str) -> None:
     network = make(**KINDS[name])
     images = images_of(5, network.config.image_size)
     with torch.no_grad():
@@ -74,21 +67,20 @@ def test_logits_are_equal_bit_by_bit(make: Make, images_of: Images, name: str) -
     assert torch.equal(trace(network, images[:4]).logits, Predictor(network).logits(images[:4]))
 
 
-def test_queries_and_keys_make_the_attention(make: Make, images_of: Images) -> None:
+def test_queries_and_keys_make_the_attention() -> None:
     network = make(qk_norm=True, positions="rotary-2d", patch_size=(3, 5))
     found = trace(network, images_of(2), keep=("attention", "queries", "keys"))
-    assert found.queries is not None and found.keys is not None and found.attention is not None
     logits = found.queries.double() @ found.keys.double().transpose(-1, -2) / 2  # four channels per head
     torch.testing.assert_close(found.attention.double(), logits.softmax(dim=-1), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["paper", "mean-pooled", "attention-pooled", "relative", "hybrid"])
-def test_gradients_are_finite_differences(make: Make, images_of: Images, name: str) -> None:
+def test_gradients_are_finite_differences(name: str) -> None:
     network = make(**KINDS[name]).double()
     images = images_of(2, network.config.image_size).double()
     targets = torch.tensor([4, 1])
     found = trace(network, images, layers=[0, 1], heads=[1], keep=("attention", "gradients"), targets=targets)
-    assert found.gradients is not None and torch.equal(found.targets, targets)  # type: ignore[arg-type]
+    assert torch.equal(found.targets, targets)
     for layer, query, key in ((0, 0, 1), (1, 0, 2), (0, 3, 3), (1, 4, 0)):
         values = []
         for step in (1e-5, -1e-5):
@@ -114,16 +106,16 @@ def _nudged(head: int, query: int, key: int, step: float) -> Any:
     return Nudged
 
 
-def test_gradients_do_not_depend_on_the_other_layers(make: Make, images_of: Images) -> None:
+def test_gradients_do_not_depend_on_the_other_layers() -> None:
     network = make()
     every = trace(network, images_of(), keep=("gradients",))
     some = trace(network, images_of(), layers=[2, 0], heads=[3], keep=("gradients",), batch_size=1)
-    assert every.gradients is not None and some.gradients is not None
+    assert some.gradients is not None
     torch.testing.assert_close(some.gradients, every.gradients[:, [2, 0]][:, :, [3]], atol=1e-5, rtol=1e-4)
-    assert torch.equal(every.targets, every.logits.argmax(dim=1))  # type: ignore[arg-type]
+    assert torch.equal(every.targets, every.logits.argmax(dim=1))
 
 
-def test_the_network_is_not_changed(make: Make, images_of: Images) -> None:
+def test_the_network_is_not_changed() -> None:
     network = make().train()
     calls: list[int] = []
     network.blocks[0].register_forward_hook(lambda *_: calls.append(1))
@@ -138,7 +130,7 @@ def test_the_network_is_not_changed(make: Make, images_of: Images) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
 
 
-def test_pieces_are_bounded_and_join(make: Make, images_of: Images, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_bounded_and_join(monkeypatch: pytest.MonkeyPatch) -> None:
     network, images = make(), images_of(7)
     whole = trace(network, images, batch_size=4)
     per_image = 4 * (3 * 4 * 13**2 + 3 * 4 * 13**2)
@@ -146,7 +138,7 @@ def test_pieces_are_bounded_and_join(make: Make, images_of: Images, monkeypatch:
     pieces = list(traces(network, images, batch_size=4))
     assert [len(piece.logits) for piece in pieces] == [3, 1, 3]
     assert torch.equal(torch.cat([piece.logits for piece in pieces]), whole.logits)
-    joined = torch.cat([piece.attention for piece in pieces])  # type: ignore[misc]
+    joined = torch.cat([piece.attention for piece in pieces])
     torch.testing.assert_close(joined, whole.attention)
 
 
@@ -177,32 +169,16 @@ def test_memory_does_not_grow_with_the_number_of_images() -> None:
     assert maps < many < 2e9
 
 
-def test_imported_weights_and_another_size(golden: Callable[[str], Any], tmp_path: Path) -> None:
-    tensors = {name: torch.as_tensor(tensor).contiguous() for name, tensor in golden("timm_vit").tensors.items()}
-    save_file(tensors, tmp_path / "model.safetensors")
-    arguments = {"num_heads": 4, "img_size": [32, 48]}
-    (tmp_path / "config.json").write_text(json.dumps({"model_args": arguments}))
-    bundle = load(tmp_path, device="cpu", image_size=(48, 32))
-    images = torch.randn(1, 3, 48, 32, generator=torch.Generator().manual_seed(0))
-    found = trace(bundle.network, images, layers=[1])
-    rows, columns = found.grid
-    assert (rows * found.patch[0], columns * found.patch[1]) == (48, 32) and found.attention is not None
-    tokens = rows * columns + found.prefix
-    torch.testing.assert_close(found.attention.sum(dim=-1), torch.ones(1, 1, 4, tokens))
-    (expected,) = bundle.network.attention_weights(images, [1])
-    torch.testing.assert_close(found.attention[:, 0], expected)
-
-
-def test_bf16(make: Make, images_of: Images) -> None:
+def test_bf16() -> None:
     network, images = make(), images_of()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = network(images)
     found = trace(network, images, precision="bf16", keep=("attention", "gradients"))
-    assert torch.equal(found.logits, expected) and found.attention is not None
+    assert torch.equal(found.logits, expected)
     assert found.attention.dtype == torch.float32
 
 
-def test_a_full_device_halves_the_batch(make: Make, images_of: Images, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_device_halves_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     network, images = make(), images_of(5)
     forward = VisionTransformer.forward
 
@@ -252,20 +228,20 @@ def other_kinds() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("other_kinds")
-def test_kinds_of_attention(make: Make, images_of: Images) -> None:
+def test_kinds_of_attention() -> None:
     with pytest.raises(ConfigError, match="attention='mapless' has no dense map of weights, so it cannot be traced"):
         trace(make(attention="mapless"), images_of())
     uniform = make(attention="uniform")
     found = trace(uniform, images_of(), heads=[1])
-    assert found.attention is not None and found.attention.shape == (3, 3, 1, 13, 13)
+    assert found.attention.shape == (3, 3, 1, 13, 13)
     with pytest.raises(ConfigError, match="attention='uniform' has no queries and keys, so keep='keys' is empty"):
         trace(uniform, images_of(), keep=("attention", "keys"))
 
 
-def test_sparse_attention_has_a_map_with_zeros(make: Make, images_of: Images) -> None:
+def test_sparse_attention_has_a_map_with_zeros() -> None:
     network, images = make(attention="strided"), images_of(2)
     found = trace(network, images, keep=("attention", "keys", "gradients"), targets=torch.tensor([0, 1]))
-    assert found.attention is not None and found.gradients is not None
+    assert found.gradients is not None
     torch.testing.assert_close(found.attention.sum(dim=-1), torch.ones(found.attention.shape[:-1]))
     torch.testing.assert_close(found.logits, network(images), atol=1e-5, rtol=1e-5)
     for name in ("axial:sum=on", "local:window=2:padding=zero"):
@@ -273,7 +249,7 @@ def test_sparse_attention_has_a_map_with_zeros(make: Make, images_of: Images) ->
             trace(make(attention=name), images)
 
 
-def test_what_is_refused(make: Make, images_of: Images) -> None:
+def test_what_is_refused() -> None:
     network, images = make(), images_of()
     with pytest.raises(ConfigError, match="architecture 'BiT' has no attention to look into; choose a Vision Tr"):
         trace(create("BiT-R26x1", image_size=32, num_classes=3), images)
@@ -298,12 +274,12 @@ def test_what_is_refused(make: Make, images_of: Images) -> None:
 
 
 @pytest.mark.usefixtures("types_unchecked")
-def test_an_unknown_tensor_is_refused(make: Make, images_of: Images) -> None:
+def test_an_unknown_tensor_is_refused() -> None:
     with pytest.raises(ConfigError, match="keep='values' is not one of 'attention', 'queries', 'keys', 'outputs'"):
-        trace(make(), images_of(), keep=("values",))  # type: ignore[arg-type]
+        trace(make(), images_of(), keep=("values",))
 
 
-def test_a_network_that_merges_tokens_is_traced_with_all_of_them(make: Make, images_of: Images) -> None:
+def test_a_network_that_merges_tokens_is_traced_with_all_of_them() -> None:
     images = images_of(2)
     network = make(reduction=TokenReduction(tokens=2))
     found, expected = trace(network, images), trace(make(), images)

@@ -99,7 +99,7 @@ def test_models_without_accuracy_are_refused(bundle: Bundle, tmp_path: Path) -> 
         (make_bundle(output="numbers"), {}, "numbers"),
     ):
         with pytest.raises(ConfigError, match=f"one class per image, .* this file would contain {what}"):
-            Exporter(other, make_samples(), int8=Int8(make_samples()), **options)  # type: ignore[arg-type]
+            Exporter(other, make_samples(), int8=Int8(make_samples()), **options)
     with pytest.raises(ConfigError, match="precision='int8' needs training images"):
         export(bundle, tmp_path / "a.onnx", "onnx", make_samples(), precision="int8")
     with pytest.raises(ConfigError, match=r"max_drop=-1.0 is not in 0 to 100"):

@@ -93,7 +93,7 @@ def test_a_file_takes_pictures_of_any_size(to: str, tmp_path: Path) -> None:
     # Vitrail resizes pictures itself, so its own answers do not depend on the resizing in the file.
     images = [sample.image for sample in samples]
     for found, wanted in zip(file.predict(images), bundle.predict(images), strict=True):
-        assert dict(found.ranking) == pytest.approx(dict(wanted.ranking), abs=1e-4)  # type: ignore[union-attr]
+        assert dict(found.ranking) == pytest.approx(dict(wanted.ranking), abs=1e-4)
     if to != "onnx":
         return
     import onnxruntime

@@ -28,7 +28,7 @@ def test_the_map_shows_the_image_of_a_dot(tmp_path: Path) -> None:
     found = overview(Outputs(bundle), source, None, "it", bootstrap=0, images=4, probe_images=0)
     write_overview(found, tmp_path)
     mapped = found.embedding
-    assert mapped is not None and sorted(mapped.shown) == list(range(len(source)))
+    assert sorted(mapped.shown) == list(range(len(source)))
     with Browser(tmp_path / "profile") as browser:
         browser.show(1280, 900)
         browser.open((tmp_path / "report.html").as_uri())

@@ -91,7 +91,7 @@ def centre(browser: Browser, row: int, column: int) -> tuple[float, float]:
 def click(browser: Browser, row: int, column: int, *, shift: bool = False) -> None:
     x, y = centre(browser, row, column)
     for kind in ("move", "press", "release"):
-        browser.mouse(kind, x, y, shift=shift)  # type: ignore[arg-type]
+        browser.mouse(kind, x, y, shift=shift)
     settle(browser)
 
 
@@ -106,7 +106,7 @@ def near(maps: AttentionMaps, layer: int, head: int, query: int, key: int) -> fl
     """Return the attention, which the page may miss by one step of its codes and by the digits that it shows."""
     row = maps.attention[layer, head, query].astype(np.float64)
     step = 2 * np.sqrt(row.max() * row[key]) / 255 + row.max() / 255**2
-    return pytest.approx(row[key], abs=step + 5e-4 * row[key])  # type: ignore[return-value]
+    return pytest.approx(row[key], abs=step + 5e-4 * row[key])
 
 
 def test_all_values_are_numpys(shown: Browser, maps: AttentionMaps) -> None:

@@ -40,7 +40,7 @@ def test_weights_come_back_within_half_a_step(weights: np.ndarray, bits: int) ->
     check_steps(found, weights, bits)
     np.testing.assert_array_equal(found.max(axis=-1), weights.max(axis=-1).astype(np.float64))
     packed = pack(weights, 10**6)
-    assert packed is not None and packed.bits == 8
+    assert packed.bits == 8
     np.testing.assert_array_equal(unpack(packed), dequantise(quantise(weights, 8), 8))
 
 
@@ -55,7 +55,7 @@ def test_known_codes() -> None:
 def test_known_bytes() -> None:
     maps = np.array([[[[1, 0.25], [0, 0.5]]]], np.float32)
     packed = pack(maps, 1000)
-    assert packed is not None and (packed.layers, packed.heads, packed.tokens) == ((0,), (0,), 2)
+    assert (packed.layers, packed.heads, packed.tokens) == ((0,), (0,), 2)
     raw = zlib.decompress(packed.data)
     assert raw == np.array([1, 0.5], "<f4").tobytes() + bytes([255, 128, 1, 127])  # 0 - 255 is 1, modulo 256
 
@@ -65,7 +65,7 @@ def test_the_precision_falls_with_the_budget() -> None:
     sizes = []
     for bits, limit in zip(BITS, (10**6, *(0,) * 4), strict=True):
         packed = pack(maps, limit or sizes[-1] - 1)
-        assert packed is not None and packed.bits == bits
+        assert packed.bits == bits
         assert (packed.layers, packed.heads) == ((0, 1, 2, 3), (0, 1, 2))
         check_steps(unpack(packed), maps, bits)
         sizes.append(len(packed.data))
@@ -95,4 +95,4 @@ def test_a_budget_for_nothing(layers: int, heads: int) -> None:
     full = pack(maps, 10**6)
     assert isinstance(full, PackedMaps)
     one = pack(maps, len(full.data) // (layers * heads))
-    assert one is not None and one.layers[-1] == layers - 1
+    assert one.layers[-1] == layers - 1
