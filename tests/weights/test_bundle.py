@@ -437,77 +437,67 @@ def test_a_path_that_does_not_exist(bundle: Bundle, tmp_path: Path, undecodable:
 
 
 @pytest.mark.parametrize(
-    ("break_it", "message"),
+    ("file", "change", "message"),
     [
-        (lambda folder: (folder / "model.json").unlink(), r"model is not a model: it has no model\.json"),
-        (
-            lambda folder: (folder / "model.safetensors").unlink(),
-            r"model is incomplete: model\.safetensors is missing",
-        ),
-        (
-            lambda folder: (folder / "model.json").write_bytes((folder / "model.json").read_bytes()[:-40]),
-            r"model\.json is damaged: ",
-        ),
-        (lambda folder: (folder / "model.json").write_bytes(b""), r"model\.json is damaged: "),
-        (lambda folder: (folder / "model.json").write_bytes(b"\xff\xfe{}"), r"model\.json is damaged: "),
-        (
-            lambda folder: (folder / "model.json").write_text("[]"),
-            r"model\.json must be an object of named fields, not list",
-        ),
-        (lambda folder: (folder / "model.json").write_text("{}"), r"format=None is not the number of a format"),
-        (
-            lambda folder: (folder / "model.json").write_text('{"format": 2}'),
-            r"model\.json lacks the field architecture; a model has the fields format, architecture, config, classes, ",
-        ),
-        (lambda folder: rewrite(folder, classes="abc"), r"classes must be a list, not 'abc'"),
-        (lambda folder: rewrite(folder, classes=["a", 1, "c"]), r"classes must be a list of names"),
-        (lambda folder: rewrite(folder, classes=["a", "b"]), r"there are 2 class names, but the network has 3 outputs"),
-        (
-            lambda folder: rewrite(folder, classes=list("abcd")),
-            r"there are 4 class names, but the network has 3 outputs",
-        ),
-        (
-            lambda folder: rewrite(folder, format=3),
-            r"model\.json has format 3, written by a newer version of Vitrail; this version reads formats up to 2\. "
-            r"Update Vitrail to load this model",
-        ),
-        (lambda folder: rewrite(folder, format="1"), r"format='1' is not the number of a format, which is 2 or higher"),
-        (
-            lambda folder: rewrite(folder, format=1),
-            r"has format 1, which no release of Vitrail wrote",
-        ),
-        (lambda folder: rewrite(folder, format=True), r"format=True is not the number of a format"),
-        (lambda folder: rewrite(folder, format=0), r"format=0 is not the number of a format"),
-        (lambda folder: rewrite(folder, architecture="CNN"), r"architecture='CNN' is not one of 'ViT', 'BiT'"),
-        (lambda folder: rewrite(folder, output="odds"), r"output='odds' is not one of 'softmax', 'sigmoid', 'numbers'"),
-        (lambda folder: rewrite(folder, metrics=[]), r"metrics must be a dict, not \[\]"),
-        (
-            lambda folder: rewrite(folder, config={"widht": 12}),
-            r"config has the field 'widht', which this version of Vitrail does not know; nearest: width.*\. If a newer "
-            r"version wrote the file, update Vitrail",
-        ),
-        (lambda folder: rewrite(folder, config={"width": "12"}), r"config: width='12' is not a whole number"),
-        (lambda folder: rewrite(folder, config={"root": {"deep": 1}}), r"config: unknown field 'deep'"),
-        (lambda folder: rewrite(folder, config={"width": 10, "heads": 3}), r"width=10 is not divisible by heads=3"),
-        (
-            lambda folder: rewrite(folder, preprocess={"size": 3}),
-            r"preprocess has the field 'size', .* nearest: resize",
-        ),
-        (lambda folder: rewrite(folder, preprocess={}), r"preprocess: image_size is missing"),
-        (
-            lambda folder: rewrite(folder, preprocess={"image_size": [10, 12]}),
-            r"preprocessing makes images of \(3, 10, 12\), but the network takes \(3, 12, 10\)",
-        ),
-        (lambda folder: rewrite(folder, weights={}), r"model\.safetensors was altered"),
-        (
-            lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1]),
-            r"model\.safetensors was altered: its size or SHA-256 .*copy the model again",
-        ),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b""), r"model\.safetensors was altered"),
+        ("model.json", None, r"model is not a model: it has no model\.json"),
+        ("model.safetensors", None, r"model is incomplete: model\.safetensors is missing"),
+        ("model.json", lambda content: content[:-40], r"model\.json is damaged: "),
+        ("model.json", lambda content: b"", r"model\.json is damaged: "),
+        ("model.json", lambda content: b"\xff\xfe{}", r"model\.json is damaged: "),
+        ("model.json", lambda content: b"[]", r"model\.json must be an object of named fields, not list"),
+        ("model.json", lambda content: b"{}", r"format=None is not the number of a format"),
+        ("model.json", lambda content: b'{"format": 2}', r"model\.json lacks the field architecture; a model has the"),
+        ("model.safetensors", lambda content: content[:-1], r"was altered: its size or SHA-256 .*copy the model again"),
+        ("model.safetensors", lambda content: b"", r"model\.safetensors was altered"),
     ],
 )
-def test_a_damaged_model_is_refused(saved: Path, break_it: Callable[[Path], object], message: str) -> None:
-    break_it(saved)
+def test_a_damaged_file_is_refused(
+    saved: Path, file: str, change: Callable[[bytes], bytes] | None, message: str
+) -> None:
+    content = (saved / file).read_bytes()
+    (saved / file).unlink()
+    if change is not None:
+        (saved / file).write_bytes(change(content))
+    with pytest.raises(BundleError, match=message):
+        load_bundle(saved, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("classes", "abc", r"classes must be a list, not 'abc'"),
+        ("classes", ["a", 1, "c"], r"classes must be a list of names"),
+        ("classes", ["a", "b"], r"there are 2 class names, but the network has 3 outputs"),
+        ("classes", list("abcd"), r"there are 4 class names, but the network has 3 outputs"),
+        (
+            "format",
+            3,
+            r"has format 3, written by a newer version of Vitrail; this version reads formats up to 2\. Update",
+        ),
+        ("format", "1", r"format='1' is not the number of a format, which is 2 or higher"),
+        ("format", 1, r"has format 1, which no release of Vitrail wrote"),
+        ("format", True, r"format=True is not the number of a format"),
+        ("format", 0, r"format=0 is not the number of a format"),
+        ("architecture", "CNN", r"architecture='CNN' is not one of 'ViT', 'BiT'"),
+        ("output", "odds", r"output='odds' is not one of 'softmax', 'sigmoid', 'numbers'"),
+        ("metrics", [], r"metrics must be a dict, not \[\]"),
+        (
+            "config",
+            {"widht": 12},
+            r"'widht', which this version of Vitrail does not know; nearest: width.*\. If a newer",
+        ),
+        ("config", {"width": "12"}, r"config: width='12' is not a whole number"),
+        ("config", {"root": {"deep": 1}}, r"config: unknown field 'deep'"),
+        ("config", {"width": 10, "heads": 3}, r"width=10 is not divisible by heads=3"),
+        ("preprocess", {"size": 3}, r"preprocess has the field 'size', .* nearest: resize"),
+        ("preprocess", {}, r"preprocess: image_size is missing"),
+        ("preprocess", {"image_size": [10, 12]}, r"preprocessing makes images of \(3, 10, 12\), but the network takes"),
+        ("weights", {}, r"model\.safetensors was altered"),
+        ("precision", "bf17", r"precision='bf17' is not one of 'auto', 'int8', 'bf16', 'float32'"),
+    ],
+)
+def test_a_description_that_cannot_be_is_refused(saved: Path, name: str, value: Any, message: str) -> None:
+    rewrite(saved, **{name: value})
     with pytest.raises(BundleError, match=message):
         load_bundle(saved, device="cpu")
 
@@ -721,12 +711,6 @@ def test_the_precision_is_saved_and_used(bundle: Bundle, tmp_path: Path) -> None
     assert loaded.predict(arrays) == bundle.predict(arrays, precision="bf16") != bundle.predict(arrays)
     assert loaded.predict(arrays, precision="float32") == bundle.predict(arrays)
     assert not torch.equal(loaded.embed(arrays), bundle.embed(arrays))
-
-
-def test_a_precision_that_does_not_exist(bundle: Bundle, saved: Path) -> None:
-    rewrite(saved, precision="bf17")
-    with pytest.raises(BundleError, match=r"precision='bf17' is not one of 'auto', 'int8', 'bf16', 'float32'"):
-        load_bundle(saved)
 
 
 def test_other_layouts_refuse_a_precision(bundle: Bundle, tmp_path: Path) -> None:
