@@ -502,6 +502,11 @@ def test_a_description_that_cannot_be_is_refused(saved: Path, name: str, value: 
         load_bundle(saved, device="cpu")
 
 
+def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"model '.*nowhere' does not exist: there is no such folder"):
+        load_bundle(tmp_path / "nowhere", device="cpu")
+
+
 @pytest.mark.parametrize("position", [0, 8, 100, -2000, -1])
 @pytest.mark.parametrize("bit", [0, 7])
 def test_one_flipped_bit_is_seen(saved: Path, position: int, bit: int) -> None:

@@ -36,6 +36,15 @@ def test_what_the_library_computes(tmp_path: Path) -> None:
 def test_images_are_scaled_as_each_published_file_was_measured(
     size: int, patch: int, width: int, share: float, interpolation: str, tmp_path: Path
 ) -> None:
+    config = ViTConfig(
+        image_size=(size, size), patch_size=(patch, patch), width=width, depth=1, heads=4, mlp_width=8, num_classes=2
+    )
+    TORCHVISION.write(random_bundle(config), tmp_path / "x.pth")
+    preprocess = load(tmp_path / "x.pth", device="cpu", heads=4).preprocess
+    assert (preprocess.crop_share, preprocess.interpolation) == (share, interpolation)
+
+
+def test_names_of_older_files(tmp_path: Path) -> None:
     reference = golden("torchvision_vit")
     assert any(".mlp.0." in name or ".mlp.linear_1." in name for name in reference.tensors)
     for new, old in ((".mlp.0.", ".mlp.linear_1."), (".mlp.linear_1.", ".mlp.0.")):
