@@ -106,14 +106,9 @@ def test_a_run_beyond_the_machine_is_refused_before_it_writes_anything(small: Sm
 
 
 def test_the_first_lines_of_a_run_state_the_memory(small: Small, tmp_path: Path) -> None:
-    said: list[str] = []
-
-    class Says(Display):
-        def say(self, text: str) -> None:
-            said.append(text)
-
-    train(small(tmp_path / "run", steps=2), log=Log(Says()))
-    (line,) = (text for text in said[:6] if text.startswith("memory: about "))
+    shown = Display()
+    train(small(tmp_path / "run", steps=2), log=Log(shown))
+    (line,) = (text for text in shown.said[:6] if text.startswith("memory: about "))
     assert line.endswith(" are free")
 
 

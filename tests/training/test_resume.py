@@ -127,16 +127,11 @@ def test_other_thread_counts_change_no_bit(
 
 @pytest.mark.slow
 def test_a_resumed_run_says_from_which_step(small: Small, stop_at: StopAt, tmp_path: Path) -> None:
-    said: list[str] = []
-
-    class Says(Display):
-        def say(self, text: str) -> None:
-            said.append(text)
-
+    shown = Display()
     with pytest.raises(Stopped):
         train(small(tmp_path / "run"), log=Log(stop_at(13)))
-    resume(tmp_path / "run", log=Log(Says()))
-    assert said[-1] == "continuing after step 13 of 24"
+    resume(tmp_path / "run", log=Log(shown))
+    assert shown.said[-1] == "continuing after step 13 of 24"
 
 
 @pytest.mark.parametrize(("moment", "stopped"), [("evaluation", 8), ("save", 9)])
@@ -237,18 +232,13 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(
             if step == 6:  # after the evaluation at step 4, which wrote a model
                 raise MemoryError
 
-    notes: list[str] = []
-
-    class Notes(Display):
-        def note(self, text: str) -> None:
-            notes.append(text)
-
+    shown = Display()
     run = tmp_path / "run"
     with pytest.raises(MemoryError):
         train(small(run), log=Log(Crash()))
     assert (run / "model").is_dir() and not list(run.glob("checkpoints/step-*"))
-    resume(run, log=Log(Notes()))
-    assert "the run ended before its first checkpoint, so it starts from the beginning" in notes
+    resume(run, log=Log(shown))
+    assert "the run ended before its first checkpoint, so it starts from the beginning" in shown.notes
     assert outcome(run) == straight
 
 

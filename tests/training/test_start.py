@@ -37,20 +37,6 @@ ONE_STEP = {"steps": 1, "evaluations": 1}
 """Settings of a run whose beginning matters."""
 
 
-class Notes(Display):
-    """A display that keeps the messages of the run."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.said: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-
 @pytest.fixture
 def beginnings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
     """A list of the initial weights of each run."""
@@ -69,7 +55,7 @@ def test_other_classes_get_a_head_of_zeros(
     initial: Initial, from_model: FromModel, colour_folder: Path, beginnings: list[dict[str, Tensor]]
 ) -> None:
     model = initial(head_hidden=6)
-    notes = Notes()
+    notes = Display()
     result = train(from_model(model, colour_folder, **ONE_STEP), log=Log(notes))
     before, (begun,) = load(model).network.state_dict(), beginnings
     assert begun["head.weight"].shape == (3, 16) and not begun["head.weight"].any() and not begun["head.bias"].any()
@@ -86,7 +72,7 @@ def test_the_same_classes_keep_the_head(
     initial: Initial, from_model: FromModel, colour_folder: Path, beginnings: list[dict[str, Tensor]]
 ) -> None:
     model = initial(classes=COLOURS, head_hidden=6)
-    notes = Notes()
+    notes = Display()
     train(from_model(model, colour_folder, **ONE_STEP), log=Log(notes))
     before, (begun,) = load(model).network.state_dict(), beginnings
     assert begun.keys() == before.keys() and all(torch.equal(begun[name], before[name]) for name in before)
@@ -127,7 +113,7 @@ def test_a_new_head_needs_a_model() -> None:
 def test_positions_are_resized_to_the_images(
     initial: Initial, from_model: FromModel, colour_folder: Path, beginnings: list[dict[str, Tensor]]
 ) -> None:
-    model, notes = initial(), Notes()
+    model, notes = initial(), Display()
     train(from_model(model, colour_folder, image_size=(35, 14), **ONE_STEP), log=Log(notes))
     before, (begun,) = load(model).network.state_dict()["positions.embedding"], beginnings
     expected = resize_grid(before[:, 1:], (3, 4), (5, 2), "linear-corners")
@@ -329,7 +315,7 @@ def test_the_best_adapters_are_kept_merged(initial: Initial, from_model: FromMod
 
 @pytest.mark.slow
 def test_a_frozen_model_learns_the_colours(initial: Initial, from_model: FromModel, colour_folder: Path) -> None:
-    notes = Notes()
+    notes = Display()
     config = from_model(initial(), colour_folder, train_blocks=0, steps=60, learning_rate=0.1)
     result = train(config, log=Log(notes))
     before = load(initial()).network.state_dict()
@@ -341,6 +327,6 @@ def test_a_frozen_model_learns_the_colours(initial: Initial, from_model: FromMod
 
 def test_blocks_that_do_not_divide_the_grid_are_noted(small: Callable[..., TrainConfig], tmp_path: Path) -> None:
     for size, notes in ((3, 1), (4, 0)):
-        display = Notes()
+        display = Display()
         train(small(tmp_path / f"{size}", attention=f"blocks:size={size}", steps=1, evaluations=1), log=Log(display))
         assert len(display.notes) == notes and all("do not divide the grid of 4 x 4" in note for note in display.notes)

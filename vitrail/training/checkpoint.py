@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -29,6 +29,7 @@ from vitrail.errors import RunError, SaveError
 from vitrail.files import disk_problem, partial_path, replacing_folder, saving, sha256, write_json
 from vitrail.processes.group import Processes
 from vitrail.tasks.own_model import BESIDE, without_adapters, write_beside, write_weights
+from vitrail.training.log import Log
 from vitrail.training.state import TrainState, process_seed, random_state
 from vitrail.weights.bundle import Bundle
 
@@ -41,8 +42,8 @@ WARNINGS = ("torch.distributed is disabled", "TypedStorage is deprecated")
 class Checkpoints:
     """The checkpoints of one run. Only the newest `retain` checkpoints are kept.
 
-    With `in_background`, a thread writes them. `on_saved` is called in the first process with the step and the folder
-    of each complete checkpoint. `on_restored` is called in all processes with a state that was restored.
+    With `in_background`, a thread writes them. The `log` is told of each complete checkpoint. When a state is restored,
+    the `best` model of its time is put back.
     """
 
     def __init__(
@@ -52,14 +53,14 @@ class Checkpoints:
         retain: int = 2,
         processes: Processes = Processes(),
         in_background: bool = False,
-        on_saved: Callable[[int, Path], None] = lambda step, path: None,
-        on_restored: Callable[[TrainState], None] = lambda state: None,
+        log: Log | None = None,
+        best: BestModel | None = None,
     ) -> None:
         self.folder = folder
         self.retain = retain
         self.processes = processes
-        self.on_saved = on_saved
-        self.on_restored = on_restored
+        self.log = log or Log()
+        self.best = best
         self._best_in_writing = -1
         self._thread = ThreadPoolExecutor(1, "checkpoint") if in_background else None
         self._writers: Processes | None = None
@@ -95,7 +96,7 @@ class Checkpoints:
             self._join()
 
     def poll(self) -> None:
-        """Call `on_saved` if a thread has completed a checkpoint since the last call. Its error waits for `wait`."""
+        """Report the checkpoint that a thread has completed since the last call. Its error waits for `wait`."""
         if self._writing is not None and self._writing[1].done() and self._writing[1].exception() is None:
             self._join()
 
@@ -112,7 +113,7 @@ class Checkpoints:
         if self._thread is None:
             with _without_warnings():
                 path = self._write(step, values, tensors)
-            self._say_saved(step, path)
+            self.log.tell("checkpoint", step=step, path=path.name)
             return path
         for message in WARNINGS:  # a thread cannot restore filters, so they stay
             warnings.filterwarnings("ignore", message=message)
@@ -124,11 +125,7 @@ class Checkpoints:
     def _join(self) -> None:
         if self._writing is not None:
             (step, future), self._writing = self._writing, None
-            self._say_saved(step, future.result())
-
-    def _say_saved(self, step: int, path: Path) -> None:
-        if self.processes.is_first:
-            self.on_saved(step, path)
+            self.log.tell("checkpoint", step=step, path=future.result().name)
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
@@ -198,7 +195,8 @@ class Checkpoints:
             load(tensors, checkpoint_id=path, no_dist=True)
         state.restore_tensors(tensors)
         state.restore_values(values | {"random": self._own_random_state(values)})
-        self.on_restored(state)
+        if (best := self.best) is not None:
+            self.processes.on_first(lambda: best.put_back(state.best.step))
         return damaged
 
     def _newest_complete(self, before: int | None) -> tuple[Path, list[str]]:

@@ -325,8 +325,8 @@ def open_run(
         folder / "checkpoints",
         processes=processes,
         in_background=job.config.run.background_checkpoints,
-        on_saved=lambda step, path: own_log.tell("checkpoint", step=step, path=path.name),
-        on_restored=lambda state: processes.on_first(lambda: best.put_back(state.best.step)),
+        log=own_log,
+        best=best,
     )
     # Processes share the images of an evaluation batch by batch, although their machines can differ.
     evaluated_at_once = processes.from_first(evaluation_batch(job.config, job.network))

@@ -121,14 +121,9 @@ def test_averaging_changes_no_step(
 
 @pytest.mark.slow
 def test_patience_ends_the_run(initial: Initial, from_model: FromModel, colour_folder: Path) -> None:
-    notes: list[str] = []
-
-    class Notes(Display):
-        def note(self, text: str) -> None:
-            notes.append(text)
-
+    shown = Display()
     config = from_model(initial(classes=COLOURS), colour_folder, patience=2, **STILL)
-    result = train(config, log=Log(Notes()))
+    result = train(config, log=Log(shown))
     run = result.folder
     assert [event["step"] for event in events_of(run, "evaluation")][:-1] == [4, 8, 12]
     (early,) = events_of(run, "ended early")
@@ -138,7 +133,7 @@ def test_patience_ends_the_run(initial: Initial, from_model: FromModel, colour_f
     assert (finished["event"], finished["step"], finished["steps"]) == ("finished", 12, 12.0)
     assert result.summary["steps"] == 12 and result.bundle.provenance["step"] == 4
     said = "ended early, after step 12 of 24: step 4 is still the best after 2 more evaluations"
-    assert said in notes
+    assert said in shown.notes
     with pytest.raises(RunError) as caught:
         resume(run)
     assert str(caught.value) == (

@@ -13,25 +13,15 @@ from vitrail.training.log import Log, read_journal
 from vitrail.training.run import train
 
 
-class Notes(Display):
-    """Keeps all notes."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
 def test_each_image_of_a_split_is_shown_once() -> None:
-    display = Notes()
+    display = Display()
     for split in ("validation", "test", "validation"):
         Log(display).show("skipped", split=split, key="a.png", reason="is empty")
     assert display.notes == [f"skipped a.png of the {split} split: is empty" for split in ("validation", "test")]
 
 
 def test_of_many_images_ten_are_shown() -> None:
-    display = Notes()
+    display = Display()
     for number in (*range(25), *range(25)):
         Log(display).show("skipped", split="test", key=f"{number}.png", reason="is empty")
     assert len(display.notes) == 11 and "more images of the test split" in display.notes[-1]
@@ -50,7 +40,7 @@ def test_a_run_names_the_broken_images_of_every_split(
         if path.name not in ("train", "val", "test"):
             path.rename(colour_folder.with_name(path.name))
     (colour_folder / ("val" if split == "validation" else split) / "red" / "1.png").write_bytes(b"")
-    config, display = folder_config(colour_folder, steps=4), Notes()
+    config, display = folder_config(colour_folder, steps=4), Display()
     result = train(config, log=Log(display))
     assert [note for note in display.notes if "skipped" in note] == [
         f"skipped red/1.png of the {split} split: is empty (0 bytes)"

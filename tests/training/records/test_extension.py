@@ -59,30 +59,20 @@ def test_the_rate_is_that_of_a_run_of_the_whole_length(small: Small, tmp_path: P
 @pytest.mark.parametrize(("schedule", "rises"), [("cosine", True), ("constant", False)])
 def test_a_rate_that_rises_again_is_noted(small: Small, tmp_path: Path, schedule: str, *, rises: bool) -> None:
     train(small(tmp_path / "run", steps=4, schedule=schedule, warmup=0.0, **FEW))
-    notes: list[str] = []
-
-    class Notes(Display):
-        def note(self, text: str) -> None:
-            notes.append(text)
-
-    resume(tmp_path / "run", steps=8, log=Log(Notes()))
+    shown = Display()
+    resume(tmp_path / "run", steps=8, log=Log(shown))
     found = rates(tmp_path / "run")
     assert (found[5] > found[4]) is rises
-    assert [f"{found[5]:.3g}" in note for note in notes if "learning rate" in note] == [True] * rises
+    assert [f"{found[5]:.3g}" in note for note in shown.notes if "learning rate" in note] == [True] * rises
 
 
 @pytest.mark.slow
 def test_the_record_and_the_journal_tell_of_the_extension(small: Small, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(small(run, steps=8, **FEW))
-    said: list[str] = []
-
-    class Says(Display):
-        def say(self, text: str) -> None:
-            said.append(text)
-
-    resume(run, steps=12, log=Log(Says()))
-    assert "continuing after step 8 of 12" in said
+    shown = Display()
+    resume(run, steps=12, log=Log(shown))
+    assert "continuing after step 8 of 12" in shown.said
     resume(run, epochs=1.5)
     record = json.loads((run / "run.json").read_text(encoding="utf-8"))
     assert record["steps"] == 15 and record["extensions"] == [

@@ -18,16 +18,6 @@ from vitrail.training.log import Log, read_journal
 from vitrail.training.run import train
 
 
-class Notes(Display):
-    """A display that keeps the notes."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
 def test_a_run_uses_fewer_threads_while_cores_are_taken(
     small: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,7 +35,7 @@ def test_a_run_uses_fewer_threads_while_cores_are_taken(
     used = [2]  # two real threads would make this test as slow as it says while other tests hold the second core
     monkeypatch.setattr(torch, "get_num_threads", lambda: used[-1])
     monkeypatch.setattr(torch, "set_num_threads", used.append)
-    display = Notes()
+    display = Display()
     train(small(tmp_path / "run", precision="bf16", steps=24), log=Log(display))
     # Evaluations and the run itself set the number that they found again.
     assert [number for number, _ in groupby(used)] == [2, 1, 2, 1, 2], "as many threads as before at the end"

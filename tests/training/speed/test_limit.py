@@ -118,10 +118,6 @@ class Fractions(Display):
 
     def __init__(self) -> None:
         self.fractions: list[float | None] = []
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         self.fractions.append(metrics.get("limit_fraction"))

@@ -21,16 +21,6 @@ from vitrail.training.run import resume, train
 Small = Callable[..., TrainConfig]
 
 
-class Lines(Display):
-    """A display that keeps what it says."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-
 def chosen(*turns: float, works: tuple[float, ...] = (1.0,) * 4) -> tuple[int | None, list[int], dict[int, float]]:
     """Return the choice between 3 threads and the main thread, the numbers of threads in order, and the times. Each
     turn has steps of these seconds."""
@@ -89,7 +79,7 @@ def test_a_run_records_its_choice_and_computes_the_same(
     monkeypatch.setattr(ReaderTrials, "SECONDS", 0.0)
     monkeypatch.setattr(ReaderTrials, "STEPS", 1)
     monkeypatch.setattr(ReaderTrials, "GAIN", 2.0)  # so that the usual threads win, whatever the steps took
-    display = Lines()
+    display = Display()
     train(small(tmp_path / "auto", threads="auto", steps=14), log=Log(display))
     train(small(tmp_path / "two", threads=2, steps=14))
     assert weights_of(tmp_path / "auto") == weights_of(tmp_path / "two")
@@ -119,7 +109,7 @@ def test_a_resumed_run_reads_as_the_run_chose(small: Small, tmp_path: Path, monk
     with pytest.raises((KeyboardInterrupt, Stopped)):
         train(config, log=Log(Stops()))
     assert read_record(tmp_path / "run").config.run.threads == 0
-    display = Lines()
+    display = Display()
     resume(tmp_path / "run", log=Log(display))
     assert not [line for line in display.said if line.startswith("images are read by")]
     train(small(tmp_path / "whole", threads=1, steps=14, checkpoints=14))

@@ -243,7 +243,7 @@ def test_the_background_writes_the_state_of_the_moment(
     real, may_write, complete = checkpoint_module.save, threading.Event(), list[int]()
     monkeypatch.setattr(checkpoint_module, "save", lambda *given, **named: (may_write.wait(60), real(*given, **named)))
     checkpoints = Checkpoints(
-        tmp_path / "checkpoints", in_background=True, on_saved=lambda step, path: complete.append(step)
+        tmp_path / "checkpoints", in_background=True, log=Log(lambda event: complete.append(event["step"]))
     )
     before = {
         name: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in flat(state.tensors()).items()
