@@ -17,11 +17,10 @@ from vitrail.cli.console import ConsoleDisplay
 from vitrail.cli.evaluate import suite_table
 from vitrail.cli.options import Call, Command, Example, Option, Positional, flag
 from vitrail.cli.run_options import (
-    changes_of_resume,
     check_effects,
     common_options,
     default_texts,
-    length_of_resume,
+    resume_options,
     run_options,
     task_of,
     task_options,
@@ -173,23 +172,14 @@ def main(call: Call) -> int:
 
 def _resumed(folder: Path, given: Mapping[str, Any], log: Log, started: float) -> FinetuneResult:
     """Finish a run that was stopped, or extend it, and measure its model unless an earlier command did."""
-    length = length_of_resume(given, COMMAND.known)
+    options = resume_options(given, COMMAND.known)
     if part := _part(folder):
         raise RunError(f"run {folder} is {part}; {AGAIN}")
-    changes, allow = changes_of_resume(given)
-    config, _ = changed_config(folder, read_record(folder).config, changes, allow)
+    config, _ = changed_config(folder, read_record(folder).config, options["changes"], options["allow"])
     data = config.data.open_whole()
-    run = None if length or (folder / "report.html").exists() else finished(folder)
-    run = run or resume(
-        folder,
-        data=data,
-        **length,
-        max_time=given.get("max_time"),
-        changes=changes,
-        allow=allow,
-        log=log,
-        started=started,
-    )
+    is_extended = bool({"epochs", "steps"} & options.keys())
+    run = None if is_extended or (folder / "report.html").exists() else finished(folder)
+    run = run or resume(folder, data=data, **options, log=log, started=started)
     return evaluate_run(run, config, config.data.cut(data))
 
 

@@ -102,22 +102,21 @@ def setting_text(name: str, value: Any) -> str:
     return f"{flag(name)} {shlex.join(map(str, words))}"
 
 
-def length_of_resume(given: Mapping[str, Any], labels: Mapping[str, Option]) -> dict[str, Any]:
-    """Return --epochs or --steps, with which --resume makes a run longer, if one is given. Raise `ConfigError` if
-    --resume is combined with a setting that a run keeps."""
+def resume_options(given: Mapping[str, Any], labels: Mapping[str, Option]) -> dict[str, Any]:
+    """Return the arguments of `vitrail.resume` that are given: a new length, the time, the changed settings and the
+    names of --allow. Raise `ConfigError` if --resume is combined with a setting that a run keeps."""
     for name in given:
         if name not in ("resume", "allow", "epochs", "steps", "max_time", *FREE, *ALLOWED):
             raise ConfigError(
                 f"{labels[name].label}: a run that --resume continues keeps its settings, and only --epochs or --steps "
                 f"can make it longer; leave {labels[name].label} out"
             )
-    return {name: given[name] for name in ("epochs", "steps") if name in given}
-
-
-def changes_of_resume(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the settings that the run that --resume continues changes, and the names of --allow."""
-    changes = {name: value for name, value in given.items() if name in FREE or name in ALLOWED}
-    return changes, tuple(name.strip().replace("-", "_") for name in given.get("allow", "").split(",") if name.strip())
+    names = (name.strip().replace("-", "_") for name in given.get("allow", "").split(","))
+    return {
+        **{name: given[name] for name in ("epochs", "steps", "max_time") if name in given},
+        "changes": {name: value for name, value in given.items() if name in FREE or name in ALLOWED},
+        "allow": tuple(name for name in names if name),
+    }
 
 
 def check_effects(given: Mapping[str, Any], config: TrainConfig, *, by_user: bool = False) -> None:

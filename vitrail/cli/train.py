@@ -16,11 +16,10 @@ from rich.table import Table
 from vitrail.cli.console import ConsoleDisplay
 from vitrail.cli.options import Call, Command, Example, Option, Positional
 from vitrail.cli.run_options import (
-    changes_of_resume,
     check_effects,
     common_options,
     default_texts,
-    length_of_resume,
+    resume_options,
     run_options,
     setting_text,
     task_of,
@@ -209,18 +208,8 @@ def main(call: Call) -> int:
         if (folder := restarted_run(call.options, launch())) is not None:
             result = resume(folder, log=log, started=call.started)
         elif (folder := call.options.get("resume")) is not None:
-            length = length_of_resume(call.options, COMMAND.known)
-            max_time = call.options.get("max_time")
-            changes, allow = changes_of_resume(call.options)
-            result = resume(
-                folder,
-                **length,
-                max_time=max_time,
-                changes=changes,
-                allow=allow,
-                log=log,
-                started=call.started,
-            )
+            options = resume_options(call.options, COMMAND.known)
+            result = resume(folder, **options, log=log, started=call.started)
         elif "allow" in call.options:
             raise ConfigError("--allow: only a run that --resume continues can change settings; leave --allow out")
         else:

@@ -352,11 +352,11 @@ def report(run: Run, state: TrainState) -> None:
     if run.job.processes.are_several:
         run.skipped = [item for items in run.job.processes.gather(run.skipped) for item in items]
         _report_skipped(run, state)
-    speeds = run.clock.report(state.step)
-    run.means.add(speeds.steps, metrics)
+    steps, exact, smoothed = run.clock.report(state.step)
+    run.means.add(steps, metrics)
     metrics["learning_rate"] = max(group["lr"] for group in state.optimizer.param_groups)  # the highest
-    metrics |= speeds.exact | {"memory_bytes": float(peak_memory(run.job.device))} | run.health.read()
-    run.log.tell("step", speeds.smoothed, step=state.step, **metrics)
+    metrics |= exact | {"memory_bytes": float(peak_memory(run.job.device))} | run.health.read()
+    run.log.tell("step", smoothed, step=state.step, **metrics)
 
 
 def _report_skipped(run: Run, state: TrainState) -> None:

@@ -20,17 +20,6 @@ from vitrail.training.log import Log
 from vitrail.training.state import TrainState
 
 
-@dataclass(frozen=True)
-class Speeds:
-    """The speed of a run since the last report."""
-
-    steps: int
-    exact: dict[str, float]
-    """Images per second, fraction of the time spent waiting for data, and fraction of the machine's limit."""
-    smoothed: dict[str, float]
-    """Images per second and fraction of the limit over about the last minute, and the seconds left if known."""
-
-
 @dataclass
 class _Interval:
     """Measurements since the last report. Times are in seconds."""
@@ -110,8 +99,13 @@ class Timing:
         """Return the forecast of the seconds until the end of the run, or None if it is unknown."""
         return self._left.seconds(step)
 
-    def report(self, step: int) -> Speeds:
-        """Return the speed since the last report, and begin to measure the next one."""
+    def report(self, step: int) -> tuple[int, dict[str, float], dict[str, float]]:
+        """Return the number of steps since the last report and their speed, and begin to measure the next report.
+
+        The first dictionary has the images per second, the fraction of the time spent waiting for data, and the
+        fraction of the machine's limit. The second one has the images per second and the fraction of the limit over
+        about the last minute, and the seconds left if they are known.
+        """
         now, since = time.perf_counter(), self._interval
         seconds = now - since.begin - since.paused
         self._training += seconds
@@ -125,7 +119,7 @@ class Timing:
             smoothed["limit_fraction"] = self._flop_rate.add(since.flops, seconds) / limit
         if (left := self.seconds_left(step)) is not None:
             smoothed["seconds_left"] = left
-        return Speeds(step - since.step, exact, smoothed)
+        return step - since.step, exact, smoothed
 
     def _limit_for(self, rate: float) -> float | None:
         """Return the machine's limit in FLOPs per second, which is checked against the speed of the last steps."""

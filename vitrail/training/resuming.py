@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.data.config import DataConfig
-from vitrail.errors import ConfigError, RunError, nearest
+from vitrail.errors import RunError, nearest
 from vitrail.settings import facts, raise_problems
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import RunConfig, TrainConfig
@@ -79,11 +79,7 @@ def _value(config: TrainConfig, section: str, name: str) -> Any:
 
 def lengthened(config: TrainConfig, epochs: float | None, steps: int | None) -> TrainConfig:
     """Return the config of a run with a new length in epochs or in optimizer steps. Without both, return the config
-    itself. Raises `ConfigError` if both are given, or for a length that is not above 0."""
-    if epochs is not None and steps is not None:
-        raise ConfigError(
-            f"epochs={epochs} and steps={steps}: a run is extended to a number of epochs or of steps; give one of them"
-        )
+    itself. Raises `ConfigError` for a length that is not above 0."""
     if steps is not None:
         return config.override(steps=steps)
     return config if epochs is None else config.override(steps=None, epochs=epochs)

@@ -151,6 +151,10 @@ def resume(
     fallen to its end therefore rises again at the first new step.
     """
     started = time.perf_counter() if started is None else started
+    if epochs is not None and steps is not None:
+        raise ConfigError(
+            f"epochs={epochs} and steps={steps}: a run is extended to a number of epochs or of steps; give one of them"
+        )
     record = read_record(folder)
     processes = join_processes(record.config.run.process_seconds)
     with processes.reporting(), _locked(folder, processes):
