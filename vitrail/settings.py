@@ -11,7 +11,8 @@ import dataclasses
 import math
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from numbers import Integral
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -37,6 +38,16 @@ def setting(
     default: Any = dataclasses.MISSING,
     *,
     name: str | None = None,
+    least: int | float | None = None,
+    above: int | float | None = None,
+    most: int | float | None = None,
+    below: int | float | None = None,
+    choices: Collection[Any] | None = None,
+    advice: str | None = None,
+    argument: str | None = None,
+    metavar: str | None = None,
+    commas: bool | None = None,
+    may_be_empty: bool | None = None,
     effect: Effect | None = None,
     on_resume: str | None = None,
     of_machine: bool | None = None,
@@ -45,13 +56,19 @@ def setting(
 ) -> Any:
     """Return a field of a settings dataclass with the facts that other code needs (`facts`). They stand only here.
 
-    `name` is the bare name, if it is not the field's own name. `effect` is the condition under which the setting does
-    something.
+    `name` is the bare name, if it is not the field's own name. `least`, `above`, `most` and `below` limit a number, or
+    each number of a tuple, and `choices` are all values that are allowed. With `below=math.inf` the number must be
+    finite. `advice` follows the message about a wrong value. The choices of a `Literal` type need not be stated.
 
-    `on_resume` says whether the setting may change when a run is resumed: "free" if it changes no number, else what a
-    change means, which the user has to allow. By default the run keeps it. A setting `of_machine` does not change what
-    a run learns. If it is `resolved`, a run records what it means on its machine, so that it is resumed with the same
-    arithmetic. `changes_weights` is False for a setting of a network that a run with given weights can choose.
+    On the command line, `argument` is the name of a value that is given without the name of an option, and `metavar`
+    the placeholder of the value of an option. A tuple with `commas` also accepts its values
+    separated by commas, and one that `may_be_empty` can be given without values.
+
+    `effect` is the condition under which the setting does something. `on_resume` says whether the setting may change
+    when a run is resumed: "free" if it changes no number, else what a change means, which the user has to allow. By
+    default the run keeps it. A setting `of_machine` does not change what a run learns. If it is `resolved`, a run
+    records what it means on its machine, so that it is resumed with the same arithmetic. `changes_weights` is False for
+    a setting of a network that a run with given weights can choose.
     """
     given = {key: value for key, value in locals().items() if key != "default" and value is not None}
     return dataclasses.field(default=default, metadata=given)
@@ -69,58 +86,83 @@ def bare_names(cls: Any) -> dict[str, str]:
 
 
 def raise_problems(problems: Iterable[str]) -> None:
-    """Raise `ConfigError` if there are any problems. The message has one line per problem."""
-    if lines := list(problems):
+    """Raise `ConfigError` if there are any problems. The message has one line per problem. Empty texts are none."""
+    if lines := list(filter(None, problems)):
         raise ConfigError("\n".join(lines))
 
 
-def at_least(settings: Any, **limits: int | float) -> Iterator[str]:
-    """Yield a message for every value that is below its limit. A value of None is allowed."""
-    for name, value in _values(settings, limits):
-        if not value >= limits[name]:
-            yield f"{name}={value} is less than {limits[name]}"
+def problems(settings: Any, *names: str) -> Iterator[str]:
+    """Yield a message for each setting of a dataclass that is out of the range that its field states, or that is not
+    one of the choices of its field or its `Literal` type. A value of None is allowed. With `names`, only these settings
+    are checked."""
+    for field, name, kind, metadata in _limited(settings.__class__):
+        if names and name not in names:
+            continue
+        if text := problem_of(name, getattr(settings, field), kind, metadata):
+            yield text
 
 
-def above_zero(settings: Any, *names: str) -> Iterator[str]:
-    """Yield a message for every value that is not a finite number above 0. A value of None is allowed."""
-    for name, value in _values(settings, names):
-        if not 0 < value < math.inf:
-            yield f"{name}={value} is not above 0"
-
-
-def below_one(settings: Any, *names: str) -> Iterator[str]:
-    """Yield a message for every value that is not in [0, 1)."""
-    for name, value in _values(settings, names):
-        if not 0 <= value < 1:
-            yield f"{name}={value} is not in [0, 1)"
-
-
-def one_of(settings: Any, **choices: Any) -> Iterator[str]:
-    """Yield a message for every value that is not one of the choices of its `Literal` type."""
-    for name, value in _values(settings, choices):
-        if value not in get_args(choices[name]):
-            yield f"{name}={value!r} is not one of {', '.join(map(repr, get_args(choices[name])))}"
-
-
-def pairs(settings: Any, *names: str) -> Iterator[str]:
-    """Yield a message for every value that is not a pair of whole numbers."""
-    for name, value in _values(settings, names):
+def problem_of(name: str, value: Any, kind: Any, metadata: Mapping[str, Any]) -> str:
+    """Return a message if a value of a type is not allowed by what its field states, else an empty text."""
+    choices = metadata.get("choices", get_args(kind) if get_origin(kind) is Literal else None)
+    rule = ""
+    if value is None:
+        return ""
+    if choices is not None:
+        rule = "" if value in choices else f"is not one of {', '.join(map(repr, choices))}"
+    elif kind == tuple[int, int]:
         if not (isinstance(value, Sequence) and len(value) == 2 and all(isinstance(one, Integral) for one in value)):
-            yield f"{name}={value!r} is not a pair of whole numbers, (height, width)"
+            return f"{name}={value!r} is not a pair of whole numbers, (height, width)"
+        rule = _broken(min(value), metadata)
+    elif isinstance(value, tuple):
+        value, rule = next(((one, text) for one in value if (text := _broken(one, metadata))), (value, ""))
+    elif not isinstance(value, str):
+        rule = _broken(value, metadata)
+    advice = f"; {metadata['advice']}" if "advice" in metadata else ""
+    return f"{name}={value!r} {rule}{advice}" if rule else ""
+
+
+def _broken(value: Any, metadata: Mapping[str, Any]) -> str:
+    """Return the rule that a number breaks, or an empty text."""
+    least, above, most, below = (metadata.get(limit) for limit in ("least", "above", "most", "below"))
+    is_low = not (least is None or value >= least) or not (above is None or value > above)
+    if not is_low and (most is None or value <= most) and (below is None or value < below):
+        return ""
+    if most is not None or below not in (None, math.inf):
+        lower = f"({above}" if least is None else f"[{least}"
+        return f"is not in {lower}, {f'{below})' if most is None else f'{most}]'}"
+    if not math.isfinite(value):
+        return "is not a finite number"
+    return f"is not above {above}" if least is None else f"is less than {least}"
+
+
+LIMITS = frozenset(("least", "above", "most", "below", "choices"))
+
+
+@cache
+def _limited(cls: Any) -> tuple[tuple[str, str, Any, Mapping[str, Any]], ...]:
+    """Return the fields whose values are limited: the field's name, the bare name, the type and the metadata."""
+    kinds = get_type_hints(cls)
+    found = []
+    for item in dataclasses.fields(cls):
+        kind, _ = without_none(kinds[item.name])
+        if LIMITS & item.metadata.keys() or get_origin(kind) is Literal or kind == tuple[int, int]:
+            found.append((item.name, item.metadata.get("name", item.name), kind, item.metadata))
+    return tuple(found)
+
+
+def without_none(kind: Any) -> tuple[Any, bool]:
+    """Return a type without None, and True if None was one of its alternatives."""
+    if get_origin(kind) not in (Union, types.UnionType):
+        return kind, False
+    kinds = [each for each in get_args(kind) if each is not type(None)]
+    return (kinds[0] if len(kinds) == 1 else Union[tuple(kinds)]), len(kinds) < len(get_args(kind))  # noqa: UP007
 
 
 def seconds_in(text: str) -> float | None:
     """Return the seconds in a text such as "90s", "3m" or "1.5h". Return None for any other text, and for no time."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", text)
     return float(match[1]) * UNITS[match[2]] or None if match else None
-
-
-def _values(settings: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the values that are not None, with their bare names."""
-    fields = bare_names(settings)
-    for name in names:
-        if (value := getattr(settings, fields[name])) is not None:
-            yield name, value
 
 
 # Conversion of frozen dataclasses to plain JSON values and back, and of texts like 4GB to bytes.

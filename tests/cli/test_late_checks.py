@@ -50,7 +50,7 @@ WRONG = {
     "bench load --precision bf16": "--precision: bench load does not use it",
     "bench train --largest-batch --batch-size 8": "--batch-size: --largest-batch does not use it",
     "bench train --scaling batch --no-profile": "--profile: --scaling does not use it",
-    "models --image-size 0 0": "--image-size: 0 0 must be at least 1",
+    "models --image-size 0 0": "--image-size: 0 0 is less than 1",
     "models --layers --num-classes 5": "--num-classes: --layers compares single layers, which do not have it",
     "bench data --entries 5000 --batch-size 3": "--entries: it measures only the opening of a folder; leave --batch",
     "bench data --entries 1": "--entries: 1 is less than 2",

@@ -173,7 +173,7 @@ def test_only_layers_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--batch-size", "0"], "--batch-size: 0 is less than 1"),
         (["--batch-size", "-2"], "--batch-size: -2 is less than 1"),
-        (["--num-classes", "-1"], "--num-classes: -1 is negative; 0 means none"),
+        (["--num-classes", "-1"], "--num-classes: -1 is less than 0; 0 means none"),
     ],
 )
 def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:

@@ -67,9 +67,9 @@ def test_a_model_without_a_head_gets_a_linear_one(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--keep", "0"], "--keep: 0.0 is not above 0 and at most 1"),
-        (["--keep", "1.01"], "--keep: 1.01 is not above 0 and at most 1"),
-        (["--keep", "nan"], "--keep: nan is not above 0 and at most 1"),
+        (["--keep", "0"], "--keep: 0.0 is not in (0, 1]"),
+        (["--keep", "1.01"], "--keep: 1.01 is not in (0, 1]"),
+        (["--keep", "nan"], "--keep: nan is not in (0, 1]"),
         (["--images", "0"], "--images: 0 is less than 1"),
         (["--batch-size", "0"], "--batch-size: 0 is less than 1"),
         (["--budget", "ten"], "--budget: 'ten' is not a time"),

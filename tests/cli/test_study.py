@@ -28,7 +28,7 @@ def run(*arguments: object) -> int:
         (("positon",), "study 'positon' does not exist; nearest: positions"),
         (("head", "--arms", "class-tokn"), "arm 'class-tokn' does not exist in this study; nearest: class-token"),
         (("head", "--seeds", "0", "0"), "--seeds: 0 is given twice; give each value once"),
-        (("head", "--seeds", "1000"), "--seeds: 1000 is not between 0 and 999; the trials have the seed 1000"),
+        (("head", "--seeds", "1000"), "--seeds: 1000 is not in [0, 1000); the trials have the seed 1000"),
         (("head", "--jobs", "0"), "--jobs: 0 is less than 1"),
         (("head", "--jobs", "100000"), "jobs fit; give a smaller number, or free memory"),
         (("head", "--data", "bundled[:9]"), "selects an amount, but the study selects its subsets"),

@@ -215,10 +215,10 @@ def test_a_port_in_use(server: Running) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"port": 70000}, "port=70000 is not in 0 to 65535"),
+        ({"port": 70000}, "port=70000 is not in "),
         ({"max_batch": 0}, "max_batch=0 is less than 1"),
         ({"max_images": 9, "max_queue": 8}, "max_images=9 is more than max_queue=8"),
-        ({"receive_seconds": 0.0}, "receive_seconds=0.0 must be above 0"),
+        ({"receive_seconds": 0.0}, "receive_seconds=0.0 is not above 0"),
         ({"drain_seconds": -1.0}, "drain_seconds=-1.0 is less than 0"),
         ({"max_body": "1GB"}, "max_body=1GB is more than body_memory=256MB"),
         ({"max_body": "huge"}, "max_body"),
@@ -227,7 +227,7 @@ def test_a_port_in_use(server: Running) -> None:
         ({"allow_host": ("",)}, "is not the name of a host"),
         ({"allow_origin": ("a.example",)}, "allow_origin='a.example' is not an origin"),
         ({"allow_origin": ("https://a.example/",)}, "is not an origin"),
-        ({"keep_alive_seconds": 0.0}, "keep_alive_seconds=0.0 must be above 0"),
+        ({"keep_alive_seconds": 0.0}, "keep_alive_seconds=0.0 is not above 0"),
     ],
 )
 def test_a_wrong_setting_is_refused(settings: dict[str, Any], words: str) -> None:

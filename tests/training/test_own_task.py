@@ -20,7 +20,7 @@ from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, Stopped
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
-from vitrail.settings import at_least
+from vitrail.settings import setting
 from vitrail.tasks import TASKS
 from vitrail.tasks.task import LossOutput, Objective, Task, TaskMetric, mean_of_counted
 from vitrail.training.build import make_network, make_state
@@ -58,12 +58,8 @@ class Colour(Task):
     metrics = (TaskMetric("colour_error", higher_is_better=False),)
     loss_metric = "colour_error"
 
-    hidden: int = 4
+    hidden: int = setting(4, least=1)
     """Hidden units of the decoder."""
-
-    def _problems(self) -> Any:
-        yield from at_least(self, hidden=1)
-        yield from super()._problems()
 
     @property
     def output(self) -> Any:

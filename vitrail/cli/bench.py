@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,13 +23,13 @@ from vitrail.bench.step import OURS
 from vitrail.bench.workload import Spread, Workload, interleave, timed
 from vitrail.cli.console import check_reduction, reduction_of
 from vitrail.cli.lists import OWN_SIZES
-from vitrail.cli.options import Call, Command, Example, Positional, flag
+from vitrail.cli.options import Call, Command, Example, flag
 from vitrail.errors import ConfigError, nearest
 from vitrail.machine import describe, pick_device, resolve_precision
 from vitrail.models.compiled import Compile, resolve_compile
 from vitrail.models.linear.low_bits import check_float8, check_int8
 from vitrail.models.variants import AnyConfig, variant_config
-from vitrail.settings import byte_count
+from vitrail.settings import byte_count, setting
 from vitrail.weights.exported import exported_file, input_dtype, load_exported
 
 TASKS = ("train", "infer", "load")
@@ -39,9 +39,9 @@ TASKS = ("train", "infer", "load")
 class Bench:
     """Options of `vitrail bench`."""
 
-    task: Annotated[str, Positional("train|infer|load")]
+    task: str = setting(argument="train|infer|load")
     """Task to measure: training steps, inference, or loading a model and predicting."""
-    variant: Annotated[str, Positional("[VARIANT]")] = "ViT-S/16"
+    variant: str = setting("ViT-S/16", argument="[VARIANT]")
     """Network size and patch. `vitrail models` lists the sizes. bench infer also takes an exported file."""
     image_size: tuple[int, int] | None = None
     """Image height and width in pixels. By default the variant's own size, which is 224 x 224 for most variants."""
@@ -70,7 +70,7 @@ class Bench:
     reduce_schedule: Literal["constant", "decreasing"] = "constant"
     """Distribution of the removed tokens: the same number in every block, or a number that decreases to 0 in the last
     block."""
-    batch_size: int = 32
+    batch_size: int = setting(32, least=1)
     """Images per step."""
     precision: Literal["auto", "float8", "int8", "bf16", "float32"] = "auto"
     """Number format of matrix products. auto is bf16 if the processor has units for it, else float32. float8 (bench
@@ -79,11 +79,11 @@ class Bench:
     """Also measure vitrail with each block compiled. graphs adds CUDA graphs. auto is on for CUDA, else off."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to measure. auto is the GPU if there is one."""
-    threads: int | None = None
+    threads: int | None = setting(None, least=1)
     """Number of compute threads. By default PyTorch chooses it."""
-    repetitions: int = 7
+    repetitions: int = setting(7, least=1)
     """Number of timed rounds. Each round measures every library once."""
-    warmup: int = 2
+    warmup: int = setting(2, least=0)
     """Number of untimed rounds before the timed ones."""
     against: str = ""
     """Other libraries to compare with, separated by commas: timm, transformers, vit-pytorch, torchvision. Libraries
@@ -99,7 +99,7 @@ class Bench:
     """Measure only how time and memory grow with this dimension."""
     largest_batch: bool = False
     """Find only the largest batch whose training step fits into memory."""
-    memory_limit: str | None = None
+    memory_limit: str | None = setting(None, metavar="SIZE")
     """Memory that --largest-batch may use, such as 4GB. By default all free memory."""
     json: bool = False
     """Print JSON instead of tables, with the time of every round."""
@@ -222,15 +222,9 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
 
 
 def _check(options: Bench) -> None:
-    """Raise `ConfigError` for options that exclude each other or are out of range."""
+    """Raise `ConfigError` for options that exclude each other."""
     if options.task not in TASKS:
         raise ConfigError(f"{options.task!r} is not a measurement; {nearest(options.task, TASKS)}")
-    for name, value, low in (
-        ("batch_size", options.batch_size, 1), ("repetitions", options.repetitions, 1), ("warmup", options.warmup, 0),
-        ("threads", options.threads, 1),
-    ):  # fmt: skip
-        if value is not None and value < low:
-            raise ConfigError(f"{name}={value} is less than {low}")
     modes = {
         "--scaling": options.scaling is not None,
         "--largest-batch": options.largest_batch,

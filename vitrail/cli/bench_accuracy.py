@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.markup import escape as escape_markup
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from vitrail.bench.workload import Spread
 from vitrail.cli.bench import parse_environments, plain_table
-from vitrail.cli.options import Call, Command, Example, Positional, convert
+from vitrail.cli.options import Call, Command, Example, convert
 from vitrail.cli.run_options import run_options
 from vitrail.errors import ConfigError, Interrupted, nearest
 from vitrail.experiments.accuracy import (
@@ -35,6 +35,7 @@ from vitrail.machine import pick_device
 from vitrail.recipes import RECIPES
 from vitrail.report.charts import Axis, log_ticks, make_axis, short_number
 from vitrail.report.page import escape
+from vitrail.settings import setting
 from vitrail.training.config import TrainConfig
 from vitrail.training.stop import interrupted_by_signals
 from vitrail.transfer.facts import FACTORS, seconds_of
@@ -47,10 +48,10 @@ SET_BY_THE_COMPARISON = ("checkpoints", "device", "evaluations", "overwrite", "r
 class BenchAccuracy:
     """Options of `vitrail bench accuracy`."""
 
-    recipes: Annotated[tuple[str, ...], Positional("RECIPE...")]
+    recipes: tuple[str, ...] = setting(argument="RECIPE...")
     """Recipes to compare, also with changed settings, such as demo:epochs=5,learning_rate=0.001. Ratios refer to the
     first one. vitrail recipes lists all."""
-    data: str | None = None
+    data: str | None = setting(None, metavar="SPEC")
     """Data set that all entries train on. By default that of the first recipe."""
     validation_share: float | None = None
     """Fraction of the training images held out for validation. By default that of the first recipe."""
@@ -59,14 +60,16 @@ class BenchAccuracy:
     script, and timm-small, published settings for images of 32 pixels."""
     environment: tuple[str, ...] = ()
     """Python of a library's own environment, such as timm=/opt/timm/bin/python. By default the Python of Vitrail."""
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: tuple[int, ...] = setting((0, 1, 2), commas=True, least=0, below=2**32)
     """Random seeds. Every entry runs once with each of them."""
-    targets: tuple[float, ...] = (0.8, 0.85, 0.9)
+    targets: tuple[float, ...] = setting(
+        (0.8, 0.85, 0.9), above=0, below=1, advice="give a fraction, such as 0.85 for 85 %"
+    )
     """Validation accuracies to reach, between 0 and 1."""
     budget: str | None = None
     """Time of training of each run, such as 90s or 20m. Runs that would take longer are shortened before they start,
     with their whole learning rate schedule. By default each run has the length that its settings state."""
-    evaluations: int = 20
+    evaluations: int = setting(20, least=1)
     """Number of evaluations on the validation split during each run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on. auto is the GPU if there is one."""
@@ -143,19 +146,11 @@ def main(call: Call) -> int:
 
 
 def _check(options: BenchAccuracy) -> None:
-    """Raise `ConfigError` for values out of range."""
+    """Raise `ConfigError` for a value that is given twice."""
     for name in ("recipes", "seeds", "targets"):
         values: Sequence[Any] = getattr(options, name)
         if twice := [value for value in values if list(values).count(value) > 1]:
             raise ConfigError(f"{name}: {twice[0]} is given twice; give each value once")
-    for target in options.targets:
-        if not 0 < target < 1:
-            raise ConfigError(f"targets={target} is not between 0 and 1; give a fraction, such as 0.85 for 85 %")
-    for seed in options.seeds:
-        if not 0 <= seed < 2**32:
-            raise ConfigError(f"seeds={seed} is not between 0 and 2**32 - 1")
-    if options.evaluations < 1:
-        raise ConfigError(f"evaluations={options.evaluations} is less than 1")
 
 
 def _budget(text: str | None) -> float | None:
@@ -189,20 +184,20 @@ def _recipes(options: BenchAccuracy) -> dict[str, TrainConfig]:
 def _changed(settings: str) -> dict[str, Any]:
     """Return the values of the settings of an entry, such as `epochs=5,flip=off`. Raise `ConfigError` for others."""
     known = {option.name: option for option in run_options() if option.section != "data"}
-    for setting in SET_BY_THE_COMPARISON:
-        del known[setting]
+    for name in SET_BY_THE_COMPARISON:
+        del known[name]
     changes: dict[str, Any] = {}
     for part in settings.split(",") if settings else ():
-        setting, equals, value = (word.strip() for word in part.partition("="))
-        setting = setting.replace("-", "_")
-        if setting not in known:
-            raise ConfigError(f"{setting!r} is no setting to compare; {nearest(setting, known)}")
-        option = known[setting]
+        name, equals, value = (word.strip() for word in part.partition("="))
+        name = name.replace("-", "_")
+        if name not in known:
+            raise ConfigError(f"{name!r} is no setting to compare; {nearest(name, known)}")
+        option = known[name]
         if option.is_flag and value not in ("on", "off"):
-            raise ConfigError(f"{setting}={value!r} is neither on nor off")
+            raise ConfigError(f"{name}={value!r} is neither on nor off")
         if not equals or not value:
-            raise ConfigError(f"{setting} has no value; give {setting}=VALUE")
-        changes[setting] = value == "on" if option.is_flag else convert(option, value.split())
+            raise ConfigError(f"{name} has no value; give {name}=VALUE")
+        changes[name] = value == "on" if option.is_flag else convert(option, value.split())
     return changes
 
 

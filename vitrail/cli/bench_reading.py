@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -26,7 +26,7 @@ from vitrail.bench.reading import (
 )
 from vitrail.bench.workload import Spread
 from vitrail.cli.bench import header, plain_table
-from vitrail.cli.options import Call, Command, Example, Positional
+from vitrail.cli.options import Call, Command, Example
 from vitrail.data.formats.pack import pack
 from vitrail.data.pipeline import Readers, default_threads
 from vitrail.data.pixels.preprocess import Preprocess
@@ -34,15 +34,16 @@ from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, plural
 from vitrail.machine import describe
+from vitrail.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchData:
     """Options of `vitrail bench data`."""
 
-    data: Annotated[str, Positional("[SPEC]")] = ""
+    data: str = setting(setting("", argument="[SPEC]"), metavar="SPEC")
     """Data set to read. By default generated images of 500 x 375 pixels, as a folder, as shards and as Parquet."""
-    images: int = 512
+    images: int = setting(512, least=1)
     """Images per round."""
     image_size: tuple[int, int] = (224, 224)
     """Image height and width in pixels after scaling."""
@@ -50,17 +51,17 @@ class BenchData:
     """Number of image channels: 3 for RGB, 1 for grey."""
     scaled_decode: bool = False
     """Decode large JPEG files at a reduced size, which stays at least twice the size needed."""
-    batch_size: int = 32
+    batch_size: int = setting(32, least=1)
     """Images per batch."""
-    threads: int | None = None
+    threads: int | None = setting(None, least=0)
     """Number of threads that read and decode. By default one per core."""
-    processes: int = 0
+    processes: int = setting(0, least=0)
     """Number of worker processes, with --threads threads each. 0 reads in the main process."""
-    repetitions: int = 5
+    repetitions: int = setting(5, least=1)
     """Number of timed rounds. Each round reads every data set once."""
-    warmup: int = 1
+    warmup: int = setting(1, least=0)
     """Number of untimed rounds before the timed ones."""
-    entries: int | None = None
+    entries: int | None = setting(None, least=2)
     """Measure only the time and memory of opening a folder with this many images."""
     json: bool = False
     """Print JSON instead of a table, with the time of every round."""
@@ -85,13 +86,6 @@ COMMAND = Command(
 
 def main(call: Call) -> int:
     options = BenchData(**call.options)
-    for name, low in (
-        ("images", 1), ("batch_size", 1), ("threads", 0), ("processes", 0), ("repetitions", 1), ("warmup", 0),
-        ("entries", 2),
-    ):  # fmt: skip
-        value = getattr(options, name)
-        if value is not None and value < low:
-            raise ConfigError(f"{name}={value} is less than {low}")
     if options.entries is not None and (unused := [name for name in call.options if name not in ("entries", "json")]):
         raise ConfigError(
             f"--entries: it measures only the opening of a folder; leave {COMMAND.known[unused[0]].label} out"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -29,12 +29,13 @@ from vitrail.bench.serving import (
     measure_servers,
 )
 from vitrail.cli.bench import header, parse_environments, plain_table
-from vitrail.cli.options import Call, Command, Example, Positional
+from vitrail.cli.options import Call, Command, Example
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, nearest
 from vitrail.machine import Precision, describe
 from vitrail.models.variants import build, config_type, variant_config
 from vitrail.registry import optional_module
+from vitrail.settings import setting
 from vitrail.training.stop import interrupted_by_signals
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
@@ -47,17 +48,17 @@ IMAGES = 32
 class BenchServe:
     """Options of `vitrail bench serve`."""
 
-    model: Annotated[str, Positional("[MODEL]")] = "ViT-S/16"
+    model: str = setting("ViT-S/16", argument="[MODEL]")
     """Folder of a model or a run, an exported file, a name on the hub, or the name of a network (vitrail models), which
     gets random weights and 1,000 classes."""
-    clients: tuple[int, ...] = (1, 8, 32)
+    clients: tuple[int, ...] = setting((1, 8, 32), above=0, may_be_empty=True)
     """Numbers of clients of closed loops, in which each client sends the next request after an answer."""
-    rates: tuple[float, ...] = (0.2, 0.5, 0.8, 1.0, 1.2)
+    rates: tuple[float, ...] = setting((0.2, 0.5, 0.8, 1.0, 1.2), above=0, may_be_empty=True)
     """Rates of open loops, in which requests arrive at random times, as fractions of the throughput of prediction
     without a server."""
-    seconds: float = 5.0
+    seconds: float = setting(5.0, above=0)
     """Seconds per server and load."""
-    rounds: int = 1
+    rounds: int = setting(1, least=1)
     """Number of rounds in which the servers take turns under each load. The seconds are divided among them."""
     against: str = "naive" if BENCHMARKS.exists() else "none"
     """Other servers to measure, with commas between them: naive computes each request alone, on the threads of its
@@ -66,7 +67,7 @@ class BenchServe:
     environment: tuple[str, ...] = ()
     """Python of a library's own environment, such as litserve=/opt/litserve/bin/python. By default the Python of
     Vitrail."""
-    requests: int = 0
+    requests: int = setting(0, least=0)
     """Measure the memory instead: after each tenth of this number of requests, from the largest of `clients`."""
     precision: Precision = "float32"
     """Number format of matrix products in all servers."""
@@ -133,15 +134,8 @@ def main(call: Call) -> int:
 
 
 def _check(options: BenchServe) -> None:
-    for name, values in (("clients", options.clients), ("rates", options.rates), ("seconds", (options.seconds,))):
-        if any(not value > 0 for value in values):
-            raise ConfigError(f"{name}={getattr(options, name)} has a value that is not above 0")
     if not options.clients and not options.rates:
         raise ConfigError("clients=() and rates=() leave nothing to measure; give at least one of them")
-    if options.rounds < 1:
-        raise ConfigError(f"rounds={options.rounds} is less than 1")
-    if options.requests < 0:
-        raise ConfigError(f"requests={options.requests} is less than 0")
     if options.requests and not options.clients:
         raise ConfigError(f"requests={options.requests} needs a number of clients, but clients=() has none")
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -19,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import images_bar
-from vitrail.cli.options import Call, Command, Example, Positional
+from vitrail.cli.options import Call, Command, Example
 from vitrail.data.check.findings import Finding, Report, Sizes
 from vitrail.data.check.images import Progress
 from vitrail.data.check.report import check_data, page
@@ -31,7 +30,7 @@ from vitrail.data.splits import SLICE, Splits
 from vitrail.errors import ConfigError, DataError, DestinationError, Stopped, plural
 from vitrail.files import check_new_file, saving
 from vitrail.report.page import is_our_page
-from vitrail.settings import byte_count, to_plain
+from vitrail.settings import byte_count, setting, to_plain
 from vitrail.training.stop import StopRequest
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -47,9 +46,9 @@ MOST_SHOWN = 3
 class Check:
     """Options of `vitrail data check`."""
 
-    data: Annotated[str, Positional("SPEC")]
+    data: str = setting(setting(argument="SPEC"), metavar="SPEC")
     """Data set, in any form that `vitrail train --data` accepts."""
-    numbers: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = setting((), commas=True)
     """Numeric columns of a table that are the targets instead of classes, such as --numbers age height."""
     unlabelled: bool = False
     """Accept data without classes, such as a folder of photographs."""
@@ -233,15 +232,15 @@ SHOWN = 10
 class Pack:
     """Options of `vitrail data pack`."""
 
-    data: Annotated[str, Positional("SPEC")]
+    data: str = setting(setting(argument="SPEC"), metavar="SPEC")
     """Data set, in any form that `vitrail train --data` accepts."""
-    destination: Annotated[Path, Positional("DST")]
+    destination: Path = setting(argument="DST")
     """Folder for the shards. It must be new, empty, or left by the same command when it was stopped."""
-    numbers: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = setting((), commas=True)
     """Numeric columns of a table to store as the targets, instead of classes."""
     unlabelled: bool = False
     """Accept data without classes, such as a folder of photographs."""
-    shard_size: str = "256MB"
+    shard_size: str = setting("256MB", metavar="SIZE")
     """Largest size of a shard, such as 256MB, 1GiB or 250000000."""
     max_side: int | None = None
     """Largest side in pixels. Larger images are scaled down and saved as JPEG of quality 95; all other images are

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import check_reduction, images_bar, reduction_of
-from vitrail.cli.options import Call, Command, Example, Option, Positional, flag, options_of
+from vitrail.cli.options import Call, Command, Example, Option, flag, options_of
 from vitrail.data.check.images import colour_note, images_of
 from vitrail.data.source import Source, fingerprint, samples_of, subset
 from vitrail.data.sources import OpenedData, open_whole
@@ -28,7 +28,7 @@ from vitrail.evaluation.head import ByAccuracy
 from vitrail.evaluation.imagenet import ClassMap, map_classes, read_real, read_synsets
 from vitrail.evaluation.metrics.report import ClassificationReport, ClassRow
 from vitrail.evaluation.outputs import Outputs
-from vitrail.settings import bare_names
+from vitrail.settings import bare_names, setting
 from vitrail.transfer.suite import SuiteResult
 from vitrail.weights.bundle import Bundle
 
@@ -37,17 +37,17 @@ from vitrail.weights.bundle import Bundle
 class Evaluate:
     """Options of `vitrail evaluate`."""
 
-    models: Annotated[tuple[str, ...], Positional("MODEL...")]
+    models: tuple[str, ...] = setting(argument="MODEL...")
     """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub. Several
     models are measured on the same images, which none of them learned from."""
-    data: str = ""
+    data: str = setting("", metavar="SPEC")
     """Data set, in any form that `vitrail train` accepts. With --suite, a folder that can hold a folder of data per
     task, named like the task."""
     by: str = ""
     """Evaluators, separated by commas: accuracy, regression, linear, fewshot, knn. By default accuracy, or regression
     if the model predicts numbers; both measure the model's own head. The other three train a simple model on features
     of the training split: a linear model, least squares on a few images per class, or nearest neighbours."""
-    numbers: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = setting((), commas=True)
     """Numeric columns of a table to measure instead of classes. By default the columns that the model predicts."""
     suite: str = ""
     """Suite of tasks to measure instead of one data set: vtab-1k, paper-table-5, fewshot, offline, or a TOML file."""
@@ -75,9 +75,9 @@ class Evaluate:
     reduce_schedule: Literal["constant", "decreasing"] = "constant"
     """Distribution of the removed tokens: the same number in every block, or a number that decreases to 0 in the last
     block."""
-    batch_size: int | None = None
+    batch_size: int | None = setting(None, least=1)
     """Images per forward pass. The default follows from the model's cost."""
-    device: str = "auto"
+    device: str = setting("auto", metavar="DEVICE")
     """Device to run on: auto, cpu, cuda or cuda:N."""
     precision: Literal["auto", "int8", "bf16", "float32"] | None = None
     """Number format of matrix products. The default is the model's own, usually float32. Features use bf16 by default
@@ -324,12 +324,10 @@ HAVE_NUMBERS = ("linear", "knn")
 
 
 def check_options(options: Evaluate, given: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for options that exclude each other, are out of range or have no effect, and `DataError` for
+    """Raise `ConfigError` for options that exclude each other or have no effect, and `DataError` for
     a file of labels or names that cannot be read. Neither the model nor the data is read."""
     if options.no_cache and options.cache is not None:
         raise ConfigError("--cache and --no-cache exclude each other; give only one of them")
-    if options.batch_size is not None and options.batch_size < 1:
-        raise ConfigError(f"batch_size={options.batch_size} is less than 1")
     check_reduction(options.reduce_tokens, given)
     if not options.suite:
         if not options.data:

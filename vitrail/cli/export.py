@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitrail.cli.evaluate import open_for_head
-from vitrail.cli.options import Call, Command, Example, Positional
+from vitrail.cli.options import Call, Command, Example
 from vitrail.data.source import Sample
 from vitrail.data.sources import open_whole
 from vitrail.errors import ConfigError, DataError, ExportFailed, plural
@@ -24,6 +24,7 @@ from vitrail.export.export import TIMED_BATCHES, Exporter, ExportResult, check_e
 from vitrail.export.formats import FORMATS, OPSETS
 from vitrail.export.int8 import CALIBRATION_IMAGES, MAX_DROP, Int8
 from vitrail.export.parity import BATCHES, Parity, describe_drop, spread_samples
+from vitrail.settings import setting
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported import Contents
 from vitrail.weights.load import convert, load, model_name
@@ -39,9 +40,9 @@ USUAL_IMAGES_INT8 = 1000
 class Export:
     """Options of `vitrail export`."""
 
-    model: Annotated[str, Positional("MODEL")]
+    model: str = setting(argument="MODEL")
     """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
-    to: str
+    to: str = setting(metavar="LAYOUT")
     """Format to write: pt2 (torch.export), onnx, openvino, or triton (the folder of a model for Triton and KServe, with
     an ONNX file). Several formats are separated by commas."""
     precision: str = "float32"
@@ -53,13 +54,13 @@ class Export:
     output: Contents | None = None
     """Result of the exported file: logits (with probabilities), embedding or tokens. The default is logits, or
     embedding for a model without a head."""
-    data: str | None = None
+    data: str | None = setting(None, metavar="SPEC")
     """Data whose images the written file is compared on: a folder or a name as for `vitrail evaluate`. The accuracy is
     measured too if the data has the model's classes. The default is the bundled images; int8 needs data."""
-    images: int | None = None
+    images: int | None = setting(None, least=1, advice="at least one image is needed")
     """Number of images of the comparison, taken at equal distances from those that the model's training held out. The
     default is 40, and 1000 for int8."""
-    calibration_images: int = CALIBRATION_IMAGES
+    calibration_images: int = setting(CALIBRATION_IMAGES, least=1, advice="at least one image is needed")
     """Number of training images on which the ranges of int8 are found."""
     max_drop: float = MAX_DROP
     """Percentage points of accuracy that an int8 file may lose on the held-out images. A file is deleted if the whole
@@ -108,9 +109,6 @@ COMMAND = Command(
 
 def main(call: Call) -> int:
     options = Export(**call.options)
-    for name in ("images", "calibration_images"):
-        if (count := getattr(options, name)) is not None and count < 1:
-            raise ConfigError(f"{name}={count} is less than 1; at least one image is needed")
     targets = _targets(options)
     for target in targets:
         check_export(
@@ -233,13 +231,13 @@ def _images(options: Export, bundle: Bundle, is_int8: bool) -> _Images:
 class Convert:
     """Options of `vitrail convert`."""
 
-    source: Annotated[str, Positional("SRC")]
+    source: str = setting(argument="SRC")
     """Folder or file of a model, or the name of a model on the Hugging Face hub."""
-    destination: Annotated[Path, Positional("DST")]
+    destination: Path = setting(argument="DST")
     """File or folder to write: a new path or an empty folder."""
-    to: str
+    to: str = setting(metavar="LAYOUT")
     """Layout to write: one of the layouts named above."""
-    layout: str | None = None
+    layout: str | None = setting(None, metavar="LAYOUT")
     """Layout of the source. By default it is recognised automatically."""
     heads: int | None = None
     """Number of attention heads. Needed only if the file does not contain it."""

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float32
@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import image_paths, images_bar
-from vitrail.cli.options import Call, Command, Example, Positional
+from vitrail.cli.options import Call, Command, Example
 from vitrail.data.check.images import colour_note, images_of
 from vitrail.data.pipeline import Readers, queue_bytes
 from vitrail.data.pixels.preprocess import Preprocess
@@ -43,7 +43,7 @@ from vitrail.files import check_new_file
 from vitrail.machine import Precision, check_memory, keep_freed_memory
 from vitrail.models.cost import prediction_batch, prediction_bytes
 from vitrail.processes.group import Processes, join_processes
-from vitrail.settings import from_plain, to_plain
+from vitrail.settings import from_plain, setting, to_plain
 from vitrail.training.stop import interrupted_by_signals
 from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.load import load
@@ -53,15 +53,15 @@ from vitrail.weights.load import load
 class Nearest:
     """Options of `vitrail nearest`."""
 
-    features: Annotated[Path, Positional("FEATURES")]
+    features: Path = setting(argument="FEATURES")
     """Folder that `vitrail embed` wrote. If it holds several splits, all of them are searched."""
-    images: Annotated[tuple[Path, ...], Positional("IMAGE...")]
+    images: tuple[Path, ...] = setting(argument="IMAGE...")
     """Image files, folders that are searched for images, or tables of paths."""
-    top: int = 5
+    top: int = setting(5, least=1, advice="choose the number of neighbours for each image")
     """Number of neighbours to show for each image."""
     model: str | None = None
     """Model that computed the features. The default is the path or name that the features record."""
-    device: str = "auto"
+    device: str = setting("auto", metavar="DEVICE")
     """Device to run on: auto, cpu, cuda or cuda:N."""
     csv: bool = False
     """Print CSV: a header, and one line per neighbour with both paths, the rank, the cosine and the label."""
@@ -108,8 +108,6 @@ def run_nearest(call: Call) -> int:
     options = Nearest(**call.options)
     if options.csv and options.json:
         raise ConfigError("--csv and --json exclude each other; give only one of them")
-    if options.top < 1:
-        raise ConfigError(f"top={options.top} is less than 1; choose the number of neighbours for each image")
     paths = image_paths(options.images)
     folders = feature_folders(options.features)
     stored = _stored(folders)
@@ -268,9 +266,9 @@ def _plain(path: Path, result: list[_Neighbour] | UndecodableImage) -> dict[str,
 class Embed:
     """Options of `vitrail embed`."""
 
-    model: Annotated[str, Positional("MODEL")]
+    model: str = setting(argument="MODEL")
     """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
-    data: str
+    data: str = setting(metavar="SPEC")
     """Data set, in any form that `vitrail train` accepts, or a folder of images without classes."""
     out: Path
     """Output folder. Each split is written to a folder (npy) or a file (parquet) in it."""
@@ -281,10 +279,10 @@ class Embed:
     image_size: tuple[int, int] | None = None
     """Image height and width in pixels. The default is the model's size. Position embeddings are resized for other
     sizes."""
-    batch_size: int | None = None
+    batch_size: int | None = setting(None, least=1)
     """Images per forward pass. The default follows from the model's arithmetic and memory, and becomes smaller if a
     batch takes more than five seconds."""
-    device: str = "auto"
+    device: str = setting("auto", metavar="DEVICE")
     """Device to run on: auto, cpu, cuda or cuda:N."""
     precision: Precision = "auto"
     """Number format of matrix products. auto is bf16 if the processor has units for it and the features of a few images
@@ -329,8 +327,6 @@ def run_embed(call: Call) -> int:
 def _embed(options: Embed, processes: Processes) -> int:
     if options.no_cache and options.cache is not None:
         raise ConfigError("--cache and --no-cache exclude each other; give only one of them")
-    if options.batch_size is not None and options.batch_size < 1:
-        raise ConfigError(f"batch_size={options.batch_size} is less than 1")
     if options.format == "parquet":
         parquet_library()
     console = Console(stderr=options.json, highlight=False, soft_wrap=True)

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from vitrail.cli.console import ConsoleDisplay
 from vitrail.cli.evaluate import suite_table
-from vitrail.cli.options import Call, Command, Example, Option, Positional, flag
+from vitrail.cli.options import Call, Command, Example, Option, flag
 from vitrail.cli.run_options import (
     check_effects,
     common_options,
@@ -30,7 +30,7 @@ from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.evaluation.metrics.report import ClassificationReport, absent_note
 from vitrail.machine import pick_device
 from vitrail.models.variants import override_fields
-from vitrail.settings import bare_names
+from vitrail.settings import bare_names, setting
 from vitrail.training.config import WITHOUT_WEIGHTS, TrainConfig
 from vitrail.training.folder import check_request, read_record
 from vitrail.training.log import Log
@@ -62,7 +62,7 @@ ARCHITECTURE = tuple(name for name in ("variant", *override_fields()) if name no
 class Finetune:
     """Options of `vitrail finetune` that are not settings of the run."""
 
-    model: Annotated[str, Positional("MODEL")] = ""
+    model: str = setting("", argument="MODEL")
     """Folder of a model or a run, file or folder of another library, name on the hub, or small (part of Vitrail)."""
     protocol: Protocol = "rule"
     """rule chooses settings from the data's size and the machine. paper takes those of the paper's Table 4, chooses the

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import Progress
@@ -23,12 +23,13 @@ from vitrail.analysis.similarity import SMALLEST_BATCH
 from vitrail.analysis.tracing import transformer_of
 from vitrail.cli.console import image_paths, images_bar
 from vitrail.cli.evaluate import common_images, open_for_features, open_for_head
-from vitrail.cli.options import Call, Command, Example, Positional
+from vitrail.cli.options import Call, Command, Example
 from vitrail.data.batch import Skipped
 from vitrail.data.source import Source, mixed
 from vitrail.errors import ConfigError, UndecodableImage, nearest
 from vitrail.evaluation.outputs import Outputs
 from vitrail.files import check_new_folder, replacing_folder, write_json
+from vitrail.settings import setting
 from vitrail.training.folder import INSIDE, link_inside, run_of
 from vitrail.weights.bundle import Bundle, read_image
 from vitrail.weights.load import load
@@ -41,9 +42,9 @@ CONTENTS = "explain.json"
 class Explain:
     """Options of `vitrail explain`."""
 
-    model: Annotated[str, Positional("MODEL")]
+    model: str = setting(argument="MODEL")
     """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
-    images: Annotated[tuple[Path, ...], Positional("IMAGE...")]
+    images: tuple[Path, ...] = setting(argument="IMAGE...")
     """Image files, folders that are searched for images, or tables of paths. They need no labels."""
     out: Path = Path("explained")
     """Folder to write to."""
@@ -53,13 +54,13 @@ class Explain:
     """Blocks whose heads are written as PNG files, from 0, or backward from -1. The default is the last one."""
     heads: tuple[int, ...] | None = None
     """Heads that are written as PNG files, from 0, or backward from -1. The default is all of them."""
-    top: int = 5
+    top: int = setting(5, least=1, advice="choose the number of classes to show")
     """Number of the likeliest classes on the page. The first 10 have their relevance."""
-    page_size: float = MAX_BYTES / 1e6
+    page_size: float = setting(MAX_BYTES / 1e6, above=0, below=math.inf, advice="choose a number of MB, such as 5")
     """Largest size of a page in MB. A page that would be larger has coarser attention, or fewer layers or heads."""
     image_size: tuple[int, int] | None = None
     """Image height and width in pixels. The default is the model's size. A larger size gives finer maps."""
-    device: str = "auto"
+    device: str = setting("auto", metavar="DEVICE")
     """Device to run on: auto, cpu, cuda or cuda:N."""
     overwrite: bool = False
     """Replace earlier explanations in the folder."""
@@ -85,10 +86,6 @@ EXPLAIN = Command(
 
 def run_explain(call: Call) -> int:
     options = Explain(**call.options)
-    if options.top < 1:
-        raise ConfigError(f"top={options.top} is less than 1; choose the number of classes to show")
-    if not 0 < options.page_size < math.inf:
-        raise ConfigError(f"page_size={options.page_size} is not above 0; choose a number of MB, such as 5")
     paths = image_paths(options.images)
     earlier = _earlier(options.out)
     check_new_folder(options.out, (CONTENTS, *earlier), overwrite=options.overwrite, recognise=_is_ours)
@@ -160,10 +157,6 @@ def _is_ours(folder: Path) -> bool:
 # Options and steps that `vitrail report` and `vitrail compare` share.
 
 
-LEAST = {"images": SMALLEST_BATCH, "examples": 0, "bootstrap": 0, "batch_size": 1}
-"""Smallest value of each option that is a number."""
-
-
 @dataclass(frozen=True)
 class OpenedModel:
     """A model with the images to measure it on."""
@@ -179,40 +172,36 @@ class OpenedModel:
 class SummaryOptions:
     """Options of `vitrail report` and `vitrail compare`."""
 
-    data: str = ""
+    data: str = setting("", metavar="SPEC")
     """Data set, in any form that `vitrail train` accepts."""
     split: Literal["held-out", "train", "validation", "test", "all"] = "held-out"
     """Split to measure. held-out is the test split if there is one, else images that no model learned from. all
     measures every image, including training images."""
     out: Path
     """Folder to write to."""
-    images: int = 64
+    images: int = setting(64, least=SMALLEST_BATCH)
     """Number of images whose features and attention are computed. The accuracy is measured on all images of the
     split."""
-    examples: int
+    examples: int = setting(least=0)
     """Number of example images on the page."""
-    bootstrap: int = 1000
+    bootstrap: int = setting(1000, least=0)
     """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
-    batch_size: int | None = None
+    batch_size: int | None = setting(None, least=1)
     """Images per forward pass. The default follows from the model's cost."""
-    device: str = "auto"
+    device: str = setting("auto", metavar="DEVICE")
     """Device to run on: auto, cpu, cuda or cuda:N."""
     overwrite: bool = False
     """Replace earlier results in the folder."""
     json: bool = False
     """Print all numbers as JSON."""
 
-    def check(self, files: Sequence[str], **least: int) -> None:
-        """Raise `ConfigError` for options that are out of range, before a model or data is read.
+    def check(self, files: Sequence[str]) -> None:
+        """Raise `ConfigError` if there is no data or the folder cannot be written, before a model or data is read.
 
-        `files` are the files of the results. If a folder has the first one, it holds earlier results. `least` has the
-        smallest values of a command's own options.
+        `files` are the files of the results. If a folder has the first one, it holds earlier results.
         """
         if not self.data:
             raise ConfigError("--data is missing: name a data set with the classes of the model")
-        for name, bound in (LEAST | least).items():
-            if (number := getattr(self, name)) is not None and number < bound:
-                raise ConfigError(f"{name}={number}: give at least {bound}")
         check_new_folder(
             self.out, files, overwrite=self.overwrite, recognise=lambda folder: (folder / files[0]).is_file()
         )
@@ -282,12 +271,12 @@ def _named(notes: dict[str, list[str]]) -> list[str]:
 class Compare(SummaryOptions):
     """Options of `vitrail compare`."""
 
-    models: Annotated[tuple[str, ...], Positional("MODEL...")]
+    models: tuple[str, ...] = setting(argument="MODEL...")
     """Two models: each a folder of a model or a run, a file or folder of another library's model, or a name on the
     Hugging Face hub. Both must have the same classes."""
     out: Path = Path("compared")
     """Folder to write to."""
-    examples: int = 6
+    examples: int = setting(6, least=0)
     """Number of images on the page on which one model alone is right."""
 
 
@@ -347,17 +336,17 @@ def _model_names(models: tuple[str, ...]) -> tuple[str, str]:
 class Report(SummaryOptions):
     """Options of `vitrail report`."""
 
-    model: Annotated[str, Positional("MODEL")]
+    model: str = setting(argument="MODEL")
     """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
     out: Path = Path("report")
     """Folder to write to. The default is inside/ in the folder of a run, whose report then links to the page, and
     report/ for any other model."""
-    probe_images: int = 500
+    probe_images: int = setting(500, least=0)
     """Number of training images that the linear model of each layer learns from. 0 skips these models."""
-    saliency_images: int = 16
+    saliency_images: int = setting(16, least=0)
     """Number of images on which saliency maps are measured: by deleting and inserting patches, and with random weights.
     0 skips this."""
-    examples: int = 12
+    examples: int = setting(12, least=0)
     """Number of errors on the page."""
 
 
@@ -385,7 +374,7 @@ REPORT = Command(
 def run_report(call: Call) -> int:
     run = run_of(Path(call.options["model"]))
     options = Report(**{**({} if run is None else {"out": run / INSIDE}), **call.options})
-    options.check(OVERVIEW_FILES, probe_images=0, saliency_images=0)
+    options.check(OVERVIEW_FILES)
     console = options.console()
     name = (Path(options.model) if run is None else run.resolve()).name or options.model
     (opened,) = options.open({name: load(options.model, device=options.device)}, REPORT, console)

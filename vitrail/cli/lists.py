@@ -7,14 +7,14 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from vitrail.bench.growth import layer_times
-from vitrail.cli.options import Call, Command, Example, Positional, flag
+from vitrail.cli.options import Call, Command, Example, flag
 from vitrail.cli.run_options import setting_text
 from vitrail.errors import ConfigError, nearest
 from vitrail.machine import total_memory
@@ -24,6 +24,7 @@ from vitrail.models.variants import PUBLISHED, variant_config
 from vitrail.models.vit_config import ViTConfig
 from vitrail.recipes import PAPER_RECIPES, RECIPES
 from vitrail.recipes.papers import TRANSFERS
+from vitrail.settings import setting
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import settings_beside
 
@@ -32,11 +33,11 @@ from vitrail.training.folder import settings_beside
 class Models:
     """Options of `vitrail models`."""
 
-    image_size: tuple[int, int] | None = None
+    image_size: tuple[int, int] | None = setting(None, least=1)
     """Image height and width in pixels. By default each variant's own size, which the table shows."""
     num_classes: int = 1000
     """Number of outputs of the head."""
-    batch_size: int = 32
+    batch_size: int = setting(32, least=1)
     """Batch size for which the memory of a training step is estimated (AdamW, bf16)."""
     layers: bool = False
     """Compare only the costs of layers: kinds of attention, recurrence and convolution, of patches and of pixels."""
@@ -71,10 +72,6 @@ MODELS = Command(
 
 def run_models(call: Call) -> int:
     options = Models(**call.options)
-    if options.batch_size < 1:
-        raise ConfigError(f"batch_size={options.batch_size} is less than 1")
-    if options.image_size is not None and min(options.image_size) < 1:
-        raise ConfigError(f"image_size={options.image_size} must be at least 1")
     if options.layers and (unused := [flag(name) for name in ("num_classes", "batch_size") if name in call.options]):
         raise ConfigError(f"{unused[0]}: --layers compares single layers, which do not have it; leave it out")
     if options.measure and not options.layers:
@@ -198,7 +195,7 @@ def _layer_table(rows: Sequence[dict[str, Any]]) -> Table:
 class Recipes:
     """Options of `vitrail recipes`."""
 
-    recipe: Annotated[str, Positional("[RECIPE]")] = ""
+    recipe: str = setting("", argument="[RECIPE]")
     """Recipe whose settings are shown. By default all recipes are listed."""
     transfers: bool = False
     """List the papers' fine-tuning runs instead, with commands of vitrail finetune."""

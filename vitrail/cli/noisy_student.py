@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -17,7 +17,7 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from vitrail.cli.console import ConsoleDisplay, images_bar
-from vitrail.cli.options import Call, Command, Example, Option, Positional
+from vitrail.cli.options import Call, Command, Example, Option
 from vitrail.cli.run_options import check_effects, default_texts, run_options, task_options
 from vitrail.data.formats.pseudo_labels import FILES, Pool, PseudoLabelInfo, looks_like_pseudo_labels
 from vitrail.data.sources import absolute_spec
@@ -35,7 +35,7 @@ from vitrail.files import check_new_folder
 from vitrail.machine import Precision
 from vitrail.models.variants import ModelConfig
 from vitrail.recipes.semi_supervised import NOISY_STUDENT_RECIPES
-from vitrail.settings import bare_names, to_plain
+from vitrail.settings import bare_names, setting, to_plain
 from vitrail.tasks.classification import Classification
 from vitrail.training.log import Log
 from vitrail.training.stop import interrupted_by_signals
@@ -46,7 +46,7 @@ from vitrail.weights.load import load
 class NoisyStudent:
     """Options of `vitrail noisy-student` that belong to no other settings."""
 
-    recipe: Annotated[str, Positional("[RECIPE]")] = ""
+    recipe: str = setting("", argument="[RECIPE]")
     """Recipe to start from: demo (the default), folder (the default with --data), or vit-l16-i1k."""
 
 
@@ -215,16 +215,16 @@ def _folder(config: NoisyStudentConfig) -> Path:
 class Label:
     """Options of `vitrail data label`."""
 
-    data: Annotated[str, Positional("SPEC")]
+    data: str = setting(setting(argument="SPEC"), metavar="SPEC")
     """Images to label, in any form that `vitrail train --data` accepts, or a folder of images without classes. The
     training images are labelled; their own labels are not used."""
     teacher: str
     """Model that labels the images: a run, a model's folder or file, or a name on the hub."""
     out: Path
     """Folder for the labels. The images are not copied."""
-    seed: int = 0
+    seed: int = setting(0, least=0)
     """Random seed that chooses which images of scarce classes are repeated once more."""
-    device: str = "auto"
+    device: str = setting("auto", metavar="DEVICE")
     """Device to run on: auto, cpu, cuda or cuda:N."""
     precision: Precision = "auto"
     """Number format of matrix products. auto is bf16 if the processor has units for it, else float32."""
@@ -258,8 +258,6 @@ def run_label(call: Call) -> int:
     own = {name: value for name, value in call.options.items() if name in Label.__dataclass_fields__}
     options = Label(**own)
     labelling = Labelling(**{name: value for name, value in call.options.items() if name not in own})
-    if options.seed < 0:
-        raise ConfigError(f"seed={options.seed} is less than 0")
     check_new_folder(options.out, FILES, overwrite=options.overwrite, recognise=looks_like_pseudo_labels)
     console = Console(stderr=options.json, highlight=False, soft_wrap=True)
     bar = images_bar(console)

@@ -6,13 +6,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
 from vitrail.cli.console import images_bar
-from vitrail.cli.options import Call, Command, Example, Positional
+from vitrail.cli.options import Call, Command, Example
 from vitrail.errors import ConfigError, plural
+from vitrail.settings import setting
 
 if TYPE_CHECKING:  # without PyTorch, --help is faster
     from rich.table import Table
@@ -36,23 +37,23 @@ REASONS = {"start": "", "taken": "kept", "accuracy": "accuracy too low", "not fa
 class Optimize:
     """Options of `vitrail optimize`."""
 
-    model: Annotated[str, Positional("MODEL")]
+    model: str = setting(argument="MODEL")
     """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub. A model
     without a head first gets a linear head, which is fitted to the training images."""
-    data: str
+    data: str = setting(metavar="SPEC")
     """Data set, in any form that `vitrail train` accepts. Accuracy is measured on its validation split, or on a part of
     its training images. The test split is not read."""
     out: Path | None = None
     """Folder of the faster model: a new path or an empty folder. By default nothing is written."""
-    keep: float = 0.99
+    keep: float = setting(0.99, above=0, most=1, advice="0.99 keeps 99 % of the accuracy")
     """Fraction of the model's accuracy that must remain, above 0 and at most 1."""
-    images: int = 1000
+    images: int = setting(1000, least=1)
     """Maximum number of held-out images on which each setting is measured."""
     budget: str | None = None
     """Time after which no other setting is tried, such as 90s, 5m or 1h. The default is 10m."""
-    batch_size: int = 8
+    batch_size: int = setting(8, least=1)
     """Images per batch when time is measured."""
-    device: str = "auto"
+    device: str = setting("auto", metavar="DEVICE")
     """Device to run on: auto, cpu, cuda or cuda:N."""
     overwrite: bool = False
     """Replace an earlier model at --out. A folder with any other files is never replaced."""
@@ -112,16 +113,11 @@ def main(call: Call) -> int:
 
 
 def _check(options: Optimize) -> float:
-    """Return the budget in seconds. Raise `ConfigError` for options that are out of range, and `DestinationError` if
-    the model must not be written. Neither the model nor the data is read."""
+    """Return the budget in seconds. Raise `ConfigError` if it is no time or --overwrite has no effect, and
+    `DestinationError` if the model must not be written. Neither the model nor the data is read."""
     from vitrail.transfer.facts import seconds_of
     from vitrail.weights.saved import check_model_folder
 
-    if not 0 < options.keep <= 1:
-        raise ConfigError(f"keep={options.keep} is not above 0 and at most 1; 0.99 keeps 99 % of the accuracy")
-    for name in ("images", "batch_size"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"{name}={getattr(options, name)} is less than 1")
     if options.overwrite and options.out is None:
         raise ConfigError("--overwrite: nothing is written without --out; add --out, or leave --overwrite out")
     if options.out is not None:

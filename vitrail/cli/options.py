@@ -9,15 +9,16 @@ import inspect
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache, cached_property
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from vitrail.errors import ConfigError, UserError, nearest
+from vitrail.settings import problem_of, raise_problems, setting, without_none
 from vitrail.training.schedule import Duration
 
 Options = Mapping[str, Any]
@@ -120,9 +121,10 @@ class Command:
         on pixels applies to the process. Raise `ConfigError` for an unknown option or a wrong value."""
         typed = list(arguments)
         end = typed.index("--") if "--" in typed else len(typed)
-        words = list(_with_widths([_plain(word) for word in typed[:end]]))
+        words = [_plain(word) for word in typed[:end]]
         flags = {word.partition("=")[0].replace("--no-", "--", 1) for word in words if word.startswith("--")}
         by_name = self.known_common if flags <= {flag(name) for name in self.known_common} else self.known
+        words = list(_with_widths(words, {option.label for option in by_name.values() if option.is_size}))
         try:
             found, rest = _parser(by_name).parse_known_args(words)
         except argparse.ArgumentError as error:
@@ -139,6 +141,7 @@ class Command:
         by_name = {**by_name, **self.depends(given | typed_as)}
         for name, values in values_of.items():
             given[name] = values if isinstance(values, bool) else convert(by_name[name], values)
+        raise_problems(by_name[name].problem(value) for name, value in given.items())
         if "max_pixels" in given and by_name["max_pixels"].owner is ImageChoice:
             from vitrail.data.pixels.decode import allow_pixels
 
@@ -265,16 +268,15 @@ def _plain(word: str) -> str:
     return f"{Decimal(word):f}" if SMALL_NEGATIVE.fullmatch(word) else word
 
 
-def _with_widths(words: Sequence[str]) -> Iterator[str]:
-    """Yield the words, with a single number after an option of `SQUARES` twice, as argparse expects two numbers."""
-    squares = {flag(name) for name in SQUARES}
+def _with_widths(words: Sequence[str], sizes: Collection[str]) -> Iterator[str]:
+    """Yield the words, with a single number after an option for a size twice, as argparse expects two numbers."""
     for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
         name, equals, value = word.partition("=")
-        if name in squares and equals:
+        if name in sizes and equals:
             yield from (name, value, value)
             continue
         yield word
-        if before in squares and _is_number(word) and not _is_number(after):
+        if before in sizes and _is_number(word) and not _is_number(after):
             yield word
 
 
@@ -297,33 +299,6 @@ def _typed(value: str) -> str:
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH", Duration: "LENGTH"}
 """Placeholders for values, by type."""
 
-SQUARES = ("image_size", "patch_size", "crop_from", "local_size")
-"""Options with a height and a width. One number is both."""
-
-NAMED_METAVARS = {
-    "body_memory": "SIZE",
-    "data": "SPEC",
-    "device": "DEVICE",
-    "init": "MODEL",
-    "label_separator": "TEXT",
-    "layout": "LAYOUT",
-    "max_body": "SIZE",
-    "memory_limit": "SIZE",
-    "name": "NAME",
-    "run": "RUN",
-    "shard_size": "SIZE",
-    "splits": "SPLIT=NAME,...",
-    "to": "LAYOUT",
-    **dict.fromkeys(SQUARES, "H [W]"),
-}
-"""Placeholders for the values of some options, by option name."""
-
-WITH_COMMAS = ("numbers", "seeds")
-"""Options with a variable number of values that may also be separated by commas."""
-
-WITHOUT_VALUES = ("clients", "rates")
-"""Options with a variable number of values that can be given without any, although some values are the default."""
-
 HABITS = {"lr": "learning-rate", "bs": "batch-size", "wd": "weight-decay", "workers": "processes"}
 """Option names of other programs or commands, each with the name of the option that means the same."""
 
@@ -334,18 +309,11 @@ WRITING = (*DESTINATIONS, "name", "output", "output-dir", "folder")
 """Names that users try for this place."""
 
 
-@dataclass(frozen=True)
-class Positional:
-    """Annotation of a field that is a positional argument on the command line."""
-
-    metavar: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class DataChoice:
     """Options of every command that has a data set. They become a part of its name."""
 
-    splits: str = ""
+    splits: str = setting("", metavar="SPLIT=NAME,...")
     """Folders, files or values of a split column that form the splits, such as train=Training,test=Testing. By default
     the usual names are recognised; none reads no name as that of a split, so that all folders are classes."""
     label_separator: str = ""
@@ -358,7 +326,7 @@ class DataChoice:
 class ImageChoice:
     """Options of every command that decodes images. They apply to the whole process."""
 
-    max_pixels: int | None = None
+    max_pixels: int | None = setting(None, least=1)
     """Largest number of pixels of an image that is decoded. The default is 89478485, or the environment variable
     VITRAIL_MAX_PIXELS."""
 
@@ -380,12 +348,27 @@ class Option:
     """Dataclass that defines the field."""
     section: str
     """Section of the config, such as "optimizer", or "" for an option of the command itself."""
-    positional: Positional | None
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Facts that the field states (`vitrail.settings.setting`)."""
+
+    @property
+    def positional(self) -> bool:
+        """True for an argument without a name."""
+        return "argument" in self.facts
 
     @property
     def label(self) -> str:
         """The option as a user types it: `--batch-size`, or the name of a positional argument."""
-        return self.positional.metavar if self.positional else flag(self.name)
+        return self.facts["argument"] if self.positional else flag(self.name)
+
+    @property
+    def is_size(self) -> bool:
+        """True for a height and a width. One number is both."""
+        return self.kind == tuple[int, int]
+
+    def problem(self, value: Any) -> str:
+        """Return a message if a value is out of the range that the field states, else an empty text."""
+        return problem_of(self.name, value, self.kind, self.facts)
 
     @property
     def is_flag(self) -> bool:
@@ -404,8 +387,8 @@ class Option:
         """Placeholder for the values in the help and in messages."""
         if self.is_flag:
             return ""
-        if self.name in NAMED_METAVARS:
-            return NAMED_METAVARS[self.name]
+        if named := self.facts.get("metavar", "H [W]" if self.is_size else None):
+            return named
         kinds = get_args(self.kind) if get_origin(self.kind) is tuple else (self.kind,)
         texts = [_metavar(kind) if kind is not ... else "..." for kind in kinds]
         return " ".join(texts)
@@ -423,18 +406,15 @@ def flag(name: str) -> str:
 
 def options_of(cls: type, *, section: str = "") -> Iterator[Option]:
     """Yield an option for each field of a dataclass. Nested dataclasses are replaced by their own fields."""
-    kinds = get_type_hints(cls, include_extras=True)
+    kinds = get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        kind, positional = kinds[field.name], None
-        if get_origin(kind) is Annotated:
-            kind, *marks = get_args(kind)
-            positional = next((mark for mark in marks if isinstance(mark, Positional)), None)
+        kind = kinds[field.name]
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             yield from options_of(kind, section=field.name)
             continue
         kind, accepts_none = without_none(kind)
         name = field.metadata.get("name", field.name)
-        yield Option(name, field.name, kind, accepts_none, field.default, cls, section, positional)
+        yield Option(name, field.name, kind, accepts_none, field.default, cls, section, field.metadata)
 
 
 @cache
@@ -470,13 +450,13 @@ def convert(option: Option, values: Sequence[str]) -> Any:
     """Return the value of an option from its words. Raise `ConfigError` if the words do not fit the option's type.
 
     Without words, the value is an empty tuple if that is the default, so that a setting can be made empty again, or if
-    the option is one of `WITHOUT_VALUES`. One number is both values of the options `SQUARES`.
+    the option `may_be_empty`. One number is both a height and a width.
     """
-    if option.name in SQUARES and option.arity == 2 and len(values) == 1:
+    if option.is_size and len(values) == 1:
         values = [*values, *values]
     if option.accepts_none and list(values) in (["None"], ["none"]):
         return None
-    none_needed = option.default == () or option.name in WITHOUT_VALUES
+    none_needed = option.default == () or "may_be_empty" in option.facts
     if option.arity not in (None, len(values)) if values else not none_needed:
         raise ConfigError(f"{option.label}: needs {option.metavar}")
     try:
@@ -485,7 +465,7 @@ def convert(option: Option, values: Sequence[str]) -> Any:
             return _value(option.kind, value)
         kinds = get_args(option.kind)
         if kinds[-1] is ...:
-            if option.name in WITH_COMMAS:
+            if "commas" in option.facts:
                 values = [word for value in values for word in value.split(",") if word]
             return tuple(_value(kinds[0], value) for value in values)
         return tuple(_value(kind, value) for kind, value in zip(kinds, values, strict=True))
@@ -530,14 +510,6 @@ def shown(value: object) -> str:
     if isinstance(value, tuple):
         return " ".join(shown(each) or str(each) for each in value)
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def without_none(kind: Any) -> tuple[Any, bool]:
-    """Return a type without None, and True if None was one of its alternatives."""
-    if get_origin(kind) not in (Union, UnionType):
-        return kind, False
-    kinds = [each for each in get_args(kind) if each is not NoneType]
-    return (kinds[0] if len(kinds) == 1 else Union[tuple(kinds)]), len(kinds) < len(get_args(kind))  # noqa: UP007
 
 
 def _metavar(kind: Any) -> str:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -17,10 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import image_paths
-from vitrail.cli.options import Call, Command, Example, Positional
+from vitrail.cli.options import Call, Command, Example
 from vitrail.data.check.images import MAX_LOOKS, colour_note
 from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.machine import Precision
+from vitrail.settings import setting
 from vitrail.weights.bundle import AnyPrediction, Bundle, NumberPrediction, Prediction
 from vitrail.weights.load import load
 
@@ -35,17 +35,17 @@ Result = tuple[Path, AnyPrediction | UndecodableImage]
 class Predict:
     """Options of `vitrail predict`."""
 
-    model: Annotated[str, Positional("MODEL")]
+    model: str = setting(argument="MODEL")
     """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
-    images: Annotated[tuple[Path, ...], Positional("IMAGE...")]
+    images: tuple[Path, ...] = setting(argument="IMAGE...")
     """Image files, folders that are searched for images, or tables of paths. They need no labels."""
-    top: int | None = None
+    top: int | None = setting(None, least=1, advice="choose the number of classes to show for each image")
     """Number of classes for each image, starting with the most probable. The default is 3, and all classes with
     --json."""
     image_size: tuple[int, int] | None = None
     """Image height and width in pixels. The default is the model's size. Position embeddings are resized for other
     sizes."""
-    device: str = "auto"
+    device: str = setting("auto", metavar="DEVICE")
     """Device to run on: auto, cpu, cuda or cuda:N."""
     precision: Precision | None = None
     """Number format of matrix products. The default is the model's own, usually float32. auto is bf16 if the processor
@@ -73,8 +73,6 @@ def main(call: Call) -> int:
     options = Predict(**call.options)
     if options.csv and options.json:
         raise ConfigError("--csv and --json exclude each other; give only one of them")
-    if options.top is not None and options.top < 1:
-        raise ConfigError(f"top={options.top} is less than 1; choose the number of classes to show for each image")
     paths = image_paths(options.images)
     bundle = load(options.model, device=options.device, image_size=options.image_size)
     top = _top(options, bundle)

@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, get_type_hints
 
-from vitrail.cli.options import Option, flag, options_of, shown, without_none
+from vitrail.cli.options import Option, flag, options_of, shown
 from vitrail.errors import ConfigError
 from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.variants import ModelConfig, override_fields
 from vitrail.models.vit_config import ViTConfig
-from vitrail.settings import facts
+from vitrail.settings import facts, without_none
 from vitrail.tasks import TASKS
 from vitrail.tasks.regression import Regression
 from vitrail.tasks.task import Task
@@ -67,7 +67,7 @@ class _Chosen:
 
 def _task_option() -> Option:
     kind = Literal[tuple(TASKS)]  # type: ignore[valid-type]
-    return Option("task", "task", kind, False, _Chosen.task, _Chosen, "task", None)
+    return Option("task", "task", kind, False, _Chosen.task, _Chosen, "task")
 
 
 def _model_options(section: str) -> Iterator[Option]:
@@ -77,7 +77,7 @@ def _model_options(section: str) -> Iterator[Option]:
         owner = _owner_of(name)
         kind, _ = without_none(get_type_hints(owner)[name])
         if not dataclasses.is_dataclass(kind):
-            yield Option(name, name, kind, True, None, owner, section, None)
+            yield Option(name, name, kind, True, None, owner, section, owner.__dataclass_fields__[name].metadata)
 
 
 def _owner_of(name: str) -> Any:

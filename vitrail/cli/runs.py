@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -17,13 +17,14 @@ from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from vitrail.analysis.charts import STYLE, series_chart
-from vitrail.cli.options import Call, Command, Example, Positional, flag
+from vitrail.cli.options import Call, Command, Example, flag
 from vitrail.cli.run_options import setting_text
 from vitrail.errors import ConfigError, RunError
 from vitrail.evaluation.metrics.numbers import merit
 from vitrail.files import check_new_file, partial_path, saving
 from vitrail.report.charts import Series
 from vitrail.report.page import document, escape
+from vitrail.settings import setting
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import (
     RunSummary,
@@ -50,7 +51,7 @@ MOST_LETTERS = 200
 class Runs:
     """Options of `vitrail runs`."""
 
-    folder: Annotated[Path, Positional("[FOLDER]")] = Path("runs")
+    folder: Path = setting(Path("runs"), argument="[FOLDER]")
     """Folder that holds the runs."""
     trials: bool = False
     """Include the short trials that chose the settings of other runs."""
@@ -197,7 +198,7 @@ def _measured(run: RunSummary, split: str, shared: str) -> str:
 class CompareRuns:
     """Options of `vitrail runs compare`."""
 
-    runs: Annotated[tuple[Path, ...], Positional("RUN...")]
+    runs: tuple[Path, ...] = setting(argument="RUN...")
     """Folders of two or more runs."""
     page: Path | None = None
     """HTML file for the curves of all runs in the same charts."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import asdict, dataclass
-from typing import Annotated
 
 from vitrail.analysis.images import Overlays
-from vitrail.cli.options import Call, Command, Example, Positional
+from vitrail.cli.options import Call, Command, Example
 from vitrail.machine import Precision
 from vitrail.registry import optional_module
 from vitrail.serving.settings import TOKEN_VARIABLE, ServeSettings, is_loopback
+from vitrail.settings import setting
 
 NEEDED = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
 """Modules of the extra `serve`."""
@@ -21,10 +21,10 @@ NEEDED = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
 class Serve(ServeSettings):
     """Options of `vitrail serve`."""
 
-    models: Annotated[tuple[str, ...], Positional("MODEL...")]
+    models: tuple[str, ...] = setting(argument="MODEL...")
     """Folders of models or runs, exported files, or names on the Hugging Face hub. NAME=MODEL serves a model under
     another name than the last part of its path. The first model answers requests that name none."""
-    device: str = "auto"
+    device: str = setting("auto", metavar="DEVICE")
     """Device to run on: auto, cpu, cuda or cuda:N."""
     precision: Precision | None = None
     """Number format of matrix products. The default is each model's own, usually float32. auto is bf16 if the processor

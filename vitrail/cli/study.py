@@ -6,17 +6,17 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.options import Call, Command, Example, Positional
+from vitrail.cli.options import Call, Command, Example
 from vitrail.errors import ConfigError, Interrupted, nearest
 from vitrail.machine import pick_device
-from vitrail.settings import to_plain
+from vitrail.settings import setting, to_plain
 from vitrail.studies.claims import Results
 from vitrail.studies.cost import TPU_FLOPS, StudyCost, check_jobs, cost_of, default_jobs, forecast, sizes_for
 from vitrail.studies.engine import TRIAL_SEED, StudyRun
@@ -32,23 +32,25 @@ from vitrail.training.stop import interrupted_by_signals
 class StudyOptions:
     """Options of `vitrail study`."""
 
-    name: Annotated[str, Positional("NAME")]
+    name: str = setting(argument="NAME")
     """Study to run. `vitrail study --help` lists all."""
     quick: bool = False
     """Run a small version, which takes at most 8 minutes on two cores. By default a study takes at most 90 minutes."""
     plan: bool = False
     """Print the cost of the study and of its published size (cells, FLOPs and time), and run nothing."""
-    data: str = "bundled"
+    data: str = setting("bundled", metavar="SPEC")
     """Data set of classification with a test split, in any form that `vitrail train` accepts. By default the bundled
     images."""
     arms: str = ""
     """Arms to measure, separated by commas. By default all."""
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: tuple[int, ...] = setting(
+        (0, 1, 2), commas=True, least=0, below=TRIAL_SEED, advice=f"the trials have the seed {TRIAL_SEED}"
+    )
     """Random seeds. Every point is measured once with each of them. More seeds can be added to a finished study."""
-    jobs: int | None = None
+    jobs: int | None = setting(None, least=1)
     """Number of cells that run at a time, each in a process of its own. By default one per core, as far as memory
     allows."""
-    device: str = "auto"
+    device: str = setting("auto", metavar="DEVICE")
     """Device to train on: auto, cpu, cuda or cuda:N."""
     cell: str = ""
     """Name of a cell of the folder to run again, alone. The name is that of its folder below cells/."""
@@ -148,18 +150,11 @@ class _Progress:
 
 
 def _check(options: StudyOptions) -> None:
-    """Raise `ConfigError` for values out of range."""
+    """Raise `ConfigError` for an unknown study, and for a seed that is given twice."""
     if options.name not in STUDIES:
         raise ConfigError(f"study {options.name!r} does not exist; {nearest(options.name, STUDIES)}")
-    for seed in options.seeds:
-        if not 0 <= seed < TRIAL_SEED:
-            raise ConfigError(
-                f"seeds={seed} is not between 0 and {TRIAL_SEED - 1}; the trials have the seed {TRIAL_SEED}"
-            )
     if twice := [seed for seed in options.seeds if options.seeds.count(seed) > 1]:
         raise ConfigError(f"seeds={twice[0]} is given twice; give each value once")
-    if options.jobs is not None and options.jobs < 1:
-        raise ConfigError(f"jobs={options.jobs} is less than 1")
 
 
 def _scale(options: StudyOptions) -> Scale:

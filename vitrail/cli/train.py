@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitrail.cli.console import ConsoleDisplay
-from vitrail.cli.options import Call, Command, Example, Option, Positional
+from vitrail.cli.options import Call, Command, Example, Option
 from vitrail.cli.run_options import (
     check_effects,
     common_options,
@@ -33,6 +33,7 @@ from vitrail.processes.group import join_processes
 from vitrail.processes.launch import Launch, launch
 from vitrail.recipes import RECIPES
 from vitrail.recipes.papers import PaperRecipe
+from vitrail.settings import setting
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.folder import check_request, read_record, settings_beside
 from vitrail.training.job import check_columns, prepare
@@ -45,7 +46,7 @@ from vitrail.weights.bundle import Bundle, Prediction
 class Train:
     """Options of `vitrail train` that are not settings of the run."""
 
-    recipe: Annotated[str, Positional("[RECIPE]")] = ""
+    recipe: str = setting("", argument="[RECIPE]")
     """Recipe to start from; vitrail recipes lists all. The default is demo, or settings chosen from --data."""
     budget: str | None = None
     """Time of the training, such as 90s, 3m or 1h, if settings are chosen from the data. Default: 5m."""

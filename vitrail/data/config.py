@@ -8,24 +8,26 @@ from vitrail.data.pixels.decode import allow_pixels
 from vitrail.data.source import Source
 from vitrail.data.sources import OpenedData, open_mixed, open_whole
 from vitrail.data.splits import SLICE, CutMethod, Splits, check_validation
-from vitrail.settings import Effect, at_least, below_one, one_of, raise_problems, setting
+from vitrail.settings import Effect, problems, raise_problems, setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The data of a run. Raises `ConfigError` if a field is invalid; the message names every invalid field."""
 
-    spec: str = setting("bundled", name="data", on_resume="its images and labels must be those of the run")
+    spec: str = setting(
+        "bundled", name="data", on_resume="its images and labels must be those of the run", metavar="SPEC"
+    )
     """Data set: a folder with a folder per class, a table, shards, or a name such as fashion-mnist. All forms: a folder
     of class folders (with or without train/, val/, test/), a table (.csv, .tsv, .jsonl), tar shards, Parquet,
     hf:ORG/NAME, fractals:CLASSES:SAMPLES, a folder of IDX files, fashion-mnist or bundled. The suffix [:1000] or [:10%]
     selects that number or percentage of the training images."""
-    numbers: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = setting((), commas=True)
     """Numeric columns of a table that --task regression learns. An empty cell is an unknown number."""
     mix: tuple[str, ...] = ()
     """More training data, as FRACTION:SPEC. For example, 0.3:fractals:1000:100 draws 30 % of the training images from
     fractals. Only the training split of this data is used."""
-    per_class: int | None = None
+    per_class: int | None = setting(None, least=1)
     """Training images per class. By default all are used."""
     subset_seed: int = setting(
         0,
@@ -34,6 +36,7 @@ class DataConfig:
             "with --per-class or an amount such as [:1000] after --data",
             by_user=True,
         ),
+        least=0,
     )
     """Random seed that selects the images for --per-class and for an amount such as [:1000]."""
     validation: str = "auto"
@@ -47,25 +50,23 @@ class DataConfig:
             "unless --validation is a slice of the training images",
             by_user=True,
         ),
+        least=0,
+        below=1,
     )
     """Fraction of the training images held out if there is no validation split; 0 for none."""
     cut_method: CutMethod = "stratified"
     """Method that holds out and selects training images by a hash of their names. stratified: exactly the requested
     number of images, and nearly the same fraction of every label. threshold: the method of earlier versions, with at
     least one image per class; if images are added, nearly all others stay in their splits."""
-    max_skipped: float = 0.01
+    max_skipped: float = setting(0.01, least=0, most=1)
     """Fraction of the training images that may fail to decode before the run stops. Unless this is 0, at least three
     failures are tolerated, or a tenth of the images if there are fewer than 30."""
-    max_pixels: int | None = None
+    max_pixels: int | None = setting(None, least=1)
     """Largest number of pixels of an image that is decoded; larger images count as undecodable. The default is
     89478485, or the environment variable VITRAIL_MAX_PIXELS."""
 
     def __post_init__(self) -> None:
-        problems = [*at_least(self, per_class=1, subset_seed=0, max_pixels=1), *below_one(self, "validation_share")]
-        problems += [*check_validation(self.validation), *one_of(self, cut_method=CutMethod)]
-        if not 0 <= self.max_skipped <= 1:
-            problems.append(f"max_skipped={self.max_skipped} is not in [0, 1]")
-        raise_problems(problems)
+        raise_problems([*problems(self), *check_validation(self.validation)])
 
     def open(self, *, unlabelled: bool = False, tolerant: bool = False) -> Splits:
         """Return the splits. The training split includes the data of `mix`. Raises `DataError`.

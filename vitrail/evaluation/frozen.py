@@ -23,7 +23,7 @@ from vitrail.evaluation.classifiers.nearest import knn
 from vitrail.evaluation.features.extract import Layer
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.truth import check_known, truth_of
-from vitrail.settings import at_least, raise_problems, setting
+from vitrail.settings import problems, raise_problems, setting
 
 SHOTS = (1, 5, 10, 25)
 """Numbers of shots that are measured by default. A number is used only if every class has that many images."""
@@ -84,7 +84,7 @@ class ByFewShot:
     shots: tuple[int, ...] = ()
     """Numbers of training images per class for fewshot. By default those of 1, 5, 10 and 25 for which every class has
     enough images."""
-    seeds: int = 3
+    seeds: int = setting(3, least=1)
     """Number of random draws of training images. fewshot reports the mean over the draws."""
     l2: float | Literal["loo"] = 1024.0
     """L2 regularisation strength of fewshot. loo chooses the strength for each draw by leave-one-out validation."""
@@ -94,7 +94,7 @@ class ByFewShot:
     """Layer of the network whose outputs are the features. The default is the layer of big_vision's evaluator."""
 
     def __post_init__(self) -> None:
-        raise_problems(at_least(self, seeds=1))
+        raise_problems(problems(self))
         check_settings(self.shots or SHOTS, range(self.seeds), self.l2)
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:

@@ -8,6 +8,7 @@ a teacher. A stopped command continues from these folders: what is finished is n
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ from vitrail.files import check_parent, saving, write_json
 from vitrail.machine import Precision
 from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.report.page import printable
-from vitrail.settings import above_zero, at_least, one_of, raise_problems, to_plain
+from vitrail.settings import problems, raise_problems, setting, to_plain
 from vitrail.tasks.classification import Classification
 from vitrail.tasks.teacher import TeacherFacts, check_classifier, check_teacher, load_teacher, teacher_facts
 from vitrail.training.config import TrainConfig
@@ -252,23 +253,21 @@ class Labelling:
 
     pseudo_labels: LabelKind = "soft"
     """Part of the teacher's predictions that is learned: all probabilities (soft), or the most likely class (hard)."""
-    confidence: float = 0.3
+    confidence: float = setting(0.3, least=0, most=1)
     """Least probability of the teacher's most likely class. Images below it are not used."""
     balance: bool = True
     """Use equally many images of each predicted class. A class with too many keeps the most confident ones, and a class
     with too few repeats them."""
-    images_per_class: int | None = None
+    images_per_class: int | None = setting(None, least=1)
     """Images of each predicted class, with repetitions. By default the mean over the classes. The paper has 130,000."""
 
     def __post_init__(self) -> None:
-        problems = [*at_least(self, images_per_class=1), *one_of(self, pseudo_labels=LabelKind)]
-        if not 0 <= self.confidence <= 1:
-            problems.append(f"confidence={self.confidence} is not in [0, 1]")
+        found = [*problems(self)]
         if self.images_per_class is not None and not self.balance:
-            problems.append(
+            found.append(
                 f"images_per_class={self.images_per_class} has no effect without balance; leave one of them out"
             )
-        raise_problems(problems)
+        raise_problems(found)
 
 
 def label_images(
@@ -412,13 +411,13 @@ class Rounds:
     unlabelled: str | None = None
     """Images to label, in any form of --data; their own labels are not used. By default the training images that an
     amount such as --data bundled[:500] or --per-class does not select."""
-    rounds: int = 3
+    rounds: int = setting(3, least=1)
     """Number of students. Each student is the teacher of the next one."""
-    pseudo_ratio: float = 3.0
+    pseudo_ratio: float = setting(3.0, above=0, below=math.inf)
     """Images with pseudo labels per labelled image of a batch. The paper has 14 for its largest networks."""
 
     def __post_init__(self) -> None:
-        raise_problems([*at_least(self, rounds=1), *above_zero(self, "pseudo_ratio")])
+        raise_problems(problems(self))
 
 
 @dataclass(frozen=True, kw_only=True)

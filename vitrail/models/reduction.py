@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from vitrail.errors import ConfigError
+from vitrail.settings import problems, raise_problems, setting
 
 ReductionMethod = Literal["merge", "prune"]
 ReductionSchedule = Literal["constant", "decreasing"]
@@ -25,7 +26,7 @@ ReductionSchedule = Literal["constant", "decreasing"]
 class TokenReduction:
     """The number of patch tokens that each block removes when a network predicts. Training keeps all tokens."""
 
-    tokens: int
+    tokens: int = setting(least=1, advice="leave the reduction out to keep all")
     """Mean number of patch tokens that a block removes. A block removes at most half of its patch tokens."""
     by: ReductionMethod = "merge"
     """Method: "merge" averages the most similar tokens, and "prune" drops those that the class token attends to
@@ -35,12 +36,7 @@ class TokenReduction:
     mean in the first block to 0 in the last block."""
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ConfigError(f"reduction.tokens={self.tokens} is less than 1; leave the reduction out to keep all")
-        for name, choices in (("by", ReductionMethod), ("schedule", ReductionSchedule)):
-            if getattr(self, name) not in get_args(choices):
-                known = ", ".join(map(repr, get_args(choices)))
-                raise ConfigError(f"reduction.{name}={getattr(self, name)!r} is not one of {known}")
+        raise_problems(f"reduction.{text}" for text in problems(self))
 
     def counts(self, depth: int, patches: int) -> tuple[int, ...]:
         """Return the number of patch tokens that each block removes from an image of this many patches."""

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple
 
 from vitrail.errors import ConfigError
 from vitrail.models.network import Footprint, FootprintPrecision, NetworkConfig, bytes_each, refuse_assignment
-from vitrail.settings import pairs, raise_problems
+from vitrail.settings import problems, raise_problems, setting
 
 EXPANSION = 4
 """Ratio of a bottleneck's output channels to the channels of its 3 x 3 convolution."""
@@ -58,9 +58,9 @@ class RootConfig:
     group."""
     width: int = 64
     """Channels of the stem. Stage i has `width * 2**i` channels inside its units and four times as many outside."""
-    norm_eps: float = 1e-6
+    norm_eps: float = setting(1e-6, above=0)
     """Epsilon of every group norm: 1e-6, or timm's 1e-5."""
-    weight_eps: float = 1e-5
+    weight_eps: float = setting(1e-5, above=0)
     """Epsilon of weight standardisation. The original code adds 1e-5 to the standard deviation, and timm adds 1e-8 to
     the variance."""
     weight_eps_on: WeightEps = "deviation"
@@ -68,9 +68,7 @@ class RootConfig:
     filter."""
 
     def __post_init__(self) -> None:
-        _check(self.depths, self.width, 32, self.norm_eps, self.weight_eps, self.weight_eps_on)
-        if self.stem not in get_args(Stem):
-            raise ConfigError(f"stem={self.stem!r} is not one of {', '.join(map(repr, get_args(Stem)))}")
+        raise_problems([*problems(self), *_misfits(self.depths, self.width, 32)])
 
     @property
     def stem_stride(self) -> int:
@@ -106,9 +104,9 @@ class ResNetConfig(NetworkConfig):
     head_hidden: ClassVar[int] = 0
     weights_depend_on_size: ClassVar[bool] = False
 
-    image_size: tuple[int, int] = (224, 224)
+    image_size: tuple[int, int] = setting((224, 224), least=1)
     """Height and width of images in pixels. The network also accepts every other size."""
-    channels: int = 3
+    channels: int = setting(3, least=1)
     """Image channels: 3 for RGB, 1 for grey."""
     depths: tuple[int, ...] = (3, 4, 6, 3)
     """Number of units in each stage."""
@@ -120,33 +118,22 @@ class ResNetConfig(NetworkConfig):
     """Residual unit: the published "bottleneck", or "basic" with two 3 x 3 convolutions."""
     norm_groups: int = 32
     """Number of groups of every group norm."""
-    num_classes: int = 1000
+    num_classes: int = setting(1000, least=0)
     """Number of outputs of the head. 0 makes a network without a head."""
-    head_bias: float = 0.0
+    head_bias: float = setting(0.0, above=-math.inf, below=math.inf)
     """Initial value of the head's biases."""
-    norm_eps: float = 1e-5
+    norm_eps: float = setting(1e-5, above=0)
     """Epsilon of every group norm."""
-    weight_eps: float = 1e-10
+    weight_eps: float = setting(1e-10, above=0)
     """Epsilon of weight standardisation: 1e-10, or timm's 1e-8."""
     weight_eps_on: WeightEps = "variance"
     """Statistic that the epsilon of weight standardisation is added to: the standard deviation or the variance of a
     filter."""
 
     def __post_init__(self) -> None:
-        raise_problems(pairs(self, "image_size"))
-        _check(self.depths, self.width, self.norm_groups, self.norm_eps, self.weight_eps, self.weight_eps_on)
-        for name, kinds in (("stem", get_args(ResNetStem)), ("unit", get_args(ResNetUnit))):
-            if (kind := getattr(self, name)) not in kinds:
-                raise ConfigError(f"{name}={kind!r} is not one of {', '.join(map(repr, kinds))}")
+        raise_problems([*problems(self), *_misfits(self.depths, self.width, self.norm_groups)])
         if not self.depths:
             raise ConfigError("depths=() leaves no stage, but a ResNet must have at least one")
-        if min(*self.image_size, self.channels) < 1 or self.num_classes < 0:
-            raise ConfigError(
-                f"image_size={self.image_size} and channels={self.channels} must be at least 1, and "
-                f"num_classes={self.num_classes} at least 0"
-            )
-        if not math.isfinite(self.head_bias):
-            raise ConfigError(f"head_bias={self.head_bias} is not a finite number")
 
     @property
     def stem_stride(self) -> int:
@@ -245,20 +232,11 @@ class ResNetConfig(NetworkConfig):
         )
 
 
-def _check(
-    depths: tuple[int, ...], width: int, groups: int, norm_eps: float, weight_eps: float, weight_eps_on: str
-) -> None:
-    problems = []
+def _misfits(depths: tuple[int, ...], width: int, groups: int) -> Iterator[str]:
     if any(depth < 1 for depth in depths):
-        problems.append(f"depths={depths}: a stage must have at least one unit")
+        yield f"depths={depths}: a stage must have at least one unit"
     if groups < 1 or width < groups or width % groups:
-        problems.append(f"width={width} is not a multiple of {groups}, the number of groups of every norm")
-    if not (norm_eps > 0 and weight_eps > 0):
-        problems.append(f"norm_eps={norm_eps} and weight_eps={weight_eps} must be above 0")
-    if weight_eps_on not in get_args(WeightEps):
-        problems.append(f"weight_eps_on={weight_eps_on!r} is not one of {', '.join(map(repr, get_args(WeightEps)))}")
-    if problems:
-        raise ConfigError("\n".join(problems))
+        yield f"width={width} is not a multiple of {groups}, the number of groups of every norm"
 
 
 class Convolution(NamedTuple):

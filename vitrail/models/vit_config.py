@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 from vitrail.errors import ConfigError
 from vitrail.models.attention import ATTENTION, AttentionKind
@@ -34,7 +33,7 @@ from vitrail.models.resnet_config import (
     root_parameters,
     standardised_bytes,
 )
-from vitrail.settings import pairs, raise_problems, setting
+from vitrail.settings import problems, raise_problems, setting
 
 Activation = Literal["gelu", "gelu-tanh", "swiglu"]
 Pool = Literal["cls", "gap", "map", "cls+gap", "cls+dist"]
@@ -56,28 +55,28 @@ class ViTConfig(NetworkConfig, TransformerConfig):
     recomputes_blocks: ClassVar[bool] = True
     adaptable: ClassVar[tuple[str, ...]] = ("query", "key", "value", "out", "up", "down")
 
-    image_size: tuple[int, int] = (224, 224)
+    image_size: tuple[int, int] = setting((224, 224), least=1)
     """Height and width of images in pixels. Learned positions are resized for images of another size."""
-    patch_size: tuple[int, int] = (16, 16)
+    patch_size: tuple[int, int] = setting((16, 16), least=1)
     """Height and width of a patch in pixels, or of a hybrid's patch in cells of the root's feature map."""
     cut_uneven: bool = setting(False, changes_weights=False)
     """True to ignore the last rows and columns of pixels that fill no patch, as the original code does for H/14 with
     images of 384 pixels. If False, the patch size must divide the image size."""
-    channels: int = 3
+    channels: int = setting(3, least=1)
     """Image channels: 3 for RGB, 1 for grey."""
     root: RootConfig | None = None
     """The ResNet of a hybrid. Patches are then cut from its feature map instead of the image."""
-    width: int = 768
+    width: int = setting(768, least=1)
     """Length of a token: D in the paper."""
-    depth: int = 12
+    depth: int = setting(12, least=1)
     """Number of blocks: L in the paper."""
-    heads: int = 12
+    heads: int = setting(12, least=1)
     """Number of attention heads, which must divide the width."""
     attention: str = "full"
     """Kind of attention: a name of `vitrail.models.attention.ATTENTION`, and its settings: "local:window=9"."""
-    mlp_width: int = 3072
+    mlp_width: int = setting(3072, least=1)
     """Hidden units of each block's MLP. With "swiglu", the gate and the value each have this many units."""
-    num_classes: int = 1000
+    num_classes: int = setting(1000, least=0, advice="0 means none")
     """Number of outputs of the head. 0 makes a network without a head."""
     pool: Pool = "cls"
     """Pooling of tokens for the head: the class token (cls), the mean of the patch tokens (gap), attention pooling
@@ -85,16 +84,16 @@ class ViTConfig(NetworkConfig, TransformerConfig):
     concatenated (cls+dist), so that the head computes the mean of two heads, as in DeiT (2012.12877)."""
     class_token: bool | None = None
     """True to add a class token. By default, it is added if the name in `pool` begins with "cls"."""
-    registers: int = 0
+    registers: int = setting(0, least=0, advice="0 means none")
     """Number of register tokens, which are learned tokens between the class token and the patches (2309.16588)."""
-    head_hidden: int = 0
+    head_hidden: int = setting(0, least=0, advice="0 means none")
     """Units of the tanh layer before the head that the paper uses in pre-training. 0 makes a network without this
     layer."""
-    head_bias: float = 0.0
+    head_bias: float = setting(0.0, above=-math.inf, below=math.inf)
     """Initial value of the head's biases. big_vision uses -10 for the sigmoid loss over very many classes."""
     final_norm: FinalNorm = "tokens"
     """Input of the final norm: every token before pooling ("tokens"), or the pooled vector ("pooled")."""
-    positions: str = "learned"
+    positions: str = setting("learned", choices=POSITIONS)
     """Kind of position embedding: a name of `vitrail.models.positions.POSITIONS`."""
     positions_at: PositionPlace | None = None
     """Layers that use positions. By default the stem, or every layer if the positions act inside attention."""
@@ -103,11 +102,11 @@ class ViTConfig(NetworkConfig, TransformerConfig):
     patches ("patches")."""
     position_resize: PositionResize = "linear-corners"
     """Interpolation that resizes learned positions to another grid. Each choice reproduces one library."""
-    position_std: float = 0.02
+    position_std: float = setting(0.02, least=0, advice="0 means none")
     """Standard deviation of initial position embeddings: 0.02 in vision_transformer, width ** -0.5 in big_vision."""
     activation: Activation = "gelu"
     """Activation of the MLP: exact GELU, the tanh approximation of the original code, or a gated SiLU."""
-    layer_scale: float = 0.0
+    layer_scale: float = setting(0.0, least=0, advice="0 means none")
     """Initial value of LayerScale's factors (2103.17239). Each channel of each branch has a factor. 0 turns LayerScale
     off."""
     qk_norm: bool = False
@@ -118,17 +117,17 @@ class ViTConfig(NetworkConfig, TransformerConfig):
     """True to add biases to attention's output and in the MLP."""
     patch_bias: bool = True
     """True to add a bias to the patch projection."""
-    norm_eps: float = 1e-6
+    norm_eps: float = setting(1e-6, above=0)
     """Epsilon of every layer norm."""
-    dropout: float = setting(0.0, changes_weights=False)
+    dropout: float = setting(0.0, changes_weights=False, least=0, below=1)
     """Dropout rate after every dense layer except the qkv projections, and after the position embedding (B.1)."""
-    stochastic_depth: float = setting(0.0, changes_weights=False)
+    stochastic_depth: float = setting(0.0, changes_weights=False, least=0, below=1)
     """Probability that a branch of the last block is dropped for an image. The probability grows linearly from 0 in the
     first block."""
     skip_dropped: bool = setting(False, changes_weights=False)
     """True to compute the branches only for the images that --stochastic-depth keeps, which saves time. A fixed number
     of images then keeps each branch. If False, branches are computed for all images."""
-    patch_dropout: float = setting(0.0, changes_weights=False)
+    patch_dropout: float = setting(0.0, changes_weights=False, least=0, below=1)
     """Fraction of each image's patches that are dropped in training, chosen at random in every step (2208.07220)."""
     reversible: bool = False
     """True to make blocks of two residual streams, whose inputs the backward pass computes from their outputs
@@ -139,9 +138,8 @@ class ViTConfig(NetworkConfig, TransformerConfig):
     kept."""
 
     def __post_init__(self) -> None:
-        raise_problems(pairs(self, "image_size", "patch_size"))
-        if problems := [*_out_of_range(self), *_not_a_choice(self), *_misfits(self)]:
-            raise ConfigError("\n".join(dict.fromkeys(problems)))
+        raise_problems(problems(self, "image_size", "patch_size", "positions"))
+        raise_problems(dict.fromkeys([*problems(self), *_misfits(self)]))
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -361,50 +359,13 @@ def _counted(config: ViTConfig, kind: type[AttentionKind], positions: type[Posit
     return weights_of(attention.build), weights_of(lambda: positions.of(config)) + weights_of(attention.context)
 
 
-CHOICES = {
-    "pool": Pool, "activation": Activation, "final_norm": FinalNorm, "positions_cover": Covered,
-    "position_resize": PositionResize,
-}  # fmt: skip
-
-
-def _out_of_range(config: ViTConfig) -> list[str]:
-    found = []
-    for name in ("channels", "width", "depth", "heads", "mlp_width"):
-        if getattr(config, name) < 1:
-            found.append(f"{name}={getattr(config, name)} is less than 1")
-    for name in ("num_classes", "head_hidden", "registers", "position_std", "layer_scale"):
-        if not getattr(config, name) >= 0:
-            found.append(f"{name}={getattr(config, name)} is negative; 0 means none")
-    for name in ("dropout", "stochastic_depth", "patch_dropout"):
-        if not 0 <= getattr(config, name) < 1:
-            found.append(f"{name}={getattr(config, name)} is not in [0, 1)")
-    if not config.norm_eps > 0:
-        found.append(f"norm_eps={config.norm_eps} is not above 0")
-    if not math.isfinite(config.head_bias):
-        found.append(f"head_bias={config.head_bias} is not a finite number")
-    return found
-
-
-def _not_a_choice(config: ViTConfig) -> list[str]:
-    found = []
-    for name, choices in (*CHOICES.items(), *([("positions_at", PositionPlace)] if config.positions_at else [])):
-        if getattr(config, name) not in get_args(choices):
-            found.append(f"{name}={getattr(config, name)!r} is not one of {', '.join(map(repr, get_args(choices)))}")
-    names: dict[str, tuple[str, Iterable[str]]] = {
-        "attention": (attention_name(config.attention), ATTENTION),
-        "positions": (config.positions, POSITIONS),
-    }
-    for name, (value, table) in names.items():
-        if value not in table:
-            found.append(f"{name}={value!r} is not one of {', '.join(map(repr, table))}")
-    return found
-
-
 def _misfits(config: ViTConfig) -> list[str]:
     """Return messages for fields that are valid by themselves but do not fit together."""
-    found = config.position_embedding.problems(config) if config.positions in POSITIONS else []
-    if attention_name(config.attention) in ATTENTION and config.positions in POSITIONS:
+    found = config.position_embedding.problems(config)
+    if (name := attention_name(config.attention)) in ATTENTION:
         found = [*_misfits_of_attention(config), *found]
+    else:
+        found.append(f"attention={name!r} is not one of {', '.join(map(repr, ATTENTION))}")
     if config.reduction is not None:
         found += _misfits_of_reduction(config)
     if config.reversible:
@@ -413,13 +374,10 @@ def _misfits(config: ViTConfig) -> list[str]:
         found.append(f"pool={config.pool!r} needs a class token: class_token=False does not fit")
     if config.pool == "cls+dist" and not config.registers:
         found.append("pool='cls+dist' reads the first register: registers=0 does not fit; choose registers=1")
-    if min(*config.image_size, *config.patch_size) < 1:
-        found.append(f"image_size={config.image_size} and patch_size={config.patch_size} must be at least 1")
-    else:
-        try:
-            config.grid_of(*config.image_size)
-        except ConfigError as error:
-            found.append(str(error))
+    try:
+        config.grid_of(*config.image_size)
+    except ConfigError as error:
+        found.append(str(error))
     return found
 
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from vitrail.errors import ConfigError
-from vitrail.settings import byte_count
+from vitrail.settings import byte_count, problems, raise_problems, setting
 
 TOKEN_VARIABLE = "VITRAIL_TOKEN"
 """Environment variable with the default token of a server."""
@@ -33,7 +33,7 @@ class ServeSettings:
 
     host: str = "127.0.0.1"
     """Address to listen on. The default is reachable from this machine only; 0.0.0.0 is every network."""
-    port: int = 8000
+    port: int = setting(8000, least=0, most=65535)
     """Port to listen on. 0 chooses a free port."""
     token: str = ""
     """Secret that requests must send as `Authorization: Bearer TOKEN`. The default is the environment variable
@@ -44,68 +44,50 @@ class ServeSettings:
     allow_origin: tuple[str, ...] = ()
     """Origins of web pages that may read the answers (CORS), such as https://flowers.example, or * for all. By default
     only the server's own page may."""
-    workers: int = 1
+    workers: int = setting(1, least=1)
     """Processes that answer requests to the port, each with its own copy of the models, its part of the compute threads
     and its own limits. A process that dies is started again."""
     watch: bool = False
     """Replace a model when its files change, without losing a request. Each model is read from a private copy of its
     files."""
-    max_batch: int | None = None
+    max_batch: int | None = setting(None, least=1)
     """Largest number of images that are computed together. By default it is measured at the start, up to 16."""
-    batch_threads: int | None = None
+    batch_threads: int | None = setting(None, least=1)
     """Compute threads of a batch that is computed alone. Batches that are computed at the same time divide all threads.
     By default it is measured at the start: as many as make a single image faster."""
-    max_body: str = "16MB"
+    max_body: str = setting("16MB", metavar="SIZE")
     """Largest body of a request. A larger one is answered by 413."""
-    max_images: int = 64
+    max_images: int = setting(64, least=1)
     """Largest number of images in one request. More are answered by 413."""
-    max_pixels: int = 50_000_000
+    max_pixels: int = setting(50_000_000, least=1)
     """Largest number of pixels of an image, which its header states. Larger images are answered by 422 and are not
     decoded."""
-    max_queue: int = 256
+    max_queue: int = setting(256, least=1)
     """Largest number of images that the server has accepted and not answered. Requests beyond it are answered by 503
     with Retry-After."""
-    max_connections: int = 512
+    max_connections: int = setting(512, least=1)
     """Largest number of open connections. Further connections are answered by 503 and closed."""
-    body_memory: str = "256MB"
+    body_memory: str = setting("256MB", metavar="SIZE")
     """Largest total size of the bodies of all requests that are received or answered at one time. Requests beyond it
     are answered by 503 with Retry-After."""
-    receive_seconds: float = 10.0
+    receive_seconds: float = setting(10.0, above=0)
     """Seconds for receiving the headers of a request, and again for its body. Slower clients are answered by 408."""
-    keep_alive_seconds: float = 5.0
+    keep_alive_seconds: float = setting(5.0, above=0)
     """Seconds after which a connection without a request is closed. Behind a proxy it should be more than the proxy
     keeps its connections, often 60."""
-    deadline_seconds: float = 30.0
+    deadline_seconds: float = setting(30.0, above=0)
     """Seconds after which an image that still waits is dropped and answered by 503."""
-    drain_seconds: float = 1.0
+    drain_seconds: float = setting(1.0, least=0)
     """Seconds after SIGTERM in which requests are still accepted while the probe `ready` answers 503, so that a load
     balancer can take the server out."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port={self.port} is not in 0 to 65535")
-        for name in (
-            "max_images",
-            "max_pixels",
-            "max_queue",
-            "max_connections",
-            "max_batch",
-            "batch_threads",
-            "workers",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} is less than 1")
+        raise_problems(problems(self))
         if self.max_images > self.max_queue:
             raise ConfigError(
                 f"max_images={self.max_images} is more than max_queue={self.max_queue}, so such a request could never "
                 "be accepted; choose a larger queue"
             )
-        for name in ("receive_seconds", "keep_alive_seconds", "deadline_seconds"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
-        if not self.drain_seconds >= 0:
-            raise ConfigError(f"drain_seconds={self.drain_seconds} is less than 0")
         for name in self.allow_host:
             if not HOST_NAME.fullmatch(name):
                 raise ConfigError(

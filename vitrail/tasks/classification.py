@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +17,7 @@ from vitrail.data.targets import class_indices
 from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.head import Accuracy
-from vitrail.settings import below_one, one_of
+from vitrail.settings import setting
 from vitrail.tasks.task import LossOutput, Objective, Task, TaskMetric, drawn_samples, mean_of_counted
 from vitrail.weights.bundle import OutputKind
 
@@ -48,15 +47,10 @@ class Classification(Task):
 
     loss: Loss = "softmax"
     """Loss function. softmax: one class per image. sigmoid: several classes or none."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = setting(0.0, least=0, below=1)
     """Fraction of the target that is spread over all classes."""
     class_weights: ClassWeights = "none"
     """Weights of the classes in the loss. balanced: every class counts equally, however many images it has."""
-
-    def _problems(self) -> Iterator[str]:
-        yield from below_one(self, "label_smoothing")
-        yield from one_of(self, loss=Loss, class_weights=ClassWeights)
-        yield from super()._problems()
 
     @property
     def output(self) -> OutputKind:

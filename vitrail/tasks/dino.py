@@ -7,6 +7,7 @@ outputs are centred and sharpened, so that they do not collapse. No labels are n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +27,7 @@ from vitrail.models.cost import activation_bytes
 from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig
 from vitrail.processes.group import Processes
-from vitrail.settings import above_zero, at_least, below_one
+from vitrail.settings import setting
 from vitrail.tasks.task import LossOutput, Objective, Position, StepCost, TaskMetric, mean_of_counted
 from vitrail.tasks.views import COLLAPSE, ViewObjective, ViewTask, follow, mean_of, momentum_at
 
@@ -55,47 +56,41 @@ class Dino(ViewTask):
     loss_metric = "dino_loss"
     averages_weights = True
 
-    local_views: int = 8
+    local_views: int = setting(8, least=0)
     """Number of small views of each image that only the student sees, besides the two views that both networks see."""
     local_size: tuple[int, int] | None = None
     """Height and width of the local views in pixels, multiples of the patch size. By default half the image size, also
     while --early-image-size applies."""
     local_crop_area: tuple[float, float] = (0.05, 0.4)
     """Smallest and largest fraction of the image's area that a local view shows."""
-    prototypes: int | None = None
+    prototypes: int | None = setting(None, least=2)
     """Number of outputs of the projection, over which the softmax is computed. By default 65,536, or 4,096 if the
     network's embedding is shorter than 192."""
-    projection_hidden: int | None = None
+    projection_hidden: int | None = setting(None, least=1)
     """Hidden units of the projection that is trained beside the network. By default 2,048, or 512 if the network's
     embedding is shorter than 192."""
-    bottleneck: int = 256
+    bottleneck: int = setting(256, least=1)
     """Length of the vectors that are compared with the prototypes. They are scaled to length 1."""
     unit_prototypes: bool = True
     """True to give all prototypes the length 1. Without it, their lengths are trained, which can be unstable."""
-    frozen_epochs: float = 1.0
+    frozen_epochs: float = setting(1.0, least=0)
     """Number of epochs at the beginning in which the prototypes of the student stay as they are."""
-    student_temperature: float = 0.1
+    student_temperature: float = setting(0.1, above=0, below=math.inf)
     """Number that divides the student's outputs before the softmax."""
-    target_temperature: float = 0.04
+    target_temperature: float = setting(0.04, above=0, below=math.inf)
     """Number that divides the teacher's outputs before the softmax. A smaller number makes sharper targets."""
-    target_temperature_start: float = 0.04
+    target_temperature_start: float = setting(0.04, above=0, below=math.inf)
     """Value of the teacher's temperature at the beginning of the run."""
-    target_temperature_epochs: float = 0.0
+    target_temperature_epochs: float = setting(0.0, least=0)
     """Number of epochs in which the teacher's temperature changes linearly from its start."""
-    teacher_momentum: float = 0.996
+    teacher_momentum: float = setting(0.996, least=0, below=1)
     """Fraction of the teacher's weights that each step keeps at the beginning. It rises to 1 along half a cosine wave.
     Small batches need a higher fraction, such as 0.9995 for 256 images."""
-    centre_momentum: float = 0.9
+    centre_momentum: float = setting(0.9, least=0, below=1)
     """Fraction of the centre that each step keeps. The centre is a running mean of the teacher's outputs, which is
     subtracted from them."""
 
     def _problems(self) -> Iterator[str]:
-        yield from above_zero(self, "student_temperature", "target_temperature", "target_temperature_start")
-        yield from at_least(
-            self, local_views=0, prototypes=2, projection_hidden=1, bottleneck=1, frozen_epochs=0,
-            target_temperature_epochs=0,
-        )  # fmt: skip
-        yield from below_one(self, "teacher_momentum", "centre_momentum")
         low, high = self.local_crop_area
         if not 0 < low <= high <= 1:
             yield f"local_crop_area={self.local_crop_area} is not two fractions in (0, 1], the smaller first"

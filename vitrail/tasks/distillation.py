@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard, cast
@@ -18,7 +19,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.models.vit_config import ViTConfig
-from vitrail.settings import above_zero, one_of
+from vitrail.settings import setting
 from vitrail.tasks.classification import Classification, ClassificationObjective, balanced_weights
 from vitrail.tasks.task import LossOutput, Objective, StepCost, mean_of_counted
 from vitrail.tasks.teacher import Teacher, check_teacher, teacher_facts
@@ -41,16 +42,12 @@ class Distillation(Classification):
     classes of the data."""
     teacher_labels: TeacherLabels = "hard"
     """Part of the teacher's predictions that is learned: the most likely class (hard), or all probabilities (soft)."""
-    teacher_weight: float = 0.5
+    teacher_weight: float = setting(0.5, above=0, most=1)
     """Weight of the loss with the teacher's predictions. The weight of the loss with the labels is 1 minus this."""
-    teacher_temperature: float = 3.0
+    teacher_temperature: float = setting(3.0, above=0, below=math.inf)
     """Number by which the logits of teacher and network are divided, for soft labels only."""
 
     def _problems(self) -> Iterator[str]:
-        yield from one_of(self, teacher_labels=TeacherLabels)
-        yield from above_zero(self, "teacher_temperature")
-        if not 0 < self.teacher_weight <= 1:
-            yield f"teacher_weight={self.teacher_weight} is not above 0 and at most 1"
         if self.loss == "sigmoid":
             yield "loss='sigmoid' cannot be distilled, because the teacher predicts one class; choose loss='softmax'"
         yield from super()._problems()

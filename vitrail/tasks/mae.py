@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -30,7 +29,7 @@ from vitrail.models.positions import sincos_2d
 from vitrail.models.tokens import cut_patches
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit_config import ViTConfig
-from vitrail.settings import at_least
+from vitrail.settings import setting
 from vitrail.tasks.patches import PatchObjective, PatchTask, Restored, draw_order
 from vitrail.tasks.task import Objective, StepCost, TaskMetric
 
@@ -56,17 +55,13 @@ class Mae(PatchTask):
     """Fraction of each image's patches that the network does not see. The loss counts only these patches."""
     normalise_pixels: bool = True
     """True to predict the pixels of each patch with mean 0 and standard deviation 1."""
-    decoder_width: int | None = None
+    decoder_width: int | None = setting(None, least=4)
     """Width of the decoder's tokens. By default 512, or half of the network's width if the network is narrower than
     512."""
-    decoder_depth: int | None = None
+    decoder_depth: int | None = setting(None, least=1)
     """Number of blocks of the decoder. By default 8, or 2 if the network is narrower than 512."""
-    decoder_heads: int | None = None
+    decoder_heads: int | None = setting(None, least=1)
     """Number of attention heads of the decoder. By default 16, or those of the network if it is narrower than 512."""
-
-    def _problems(self) -> Iterator[str]:
-        yield from at_least(self, decoder_width=4, decoder_depth=1, decoder_heads=1)
-        yield from super()._problems()
 
     def check_network(self, network: AnyConfig | None) -> None:
         """Raise `ConfigError` as `PatchTask.check_network`, and if the decoder's sizes do not fit together."""

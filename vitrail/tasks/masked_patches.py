@@ -29,7 +29,7 @@ from vitrail.models.network import FootprintPrecision
 from vitrail.models.tokens import Replace, cut_patches
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit_config import ViTConfig
-from vitrail.settings import one_of
+from vitrail.settings import setting
 from vitrail.tasks.patches import PatchObjective, PatchTask, Restored, batch_key, draw_order, tokens_at
 from vitrail.tasks.task import Objective, StepCost, TaskMetric
 from vitrail.tasks.tokenizer import TokenizerTargets, check_grid, tokenizer_facts
@@ -71,17 +71,13 @@ class MaskedPatches(PatchTask):
     corrupt_blocks: bool = False
     """True to corrupt rectangles of patches, as BEiT does, instead of patches one by one. If the rectangles have fewer
     patches than --corrupt-fraction requires, single patches are corrupted as well."""
-    mask_fraction: float = 0.8
+    mask_fraction: float = setting(0.8, least=0, most=1)
     """Fraction of the corrupted patches whose embedding becomes the learned mask embedding."""
-    swap_fraction: float = 0.1
+    swap_fraction: float = setting(0.1, least=0, most=1)
     """Fraction of the corrupted patches whose embedding becomes that of another patch of the image. The rest keep their
     own embedding."""
 
     def _problems(self) -> Iterator[str]:
-        yield from one_of(self, patch_target=PatchTarget)
-        for name in ("mask_fraction", "swap_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                yield f"{name}={getattr(self, name)} is not in [0, 1]"
         if self.mask_fraction + self.swap_fraction > 1 + 1e-9:
             yield (
                 f"mask_fraction={self.mask_fraction} and swap_fraction={self.swap_fraction} add up to more than 1; "

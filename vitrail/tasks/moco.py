@@ -8,7 +8,7 @@ the network embeds them. No labels are needed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from vitrail.data.splits import Splits
 from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig
 from vitrail.processes.group import Processes
-from vitrail.settings import above_zero, at_least, below_one
+from vitrail.settings import setting
 from vitrail.tasks.task import LossOutput, Objective, Position, StepCost, mean_of_counted
 from vitrail.tasks.views import CONTRAST, GROUP, ViewObjective, ViewTask, follow, mean_of, momentum_at
 
@@ -43,23 +43,17 @@ class MoCo(ViewTask):
     metrics = CONTRAST
     loss_metric = "contrast_loss"
 
-    contrast_temperature: float = 0.2
+    contrast_temperature: float = setting(0.2, above=0, below=math.inf)
     """Number that divides the cosine similarities of views in the loss."""
-    projection_hidden: int | None = None
+    projection_hidden: int | None = setting(None, least=1)
     """Hidden units of the projection and the predictor that are trained beside the network. By default 4,096, or 512 if
     the network's embedding is shorter than 192."""
-    projection_width: int = 256
+    projection_width: int = setting(256, least=2)
     """Length of the projected vectors that the loss compares."""
-    teacher_momentum: float = 0.99
+    teacher_momentum: float = setting(0.99, least=0, below=1)
     """Fraction of the running mean that each step keeps at the beginning. It rises to 1 along half a cosine wave."""
     fixed_patches: bool = True
     """True to leave the patch projection of a Vision Transformer as it is, which makes the training more stable."""
-
-    def _problems(self) -> Iterator[str]:
-        yield from above_zero(self, "contrast_temperature")
-        yield from at_least(self, projection_hidden=1, projection_width=2)
-        yield from below_one(self, "teacher_momentum")
-        yield from super()._problems()
 
     def heads(self, network: AnyConfig) -> tuple[nn.Sequential, nn.Sequential]:
         """Return a new projection and a new predictor for a network."""

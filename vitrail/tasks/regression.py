@@ -19,7 +19,7 @@ from vitrail.data.splits import Splits, check_numbers
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.head import NumberErrors
-from vitrail.settings import above_zero, one_of
+from vitrail.settings import setting
 from vitrail.tasks.task import LossOutput, Objective, Task, TaskMetric, drawn_samples, mean_of_counted
 from vitrail.weights.bundle import OutputKind
 
@@ -54,12 +54,10 @@ class Regression(Task):
 
     loss: NumberLoss = "squared"
     """Loss function: squared error, or huber, which grows linearly beyond --delta so that outliers count less."""
-    delta: float | None = None
+    delta: float | None = setting(None, above=0, below=math.inf)
     """Error at which the Huber loss becomes linear, in standard deviations of the training numbers. By default 1."""
 
     def _problems(self) -> Iterator[str]:
-        yield from one_of(self, loss=NumberLoss)
-        yield from above_zero(self, "delta")
         if self.delta is not None and self.loss != "huber":
             yield f"delta={self.delta} needs loss='huber'"
         yield from super()._problems()

@@ -6,7 +6,7 @@ shows the same image. No labels are needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from vitrail.data.batch import Batch
 from vitrail.data.splits import Splits
 from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig
-from vitrail.settings import above_zero, at_least
+from vitrail.settings import setting
 from vitrail.tasks.task import LossOutput, Objective, StepCost, mean_of_counted
 from vitrail.tasks.views import CONTRAST, GROUP, ViewObjective, ViewTask
 
@@ -36,19 +36,14 @@ class SimClr(ViewTask):
     metrics = CONTRAST
     loss_metric = "contrast_loss"
 
-    contrast_temperature: float = 0.1
+    contrast_temperature: float = setting(0.1, above=0, below=math.inf)
     """Number that divides the cosine similarities of views in the loss. The paper uses 0.1 for batches of thousands of
     images, and 0.5 for CIFAR-10."""
-    projection_hidden: int | None = None
+    projection_hidden: int | None = setting(None, least=1)
     """Hidden units of the projection that is trained beside the network. By default the length of the network's
     embedding."""
-    projection_width: int = 128
+    projection_width: int = setting(128, least=2)
     """Length of the projected vectors that the loss compares."""
-
-    def _problems(self) -> Iterator[str]:
-        yield from above_zero(self, "contrast_temperature")
-        yield from at_least(self, projection_hidden=1, projection_width=2)
-        yield from super()._problems()
 
     def sizes(self, network: AnyConfig) -> tuple[int, int, int]:
         """Return the widths of the projection: input, hidden units and output."""

@@ -25,7 +25,7 @@ from vitrail.evaluation.evaluators import Evaluator
 from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig
 from vitrail.processes.group import Processes
-from vitrail.settings import raise_problems
+from vitrail.settings import problems, raise_problems
 from vitrail.tasks.own_model import OwnModel, has_known_architecture
 from vitrail.tasks.pictures import PictureTable
 from vitrail.weights.bundle import Bundle, OutputKind
@@ -184,6 +184,7 @@ class Task(ABC):
 
     def _problems(self) -> Iterator[str]:
         """Yield a message for every invalid setting. Tasks with more settings extend this method."""
+        yield from problems(self)
         names = [metric.name for metric in self.metrics]
         if self.select is not None and self.select not in names:
             yield (f"select={self.select!r} is not a metric of the task {self.name}; {nearest(self.select, names)}")

@@ -8,7 +8,6 @@ can predict the tokens of hidden patches, as BEiT does (2106.08254). No labels a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +31,7 @@ from vitrail.models.tokens import cut_patches
 from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.models.vit_config import ViTConfig
 from vitrail.processes.group import Processes
-from vitrail.settings import at_least, below_one, raise_problems
+from vitrail.settings import raise_problems, setting
 from vitrail.tasks.codebook import Coder, CoderConfig, perplexity
 from vitrail.tasks.patches import batch_key, unfit_parts
 from vitrail.tasks.pictures import ROWS, Picture, PictureTable, decoded, picture_of, spread
@@ -59,32 +58,25 @@ class VqVae(Task):
         TaskMetric("codes_used"),
     )
 
-    codes: int = 512
+    codes: int = setting(512, least=2)
     """Number of codes, which is the number of different tokens."""
-    code_width: int = 32
+    code_width: int = setting(32, least=1)
     """Length of a code."""
-    commitment: float = 0.25
+    commitment: float = setting(0.25, least=0)
     """Weight of the squared difference between encoded patches and their codes, which keeps the encoder near the
     codes."""
-    code_decay: float = 0.99
+    code_decay: float = setting(0.99, least=0, below=1)
     """Fraction of the running means that each step keeps. A code is the running mean of the encoded patches that it
     replaces."""
-    restart_below: float = 0.0
+    restart_below: float = setting(0.0, least=0, below=1)
     """Fraction of the mean use of codes below which a code is replaced by an encoded patch of the batch. 0 replaces no
     code."""
-    decoder_width: int | None = None
+    decoder_width: int | None = setting(None, least=4)
     """Width of the decoder's tokens. By default the width of the network."""
-    decoder_depth: int | None = None
+    decoder_depth: int | None = setting(None, least=1)
     """Number of blocks of the decoder. By default as many as the network has."""
-    decoder_heads: int | None = None
+    decoder_heads: int | None = setting(None, least=1)
     """Number of attention heads of the decoder. By default as many as the network has."""
-
-    def _problems(self) -> Iterator[str]:
-        yield from at_least(
-            self, codes=2, code_width=1, commitment=0, decoder_width=4, decoder_depth=1, decoder_heads=1
-        )
-        yield from below_one(self, "code_decay", "restart_below")
-        yield from super()._problems()
 
     @property
     def output(self) -> OutputKind:

@@ -26,12 +26,10 @@ from vitrail.models.variants import ModelConfig, override_fields
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import (
     Effect,
-    above_zero,
-    at_least,
     bare_names,
     facts,
     from_plain,
-    one_of,
+    problems,
     raise_problems,
     seconds_in,
     setting,
@@ -158,24 +156,19 @@ class FaultConfig:
     on_non_finite: OnNonFinite = "stop"
     """Reaction to a loss or gradient that is not finite. stop: end the run without saving its state. skip: skip the
     batch. rollback: go back to a checkpoint, and skip the last batches."""
-    spike_score: float = 0.0
+    spike_score: float = setting(0.0, least=0)
     """Go back to a checkpoint if the loss of a step is this many robust standard deviations above the median of the
     last steps, such as 10. 0: never."""
-    spike_window: int = 100
+    spike_window: int = setting(100, least=2)
     """Number of steps with which --spike-score compares a loss. The first steps of a run are not compared."""
-    rollback_skips: int = 10
+    rollback_skips: int = setting(10, least=1)
     """Number of batches to skip after the run goes back to a checkpoint. The last skipped batch is the batch of the
     fault."""
-    max_faults: int = 10
+    max_faults: int = setting(10, least=1)
     """Maximum number of faults in a run. The next fault ends the run."""
 
     def __post_init__(self) -> None:
-        raise_problems(
-            [
-                *at_least(self, spike_score=0, spike_window=2, rollback_skips=1, max_faults=1),
-                *one_of(self, on_non_finite=OnNonFinite),
-            ]
-        )
+        raise_problems(problems(self))
 
     @property
     def are_checked(self) -> bool:
@@ -195,16 +188,16 @@ class StartConfig:
     Raises `ConfigError` if fields have invalid values. The message names all of them.
     """
 
-    init: str | None = None
+    init: str | None = setting(None, metavar="MODEL")
     """Model to start from: a model folder, a run folder, another library's checkpoint, a hub name, or small, which is
     part of Vitrail. The model's head is kept if the classes have the same names in the same order. Otherwise, or if the
     class names are only numbers, it is replaced by a new head of zeros."""
-    train_blocks: int | None = None
+    train_blocks: int | None = setting(None, least=0)
     """With --init: number of last blocks to train with the final norm, pooling and head. By default all blocks. 0
     trains only the head. The blocks of a ResNet are its residual units."""
-    lora_rank: int | None = None
+    lora_rank: int | None = setting(None, least=1)
     """With --init: rank of the LoRA updates (2106.09685). If given, only these updates and the head are trained."""
-    lora_alpha: float | None = None
+    lora_alpha: float | None = setting(None, above=0, below=math.inf)
     """LoRA scaling: the update is multiplied by alpha / rank. By default alpha equals rank."""
     lora_on: tuple[Projection, ...] = ("query", "value")
     """Weights of each block that get LoRA updates: query, key, value, out, up, down."""
@@ -217,26 +210,24 @@ class StartConfig:
     improves them."""
 
     def __post_init__(self) -> None:
-        problems = [*at_least(self, train_blocks=0, lora_rank=1), *above_zero(self, "lora_alpha")]
+        raise_problems(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        yield from problems(self)
         for name in ("train_blocks", "lora_rank") if self.init is None else ():
             if (value := getattr(self, name)) is not None:
-                problems.append(
-                    f"{name}={value} leaves weights untrained, so it needs a model to start from; give init=..."
-                )
+                yield (f"{name}={value} leaves weights untrained, so it needs a model to start from; give init=...")
         for name in ("new_head", "linear_head") if self.init is None else ():
             if getattr(self, name):
-                problems.append(
-                    f"{name}=True is a new head for a model, so it needs a model to start from; give init=..."
-                )
+                yield (f"{name}=True is a new head for a model, so it needs a model to start from; give init=...")
         if self.lora_rank is None and self.lora_alpha is not None:
-            problems.append(f"lora_alpha={self.lora_alpha} needs lora_rank; give both")
+            yield f"lora_alpha={self.lora_alpha} needs lora_rank; give both"
         if self.lora_rank is None and self.lora_on != StartConfig.lora_on:
-            problems.append(f"lora_on={self.lora_on} needs lora_rank; give both")
+            yield f"lora_on={self.lora_on} needs lora_rank; give both"
         if self.lora_rank is not None and self.train_blocks is not None:
-            problems.append(
+            yield (
                 f"train_blocks={self.train_blocks} and lora_rank={self.lora_rank} exclude each other; give one of them"
             )
-        raise_problems(problems)
 
 
 Keep = Literal["best", "last"]
@@ -252,13 +243,13 @@ class RunConfig:
     Raises `ConfigError` if fields have invalid values. The message names all of them.
     """
 
-    epochs: float = 10.0
+    epochs: float = setting(10.0, above=0, below=math.inf)
     """Passes over the training images, unless --steps is given."""
-    steps: int | None = None
+    steps: int | None = setting(None, least=1)
     """Number of optimizer steps. By default it follows from --epochs."""
-    batch_size: int = 128
+    batch_size: int = setting(128, least=1)
     """Images per step."""
-    accumulation: int = setting(1, on_resume=ROUNDING)
+    accumulation: int = setting(1, on_resume=ROUNDING, least=1)
     """Number of parts into which each batch is divided to save memory. The gradient is that of the whole batch."""
     precision: TrainingPrecision = setting("auto", on_resume=ROUNDING, resolved=True)
     """Number format of training. auto: bf16 with float32 master weights if the processor has bf16 matrix units, else
@@ -267,7 +258,7 @@ class RunConfig:
     float32_products: Float32Products = setting("auto", on_resume=ROUNDING, resolved=True, of_machine=True)
     """Library that computes large dense layers in float32 on a CPU. auto: oneDNN on AMD processors with AVX-512, else
     mkl. mkl is PyTorch's own choice."""
-    compute_threads: int | None = setting(None, on_resume=ROUNDING, resolved=True, of_machine=True)
+    compute_threads: int | None = setting(None, on_resume=ROUNDING, resolved=True, of_machine=True, least=1)
     """Threads that compute on a CPU. By default as many as PyTorch chooses, usually one per core, and fewer while other
     programs use the cores. In float32 the number is fixed, so that repeated runs compute equal bits."""
     deterministic: bool = False
@@ -276,28 +267,30 @@ class RunConfig:
     compile: Compile = setting("auto", on_resume=ROUNDING, of_machine=True)
     """Compile each block before the first step, which takes about a minute. auto: on for CUDA, off elsewhere. graphs
     also replays blocks as CUDA graphs, which helps small models or batches."""
-    device: str = setting("auto", on_resume=ROUNDING, of_machine=True)
+    device: str = setting("auto", on_resume=ROUNDING, of_machine=True, metavar="DEVICE")
     """Device to run on: auto, cpu, cuda or cuda:N."""
-    threads: int | Literal["auto"] | None = setting(None, on_resume="free", of_machine=True)
+    threads: int | Literal["auto"] | None = setting(None, on_resume="free", of_machine=True, least=0)
     """Threads that read and decode images. By default one per core. 0 reads in the main thread. auto: one per core or
     0, whichever makes the first steps faster."""
-    processes: int = setting(0, on_resume="free", of_machine=True)
+    processes: int = setting(0, on_resume="free", of_machine=True, least=0)
     """Worker processes for reading and decoding, with --threads threads each. Useful if decoding holds the GIL."""
-    seed: int = 0
+    seed: int = setting(0, least=0, below=2**32)
     """Random seed of the initial weights, the order of images, augmentation and dropout."""
-    evaluations: int = 10
+    evaluations: int = setting(10, least=0)
     """Number of evaluations on the validation split during the run."""
-    patience: int | None = None
+    patience: int | None = setting(None, least=1)
     """End the run after this many evaluations in a row without a better result. The learning rate's schedule does not
     change."""
     probe: str = ""
     """Evaluators of the model's features to run on the validation split during training, separated by commas: linear,
     fewshot, knn. The metrics go to the journal."""
-    probe_every: int | None = setting(None, effect=Effect(lambda run: bool(run.probe), "with --probe", by_user=True))
+    probe_every: int | None = setting(
+        None, effect=Effect(lambda run: bool(run.probe), "with --probe", by_user=True), least=1
+    )
     """Steps between two runs of --probe. By default as many as between two evaluations."""
     track: str = setting("", on_resume="free")
     """Programs that show the metrics of the run during training, separated by commas: tensorboard, wandb."""
-    checkpoints: int = setting(10, of_machine=True)
+    checkpoints: int = setting(10, of_machine=True, least=1)
     """Number of times that the training state is saved during the run."""
     background_checkpoints: bool = setting(False, on_resume="free")
     """Write checkpoints in a thread while training continues, from a copy of the state in main memory. An error while
@@ -314,9 +307,9 @@ class RunConfig:
     """Time after which a run of several processes ends with an error if one of them does not answer."""
     keep: Keep = "best"
     """Weights that become the model: the best on the validation split, or the last."""
-    name: str = setting("", of_machine=True)
+    name: str = setting("", of_machine=True, metavar="NAME")
     """Name of the run, saved in runs/NAME (or runs/NAME-2 if that exists). By default the name of the data."""
-    folder: str | None = setting(None, name="run", of_machine=True)
+    folder: str | None = setting(None, name="run", of_machine=True, metavar="RUN")
     """Folder of the run, in place of runs/NAME. Without --overwrite, the folder must not exist."""
     overwrite: bool = setting(
         False,
@@ -328,35 +321,21 @@ class RunConfig:
     """Replace the folder that --run names if it exists."""
 
     def __post_init__(self) -> None:
-        problems = [
-            *at_least(
-                self, batch_size=1, accumulation=1, steps=1, evaluations=0, checkpoints=1, processes=0,
-                seed=0, patience=1, probe_every=1, compute_threads=1,
-            ),
-            *above_zero(self, "epochs"),
-            *one_of(
-                self, precision=TrainingPrecision, float32_products=Float32Products, compile=Compile, keep=Keep,
-                shard=Shard,
-            ),
-        ]  # fmt: skip
-        if isinstance(self.threads, int) and self.threads < 0:
-            problems.append(f"threads={self.threads} is less than 0")
+        raise_problems(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        yield from problems(self)
         if self.threads == "auto" and self.processes:
-            problems.append(
+            yield (
                 f"threads='auto' compares the main thread with threads of this process, but processes={self.processes} "
                 "read; leave one of them out"
             )
-        problems += tracker_problems(self.track)
-        if self.seed >= 2**32:
-            problems.append(f"seed={self.seed} is too large; choose one below 2**32")
+        yield from tracker_problems(self.track)
         for name in ("max_time", "process_timeout"):
             if (time := getattr(self, name)) is not None and seconds_in(time) is None:
-                problems.append(
-                    f"{name}={time!r} is not a time; give a number above 0 with a unit, such as 90s, 50m or 2h"
-                )
+                yield (f"{name}={time!r} is not a time; give a number above 0 with a unit, such as 90s, 50m or 2h")
         if self.accumulation > self.batch_size:
-            problems.append(f"accumulation={self.accumulation} is more than batch_size={self.batch_size}")
-        raise_problems(problems)
+            yield f"accumulation={self.accumulation} is more than batch_size={self.batch_size}"
 
     @property
     def max_seconds(self) -> float | None:

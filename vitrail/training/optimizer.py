@@ -16,7 +16,7 @@ from vitrail.errors import ConfigError, plural
 from vitrail.machine import TrainingPrecision
 from vitrail.models.linear.lora import LowRank
 from vitrail.models.network import HasLayers
-from vitrail.settings import Effect, above_zero, at_least, below_one, one_of, raise_problems, setting
+from vitrail.settings import Effect, problems, raise_problems, setting
 from vitrail.training.schedule import Duration, RunLength, Schedule, ScheduleName, duration_problems, steps_of
 from vitrail.training.update_rules import (
     Adafactor,
@@ -50,20 +50,22 @@ class OptimizerConfig:
     """Adam (adamw), SGD with momentum, Adafactor in the variant of big_vision, Muon for the weight matrices of blocks
     with Adam for the other weights (muon), or for large batches LARS (lars: SGD) and LAMB (lamb: Adam), which scale
     each update by the length of its weight."""
-    learning_rate: float = 1e-3
+    learning_rate: float = setting(1e-3, above=0, below=math.inf)
     """Peak learning rate, reached after warm-up."""
-    base_batch_size: int | None = None
+    base_batch_size: int | None = setting(None, least=1)
     """Batch size that --learning-rate is for. The rate is multiplied by the run's batch size divided by this
     number (1706.02677). By default it is not scaled."""
     schedule: ScheduleName = "cosine"
     """Shape of the learning rate after warm-up. cosine, linear and polynomial fall to --end-learning-rate. rsqrt is an
     inverse square root of the number of steps. staircase changes at the points --stair-at. constant does not change."""
-    end_learning_rate: float = 0.0
+    end_learning_rate: float = setting(0.0, least=0)
     """Learning rate at the end of a cosine, linear or polynomial schedule."""
     power: float = setting(
         2.0,
         name="schedule_power",
         effect=Effect(lambda own: own.schedule == "polynomial", "with --schedule polynomial"),
+        above=0,
+        below=math.inf,
     )
     """Exponent of the polynomial schedule."""
     rsqrt_timescale: Duration = setting(
@@ -77,7 +79,7 @@ class OptimizerConfig:
     --learning-rate. Useful for a run that continues another one."""
     stair_at: tuple[Duration, ...] = ()
     """Points of the run at which the staircase schedule changes the learning rate, in increasing order."""
-    stair_factors: tuple[float, ...] = ()
+    stair_factors: tuple[float, ...] = setting((), least=0)
     """Factors of --learning-rate. Each one applies from the corresponding point of --stair-at. By default 0.1, 0.01,
     0.001 and so on."""
     warmup: Duration = 0.1
@@ -88,9 +90,9 @@ class OptimizerConfig:
     cooldown: Duration = 0.0
     """Length of the cool-down at the end of the run, in which the schedule is multiplied by a factor that falls
     linearly from 1 to 0."""
-    weight_decay: float = 0.05
+    weight_decay: float = setting(0.05, least=0)
     """Weight decay of weight matrices. Norms, biases, tokens and position embeddings do not decay."""
-    end_weight_decay: float | None = None
+    end_weight_decay: float | None = setting(None, least=0)
     """Weight decay at the end of the run, which --weight-decay approaches along half a cosine wave. By default it does
     not change."""
     weight_decay_rule: DecayRule = "auto"
@@ -98,18 +100,25 @@ class OptimizerConfig:
     independent: subtracts decay x (learning rate / peak learning rate) x weight (big_vision). auto: coupled for SGD
     and LARS, else decoupled."""
     beta1: float = setting(
-        0.9, effect=Effect(lambda own: own.kind in ("adamw", "lamb", "muon"), "with --optimizer adamw, lamb or muon")
+        0.9,
+        effect=Effect(lambda own: own.kind in ("adamw", "lamb", "muon"), "with --optimizer adamw, lamb or muon"),
+        least=0,
+        below=1,
     )
     """Decay rate of the mean gradient in AdamW and LAMB, and in Muon for the weights that Adam updates."""
     beta2: float = setting(
         0.999,
         effect=Effect(lambda own: own.kind not in ("sgd", "lars"), "with --optimizer adamw, lamb, adafactor or muon"),
+        least=0,
+        below=1,
     )
     """Decay rate of the mean squared gradient in AdamW, LAMB and Muon. Adafactor's decay rate increases with the steps
     up to this value."""
     momentum: float | None = setting(
         None,
         effect=Effect(lambda own: own.kind not in ("adamw", "lamb"), "with --optimizer sgd, lars, adafactor or muon"),
+        least=0,
+        below=1,
     )
     """Momentum of SGD and LARS, decay rate of Adafactor's mean update, or decay rate of Muon's mean gradient of
     matrices. By default 0.95 for Muon, else 0.9."""
@@ -121,7 +130,7 @@ class OptimizerConfig:
     )
     """LARS: sum the scaled gradients, and multiply the sum by the learning rate (gradients: MoCo v3, MAE), or sum the
     gradients times the learning rate of their step (changes: SimCLR)."""
-    update_clip: float = 0.0
+    update_clip: float = setting(0.0, least=0)
     """Adafactor: largest root mean square of the update of a weight matrix. 0 for no limit."""
     learning_rate_factors: tuple[str, ...] = ()
     """Factors of the learning rate for weights by name: PATTERN=FACTOR, such as "head\\..*=10". The first regular
@@ -129,11 +138,11 @@ class OptimizerConfig:
     weight_decay_factors: tuple[str, ...] = ()
     """Factors of the weight decay by name, as in --learning-rate-factors. Weights without a match do not decay. By
     default weight matrices have the factor 1."""
-    clip: float = 1.0
+    clip: float = setting(1.0, least=0)
     """Largest norm of the gradient over all weights; larger gradients are scaled down. 0 for no limit."""
-    layer_decay: float = 1.0
+    layer_decay: float = setting(1.0, above=0, most=1)
     """Ratio of each block's learning rate to the rate of the block above. The head has the full rate (2106.08254)."""
-    average: float = 0.0
+    average: float = setting(0.0, least=0, below=1)
     """Decay rate of a running mean of the weights, such as 0.999 (Polyak averaging). The mean is then evaluated and
     saved. 0 for no averaging."""
     average_start: AverageStart = setting("debiased", effect=Effect(lambda own: own.average > 0, "with --average"))
@@ -142,30 +151,20 @@ class OptimizerConfig:
     (1 + t) / (10 + t)."""
 
     def __post_init__(self) -> None:
-        problems = [
-            *above_zero(self, "learning_rate", "schedule_power"),
-            *at_least(
-                self, clip=0, update_clip=0, weight_decay=0, end_weight_decay=0, end_learning_rate=0, base_batch_size=1,
-            ),
-            *below_one(self, "beta1", "beta2", "momentum", "average"),
-            *one_of(
-                self, optimizer=OptimizerName, schedule=ScheduleName, average_start=AverageStart,
-                weight_decay_rule=DecayRule, momentum_format=MomentumFormat, momentum_of=MomentumOf,
-            ),
+        found = [
+            *problems(self),
             *factor_problems("learning_rate_factors", self.learning_rate_factors, zero=False),
             *factor_problems("weight_decay_factors", self.weight_decay_factors, zero=True),
             *self._schedule_problems(),
-        ]  # fmt: skip
+        ]
         if self.update_clip and self.kind != "adafactor":
-            problems.append(f"update_clip={self.update_clip} is for optimizer='adafactor'; use clip, or leave it out")
+            found.append(f"update_clip={self.update_clip} is for optimizer='adafactor'; use clip, or leave it out")
         if self.end_weight_decay is not None and not self.weight_decay:
-            problems.append(
+            found.append(
                 f"end_weight_decay={self.end_weight_decay} changes the weight decay, but weight_decay=0 switches it "
                 "off; set weight_decay above 0"
             )
-        if not 0 < self.layer_decay <= 1:
-            problems.append(f"layer_decay={self.layer_decay} is not in (0, 1]")
-        raise_problems(problems)
+        raise_problems(found)
 
     def _schedule_problems(self) -> Iterator[str]:
         for name in ("warmup", "cooldown", "rsqrt_timescale", "rsqrt_shift"):
@@ -191,8 +190,6 @@ class OptimizerConfig:
                 f"stair_factors={self.stair_factors} are {len(self.stair_factors)} factors for "
                 f"{len(self.stair_at)} points of stair_at; give one factor for each point"
             )
-        if any(factor < 0 for factor in self.stair_factors):
-            yield f"stair_factors={self.stair_factors} has a number below 0"
 
     @property
     def decay_rule(self) -> DecayRule:

@@ -214,7 +214,7 @@ def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
         (["infer", "ViT-Pico/7", "--patch-dropout", "0.5"], "--patch-dropout: bench infer does not use it"),
         (["load", "ViT-Pico/7", "--patch-dropout", "0.5"], "--patch-dropout: bench load does not use it"),
         (["infer", "BiT-R50x1", "--reduce-tokens", "1"], "unknown field 'reduction' of BiT-R50x1"),
-        (["load", "ViT-Pico/7", "--channels", "4"], "--channels: 4 is not one of 1 (grey), 3 (RGB)"),
+        (["load", "ViT-Pico/7", "--channels", "4"], "--channels: 4 is not one of 1, 3"),
     ],
 )
 def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:

@@ -61,8 +61,8 @@ def test_files_of_the_user_are_never_replaced(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--data", "x", "--images", "3"], "--images 3: give at least 4"),
-        (["--data", "x", "--examples", "-1"], "--examples -1: give at least 0"),
+        (["--data", "x", "--images", "3"], "--images: 3 is less than 4"),
+        (["--data", "x", "--examples", "-1"], "--examples: -1 is less than 0"),
         ([], "--data is missing: name a data set with the classes of the model"),
     ],
 )

@@ -166,9 +166,9 @@ def test_the_note_about_a_missing_split_offers_an_option_of_this_verb(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--data", "x", "--images", "3"], "--images 3: give at least 4"),
-        (["--data", "x", "--probe-images", "-1"], "--probe-images -1: give at least 0"),
-        (["--data", "x", "--saliency-images", "-1"], "--saliency-images -1: give at least 0"),
+        (["--data", "x", "--images", "3"], "--images: 3 is less than 4"),
+        (["--data", "x", "--probe-images", "-1"], "--probe-images: -1 is less than 0"),
+        (["--data", "x", "--saliency-images", "-1"], "--saliency-images: -1 is less than 0"),
         ([], "--data is missing: name a data set with the classes of the model"),
     ],
 )

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 
-from vitrail.cli.options import Command, Example, Positional
+from vitrail.cli.options import Command, Example
 from vitrail.errors import BundleError, ConfigError
+from vitrail.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Some options."""
 
-    model: Annotated[str, Positional("MODEL")]
-    images: Annotated[tuple[str, ...], Positional("IMAGE...")] = ()
+    model: str = setting(argument="MODEL")
+    images: tuple[str, ...] = setting((), argument="IMAGE...")
     batch_size: int = 1
     head_bias: float = 0.0
     image_size: tuple[int, int] | None = None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import pytest
 
-from vitrail.cli.options import Option, Positional, convert, options_of, unknown_option
+from vitrail.cli.options import Option, convert, options_of, unknown_option
 from vitrail.errors import ConfigError
+from vitrail.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class Inner:
 class Outer:
     """Options of every type."""
 
-    place: Annotated[str, Positional("PLACE")]
+    place: str = setting(argument="PLACE")
     """A place."""
     count: int = 1
     kind: Literal["a", "b"] | None = None
@@ -48,7 +49,7 @@ def test_fields_become_options() -> None:
     assert OPTIONS["place"].label == "PLACE" and OPTIONS["place"].default is dataclasses.MISSING
     assert OPTIONS["rate"].label == "--rate" and OPTIONS["rate"].section == "inner"
     assert [OPTIONS[name].metavar for name in ("count", "kind", "size", "names", "on", "rate")] == [
-        "N", "a|b", "N N", "x|y ...", "", "X|auto",
+        "N", "a|b", "H [W]", "x|y ...", "", "X|auto",
     ]  # fmt: skip
 
 

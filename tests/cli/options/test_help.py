@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
-from vitrail.cli.options import Command, Example, Positional, help_page
+from vitrail.cli.options import Command, Example, help_page
+from vitrail.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Some options."""
 
-    model: Annotated[str, Positional("MODEL")]
+    model: str = setting(argument="MODEL")
     """A model."""
     rate: float = 1e-3
     """Learning rate. It has a second sentence. By default a small one."""

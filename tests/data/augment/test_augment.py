@@ -324,20 +324,20 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"crop_rule": "inception"}, "crop_rule='inception' is not one of 'torchvision', 'tensorflow'"),
     ({"randaugment_rule": "timm"}, "randaugment_rule='timm' is not one of 'pillow', 'big-vision'"),
     ({"mixup_per": "step"}, "mixup_per='step' is not one of 'sample', 'batch'"),
-    ({"shift": -1}, "shift=-1 is negative; 0 means none"),
+    ({"shift": -1}, "shift=-1 is less than 0; 0 means none"),
     ({"erase": 1.5}, "erase=1.5 is not in [0, 1]"),
-    ({"randaugment_layers": -2}, "randaugment_layers=-2 is negative; 0 means none"),
+    ({"randaugment_layers": -2}, "randaugment_layers=-2 is less than 0; 0 means none"),
     ({"randaugment_magnitude": 31.0}, "randaugment_magnitude=31.0 is not in [0, 30]"),
     ({"randaugment_magnitude": float("nan")}, "randaugment_magnitude=nan is not in [0, 30]"),
-    ({"mixup": -0.1}, "mixup=-0.1 must be 0 or more; 0 turns it off"),
-    ({"cutmix": float("inf")}, "cutmix=inf must be 0 or more; 0 turns it off"),
+    ({"mixup": -0.1}, "mixup=-0.1 is less than 0; 0 turns it off"),
+    ({"cutmix": float("inf")}, "cutmix=inf is not a finite number; 0 turns it off"),
     ({"crop_area": (0.0, 1.0)}, "crop_area=(0.0, 1.0) is not two fractions in (0, 1], the smaller first"),
     ({"crop_area": (0.8, 0.2)}, "crop_area=(0.8, 0.2) is not two fractions in (0, 1], the smaller first"),
     ({"colour_jitter": (0.4, 0.4, 0.4, 0.6)}, "colour_jitter=(0.4, 0.4, 0.4, 0.6) is not brightness, contrast and "
      "saturation in [0, 1] and hue in [0, 0.5]"),
     ({"colour_jitter": (0.4, -0.4, 0.4, 0.1)}, "colour_jitter=(0.4, -0.4, 0.4, 0.1) is not brightness, contrast and "
      "saturation in [0, 1] and hue in [0, 0.5]"),
-    ({"shift": -2, "erase": -1.0}, "shift=-2 is negative; 0 means none\nerase=-1.0 is not in [0, 1]"),
+    ({"shift": -2, "erase": -1.0}, "shift=-2 is less than 0; 0 means none\nerase=-1.0 is not in [0, 1]"),
 ]  # fmt: skip
 
 

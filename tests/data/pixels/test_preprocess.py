@@ -278,14 +278,14 @@ def test_normalise_leaves_the_pixels_and_reaches_from_minus_1_to_1() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"image_size": (0, 4)}, "image_size=(0, 4) must be at least 1"),
-        ({"image_size": (4, -1)}, "image_size=(4, -1) must be at least 1"),
-        ({"channels": 4}, "channels=4 is not one of 1 (grey), 3 (RGB)"),
+        ({"image_size": (0, 4)}, "image_size=(0, 4) is less than 1"),
+        ({"image_size": (4, -1)}, "image_size=(4, -1) is less than 1"),
+        ({"channels": 4}, "channels=4 is not one of 1, 3; 1 is grey, and 3 is RGB"),
         ({"crop_share": 0.0}, "crop_share=0.0 is not in (0, 1]"),
         ({"crop_share": 1.01}, "crop_share=1.01 is not in (0, 1]"),
         ({"crop_share": math.nan}, "crop_share=nan is not in (0, 1]"),
-        ({"pad_value": (256,)}, "pad_value=(256,) is not in 0 to 255"),
-        ({"pad_value": (0, -1, 0)}, "pad_value=(0, -1, 0) is not in 0 to 255"),
+        ({"pad_value": (256,)}, "pad_value=256 is not in [0, 255]"),
+        ({"pad_value": (0, -1, 0)}, "pad_value=-1 is not in [0, 255]"),
         ({"pad_value": (0, 0)}, "pad_value=(0, 0) needs 1 number, or one for each of 3 channels"),
         (
             {"interpolation": "area", "antialias": False},

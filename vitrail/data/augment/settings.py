@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -27,7 +27,7 @@ from vitrail.data.batch import Batch, Crop
 from vitrail.data.pixels.geometry import Placement
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
-from vitrail.settings import Effect, one_of, setting
+from vitrail.settings import Effect, problems, raise_problems, setting
 
 Preset = Literal[
     "none", "light1", "light2", "medium1", "medium2", "strong1", "strong2", "bp",
@@ -95,16 +95,19 @@ class Augment:
     size is cut out of each (BiT, 1912.11370). By default no such box is cut."""
     flip: bool = True
     """Mirror half of the images left to right."""
-    shift: int = 0
+    shift: int = setting(0, least=0, advice="0 means none")
     """Largest random shift in pixels, horizontally and vertically. Empty borders repeat the nearest pixel of the
     image."""
     colour_jitter: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     """Strength of the random changes of brightness, contrast, saturation and hue. The first three are fractions from 0
     to 1. The fourth, from 0 to 0.5, is the largest rotation of the hue as a fraction of the colour circle."""
-    randaugment_layers: int | None = None
+    randaugment_layers: int | None = setting(None, least=0, advice="0 means none")
     """Number of RandAugment operations per image; 0 turns RandAugment off."""
     randaugment_magnitude: float | None = setting(
-        None, effect=Effect(lambda own: own.settings.randaugment_layers > 0, "with --randaugment-layers")
+        None,
+        effect=Effect(lambda own: own.settings.randaugment_layers > 0, "with --randaugment-layers"),
+        least=0,
+        most=30,
     )
     """Strength of the RandAugment operations, 0 to 30. By default 10."""
     randaugment_rule: RandAugmentRule | None = setting(
@@ -112,48 +115,36 @@ class Augment:
     )
     """Code that RandAugment's operations follow. pillow (the default): shifts and boxes are proportional to the image.
     big-vision: exactly as in big_vision, with shifts and boxes of a fixed number of pixels."""
-    erase: float = 0.0
+    erase: float = setting(0.0, least=0, most=1)
     """Probability that a random box of the image turns grey (random erasing, 1708.04896). The box's sides are 10 to
     40 % of the image's sides."""
-    mixup: float | None = None
+    mixup: float | None = setting(None, least=0, below=math.inf, advice="0 turns it off")
     """Alpha of the Beta(alpha, alpha) distribution of the mixup weights; 0 turns mixup off."""
     mixup_per: MixupPer | None = setting(None, effect=Effect(lambda own: own.settings.mixup > 0, "with --mixup"))
     """Draw one mixup weight per sample (the default) or, as in the papers' code, one per batch."""
-    cutmix: float = 0.0
+    cutmix: float = setting(0.0, least=0, below=math.inf, advice="0 turns it off")
     """Alpha of CutMix, which pastes a box of another image; 0 turns it off. If mixup is on too, each image gets mixup
     or CutMix with equal probability."""
 
     def __post_init__(self) -> None:
-        problems = list(
-            one_of(self, preset=Preset, crop_rule=CropRule, randaugment_rule=RandAugmentRule, mixup_per=MixupPer)
-        )
-        if self.shift < 0:
-            problems.append(f"shift={self.shift} is negative; 0 means none")
-        if self.randaugment_layers is not None and self.randaugment_layers < 0:
-            problems.append(f"randaugment_layers={self.randaugment_layers} is negative; 0 means none")
-        if not 0 <= self.erase <= 1:
-            problems.append(f"erase={self.erase} is not in [0, 1]")
-        if self.randaugment_magnitude is not None and not 0 <= self.randaugment_magnitude <= 30:
-            problems.append(f"randaugment_magnitude={self.randaugment_magnitude} is not in [0, 30]")
-        for name in ("mixup", "cutmix"):
-            if (alpha := getattr(self, name)) is not None and not 0 <= alpha < math.inf:
-                problems.append(f"{name}={alpha} must be 0 or more; 0 turns it off")
+        raise_problems(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        yield from problems(self)
         if self.crop_area is not None and not 0 < self.crop_area[0] <= self.crop_area[1] <= 1:
-            problems.append(f"crop_area={self.crop_area} is not two fractions in (0, 1], the smaller first")
+            yield f"crop_area={self.crop_area} is not two fractions in (0, 1], the smaller first"
         if self.crop_from is not None and self.settings.crop_area is not None:
-            problems.append(
+            yield (
                 f"crop_from={self.crop_from} and crop_area={self.settings.crop_area} both cut boxes out of images; "
                 "choose one"
             )
         if len(self.colour_jitter) != 4 or not (
             all(0 <= strength <= 1 for strength in self.colour_jitter) and self.colour_jitter[3] <= 0.5
         ):
-            problems.append(
+            yield (
                 f"colour_jitter={self.colour_jitter} is not brightness, contrast and saturation in [0, 1] and hue in "
                 "[0, 0.5]"
             )
-        if problems:
-            raise ConfigError("\n".join(problems))
 
     @functools.cached_property
     def settings(self) -> Settings:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from vitrail.data.pixels.decode import Opened, decode, open_image, pixel_limit
 from vitrail.data.pixels.geometry import Box, Placement, Resize, place, place_like_big_vision
 from vitrail.errors import ConfigError, UndecodableImage
+from vitrail.settings import problems, raise_problems, setting
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "area"]
 
@@ -68,17 +70,17 @@ class Preprocess:
     if a field is out of its range.
     """
 
-    image_size: tuple[int, int]
+    image_size: tuple[int, int] = setting(least=1)
     """Height and width in pixels of the images that the network receives."""
-    channels: int = 3
+    channels: int = setting(3, choices=(1, 3), advice="1 is grey, and 3 is RGB")
     """Number of channels to which images are converted: 3 for RGB or 1 for grey."""
     resize: Resize = "squash"
     """Method of resizing to --image-size: "squash" ignores the aspect ratio, "crop" keeps it and cuts out the centre,
     and "pad" keeps it and fills the borders."""
-    crop_share: float = 1.0
+    crop_share: float = setting(1.0, above=0, most=1)
     """Fraction of the scaled image's side that the centre crop keeps. For example, 0.875 scales to 256 pixels and crops
     to 224."""
-    pad_value: tuple[int, ...] = (255,)
+    pad_value: tuple[int, ...] = setting((255,), least=0, most=255)
     """Grey level or colour of the borders that "pad" adds, 0 to 255: one number for all channels, or one per
     channel."""
     interpolation: Interpolation = "bilinear"
@@ -100,41 +102,21 @@ class Preprocess:
     [-1, 1]."""
 
     def __post_init__(self) -> None:
-        if problems := self._problems():
-            raise ConfigError("\n".join(problems))
+        raise_problems(self._problems())
 
-    def _problems(self) -> list[str]:
-        problems = []
-        if min(self.image_size) < 1:
-            problems.append(f"image_size={self.image_size} must be at least 1")
-        if self.channels not in (1, 3):
-            problems.append(f"channels={self.channels} is not one of 1 (grey), 3 (RGB)")
-        for name, choices in (("resize", Resize), ("interpolation", Interpolation), ("resampler", Resampler)):
-            if getattr(self, name) not in get_args(choices):
-                allowed = ", ".join(map(repr, get_args(choices)))
-                problems.append(f"{name}={getattr(self, name)!r} is not one of {allowed}")
-        if not 0 < self.crop_share <= 1:
-            problems.append(f"crop_share={self.crop_share} is not in (0, 1]")
+    def _problems(self) -> Iterator[str]:
+        yield from problems(self)
         for name in ("mean", "std", "pad_value"):
             if len(getattr(self, name)) not in (1, self.channels):
-                problems.append(
-                    f"{name}={getattr(self, name)} needs 1 number, or one for each of {self.channels} channels"
-                )
-        if not all(0 <= value <= 255 for value in self.pad_value):
-            problems.append(f"pad_value={self.pad_value} is not in 0 to 255")
+                yield (f"{name}={getattr(self, name)} needs 1 number, or one for each of {self.channels} channels")
         if not all(0 < value < math.inf for value in self.std) or not all(map(math.isfinite, self.mean)):
-            problems.append(f"mean={self.mean} and std={self.std} must be finite, and std above 0")
+            yield f"mean={self.mean} and std={self.std} must be finite, and std above 0"
         if not self.antialias and self.interpolation == "area":
-            problems.append("interpolation='area' averages pixels, which antialias=False forbids")
+            yield "interpolation='area' averages pixels, which antialias=False forbids"
         if self.scaled_decode and (not self.antialias or self.interpolation == "nearest"):
-            problems.append(
-                "scaled_decode=True averages pixels, which interpolation='nearest' and antialias=False forbid"
-            )
+            yield ("scaled_decode=True averages pixels, which interpolation='nearest' and antialias=False forbid")
         if self.scaled_decode and self.resampler != "pillow":
-            problems.append(
-                f"scaled_decode=True changes pixels, so it excludes resampler={self.resampler!r}; choose one"
-            )
-        return problems
+            yield (f"scaled_decode=True changes pixels, so it excludes resampler={self.resampler!r}; choose one")
 
     def with_geometry(self, geometry: Geometry) -> Preprocess:
         """Return the preprocessing with the resizing and cropping of the original code. The image size, the channels,
