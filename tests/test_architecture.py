@@ -100,7 +100,7 @@ def test_a_module_only_defines(trees: dict[Path, ast.Module]) -> None:
 def test_importing_everything_touches_nothing() -> None:
     script = """
 import importlib, pkgutil, sys
-import torch, rich.console, rich.progress, safetensors.torch, dacite, PIL.Image
+import torch, rich.console, rich.progress, safetensors.torch, PIL.Image
 import torch.distributed.checkpoint.state_dict_saver, torch.distributed.checkpoint.state_dict_loader
 def watch(event, arguments):
     if event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"):

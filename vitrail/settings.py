@@ -12,13 +12,14 @@ import math
 import re
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from numbers import Integral
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import dacite
-
 from vitrail.errors import ConfigError, nearest
+
+UNIONS = (Union, types.UnionType)
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -153,7 +154,7 @@ def _limited(cls: Any) -> tuple[tuple[str, str, Any, Mapping[str, Any]], ...]:
 
 def without_none(kind: Any) -> tuple[Any, bool]:
     """Return a type without None, and True if None was one of its alternatives."""
-    if get_origin(kind) not in (Union, types.UnionType):
+    if get_origin(kind) not in UNIONS:
         return kind, False
     kinds = [each for each in get_args(kind) if each is not type(None)]
     return (kinds[0] if len(kinds) == 1 else Union[tuple(kinds)]), len(kinds) < len(get_args(kind))  # noqa: UP007
@@ -194,17 +195,19 @@ def from_plain(cls: type[T], values: Any) -> T:
     """
     if not isinstance(values, dict):
         raise ConfigError(f"{cls.__name__} must be an object of named fields, not {type(values).__name__}")
-    try:
-        return dacite.from_dict(cls, _tuples(values), dacite.Config(strict=True, type_hooks={int: _int, float: _float}))
-    except dacite.UnexpectedDataError as error:
-        unknown = str(min(error.keys, key=str))
-        raise ConfigError(f"unknown field {unknown!r}; {nearest(unknown, _field_names(cls))}") from None
-    except dacite.MissingValueError as error:
-        raise ConfigError(f"{error.field_path} is missing, and {cls.__name__} has no default for it") from None
-    except dacite.WrongTypeError as error:
-        raise ConfigError(f"{error.field_path}={error.value!r} is not {_noun(error.field_type)}") from None
-    except (dacite.DaciteError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{cls.__name__}: {error}") from None
+    return _object(cls, _tuples(values), "")
+
+
+def from_word(kind: Any, word: str) -> Any:
+    """Return the value of a type that a word of the command line states. Raise `ValueError` for any other word."""
+    for one in get_args(kind) if get_origin(kind) in UNIONS else (kind,):
+        for choice in get_args(one) if get_origin(one) is Literal else ():
+            if str(choice) == word:
+                return choice
+        if get_origin(one) is not Literal:
+            with suppress(ValueError):
+                return one(word)
+    raise ValueError(f"{word!r} is not {_noun(kind, str)}")
 
 
 def byte_count(text: str, field: str) -> int:
@@ -234,34 +237,69 @@ def _field_names(cls: Any) -> list[str]:
     return names
 
 
-class _Boolean:
-    """Wrapper that makes dacite refuse booleans as numbers. Python accepts True and False as numbers."""
-
-    def __init__(self, value: bool) -> None:
-        self.value = value
-
-    def __repr__(self) -> str:
-        return repr(self.value)
-
-
-def _int(value: Any) -> Any:
-    return _Boolean(value) if isinstance(value, bool) else value
-
-
-def _float(value: Any) -> Any:
-    """Return a whole number as a float, because other JSON writers may write 1.0 as 1."""
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else _int(value)
+def _object(cls: Any, values: dict[str, Any], place: str) -> Any:
+    """Return a dataclass from the values of its fields. The names of the fields follow `place` in messages."""
+    kinds, found = get_type_hints(cls), {}
+    fields = {item.name: item for item in dataclasses.fields(cls)}
+    if unknown := sorted(map(str, values.keys() - fields.keys())):
+        raise ConfigError(f"unknown field {unknown[0]!r}; {nearest(unknown[0], _field_names(cls))}")
+    for name, item in fields.items():
+        if name in values:
+            found[name] = _read(kinds[name], values[name], place + name)
+        elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{place}{name} is missing, and {cls.__name__} has no default for it")
+    return cls(**found)
 
 
-def _noun(kind: Any) -> str:
-    """Return the name of a field's type for a message."""
+def _read(kind: Any, value: Any, place: str) -> Any:
+    """Return a JSON value as a value of a type. Raise `ConfigError` if it is of another type."""
+    if get_origin(kind) in UNIONS:
+        kind = next((one for one in get_args(kind) if _fits(one, value)), kind)
+    if not _fits(kind, value):
+        raise ConfigError(f"{place}={value!r} is not {_noun(kind)}")
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        return _object(kind, value, f"{place}.")
+    inner = get_args(kind)
+    if inner and isinstance(value, tuple):
+        return tuple(_read(one, each, place) for one, each in zip(_each(inner, value), value, strict=True))
+    if inner and isinstance(value, dict):
+        return {name: _read(inner[1], each, f"{place}.{name}") for name, each in value.items()}
+    return float(value) if kind is float else value
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    """Return True if a JSON value has a type. The fields of dataclasses and the values of objects are not examined."""
+    inner, origin = get_args(kind), get_origin(kind)
+    if kind is Any:
+        return True
+    if origin in UNIONS:
+        return any(_fits(one, value) for one in inner)
+    if origin is Literal:
+        return any(value == one and type(value) is type(one) for one in inner)
+    if isinstance(value, bool):  # which Python accepts as a number
+        return kind is bool
+    if origin is tuple:
+        kinds = _each(inner, value) if isinstance(value, tuple) else ()
+        return isinstance(value, tuple) and len(kinds) == len(value) and all(map(_fits, kinds, value))
+    if kind is float:  # other writers of JSON may write 1.0 as 1
+        return isinstance(value, int | float)
+    return isinstance(value, origin or kind) or (dataclasses.is_dataclass(kind) and isinstance(value, dict))
+
+
+def _each(kinds: Sequence[Any], values: Sequence[Any]) -> Sequence[Any]:
+    """Return the types of the values of a tuple."""
+    return [kinds[0]] * len(values) if kinds[-1] is ... else kinds
+
+
+def _noun(kind: Any, shown: Callable[[Any], str] = repr) -> str:
+    """Return the name of a field's type for a message, with choices as `shown`."""
     if kind in NOUNS:
         return NOUNS[kind][0]
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
-        return f"one of {', '.join(map(repr, inner))}"
-    if origin in (Union, types.UnionType):
-        return " or ".join("null" if one is type(None) else _noun(one) for one in inner)
+        return f"one of {', '.join(map(shown, inner))}"
+    if origin in UNIONS:
+        return " or ".join("null" if one is type(None) else _noun(one, shown) for one in inner)
     if origin is tuple:
         count = "" if inner[-1] is Ellipsis else f"{len(inner)} "
         return f"a list of {count}{NOUNS[inner[0]][1] if inner[0] in NOUNS else f'items, each {_noun(inner[0])}'}"

@@ -365,7 +365,7 @@ def test_the_settings_of_an_evaluator_of_ones_own_are_options(
             ("--by", "accuracy,knn", "--k", "9", "99"),
             "--k: 99 exceeds the number of labelled training images, 27; choose fewer neighbours",
         ),
-        (("--by", "fewshot", "--seeds", "0"), "evaluator fewshot: --seeds 0 is less than 1"),
+        (("--by", "fewshot", "--seeds", "0"), "--seeds: 0 is less than 1"),
         (("--cache", "x", "--no-cache"), "--cache and --no-cache exclude each other"),
         (("--strict",), "--strict: only the tasks of a --suite can be skipped"),
         (

@@ -41,7 +41,7 @@ from vitrail.settings import setting
 class BenchData:
     """Options of `vitrail bench data`."""
 
-    data: str = setting(setting("", argument="[SPEC]"), metavar="SPEC")
+    data: str = setting("", argument="[SPEC]")
     """Data set to read. By default generated images of 500 x 375 pixels, as a folder, as shards and as Parquet."""
     images: int = setting(512, least=1)
     """Images per round."""

@@ -46,7 +46,7 @@ MOST_SHOWN = 3
 class Check:
     """Options of `vitrail data check`."""
 
-    data: str = setting(setting(argument="SPEC"), metavar="SPEC")
+    data: str = setting(argument="SPEC")
     """Data set, in any form that `vitrail train --data` accepts."""
     numbers: tuple[str, ...] = setting((), commas=True)
     """Numeric columns of a table that are the targets instead of classes, such as --numbers age height."""
@@ -232,7 +232,7 @@ SHOWN = 10
 class Pack:
     """Options of `vitrail data pack`."""
 
-    data: str = setting(setting(argument="SPEC"), metavar="SPEC")
+    data: str = setting(argument="SPEC")
     """Data set, in any form that `vitrail train --data` accepts."""
     destination: Path = setting(argument="DST")
     """Folder for the shards. It must be new, empty, or left by the same command when it was stopped."""

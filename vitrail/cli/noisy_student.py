@@ -215,7 +215,7 @@ def _folder(config: NoisyStudentConfig) -> Path:
 class Label:
     """Options of `vitrail data label`."""
 
-    data: str = setting(setting(argument="SPEC"), metavar="SPEC")
+    data: str = setting(argument="SPEC")
     """Images to label, in any form that `vitrail train --data` accepts, or a folder of images without classes. The
     training images are labelled; their own labels are not used."""
     teacher: str

@@ -18,7 +18,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from vitrail.errors import ConfigError, UserError, nearest
-from vitrail.settings import problem_of, raise_problems, setting, without_none
+from vitrail.settings import from_word, problem_of, raise_problems, setting, without_none
 from vitrail.training.schedule import Duration
 
 Options = Mapping[str, Any]
@@ -462,43 +462,15 @@ def convert(option: Option, values: Sequence[str]) -> Any:
     try:
         if get_origin(option.kind) is not tuple:
             (value,) = values
-            return _value(option.kind, value)
+            return from_word(option.kind, value)
         kinds = get_args(option.kind)
         if kinds[-1] is ...:
             if "commas" in option.facts:
                 values = [word for value in values for word in value.split(",") if word]
-            return tuple(_value(kinds[0], value) for value in values)
-        return tuple(_value(kind, value) for kind, value in zip(kinds, values, strict=True))
+            return tuple(from_word(kinds[0], value) for value in values)
+        return tuple(from_word(kind, value) for kind, value in zip(kinds, values, strict=True))
     except ValueError as error:
         raise ConfigError(f"{option.label}: {error}") from None
-
-
-def _value(kind: Any, text: str) -> Any:
-    """Convert one word to a type. Raise `ValueError` with the broken rule if that is impossible."""
-    if get_origin(kind) is Literal:
-        choices = {str(choice): choice for choice in get_args(kind)}
-        if text not in choices:
-            raise ValueError(f"{text!r} is not one of {', '.join(choices)}")
-        return choices[text]
-    if get_origin(kind) in (Union, UnionType):
-        return _first_that_fits(get_args(kind), text)
-    if kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            raise ValueError(f"{text!r} is not a {'whole number' if kind is int else 'number'}") from None
-    assert kind in (str, Path), f"the command line has no values of type {kind}"
-    return kind(text)
-
-
-def _first_that_fits(kinds: Sequence[Any], text: str) -> Any:
-    problems = []
-    for kind in kinds:
-        try:
-            return _value(kind, text)
-        except ValueError as error:
-            problems.append(str(error).removeprefix(f"{text!r} is "))
-    raise ValueError(f"{text!r} is {' and '.join(problems)}")
 
 
 def shown(value: object) -> str:

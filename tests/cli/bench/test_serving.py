@@ -19,7 +19,7 @@ from vitrail.cli import main
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--clients", "0"], "--clients: 0 has a value that is not above 0"),
+        (["--clients", "0"], "--clients: 0 is not above 0"),
         (["--clients", "--rates"], "leave nothing to measure"),
         (["--against", "naive,litserv"], "--against: 'litserv' is not a server; nearest: litserve"),
         (["--against", "litserve"], "--against litserve: ModuleNotFoundError: No module named 'litserve'. Install"),

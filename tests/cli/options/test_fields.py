@@ -78,7 +78,7 @@ def test_words_become_values(name: str, typed: list[str], value: Any) -> None:
         ("kind", ["c"], "--kind: 'c' is not one of a, b"),
         ("names", ["x", "z"], "--names: 'z' is not one of x, y"),
         ("size", ["4", "6.5"], "--size: '6.5' is not a whole number"),
-        ("rate", ["fast"], "--rate: 'fast' is not a number and not one of auto"),
+        ("rate", ["fast"], "--rate: 'fast' is not a number or one of auto"),
     ],
 )
 def test_words_that_do_not_fit(name: str, typed: list[str], message: str) -> None:
