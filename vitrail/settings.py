@@ -49,6 +49,8 @@ def setting(
     metavar: str | None = None,
     commas: bool | None = None,
     may_be_empty: bool | None = None,
+    excludes: str | None = None,
+    needs: tuple[str, str] | None = None,
     effect: Effect | None = None,
     on_resume: str | None = None,
     of_machine: bool | None = None,
@@ -63,7 +65,8 @@ def setting(
 
     On the command line, `argument` is the name of a value that is given without the name of an option, and `metavar`
     the placeholder of the value of an option. A tuple with `commas` also accepts its values
-    separated by commas, and one that `may_be_empty` can be given without values.
+    separated by commas, and one that `may_be_empty` can be given without values. A setting `excludes` another
+    one, or `needs` one, which is named with the message if it is not given.
 
     `effect` is the condition under which the setting does something. `on_resume` says whether the setting may change
     when a run is resumed: "free" if it changes no number, else what a change means, which the user has to allow. By

@@ -51,7 +51,7 @@ class Evaluate:
     """Numeric columns of a table to measure instead of classes. By default the columns that the model predicts."""
     suite: str = ""
     """Suite of tasks to measure instead of one data set: vtab-1k, paper-table-5, fewshot, offline, or a TOML file."""
-    strict: bool = False
+    strict: bool = setting(False, needs=("suite", "only the tasks of a --suite can be skipped; name a suite"))
     """Fail if a task of the suite cannot be measured. By default the task is skipped."""
     split: Literal["held-out", "train", "validation", "test", "all"] = "held-out"
     """Split to measure. held-out is the test split if there is one, else the images that training holds out for
@@ -82,7 +82,7 @@ class Evaluate:
     precision: Literal["auto", "int8", "bf16", "float32"] | None = None
     """Number format of matrix products. The default is the model's own, usually float32. Features use bf16 by default
     if it hardly changes them."""
-    cache: Path | None = None
+    cache: Path | None = setting(None, excludes="no_cache")
     """Folder that keeps extracted features for later commands. By default $VITRAIL_DATA/features or
     ~/.cache/vitrail/features."""
     no_cache: bool = False
@@ -326,14 +326,10 @@ HAVE_NUMBERS = ("linear", "knn")
 def check_options(options: Evaluate, given: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for options that exclude each other or have no effect, and `DataError` for
     a file of labels or names that cannot be read. Neither the model nor the data is read."""
-    if options.no_cache and options.cache is not None:
-        raise ConfigError("--cache and --no-cache exclude each other; give only one of them")
     check_reduction(options.reduce_tokens, given)
     if not options.suite:
         if not options.data:
             raise ConfigError("--data is missing: name a data set, or a suite of tasks with --suite")
-        if options.strict:
-            raise ConfigError("--strict: only the tasks of a --suite can be skipped; name a suite")
         _check_images(options)
         _check_evaluators(options, given)
         return

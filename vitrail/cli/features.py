@@ -63,7 +63,7 @@ class Nearest:
     """Model that computed the features. The default is the path or name that the features record."""
     device: str = setting("auto", metavar="DEVICE")
     """Device to run on: auto, cpu, cuda or cuda:N."""
-    csv: bool = False
+    csv: bool = setting(False, excludes="json")
     """Print CSV: a header, and one line per neighbour with both paths, the rank, the cosine and the label."""
     json: bool = False
     """Print one line of JSON per image, with its path and its neighbours."""
@@ -106,8 +106,6 @@ class _Stored:
 
 def run_nearest(call: Call) -> int:
     options = Nearest(**call.options)
-    if options.csv and options.json:
-        raise ConfigError("--csv and --json exclude each other; give only one of them")
     paths = image_paths(options.images)
     folders = feature_folders(options.features)
     stored = _stored(folders)
@@ -287,7 +285,7 @@ class Embed:
     precision: Precision = "auto"
     """Number format of matrix products. auto is bf16 if the processor has units for it and the features of a few images
     hardly change, else float32."""
-    cache: Path | None = None
+    cache: Path | None = setting(None, excludes="no_cache")
     """Folder that keeps extracted features for later commands. By default $VITRAIL_DATA/features or
     ~/.cache/vitrail/features."""
     no_cache: bool = False
@@ -325,8 +323,6 @@ def run_embed(call: Call) -> int:
 
 
 def _embed(options: Embed, processes: Processes) -> int:
-    if options.no_cache and options.cache is not None:
-        raise ConfigError("--cache and --no-cache exclude each other; give only one of them")
     if options.format == "parquet":
         parquet_library()
     console = Console(stderr=options.json, highlight=False, soft_wrap=True)

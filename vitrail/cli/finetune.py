@@ -17,6 +17,7 @@ from vitrail.cli.console import ConsoleDisplay
 from vitrail.cli.evaluate import suite_table
 from vitrail.cli.options import Call, Command, Example, Option, flag
 from vitrail.cli.run_options import (
+    ResumeOptions,
     check_effects,
     common_options,
     default_texts,
@@ -59,7 +60,7 @@ ARCHITECTURE = tuple(name for name in ("variant", *override_fields()) if name no
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finetune:
+class Finetune(ResumeOptions):
     """Options of `vitrail finetune` that are not settings of the run."""
 
     model: str = setting("", argument="MODEL")
@@ -77,15 +78,10 @@ class Finetune:
     budget: str | None = None
     """Time of the whole command: 90s, 3m, 1h, or quick or best (0.4 and 4 times the default). The default is 4 minutes
     of training for 300 images and 10 for 5,000."""
-    resume: Path | None = None
-    """Folder of a run to continue, or to extend with --epochs or --steps."""
-    allow: str = ""
-    """Settings that the run of --resume may change, separated by commas: data, device, precision and others that change
-    only rounding (docs/runs.md)."""
     suite: str = ""
     """Suite of tasks to fine-tune on, one after the other: vtab-1k, paper-table-5, fewshot, offline, or a TOML file.
     --data is then a folder that can hold a folder of data per task, and --name is the folder of all runs."""
-    strict: bool = False
+    strict: bool = setting(False, needs=("suite", "only the tasks of a --suite can be skipped; name a suite"))
     """Fail if a task of the suite cannot be used. By default the task is skipped."""
 
 
@@ -140,13 +136,9 @@ def main(call: Call) -> int:
     given = call.options
     if "budget" in given and "suite" in given:
         raise ConfigError("--budget: every task of a --suite has its own length; leave --budget out")
-    if "strict" in given and "suite" not in given:
-        raise ConfigError("--strict: only the tasks of a --suite can be skipped; name a suite")
     try:
         if (folder := given.get("resume")) is not None:
             result = _resumed(folder, given, log, call.started)
-        elif "allow" in given:
-            raise ConfigError("--allow: only a run that --resume continues can change settings; leave --allow out")
         elif "suite" in given:
             return _suite(given, console, log)
         else:

@@ -55,7 +55,9 @@ class Optimize:
     """Images per batch when time is measured."""
     device: str = setting("auto", metavar="DEVICE")
     """Device to run on: auto, cpu, cuda or cuda:N."""
-    overwrite: bool = False
+    overwrite: bool = setting(
+        False, needs=("out", "nothing is written without --out; add --out, or leave --overwrite out")
+    )
     """Replace an earlier model at --out. A folder with any other files is never replaced."""
     json: bool = False
     """Print JSON instead of a table."""
@@ -113,13 +115,11 @@ def main(call: Call) -> int:
 
 
 def _check(options: Optimize) -> float:
-    """Return the budget in seconds. Raise `ConfigError` if it is no time or --overwrite has no effect, and
-    `DestinationError` if the model must not be written. Neither the model nor the data is read."""
+    """Return the budget in seconds. Raise `ConfigError` if it is no time, and `DestinationError` if the model must not
+    be written. Neither the model nor the data is read."""
     from vitrail.transfer.facts import seconds_of
     from vitrail.weights.saved import check_model_folder
 
-    if options.overwrite and options.out is None:
-        raise ConfigError("--overwrite: nothing is written without --out; add --out, or leave --overwrite out")
     if options.out is not None:
         check_model_folder(options.out, overwrite=options.overwrite)
     return seconds_of(options.budget, USUAL_BUDGET)

@@ -141,7 +141,7 @@ class Command:
         by_name = {**by_name, **self.depends(given | typed_as)}
         for name, values in values_of.items():
             given[name] = values if isinstance(values, bool) else convert(by_name[name], values)
-        raise_problems(by_name[name].problem(value) for name, value in given.items())
+        raise_problems(problem for name in given for problem in _problems(by_name[name], given))
         if "max_pixels" in given and by_name["max_pixels"].owner is ImageChoice:
             from vitrail.data.pixels.decode import allow_pixels
 
@@ -236,6 +236,17 @@ def _parser(options: Mapping[str, Option]) -> argparse.ArgumentParser:
             nargs: Any = "*" if option.arity is None else option.arity
             parser.add_argument(flag(option.name), dest=option.name, nargs=nargs)
     return parser
+
+
+def _problems(option: Option, given: Options) -> Iterator[str]:
+    """Yield a message if the value of an option is not allowed, or does not go with the other typed options."""
+    yield option.problem(given[option.name])
+    is_on = given[option.name] not in (None, False, "")
+    if is_on and given.get(other := option.facts.get("excludes", "")):
+        yield f"{option.label} and {flag(other)} exclude each other; give only one of them"
+    needed, reason = option.facts.get("needs", ("", ""))
+    if is_on and needed and not given.get(needed):
+        yield f"{option.label}: {reason}"
 
 
 def _with_choice(given: dict[str, Any]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Predict:
     precision: Precision | None = None
     """Number format of matrix products. The default is the model's own, usually float32. auto is bf16 if the processor
     has units for it. int8 needs a CPU with VNNI."""
-    csv: bool = False
+    csv: bool = setting(False, excludes="json")
     """Print CSV: a header, and one line per image with its path, its most probable classes and their probabilities."""
     json: bool = False
     """Print one line of JSON per image, with its path and the probabilities of its classes."""
@@ -71,8 +71,6 @@ COMMAND = Command(
 
 def main(call: Call) -> int:
     options = Predict(**call.options)
-    if options.csv and options.json:
-        raise ConfigError("--csv and --json exclude each other; give only one of them")
     paths = image_paths(options.images)
     bundle = load(options.model, device=options.device, image_size=options.image_size)
     top = _top(options, bundle)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from vitrail.cli.options import Option, flag, options_of, shown
@@ -12,7 +13,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.variants import ModelConfig, override_fields
 from vitrail.models.vit_config import ViTConfig
-from vitrail.settings import facts, without_none
+from vitrail.settings import facts, setting, without_none
 from vitrail.tasks import TASKS
 from vitrail.tasks.regression import Regression
 from vitrail.tasks.task import Task
@@ -102,6 +103,19 @@ def setting_text(name: str, value: Any) -> str:
     return f"{flag(name)} {shlex.join(map(str, words))}"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResumeOptions:
+    """Options of the commands that can continue a run."""
+
+    resume: Path | None = None
+    """Folder of a run to continue, or to extend with --epochs or --steps."""
+    allow: str = setting(
+        "", needs=("resume", "only a run that --resume continues can change settings; leave --allow out")
+    )
+    """Settings that the run of --resume may change, separated by commas: data, device, precision and others that change
+    only rounding (docs/runs.md)."""
+
+
 def resume_options(given: Mapping[str, Any], labels: Mapping[str, Option]) -> dict[str, Any]:
     """Return the arguments of `vitrail.resume` that are given: a new length, the time, the changed settings and the
     names of --allow. Raise `ConfigError` if --resume is combined with a setting that a run keeps."""
@@ -122,8 +136,6 @@ def resume_options(given: Mapping[str, Any], labels: Mapping[str, Option]) -> di
 def check_effects(given: Mapping[str, Any], config: TrainConfig, *, by_user: bool = False) -> None:
     """Raise `ConfigError` if a typed option has no effect in a run with this config. With `by_user`, consider only
     conditions that no rule decides about."""
-    if "steps" in given and "epochs" in given:
-        raise ConfigError("--steps and --epochs exclude each other; give only one of them")
     for section in dataclasses.fields(config):
         settings = getattr(config, section.name)
         for name, effect in facts(type(settings), "effect").items():

@@ -16,6 +16,7 @@ from rich.table import Table
 from vitrail.cli.console import ConsoleDisplay
 from vitrail.cli.options import Call, Command, Example, Option
 from vitrail.cli.run_options import (
+    ResumeOptions,
     check_effects,
     common_options,
     default_texts,
@@ -43,18 +44,13 @@ from vitrail.weights.bundle import Bundle, Prediction
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
+class Train(ResumeOptions):
     """Options of `vitrail train` that are not settings of the run."""
 
     recipe: str = setting("", argument="[RECIPE]")
     """Recipe to start from; vitrail recipes lists all. The default is demo, or settings chosen from --data."""
     budget: str | None = None
     """Time of the training, such as 90s, 3m or 1h, if settings are chosen from the data. Default: 5m."""
-    resume: Path | None = None
-    """Folder of a run to continue, or to extend with --epochs or --steps."""
-    allow: str = ""
-    """Settings that the run of --resume may change, separated by commas: data, device, precision and others that change
-    only rounding (docs/runs.md)."""
     like: Path | None = None
     """Folder of a run whose settings and data are used again in a new run. Options on the command line replace them."""
     plan: tuple[int, ...] | None = None
@@ -211,8 +207,6 @@ def main(call: Call) -> int:
         elif (folder := call.options.get("resume")) is not None:
             options = resume_options(call.options, COMMAND.known)
             result = resume(folder, **options, log=log, started=call.started)
-        elif "allow" in call.options:
-            raise ConfigError("--allow: only a run that --resume continues can change settings; leave --allow out")
         else:
             # The processes join here, so that an error in the other settings is printed once.
             timeout = call.options.get("process_timeout", RunConfig.process_timeout)

@@ -245,7 +245,7 @@ class RunConfig:
 
     epochs: float = setting(10.0, above=0, below=math.inf)
     """Passes over the training images, unless --steps is given."""
-    steps: int | None = setting(None, least=1)
+    steps: int | None = setting(None, least=1, excludes="epochs")
     """Number of optimizer steps. By default it follows from --epochs."""
     batch_size: int = setting(128, least=1)
     """Images per step."""
