@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from vitrail.bench.workload import Spread
 from vitrail.cli.bench import parse_environments, plain_table
+from vitrail.cli.console import message_console
 from vitrail.cli.options import Call, Command, Example, convert
 from vitrail.cli.run_options import run_options
 from vitrail.errors import ConfigError, Interrupted, nearest
@@ -119,7 +119,7 @@ def main(call: Call) -> int:
         evaluations=options.evaluations,
         device=pick_device(options.device),
     )
-    console = Console(stderr=options.json, highlight=False, soft_wrap=True)
+    console = message_console(options.json)
 
     def show(cell: Cell, result: CellResult) -> None:
         last = result.points[-1]

@@ -83,6 +83,17 @@ def _images_of_table(path: Path) -> Iterator[Path]:
             yield path.parent / source.key(index)
 
 
+def message_console(is_json: bool) -> Console:
+    """Return the console for messages. With --json, standard output is for the JSON alone."""
+    return Console(stderr=is_json, highlight=False, soft_wrap=True)
+
+
+def print_note(console: Console, text: str) -> None:
+    """Print a message that needs the user's attention. Lines wrap at words on terminals; files and pipes get one
+    line."""
+    console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=not console.is_terminal)
+
+
 # The options of commands that can merge or prune tokens.
 
 
@@ -257,8 +268,7 @@ class ConsoleDisplay:
 
     def note(self, text: str) -> None:
         """Show a message that needs the user's attention."""
-        wraps = self.console.is_terminal  # at words; files and pipes get one line
-        self.console.print(self._spell(text), style="yellow", highlight=False, markup=False, soft_wrap=not wraps)
+        print_note(self.console, self._spell(text))
 
     def extracting(self, done: int, total: int) -> None:
         """Show the number of images whose features are computed, if the last line is about ten seconds ago."""

@@ -17,7 +17,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import images_bar
+from vitrail.cli.console import images_bar, print_note
 from vitrail.cli.options import Call, Command, Example
 from vitrail.data.check.findings import Finding, Report, Sizes
 from vitrail.data.check.images import Progress
@@ -154,7 +154,7 @@ def _progress(console: Console) -> Iterator[Progress | None]:
 
 def _show(report: Report, console: Console) -> None:
     for note in report.notes:
-        console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=not console.is_terminal)
+        print_note(console, note)
     console.print(_counts(report))
     if report.sizes is not None:
         _say(console, f"sizes    {_sizes(report.sizes)}")
@@ -269,13 +269,13 @@ def run_pack(call: Call) -> int:
     console = Console()
     splits = open_data(options.data, validation_share=0.0, numbers=options.numbers, unlabelled=options.unlabelled)
     for note in splits.notes:
-        console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=not console.is_terminal)
+        print_note(console, note)
     if has_soft_targets(splits.train):
-        console.print(
+        print_note(
+            console,
             "The pseudo labels are soft, but shards store classes: only the most likely class of each image is packed. "
             "To train on the probabilities, use the folder of labels itself.",
-            style="yellow", highlight=False, soft_wrap=not console.is_terminal,
-        )  # fmt: skip
+        )
     manifest = _pack(splits, options, shard_size, console, call.arguments)
     _report(manifest, options, console)
     return 0

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import check_reduction, images_bar, reduction_of
+from vitrail.cli.console import check_reduction, images_bar, message_console, print_note, reduction_of
 from vitrail.cli.options import Call, Command, Example, Option, flag, options_of
 from vitrail.data.check.images import colour_note, images_of
 from vitrail.data.source import Source, fingerprint, samples_of, subset
@@ -134,7 +134,7 @@ def main(call: Call) -> int:
     own = {field.name for field in fields(Evaluate)}
     options = Evaluate(**{name: value for name, value in call.options.items() if name in own})
     check_options(options, call.options)
-    console = Console(stderr=options.json, highlight=False, soft_wrap=True)
+    console = message_console(options.json)
     keep_freed_memory()
     with join_processes().reporting(), interrupted_by_signals():
         return _suite(options, console) if options.suite else _one(options, call.options, console)
@@ -155,14 +155,9 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> int:
         }
         notes = [(name, note) for name, plan in plans.items() for note in plan.notes]
         if common is not None and common.note:
-            console.print(common.note, style="yellow", markup=False, soft_wrap=not console.is_terminal)
+            print_note(console, common.note)
         for name, note in dict.fromkeys(notes):
-            console.print(
-                f"{name}: {note}" if len(bundles) > 1 else note,
-                style="yellow",
-                markup=False,
-                soft_wrap=not console.is_terminal,
-            )
+            print_note(console, f"{name}: {note}" if len(bundles) > 1 else note)
         rows: dict[str, dict[str, dict[str, Any]]] = {}
         for name, plan in plans.items():
             if len(bundles) > 1:
@@ -170,7 +165,7 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> int:
             rows[name] = plan.measure()
     skipped = {key: reason for plan in plans.values() for key, reason in plan.outputs.skipped.items()}
     for key, reason in skipped.items():
-        console.print(f"skipped {key}: {reason}", style="yellow", markup=False)
+        print_note(console, f"skipped {key}: {reason}")
     if len(bundles) > 1:
         _show_several(rows, options, console)
         return 0
@@ -219,7 +214,7 @@ def _suite(options: Evaluate, console: Console) -> int:
     (name,) = options.models
     bundle = _load(options, name)
     for note in bundle.notes:
-        console.print(COMMAND.note(note), style="yellow", markup=False, soft_wrap=not console.is_terminal)
+        print_note(console, COMMAND.note(note))
     with _Bar(console) as bar:
         outputs = _outputs(bundle, options, console, bar)
         result = run_suite(
@@ -235,7 +230,7 @@ def _suite(options: Evaluate, console: Console) -> int:
     console.print(suite_table(result))
     for row in result.rows:
         if row.reason is not None:
-            console.print(f"skipped {row.task.name}: {row.reason}", style="yellow", markup=False)
+            print_note(console, f"skipped {row.task.name}: {row.reason}")
     return 0
 
 
@@ -263,9 +258,7 @@ def _outputs(bundle: Bundle, options: Evaluate, console: Console, bar: _Bar) -> 
         feature_precision=options.precision or ("float32" if options.suite else "auto"),
         cache=None if options.no_cache else options.cache or default_cache(),
         on_progress=bar.update,
-        on_note=lambda note: console.print(
-            COMMAND.note(note), style="yellow", markup=False, soft_wrap=not console.is_terminal
-        ),
+        on_note=lambda note: print_note(console, COMMAND.note(note)),
         processes=join_processes(),
     )
 

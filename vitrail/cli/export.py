@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vitrail.cli.console import print_note
 from vitrail.cli.evaluate import open_for_head
 from vitrail.cli.options import Call, Command, Example
 from vitrail.data.source import Sample
@@ -143,7 +144,7 @@ def main(call: Call) -> int:
     else:
         console = Console(highlight=False, soft_wrap=True)
         for note in notes:
-            console.print(note, style="yellow", markup=False, soft_wrap=not console.is_terminal)
+            print_note(console, note)
         for part in export_parts(results, seconds):
             console.print(part)
         for failure in failures:
@@ -300,7 +301,7 @@ def run_convert(call: Call) -> int:
         return 0
     console = Console(highlight=False, soft_wrap=True)
     for note in notes:
-        console.print(note, style="yellow", markup=False, soft_wrap=not console.is_terminal)
+        print_note(console, note)
     console.print(f"Written as {options.to}: {options.destination}", markup=False)
     return 0
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import image_paths, images_bar
+from vitrail.cli.console import image_paths, images_bar, message_console, print_note
 from vitrail.cli.options import Call, Command, Example
 from vitrail.data.check.images import colour_note, images_of
 from vitrail.data.pipeline import Readers, queue_bytes
@@ -325,14 +325,14 @@ def run_embed(call: Call) -> int:
 def _embed(options: Embed, processes: Processes) -> int:
     if options.format == "parquet":
         parquet_library()
-    console = Console(stderr=options.json, highlight=False, soft_wrap=True)
+    console = message_console(options.json)
     keep_freed_memory()
     sources, notes = _sources(options)
     targets = processes.on_first(lambda: {split: _target(options, split) for split in sources})
     bundle = load(options.model, device=processes.device_name(options.device), image_size=options.image_size)
     colour = colour_note(images_of(next(iter(sources.values()))), bundle.preprocess.channels)
     for note in (*bundle.notes, *notes, *filter(None, [colour])):
-        console.print(EMBED.note(note), style="yellow", markup=False, soft_wrap=not console.is_terminal)
+        print_note(console, EMBED.note(note))
     console.print(_memory(bundle, options), markup=False)
     summary: dict[str, dict[str, int | str]] = {}
     for split, source in sources.items():
@@ -344,7 +344,7 @@ def _embed(options: Embed, processes: Processes) -> int:
             raise Interrupted(str(stop), tuple(replace)) from None
         processes.on_first(functools.partial(_save, features, targets[split], bundle, split, source, options))
         for item in features.skipped:
-            console.print(f"skipped {item.key}: {item.reason}", style="yellow", markup=False)
+            print_note(console, f"skipped {item.key}: {item.reason}")
         summary[split] = {"images": len(features), "skipped": len(features.skipped), "width": features.width,
                           "written": str(targets[split])}  # fmt: skip
         if not options.json:
@@ -403,9 +403,7 @@ def _extract(
             cache=None if options.no_cache else options.cache or default_cache(),
             processes=processes,
             on_progress=lambda done, total: bar.update(task, completed=done),
-            on_note=lambda note: console.print(
-                f"{split}: {EMBED.note(note)}", style="yellow", markup=False, soft_wrap=not console.is_terminal
-            ),
+            on_note=lambda note: print_note(console, f"{split}: {EMBED.note(note)}"),
         )
         return extract(how, source)
 

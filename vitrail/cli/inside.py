@@ -21,7 +21,7 @@ from vitrail.analysis.pages.explanation import MAX_BYTES, Explainer, write_expla
 from vitrail.analysis.pages.overview_page import OVERVIEW_FILES, headline, overview_as_plain, write_overview
 from vitrail.analysis.similarity import SMALLEST_BATCH
 from vitrail.analysis.tracing import transformer_of
-from vitrail.cli.console import image_paths, images_bar
+from vitrail.cli.console import image_paths, images_bar, message_console, print_note
 from vitrail.cli.evaluate import common_images, open_for_features, open_for_head
 from vitrail.cli.options import Call, Command, Example
 from vitrail.data.batch import Skipped
@@ -206,10 +206,6 @@ class SummaryOptions:
             self.out, files, overwrite=self.overwrite, recognise=lambda folder: (folder / files[0]).is_file()
         )
 
-    def console(self) -> Console:
-        """Return the console for messages. With --json, standard output is for the numbers alone."""
-        return Console(stderr=self.json, highlight=False, soft_wrap=True)
-
     def open(self, bundles: dict[str, Bundle], command: Command, console: Console) -> list[OpenedModel]:
         """Open the data for each model, by name, and print notes. Several models are measured on the same images."""
         common = common_images(bundles, self.data, self.split, None) if len(bundles) > 1 else None
@@ -223,9 +219,9 @@ class SummaryOptions:
             opened.append(OpenedModel(name, bundle, _joined(tuple(found.sources.values())), train))
             notes[name] = [command.note(note) for note in (*bundle.notes, *found.notes)]
         if common is not None and common.note:
-            console.print(common.note, style="yellow", markup=False, soft_wrap=not console.is_terminal)
+            print_note(console, common.note)
         for note in _named(notes):
-            console.print(note, style="yellow", markup=False, soft_wrap=not console.is_terminal)
+            print_note(console, note)
         return opened
 
     def outputs(self, opened: OpenedModel, bar: Progress) -> Outputs:
@@ -243,7 +239,7 @@ class SummaryOptions:
     ) -> None:
         """Print the skipped images, and then the numbers as JSON, or a sentence and the path of the page."""
         for item in skipped:
-            console.print(f"skipped {item.key}: {item.reason}", style="yellow", markup=False)
+            print_note(console, f"skipped {item.key}: {item.reason}")
         if self.json:
             print(json.dumps(plain))
             return
@@ -303,7 +299,7 @@ def run_compare(call: Call) -> int:
     if len(options.models) != 2 or options.models[0] == options.models[1]:
         raise ConfigError(f"MODEL: name two different models to compare, not {' '.join(options.models)}")
     options.check(COMPARISON_FILES)
-    console = options.console()
+    console = message_console(options.json)
     bundles = [load(name, device=options.device) for name in options.models]
     check_comparable(bundles[0], bundles[1])
     opened = options.open(dict(zip(_model_names(options.models), bundles, strict=True)), COMPARE, console)
@@ -375,7 +371,7 @@ def run_report(call: Call) -> int:
     run = run_of(Path(call.options["model"]))
     options = Report(**{**({} if run is None else {"out": run / INSIDE}), **call.options})
     options.check(OVERVIEW_FILES)
-    console = options.console()
+    console = message_console(options.json)
     name = (Path(options.model) if run is None else run.resolve()).name or options.model
     (opened,) = options.open({name: load(options.model, device=options.device)}, REPORT, console)
     with images_bar(console, transient=True) as bar:
@@ -397,6 +393,6 @@ def run_report(call: Call) -> int:
     if linked is not None:
         link_inside(linked)
     for note in notes:
-        console.print(note, style="yellow", markup=False, soft_wrap=not console.is_terminal)
+        print_note(console, note)
     options.show(console, headline(found), "report.html", overview_as_plain(found), found.skipped)
     return 0

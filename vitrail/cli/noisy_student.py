@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from vitrail.cli.console import ConsoleDisplay, images_bar
+from vitrail.cli.console import ConsoleDisplay, images_bar, message_console
 from vitrail.cli.options import Call, Command, Example, Option
 from vitrail.cli.run_options import check_effects, default_texts, run_options, task_options
 from vitrail.data.formats.pseudo_labels import FILES, Pool, PseudoLabelInfo, looks_like_pseudo_labels
@@ -259,7 +259,7 @@ def run_label(call: Call) -> int:
     options = Label(**own)
     labelling = Labelling(**{name: value for name, value in call.options.items() if name not in own})
     check_new_folder(options.out, FILES, overwrite=options.overwrite, recognise=looks_like_pseudo_labels)
-    console = Console(stderr=options.json, highlight=False, soft_wrap=True)
+    console = message_console(options.json)
     bar = images_bar(console)
     with interrupted_by_signals(), bar:
         task = bar.add_task("labelling", total=None)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
-from vitrail.cli.console import images_bar
+from vitrail.cli.console import images_bar, message_console, print_note
 from vitrail.cli.options import Call, Command, Example
 from vitrail.errors import ConfigError, plural
 from vitrail.settings import setting
@@ -90,14 +90,14 @@ def main(call: Call) -> int:
     from vitrail.training.stop import interrupted_by_signals
     from vitrail.weights.load import load
 
-    console = Console(stderr=options.json, highlight=False, soft_wrap=True)
+    console = message_console(options.json)
     keep_freed_memory()
     with interrupted_by_signals(), images_bar(console, transient=True) as bar:
         task = bar.add_task("reading", total=None)
         bundle = load(options.model, device=options.device)
         start, images, notes = _opened(bundle, options)
         for note in dict.fromkeys((*bundle.notes, *notes)):
-            console.print(COMMAND.note(note), style="yellow", markup=False, soft_wrap=not console.is_terminal)
+            print_note(console, COMMAND.note(note))
         found = search(
             start,
             images,
@@ -191,11 +191,7 @@ def _show(found: Search, options: Optimize, is_written: bool, console: Console) 
         markup=False,
     )
     if not found.is_complete:
-        console.print(
-            "the time ended before all settings were tried; choose a larger --budget to try more",
-            style="yellow",
-            markup=False,
-        )
+        print_note(console, "the time ended before all settings were tried; choose a larger --budget to try more")
     if is_written:
         console.print(f"Written: {options.out}", markup=False)
     elif best.verdict == "start":

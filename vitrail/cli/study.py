@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from vitrail.cli.console import message_console
 from vitrail.cli.options import Call, Command, Example
 from vitrail.errors import ConfigError, Interrupted, nearest
 from vitrail.machine import pick_device
@@ -87,7 +88,7 @@ def main(call: Call) -> int:
     options = StudyOptions(**call.options)
     _check(options)
     study, scale = STUDIES[options.name], _scale(options)
-    console = Console(stderr=options.json, highlight=False, soft_wrap=True)
+    console = message_console(options.json)
     device = pick_device(options.device)
     folder = options.out or Path(f"runs/study-{study.name}{'-quick' if options.quick else ''}")
     data = open_study_data(options.data, scale)
