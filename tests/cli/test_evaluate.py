@@ -387,7 +387,7 @@ def test_wrong_use_is_explained(
     [
         (("--batch-size", "0"), "--batch-size: 0 is less than 1"),
         (("--suite", "offline", "--batch-size", "-1"), "--batch-size: -1 is less than 1"),
-        (("--reduce-tokens", "-1"), "--reduce-tokens: -1 is negative; 0 keeps all tokens"),
+        (("--reduce-tokens", "-1"), "--reduce-tokens: -1 is less than 0; 0 keeps all tokens"),
         (("--reduce-by", "prune"), "--reduce-by: it has an effect only with --reduce-tokens"),
         (("--bootstrap", "-1"), "--bootstrap -1 is less than 0, the value for no intervals"),
         (("--by", "knn", "--k", "0"), "--k 0 must be whole numbers of neighbours, 1 or more"),

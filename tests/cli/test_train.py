@@ -337,7 +337,7 @@ def test_lengths_of_a_schedule_are_fractions_or_have_units(colour_folder: Path, 
         (["--resume", "{folder}/none"], "is not the folder of a run: it has no run.json"),
         (["--resume", "{folder}/none", "--seed", "9"],
          "--seed: a run that --resume continues keeps its settings, and only --epochs or --steps can make it longer"),
-        (["--resume", "{folder}/none", "--steps", "9", "--epochs", "2"], "give one of them"),
+        (["--resume", "{folder}/none", "--steps", "9", "--epochs", "2"], "give only one of them"),
         (["--allow", "data"], "--allow: only a run that --resume continues can change settings; leave --allow out"),
     ],
 )  # fmt: skip

@@ -21,7 +21,7 @@ from vitrail.bench.memory import LargestBatch, is_out_of_memory, largest_batch
 from vitrail.bench.reading import Loading, measure_loading
 from vitrail.bench.step import OURS
 from vitrail.bench.workload import Spread, Workload, interleave, timed
-from vitrail.cli.console import check_reduction, reduction_of
+from vitrail.cli.console import WITHOUT_REDUCTION, reduction_of
 from vitrail.cli.lists import OWN_SIZES
 from vitrail.cli.options import Call, Command, Example, flag
 from vitrail.errors import ConfigError, nearest
@@ -62,12 +62,12 @@ class Bench:
     with full attention from 196 to 4,096 patches (with --scaling tokens). By default full attention."""
     patch_dropout: float | None = None
     """Fraction of the patches that a training step drops. For bench train only."""
-    reduce_tokens: int | None = None
+    reduce_tokens: int | None = setting(None, least=0, advice="0 keeps all tokens")
     """Patch tokens that each block removes, on average over the blocks. 0 keeps all tokens. By default
     no token is removed. For bench infer only."""
-    reduce_by: Literal["merge", "prune"] = "merge"
+    reduce_by: Literal["merge", "prune"] = setting("merge", needs=("reduce_tokens", WITHOUT_REDUCTION))
     """merge averages the most similar tokens. prune drops those that the class token attends to least."""
-    reduce_schedule: Literal["constant", "decreasing"] = "constant"
+    reduce_schedule: Literal["constant", "decreasing"] = setting("constant", needs=("reduce_tokens", WITHOUT_REDUCTION))
     """Distribution of the removed tokens: the same number in every block, or a number that decreases to 0 in the last
     block."""
     batch_size: int = setting(32, least=1)
@@ -99,7 +99,9 @@ class Bench:
     """Measure only how time and memory grow with this dimension."""
     largest_batch: bool = False
     """Find only the largest batch whose training step fits into memory."""
-    memory_limit: str | None = setting(None, metavar="SIZE")
+    memory_limit: str | None = setting(
+        None, metavar="SIZE", needs=("largest_batch", "it limits only --largest-batch; add that option")
+    )
     """Memory that --largest-batch may use, such as 4GB. By default all free memory."""
     json: bool = False
     """Print JSON instead of tables, with the time of every round."""
@@ -245,13 +247,10 @@ def _check(options: Bench) -> None:
         )
     if options.largest_batch and options.task != "train":
         raise ConfigError("--largest-batch: this is measured only for training steps; use bench train")
-    if options.memory_limit is not None and not options.largest_batch:
-        raise ConfigError(f"memory_limit={options.memory_limit!r} limits only --largest-batch; add that option")
 
 
 def _check_used(options: Bench, given: Collection[str]) -> None:
     """Raise `ConfigError` if an option was typed that the chosen measurement does not use."""
-    check_reduction(options.reduce_tokens, given)
     unused = {
         "bench train": ("reduce_tokens",) if options.task == "train" else (),
         "bench infer": ("patch_dropout",) if options.task == "infer" else (),

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,11 +22,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from vitrail.cli.options import flag
 from vitrail.data.faults import is_own_output, is_system_folder, refuse
 from vitrail.data.formats.folder import unread_images
 from vitrail.data.pixels.decode import SUFFIXES
-from vitrail.errors import ConfigError, DataError, plural
+from vitrail.errors import DataError, plural
 from vitrail.training.log import numbers_of
 
 if TYPE_CHECKING:
@@ -97,13 +96,8 @@ def print_note(console: Console, text: str) -> None:
 # The options of commands that can merge or prune tokens.
 
 
-def check_reduction(tokens: int | None, given: Collection[str]) -> None:
-    """Raise `ConfigError` if the number of tokens is negative, or if an option of the reduction has no effect."""
-    if tokens is not None and tokens < 0:
-        raise ConfigError(f"reduce_tokens={tokens} is negative; 0 keeps all tokens")
-    for name in ("reduce_by", "reduce_schedule"):
-        if name in given and not tokens:
-            raise ConfigError(f"{flag(name)}: it has an effect only with --reduce-tokens; add a number of tokens")
+WITHOUT_REDUCTION = "it has an effect only with --reduce-tokens; add a number of tokens"
+"""Message about an option of the reduction without a number of tokens."""
 
 
 def reduction_of(

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import check_reduction, images_bar, message_console, print_note, reduction_of
+from vitrail.cli.console import WITHOUT_REDUCTION, images_bar, message_console, print_note, reduction_of
 from vitrail.cli.options import Call, Command, Example, Option, flag, options_of
 from vitrail.data.check.images import colour_note, images_of
 from vitrail.data.source import Source, fingerprint, samples_of, subset
@@ -56,7 +56,7 @@ class Evaluate:
     split: Literal["held-out", "train", "validation", "test", "all"] = "held-out"
     """Split to measure. held-out is the test split if there is one, else the images that training holds out for
     validation. all measures every image, including training images."""
-    validation_share: float | None = None
+    validation_share: float | None = setting(None, above=0, below=1)
     """Fraction of the training images to measure if the data has no test or validation split. Images that a model
     learned from are skipped. By default the fraction that the model's training held out, or 0.1."""
     per_class: bool = False
@@ -67,12 +67,12 @@ class Evaluate:
     image_size: tuple[int, int] | None = None
     """Image height and width in pixels. The default is the model's size. Position embeddings are resized for other
     sizes."""
-    reduce_tokens: int | None = None
+    reduce_tokens: int | None = setting(None, least=0, advice="0 keeps all tokens")
     """Patch tokens that each block removes, on average over the blocks. 0 keeps all tokens. By default
     the model's own setting."""
-    reduce_by: Literal["merge", "prune"] = "merge"
+    reduce_by: Literal["merge", "prune"] = setting("merge", needs=("reduce_tokens", WITHOUT_REDUCTION))
     """merge averages the most similar tokens. prune drops those that the class token attends to least."""
-    reduce_schedule: Literal["constant", "decreasing"] = "constant"
+    reduce_schedule: Literal["constant", "decreasing"] = setting("constant", needs=("reduce_tokens", WITHOUT_REDUCTION))
     """Distribution of the removed tokens: the same number in every block, or a number that decreases to 0 in the last
     block."""
     batch_size: int | None = setting(None, least=1)
@@ -319,7 +319,6 @@ HAVE_NUMBERS = ("linear", "knn")
 def check_options(options: Evaluate, given: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for options that exclude each other or have no effect, and `DataError` for
     a file of labels or names that cannot be read. Neither the model nor the data is read."""
-    check_reduction(options.reduce_tokens, given)
     if not options.suite:
         if not options.data:
             raise ConfigError("--data is missing: name a data set, or a suite of tasks with --suite")
@@ -339,11 +338,9 @@ def check_options(options: Evaluate, given: Mapping[str, Any]) -> None:
 
 
 def _check_images(options: Evaluate) -> None:
-    """Raise `ConfigError` if --validation-share is out of range or has no effect, or if the models cannot be compared
+    """Raise `ConfigError` if --validation-share has no effect, or if the models cannot be compared
     with these options."""
     share = options.validation_share
-    if share is not None and not 0 < share < 1:
-        raise ConfigError(f"validation_share={share} is not between 0 and 1")
     if share is not None and options.split not in ("held-out", "validation"):
         raise ConfigError(
             f"validation_share={share} chooses validation images, but --split {options.split} measures others; leave "

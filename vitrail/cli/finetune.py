@@ -47,9 +47,6 @@ from vitrail.weights.load import load
 
 AGAIN = "to continue, run the first command again"
 
-OWN = ("model", "protocol", "learning_rates", "table_row", "suite", "strict", "budget")
-"""Options that are not settings of a run."""
-
 BY_SUITE = (
     "task", "numbers", "mix", "per_class", "subset_seed", "cut_method", "validation", "overwrite",
 )  # fmt: skip
@@ -187,7 +184,7 @@ def _explicit(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
     """Return the settings of runs that the user gave, without `others`. Raise `ConfigError` if there is an --init."""
     if "init" in given:
         raise ConfigError(f"--init: the initial model is MODEL, here {given['model']}; leave --init out")
-    return {name: value for name, value in given.items() if name not in (*OWN, *others)}
+    return {name: value for name, value in given.items() if name not in (*bare_names(Finetune), *others)}
 
 
 def _suite(given: Mapping[str, Any], console: Console, log: Log) -> int:

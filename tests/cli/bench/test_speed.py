@@ -190,7 +190,7 @@ def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
             "--image-size: --attention with several kinds does not use it",
         ),
         (["infer", "ViT-Pico/7", "--largest-batch"], "--largest-batch: this is measured only for training steps"),
-        (["train", "ViT-Pico/7", "--memory-limit", "1GB"], "--memory-limit: '1GB' limits only --largest-batch"),
+        (["train", "ViT-Pico/7", "--memory-limit", "1GB"], "--memory-limit: it limits only --largest-batch"),
         (
             ["train", "ViT-Pico/7", "--largest-batch", "--memory-limit", "lots"],
             "--memory-limit: 'lots' is not",
