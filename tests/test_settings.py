@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vitrail.cli.options import Command
+from vitrail.data.augment.settings import Augment
+from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.models.vit_config import ViTConfig
 from vitrail.recipes import RECIPES
-from vitrail.settings import Effect, bare_names, byte_count, facts, from_plain, setting, to_plain
-from vitrail.training.config import TrainConfig
+from vitrail.settings import Effect, bare_names, byte_count, facts, from_plain, setting, to_plain, without_none
+from vitrail.tasks import TASKS
+from vitrail.training.config import FaultConfig, RunConfig, StartConfig, TrainConfig
+from vitrail.training.optimizer import OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -206,3 +212,44 @@ def test_the_facts_about_a_setting_stand_at_its_field() -> None:
     assert Paint() == Paint("oil", 0.1, 3) == from_plain(Paint, {"kind": "oil"})
     with pytest.raises(TypeError, match="on_resuming"):
         setting(1, on_resuming="free")  # type: ignore[call-arg]
+
+
+SETTINGS: tuple[Any, ...] = (
+    Augment, DataConfig, FaultConfig, OptimizerConfig, RunConfig, StartConfig, ViTConfig, *TASKS.values(),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", SETTINGS)
+def test_a_value_out_of_the_range_of_its_field_is_refused(cls: Any) -> None:
+    """A new setting with a range needs no other code, so all ranges are found and tested here."""
+    kinds = get_type_hints(cls)
+    for name, item in bare_names(cls).items():
+        metadata = cls.__dataclass_fields__[item].metadata
+        wrong = metadata["least"] - 1 if "least" in metadata else metadata.get("above")
+        if wrong is None or wrong == -math.inf:
+            continue
+        kind, _ = without_none(kinds[item])
+        value = (
+            tuple(wrong for _ in range(2)) if get_origin(kind) is tuple else float(wrong) if kind is float else wrong
+        )
+        with pytest.raises(ConfigError, match=f"(?m)^{name}="):
+            cls(**{item: value})
+
+
+def test_settings_that_exclude_or_need_others() -> None:
+    @dataclass(frozen=True)
+    class Output:
+        csv: bool = setting(False, excludes="json")
+        json: bool = False
+        strict: bool = setting(False, needs=("suite", "only tasks can be skipped; name a suite"))
+        suite: str = ""
+
+    command = Command(name="show", summary="", examples=(), options=(Output,), essential={})
+    assert command.parse(["--csv"]) == {"csv": True} and command.parse(["--no-json", "--csv"])
+    assert command.parse(["--strict", "--suite", "x"]) == {"strict": True, "suite": "x"}
+    for words, message in (
+        (["--json", "--csv"], "^--csv and --json exclude each other; give only one of them$"),
+        (["--strict"], "^--strict: only tasks can be skipped; name a suite$"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            command.parse(words)

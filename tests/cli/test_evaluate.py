@@ -23,6 +23,7 @@ from vitrail.data.source import Source
 from vitrail.evaluation.evaluators import EVALUATORS
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.variants import create
+from vitrail.settings import setting
 from vitrail.training.run import RunResult
 from vitrail.weights.bundle import Bundle
 
@@ -316,7 +317,7 @@ def test_a_list_of_names_says_which_output_a_wordnet_id_is(evaluate: Evaluate, t
 class ByShare:
     """Fraction of the held-out images that belong to one class."""
 
-    of_class: int = 0
+    of_class: int = setting(0, least=0)
     """Number of the class that is counted."""
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
@@ -335,17 +336,21 @@ def test_the_settings_of_an_evaluator_of_ones_own_are_options(
 ) -> None:
     monkeypatch.setitem(EVALUATORS, "share", ByShare)
     command = command_of("evaluate")[0]
-    vars(command).pop("known", None)  # the options of earlier calls in this process
+    for cached in ("known", "_names"):  # the options of earlier calls in this process
+        vars(command).pop(cached, None)
     assert main(["evaluate", "--help-all"]) == 0
     assert "--of-class N" in (text := capsys.readouterr().out) and "Number of the class that is counted." in text
     code, out, _ = evaluate(model, colours, "--by", "share", "--of-class", "9", "--json")
     assert code == 0 and json.loads(out)["test"]["share"] == 0
     code, _, errors = evaluate(model, colours, "--of-class", "1")
     assert code == 2 and "--of-class: only share uses it, but --by is accuracy; add share to --by" in errors
+    code, _, errors = evaluate(model, colours, "--by", "share", "--of-class", "-1")
+    assert code == 2 and "--of-class: -1 is less than 0" in errors
     monkeypatch.setitem(EVALUATORS, "data", ByData)
     with pytest.raises(ValueError, match="evaluator data: data is another option of evaluate"):
         list(evaluator_options())
-    vars(command).pop("known", None)
+    for cached in ("known", "_names"):
+        vars(command).pop(cached, None)
 
 
 @pytest.mark.parametrize(
