@@ -242,7 +242,7 @@ def _field_names(cls: Any) -> list[str]:
 
 def _object(cls: Any, values: dict[str, Any], place: str) -> Any:
     """Return a dataclass from the values of its fields. The names of the fields follow `place` in messages."""
-    kinds, found = get_type_hints(cls), {}
+    kinds, found = _kinds(cls), {}
     fields = {item.name: item for item in dataclasses.fields(cls)}
     if unknown := sorted(map(str, values.keys() - fields.keys())):
         raise ConfigError(f"unknown field {unknown[0]!r}; {nearest(unknown[0], _field_names(cls))}")
@@ -287,6 +287,12 @@ def _fits(kind: Any, value: Any) -> bool:
     if kind is float:  # other writers of JSON may write 1.0 as 1
         return isinstance(value, int | float)
     return isinstance(value, origin or kind) or (dataclasses.is_dataclass(kind) and isinstance(value, dict))
+
+
+@cache
+def _kinds(cls: Any) -> dict[str, Any]:
+    """Return the types of the fields of a dataclass. Python reads them from texts, which takes most of the time."""
+    return get_type_hints(cls)
 
 
 def _each(kinds: Sequence[Any], values: Sequence[Any]) -> Sequence[Any]:
