@@ -17,9 +17,9 @@ from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.truth import truth_of
 from vitrail.training.config import TrainConfig
+from vitrail.training.linear_start import linear_score, start_head
 from vitrail.training.log import read_journal
 from vitrail.training.run import train
-from vitrail.training.start import linear_score, start_head
 from vitrail.weights.bundle import Bundle, load_bundle
 
 Initial = Callable[..., Path]

@@ -23,7 +23,7 @@ from vitrail.tasks.task import Objective
 from vitrail.training.job import Job, check_network, network_config_of
 from vitrail.training.optimizer import check_names, make_optimizer
 from vitrail.training.sharding import GradientSum, ShardedGradients, StreamedCopy, can_stream, shard
-from vitrail.training.start import Origin, choose_weights, head_outputs, network_from, start_head
+from vitrail.training.start import Origin, choose_weights, network_from
 from vitrail.training.state import Average, TrainState, process_seed
 from vitrail.weights.bundle import Bundle, weights_sha256
 
@@ -50,6 +50,8 @@ def make_network(
     if model is not None:
         network, kept, notes = network_from(model, config.start, config.images, config.model.overrides, task, names)
         if config.start.linear_head:
+            from vitrail.training.linear_start import head_outputs, start_head  # few runs need what it imports
+
             outputs = head_outputs(network.to(job.device), names, config, on_progress, job.processes)
             notes = (*notes, start_head(outputs, splits, kept=kept))
         if kept or config.start.linear_head:

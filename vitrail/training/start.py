@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -10,27 +10,16 @@ import torch
 from torch import nn
 
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Samples, Source
-from vitrail.data.splits import Splits
-from vitrail.errors import BundleError, ConfigError, DataError, RunError, plural
-from vitrail.evaluation.classifiers.linear import LinearMap, fit_linear
-from vitrail.evaluation.features.cache import default_cache
-from vitrail.evaluation.frozen import labelled_features
-from vitrail.evaluation.metrics.numbers import SELECTING
-from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.truth import truth_of
-from vitrail.machine import Precision, pick_device
+from vitrail.errors import BundleError, ConfigError, RunError, plural
 from vitrail.models.blocks import StochasticDepth
 from vitrail.models.linear.lora import add_adapters, check_adapters
 from vitrail.models.network import with_weights
 from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build
-from vitrail.processes.group import Processes
 from vitrail.settings import from_plain, to_plain
 from vitrail.tasks.task import Task
-from vitrail.training.config import StartConfig, TrainConfig
+from vitrail.training.config import StartConfig
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bundle import Bundle, weights_sha256
-from vitrail.weights.load import load
 
 
 @dataclass(frozen=True)
@@ -63,7 +52,11 @@ def open_initial(start: StartConfig) -> Bundle | None:
     """Load the model that a run starts from, and return it on the CPU. Return None if the run starts without a model.
     Raises `BundleError` if the model cannot be loaded.
     """
-    return None if start.init is None else load(start.init, device="cpu")
+    if start.init is None:
+        return None
+    from vitrail.weights.load import load  # other layouts, which a run from scratch does not need
+
+    return load(start.init, device="cpu")
 
 
 def open_again(start: StartConfig, run: str, sha256: str) -> Bundle:
@@ -144,102 +137,6 @@ def network_from(
         network = build(replace(headed.network.config, **overrides))
     network.load_state_dict({name: tensor.clone() for name, tensor in headed.network.state_dict().items()}, assign=True)
     return network, kept, (*resized.notes, note)
-
-
-# The linear start of a run: its head is first a linear model of the features of the model that it starts from. Kumar
-# et al. (2202.10054) fit the head to frozen features before they train all weights. A head of zeros sends nearly
-# random gradients into the blocks, which then lose what they had learned.
-
-
-def head_outputs(
-    network: AnyNetwork,
-    names: tuple[str, ...],
-    config: TrainConfig,
-    on_progress: Callable[[int, int], None] | None = None,
-    processes: Processes = Processes(),
-) -> Outputs:
-    """Return the outputs of a network with a head for a run's data, whose features are kept in the cache.
-
-    Several `processes` share the computation of the features. `on_progress` receives the number of images whose
-    features are computed, and the number of all images.
-    """
-    bundle = Bundle(network.eval(), names, config.images, output=config.task.output)
-    precision: Precision = "float32" if config.run.precision == "float32" else "bf16"
-    return Outputs(
-        bundle,
-        batch_size=None,
-        readers=config.run.readers,
-        precision=precision,
-        cache=default_cache(),
-        on_progress=on_progress,
-        processes=processes,
-    )
-
-
-def linear_score(
-    config: TrainConfig,
-    initial: Bundle,
-    splits: Splits,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> tuple[str, float] | None:
-    """Return the name and the value of a metric on the validation split, for the linear model of the features of
-    `initial` with which a run of this config would start. Return None without a labelled validation image.
-
-    The metric is the accuracy, the mean average precision or R². The config's precision must not be "auto".
-    `on_progress` is that of `head_outputs`. Raise the errors of `extract` and `fit_linear`.
-    """
-    if splits.validation is None or not truth_of(splits.validation).known.any():
-        return None
-    names = config.task.output_names(splits)
-    network, _, _ = network_from(initial, config.start, config.images, config.model.overrides, config.task, names)
-    outputs = head_outputs(network.to(pick_device(config.run.device)), names, config, on_progress)
-    sources = _own_images(splits.train), splits.validation
-    train, known = (labelled_features(outputs, one, "head-inputs") for one in sources)
-    fit = fit_linear(train.features, train.truth, device=outputs.bundle.device)
-    name = SELECTING[known.truth.kind]
-    return name, fit.model.measure(known.features, known.truth)[name]
-
-
-def start_head(outputs: Outputs, splits: Splits, *, kept: bool) -> str:
-    """Replace the head of the network of `outputs` by a linear model of the head's inputs. Return a note for the user.
-
-    The linear model is fitted to the labelled training images, and its penalty is chosen on held-out training images
-    (`fit_linear`). The first of several processes fits it. Further data that is mixed in is left out. If the network
-    has `kept` a trained head, this head stays unless the linear model is better on the validation split. Raise
-    `DataError` if no training image has a label and can be decoded.
-    """
-    known = labelled_features(outputs, _own_images(splits.train), "head-inputs")
-    if not len(known.truth):
-        raise DataError("no training image has a label, so no linear model of the features can be fitted")
-    device = outputs.bundle.device
-    fit = outputs.processes.on_first(lambda: fit_linear(known.features, known.truth, device=device), is_long=True)
-    head = outputs.bundle.network.get_submodule("head")
-    assert isinstance(head, nn.Linear), "networks of this package have a dense layer as their head"
-    if kept and not _is_better(fit.model, head, outputs, splits):
-        return "the kept head is as good on the validation split as a new linear model of the features, so it stays"
-    with torch.no_grad():
-        head.weight.copy_(torch.from_numpy(fit.model.weight.T))
-        head.bias.copy_(torch.from_numpy(fit.model.bias))
-    images = plural(len(known.truth), "training image")
-    return f"the head starts as a linear model of the features of {images} (penalty {fit.penalty:.1g})"
-
-
-def _own_images(train: Source) -> Source:
-    """Return the images of the data itself, without further data that is mixed in. The classes are those of all."""
-    return train.first_part() if isinstance(train, Samples) else train
-
-
-def _is_better(model: LinearMap, head: nn.Linear, outputs: Outputs, splits: Splits) -> bool:
-    """Return True if a linear model is better on the validation split than a trained head, by the metric or, if both
-    have the same value, by the loss."""
-    if splits.validation is None:
-        return False
-    known = labelled_features(outputs, splits.validation, "head-inputs")
-    if not len(known.truth):
-        return False
-    weight, bias = (tensor.detach().cpu().double().numpy() for tensor in (head.weight.t(), head.bias))
-    new, old = (each.merit(known.features, known.truth) for each in (model, LinearMap(weight, bias)))
-    return new > old
 
 
 # The choice of the weights that are trained: all, the last blocks, the head, or low-rank adapters.

@@ -28,8 +28,8 @@ from vitrail.models.predictor import Predictor
 from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import locked
+from vitrail.training.linear_start import linear_score
 from vitrail.training.log import kept_result, read_journal
-from vitrail.training.start import linear_score
 from vitrail.transfer.examination import on_device
 from vitrail.transfer.facts import Candidate, Search
 from vitrail.transfer.protocols import TRIALS_SUFFIX, complete_run

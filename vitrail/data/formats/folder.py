@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vitrail.data import formats
 from vitrail.data.faults import OWN_RECORDS, Fault, is_own_output, is_system_folder
-from vitrail.data.formats.tar import looks_like_shards
 from vitrail.data.pixels.decode import HEAD, SUFFIXES, is_image
 from vitrail.data.source import Samples, Source, file_samples, files_of, inode_of, inodes_in
 from vitrail.data.splits import (
@@ -401,8 +401,9 @@ def _places(
         check_chosen(str(root), chosen, places, names)
         used = {place.relative_to(root).parts[0] for some in places.values() for place in some}
         return places, left_out(str(root), [name for name in names if name not in used]) if chosen else ()
-    if not any(map(holds_images, folders)) and any(looks_like_shards(str(folder)) for folder in folders):
-        holders = [folder.name for folder in folders if looks_like_shards(str(folder))]
+    if not any(map(holds_images, folders)) and (
+        holders := [folder.name for folder in folders if formats.tar.looks_like_shards(str(folder))]
+    ):
         raise DataError(
             f"{root} has shards in the folders {listed(holders)}, and their names are not those of splits; choose the "
             f"splits: {CHOICE}"
