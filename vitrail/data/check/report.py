@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from PIL import Image
 
 from vitrail.data.check.duplicates import find_duplicates
 from vitrail.data.check.findings import (
@@ -28,7 +29,7 @@ from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source, target_kind
 from vitrail.data.splits import Splits, drawn, drawn_per_class
 from vitrail.errors import ConfigError, DataError, listed, plural
-from vitrail.report.page import document, escape, figure, table, thumbnail
+from vitrail.report.page import render
 
 
 def check_data(
@@ -92,63 +93,67 @@ def _rows(sources: list[Source], sample: int | None) -> list[np.ndarray]:
 MOST_GROUPS = 12
 MOST_MEMBERS = 4
 MOST_ROWS = 20
-"""Largest number of classes in the table, as in the terminal. The other classes share a row."""
-
-MOST_LISTED = 200
-"""Largest number of classes in the second table, which follows if the first does not have all classes."""
+"""Largest number of classes in the table, as in the terminal. The other classes share a row, and have another table."""
 
 MOST_CLASSES = 24
 OF_EACH_CLASS = 5
+
+Shown = tuple[Image.Image | None, list[str], str]
+"""A picture, the lines of its caption, and its key."""
 
 
 def page(report: Report, splits: Splits, title: str) -> str:
     """Return the HTML of a report. At most a few hundred images are read again and embedded."""
     sources = named_sources(splits)
-    counts = {one: sum(finding.severity == one for finding in report.findings) for one in ("error", "warning", "note")}
-    verdict = ", ".join(plural(number, one) for one, number in counts.items() if number) or "no problem found"
-    parts = [
-        f'<p class="dim">{report.looked_at:,} of {plural(report.images, "image")} checked: {verdict}.</p>',
-        *(f"<p>{escape(note)}</p>" for note in report.notes),
-        *_counts(report),
-        *(["<h2>Findings</h2>"] if report.findings else []),
-        *(_finding(finding, sources) for finding in report.findings),
-        *_sizes_and_formats(report),
-        *_classes(splits.train),
-        *_all_classes(report),
-    ]
-    return document(f"Check of {title}", parts)
-
-
-def _counts(report: Report) -> Iterator[str]:
-    """Yield the number of images per class and split, as the terminal shows it."""
+    severities = [finding.severity for finding in report.findings]
+    verdict = ", ".join(plural(severities.count(one), one) for one in ("error", "warning", "note") if one in severities)
     counted = bool(report.splits[0].per_class)
+    classes = _class_rows(report)
     if counted:
-        yield f"<h2>{plural(len(report.classes), 'class')}</h2>"
+        counts_title = plural(len(report.classes), "class")
     else:
-        yield "<h2>No labels</h2>" if not report.classes else f"<h2>Numbers: {escape(listed(report.classes, 20))}</h2>"
-    if report.balance is not None:
-        yield (
-            f'<p class="dim">Training images per class: {report.balance.smallest:,} to {report.balance.largest:,}. The '
-            f"classes have the entropy of {report.balance.effective:.1f} classes of equal size.</p>"
-        )
-    rows, rest = _class_rows(report)[:MOST_ROWS], _largest_first(report)[MOST_ROWS:]
-    if rest:
+        counts_title = f"Numbers: {listed(report.classes, 20)}" if report.classes else "No labels"
+    has_classes = bool(splits.train.classes) and target_kind(splits.train) != "numbers"
+    examples = _examples_of_classes(splits.train) if has_classes else {"": _examples(splits.train)}
+    return render(
+        "data/check/report.html",
+        title=f"Check of {title}",
+        report=report,
+        verdict=verdict or "no problem found",
+        counts_title=counts_title,
+        count_heads=("class" if counted else "", *(split.name for split in report.splits)),
+        counts=_counts(report, classes),
+        findings=[
+            (
+                finding,
+                [
+                    [_shown(one, sources[one.split]) for one in group[:MOST_MEMBERS]]
+                    for group in finding.groups[:MOST_GROUPS]
+                ],
+            )
+            for finding in report.findings
+        ],
+        size=_size,
+        sizes=[(_size(one[:2]), f"{one[2]:,}") for one in report.sizes.common] if report.sizes else [],
+        kinds=[(kind, f"{count:,}") for kind, count in report.kinds.items()],
+        has_classes=has_classes,
+        examples=[
+            (label, [_shown(one, splits.train) for one in examples[label]]) for label in sorted(examples)[:MOST_CLASSES]
+        ],
+        hidden_examples=max(len(examples) - MOST_CLASSES, 0),
+        all_classes=classes if len(classes) > MOST_ROWS else [],
+    )
+
+
+def _counts(report: Report, classes: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the number of images per class and split, as the terminal shows it."""
+    rows = list(classes[:MOST_ROWS])
+    if rest := _largest_first(report)[MOST_ROWS:]:
         sums = (f"{sum(split.per_class[one] for one in rest):,}" for split in report.splits)
         rows.append((f"{len(rest):,} more", *sums))
     if any(split.unlabelled for split in report.splits):
         rows.append(("no label", *(f"{split.unlabelled:,}" for split in report.splits)))
-    rows.append(("images", *(f"{split.images:,}" for split in report.splits)))
-    yield table(("class" if counted else "", *(split.name for split in report.splits)), rows)
-
-
-def _all_classes(report: Report) -> Iterator[str]:
-    """Yield the table of all classes if the first table has only the largest ones."""
-    rows = _class_rows(report)
-    if len(rows) > MOST_ROWS:
-        yield "<h2>Images of all classes</h2>"
-        yield table(("class", *(split.name for split in report.splits)), rows[:MOST_LISTED])
-        if len(rows) > MOST_LISTED:
-            yield f'<p class="dim">and {plural(len(rows) - MOST_LISTED, "smaller class")}</p>'
+    return [*rows, ("images", *(f"{split.images:,}" for split in report.splits))]
 
 
 def _largest_first(report: Report) -> list[int]:
@@ -163,67 +168,27 @@ def _class_rows(report: Report) -> list[tuple[str, ...]]:
     ]
 
 
-def _sizes_and_formats(report: Report) -> Iterator[str]:
-    if report.sizes is not None:
-        sizes = report.sizes
-        yield "<h2>Sizes and formats</h2>"
-        if sizes.different > 1:
-            yield (
-                f"<p>{sizes.different:,} different sizes (width x height), from {_size(sizes.smallest)} to "
-                f"{_size(sizes.largest)}, with the median {_size(sizes.median)}.</p>"
-            )
-        yield table(("size", "images"), [(_size(one[:2]), f"{one[2]:,}") for one in sizes.common])
-        yield table(("format and mode", "images"), [(kind, f"{count:,}") for kind, count in report.kinds.items()])
-
-
 def _size(size: tuple[int, int]) -> str:
     return f"{size[0]:,} x {size[1]:,}"
 
 
-def _finding(finding: Finding, sources: Mapping[str, Source]) -> str:
-    groups = "\n".join(_group(group, sources) for group in finding.groups[:MOST_GROUPS])
-    hidden = len(finding.groups) - MOST_GROUPS
-    more = f'<p class="dim">and {hidden:,} more of this kind</p>' if hidden > 0 else ""
-    return (
-        f'<article class="{finding.severity}">\n<h3><span class="tag">{finding.severity}</span> '
-        f"{escape(finding.text)}</h3>\n<p>Training: {escape(finding.training)}</p>\n"
-        f"<p>Advice: {escape(finding.advice)}</p>\n"
-        + (f'<div class="strip">\n{groups}\n</div>\n' if groups else "")
-        + f"{more}</article>"
-    )
-
-
-def _group(group: Sequence[FaultExample], sources: Mapping[str, Source]) -> str:
-    figures = "\n".join(_figure(one, sources[one.split]) for one in group[:MOST_MEMBERS])
-    return f'<div class="group">\n{figures}\n</div>' if len(group) > 1 else figures
-
-
-def _figure(one: FaultExample, source: Source) -> str:
+def _shown(one: FaultExample, source: Source) -> Shown:
     try:
         picture = to_pil(source[one.index].image, 3)
     except DataError:
         picture = None
-    lines = [text for text in (f"{one.split}: {one.key}", one.label, one.detail) if text]
-    return figure(thumbnail(picture, one.key), lines)
+    return picture, [text for text in (f"{one.split}: {one.key}", one.label, one.detail) if text], one.key
 
 
-def _classes(train: Source) -> Iterator[str]:
-    """Yield a few training images of every class, so that the reader can see if the labels match the images.
+def _examples(train: Source) -> list[FaultExample]:
+    """Return training images of the whole split."""
+    return [example("train", train, index) for index in drawn(train, MOST_CLASSES)]
 
-    If the data has no classes, images are chosen from the whole split.
-    """
-    if target_kind(train) == "numbers" or not train.classes:
-        yield "<h2>Examples</h2>"
-        examples = [example("train", train, index) for index in drawn(train, MOST_CLASSES)]
-        yield '<div class="strip">\n' + "\n".join(_figure(one, train) for one in examples) + "\n</div>"
-        return
-    yield "<h2>Examples of each class</h2>"
+
+def _examples_of_classes(train: Source) -> dict[str, list[FaultExample]]:
+    """Return a few training images of every class, so that the reader can see if the labels match the images."""
     rows: dict[str, list[FaultExample]] = {}
     for index in drawn_per_class(train, OF_EACH_CLASS):
         one = example("train", train, index)
         rows.setdefault(one.label or "no label", []).append(replace(one, label=None))
-    for label in sorted(rows)[:MOST_CLASSES]:
-        figures = "\n".join(_figure(one, train) for one in rows[label])
-        yield f'<p><strong>{escape(label)}</strong></p>\n<div class="strip">\n{figures}\n</div>'
-    if len(rows) > MOST_CLASSES:
-        yield f'<p class="dim">and {plural(len(rows) - MOST_CLASSES, "more class")}</p>'
+    return rows
