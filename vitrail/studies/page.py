@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from vitrail.analysis.charts import COLOURS, STYLE, series_look, standalone
-from vitrail.analysis.pages.figure import NARROW, captioned
 from vitrail.files import saving, write_json
 from vitrail.report.charts import (
     DIGIT_WIDTH,
@@ -25,7 +26,7 @@ from vitrail.report.charts import (
     svg_picture,
     vertical_text,
 )
-from vitrail.report.page import document, escape, table
+from vitrail.report.page import escape, write_page
 from vitrail.studies.claims import Estimate, Finding, PointResult, Results
 from vitrail.studies.engine import RECORD, StudyRun
 
@@ -257,7 +258,7 @@ def write_study(folder: Path, run: StudyRun, results: Results) -> dict[str, Any]
             if figure:
                 path = FIGURE if metric == next(iter(study.metrics)) else f"figure-{metric}.svg"
                 (folder / path).write_text(standalone(figure), encoding="utf-8")
-        (folder / PAGE).write_text(_page(run, results, findings, figures, plain), encoding="utf-8")
+    _write_page(folder / PAGE, run, results, findings, figures, plain)
     return plain
 
 
@@ -272,55 +273,44 @@ def _figure(results: Results, metric: str, name: str, x_name: str) -> str:
     return lines_chart(results, metric, name, x_name) if x_name else arms_chart(results, metric, name)
 
 
-def _page(
-    run: StudyRun, results: Results, findings: Sequence[Finding], figures: Sequence[str], plain: Mapping[str, Any]
-) -> str:
-    study, settings = run.study, run.settings
-    amount = f"{len(run.seeds)} seeds" if len(run.seeds) != 1 else "1 seed"
-    parts = [
-        f"<p>{escape(study.question)}</p>",
-        f'<p class="dim">{escape(study.paper)}</p>',
-        f"<p>{escape(_conditions(settings.scale, settings.data, amount, plain))}</p>",
-        "<h2>Verdict</h2>",
-        *map(_finding, findings),
-        *(f'<p class="dim">{escape(note)}</p>' for note in plain["notes"]),
-        "<h2>Results</h2>",
-        *(captioned(figure, _caption(study.x_name)) for figure in figures if figure),
-        table(
-            ("", "learning rate", *study.metrics.values(), "GFLOP", "diverged"),
-            [_row(point, study.metrics) for point in results.points],
-        ),
-    ]
-    if results.trials:
-        parts += ["<h2>Choice of the learning rate</h2>", _trials(results)]
-    return document(f"Study: {study.name}", parts, style=STYLE + NARROW)
-
-
-def _conditions(scale: str, data: str, amount: str, plain: Mapping[str, Any]) -> str:
-    size = (
-        "This is the quick version of the study. Its results are less certain than those of the default version. "
-        if scale == "quick"
-        else ""
+def _write_page(
+    path: Path,
+    run: StudyRun,
+    results: Results,
+    findings: Sequence[Finding],
+    figures: Sequence[str],
+    plain: Mapping[str, Any],
+) -> None:
+    study = run.study
+    has_stages = any(trial.stage for trial in results.trials)
+    stage = ["stage"] if has_stages else []
+    write_page(
+        "the results",
+        path,
+        "studies/study.html",
+        title=f"Study: {study.name}",
+        style=Markup(STYLE),
+        study=study,
+        settings=run.settings,
+        seeds=len(run.seeds),
+        plain=plain,
+        findings=findings,
+        tones=TONES,
+        figures=figures,
+        heads=("", "learning rate", *study.metrics.values(), "GFLOP", "diverged"),
+        rows=[_row(point, study.metrics) for point in results.points],
+        trial_heads=("", *stage, "learning rate", "validation accuracy", ""),
+        trials=[
+            (
+                trial.tuning,
+                *([f"{trial.stage + 1}"] if has_stages else []),
+                f"{trial.rate:g}",
+                "diverged" if trial.value is None else f"{100 * trial.value:.2f}",
+                "chosen" if trial.chosen else "",
+            )
+            for trial in results.trials
+        ],
     )
-    return (
-        f"{size}Data: {data}. Accuracies are percentages of the test images: means and standard deviations over "
-        f"{amount}. Learning rates were chosen on a cut of the training images. "
-        f"Machine: {'; '.join(plain['machines'])}."
-    )
-
-
-def _finding(finding: Finding) -> str:
-    evidence = "".join(f"<p>{escape(text)}</p>" for text in finding.evidence)
-    return (
-        f'<article class="{TONES[finding.outcome]}"><h3><span class="tag">{finding.outcome}</span>: '
-        f"{escape(finding.claim)}</h3>{evidence}</article>"
-    )
-
-
-def _caption(x_name: str) -> str:
-    if x_name:
-        return "Lines are means over seeds, and bands are one standard deviation on both sides."
-    return "Small dots are seeds, large dots their means, and lines the 95 % intervals of the means."
 
 
 def _row(point: PointResult, metrics: Mapping[str, str]) -> tuple[str, ...]:
@@ -331,21 +321,6 @@ def _row(point: PointResult, metrics: Mapping[str, str]) -> tuple[str, ...]:
         f"{point.flops / 1e9:,.0f}",
         f"{len(point.diverged)} of {len(point.cells)}" if point.diverged else "",
     )
-
-
-def _trials(results: Results) -> str:
-    has_stages = any(trial.stage for trial in results.trials)
-    rows = [
-        (
-            trial.tuning,
-            *([f"{trial.stage + 1}"] if has_stages else []),
-            f"{trial.rate:g}",
-            "diverged" if trial.value is None else f"{100 * trial.value:.2f}",
-            "chosen" if trial.chosen else "",
-        )
-        for trial in results.trials
-    ]
-    return table(("", *(["stage"] if has_stages else []), "learning rate", "validation accuracy", ""), rows)
 
 
 def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
