@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float, UInt8
+from markupsafe import Markup
 from PIL import Image
 
 from vitrail.report.charts import (
@@ -66,7 +67,7 @@ def series_chart(
     y_name: str,
     bounds: tuple[float, float] = (-math.inf, math.inf),
     integers: bool = False,
-) -> str:
+) -> Markup:
     """Return a chart with a line for each series, and a legend below. If no point is finite, return "".
 
     `label` describes the chart for screen readers. `bounds` are the smallest and largest y that can occur. With
@@ -74,7 +75,7 @@ def series_chart(
     """
     area, frame = _frame([point for one in series for point in one.finite], x_name, y_name, bounds, integers)
     if area is None:
-        return ""
+        return Markup()
     parts = [frame]
     for number, one in enumerate(series):
         colour, dashes = series_look(number)
@@ -95,13 +96,13 @@ def scatter(
     y_name: str,
     bounds: tuple[float, float] = (-math.inf, math.inf),
     integers: bool = False,
-) -> str:
+) -> Markup:
     """Return a scatter plot with one colour per group. If there are more groups than colours, every second round of
     colours has rings in place of dots. See `series_chart` for the arguments."""
     finite = {name: [point for point in points if all(map(math.isfinite, point))] for name, points in groups.items()}
     area, frame = _frame([point for points in finite.values() for point in points], x_name, y_name, bounds, integers)
     if area is None:
-        return ""
+        return Markup()
     parts = [frame]
     for number, (name, points) in enumerate(finite.items()):
         parts += [_dot(area, point, number, f"{name}: {_pair(point)}", 3.0) for point in points]
@@ -118,7 +119,7 @@ def heat_map(
     rows: Sequence[str],
     columns: Sequence[str],
     bounds: tuple[float, float] | None = None,
-) -> str:
+) -> Markup:
     """Return a map of values with a colour bar. `rows` and `columns` name its rows and columns.
 
     `bounds` are the values of the first and last colour, by default the smallest and largest value. Values that are not
@@ -197,6 +198,7 @@ def png(picture: UInt8[np.ndarray, "h w 3"]) -> bytes:
 
 def standalone(chart: str) -> str:
     """Return a chart as the text of an SVG file, with its own style and a white background."""
+    chart = str(chart)  # not HTML that escapes what is joined to it
     start, end = chart.index("<svg ") + 5, chart.index(">")
     background = '<rect width="100%" height="100%" fill="#fff"/>'
     return (
@@ -245,7 +247,7 @@ def _pair(point: Point) -> str:
     return f"{point[0]:.4g}, {point[1]:.4g}"
 
 
-def _with_legend(parts: Sequence[str], names: Sequence[str], label: str, *, lines: bool) -> str:
+def _with_legend(parts: Sequence[str], names: Sequence[str], label: str, *, lines: bool) -> Markup:
     """Return a chart with a legend of its series below, unless there is only one series."""
     legend, x, y = [], 12.0, HEIGHT + 8
     for number, name in enumerate(names if len(names) > 1 else []):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
+from markupsafe import Markup
 from PIL import Image
 
 from vitrail.analysis.charts import colours as colour_scale
@@ -30,7 +31,7 @@ from vitrail.weights.exported import ExportedNetwork
 Picture = UInt8[np.ndarray, "height width 3"]
 
 
-def draw_heads(statistic: HeadStatistic, beside: ReceptiveField | None = None) -> str:
+def draw_heads(statistic: HeadStatistic, beside: ReceptiveField | None = None) -> Markup:
     """Return a scatter plot of a number of each head over the layers (figures 7 and 11), as SVG.
 
     `beside` adds the distance of a network's effective receptive field by layer, in pixels.
@@ -53,7 +54,7 @@ def draw_heads(statistic: HeadStatistic, beside: ReceptiveField | None = None) -
     )
 
 
-def draw_layer_similarity(similarity: LayerSimilarity) -> str:
+def draw_layer_similarity(similarity: LayerSimilarity) -> Markup:
     """Return the similarity of every two layers as a heat map, as SVG."""
     return heat_map(
         similarity.values,
@@ -67,7 +68,7 @@ def draw_layer_similarity(similarity: LayerSimilarity) -> str:
     )
 
 
-def draw_norms(norms: TokenNorms) -> str:
+def draw_norms(norms: TokenNorms) -> Markup:
     """Return the median and largest norm of patch tokens by layer, and the norms of the other tokens, as SVG."""
     patches = norms.patches
     lines = {"patches, median": np.median(patches, axis=(0, 2)), "patches, largest": patches.max(axis=(0, 2))}
@@ -85,7 +86,7 @@ def draw_norms(norms: TokenNorms) -> str:
     )
 
 
-def draw_probes(probes: Sequence[LayerProbe]) -> str:
+def draw_probes(probes: Sequence[LayerProbe]) -> Markup:
     """Return the accuracy of a linear model by layer, with the ends of its interval, as SVG."""
     layers = [one.layer for one in probes]
     lines = [_by_layer("accuracy", layers, [100 * one.accuracy.value for one in probes])]
@@ -104,7 +105,7 @@ def draw_probes(probes: Sequence[LayerProbe]) -> str:
     )
 
 
-def draw_curves(curves: SaliencyCurves, kind: str = "deletion") -> str:
+def draw_curves(curves: SaliencyCurves, kind: str = "deletion") -> Markup:
     """Return the mean deletion or insertion curve of each saliency map, with its area in the legend, as SVG."""
     values = curves.deletion if kind == "deletion" else curves.insertion
     areas = curves.deletion_auc() if kind == "deletion" else curves.insertion_auc()
@@ -124,7 +125,7 @@ def draw_curves(curves: SaliencyCurves, kind: str = "deletion") -> str:
     )
 
 
-def draw_randomised(checks: Mapping[str, RandomisedWeights]) -> str:
+def draw_randomised(checks: Mapping[str, RandomisedWeights]) -> Markup:
     """Return the similarity of saliency maps while weights become random from the head downward, as SVG.
 
     `checks` has the measurement of each method, by its name. All of them are of one network.

@@ -34,13 +34,13 @@ WIDTH, ROW, TOP, BOTTOM = 640.0, 24.0, 12.0, 40.0
 HEIGHT, LEGEND_LINE = 320.0, 16.0
 
 
-def arms_chart(results: Results, metric: str, name: str) -> str:
+def arms_chart(results: Results, metric: str, name: str) -> Markup:
     """Return a row for each point: a small dot for each seed, a large dot for the mean, and a line for its 95 %
     interval. An interval that is wider than the range of all seeds is cut at the edge of the chart."""
     found = [(point, point.estimate(metric)) for point in results.points]
     values = [100 * value for point, _ in found for value in point.values(metric).values()]
     if not values:
-        return ""
+        return Markup()
     margin = max(0.25, 0.25 * (max(values) - min(values)))
     x_axis = make_axis([max(0.0, min(values) - margin), min(100.0, max(values) + margin)])
     left = 16 + DIGIT_WIDTH * max(len(point.name) for point, _ in found)
@@ -67,12 +67,12 @@ def arms_chart(results: Results, metric: str, name: str) -> str:
     return svg_picture(WIDTH, bottom + BOTTOM, f"{name} of every arm, with 95 % intervals", parts, fixed_size=True)
 
 
-def lines_chart(results: Results, metric: str, name: str, x_name: str) -> str:
+def lines_chart(results: Results, metric: str, name: str, x_name: str) -> Markup:
     """Return a line for each arm over a logarithmic x axis, with a band of one standard deviation over seeds."""
     points = [(point, point.estimate(metric)) for point in results.points if point.x]
     known = [(point, mean) for point, mean in points if mean is not None]
     if not known:
-        return ""
+        return Markup()
     ends = [100 * end for _, mean in known for end in _band(mean)]
     y_axis = make_axis(ends, bounds=(0.0, 100.0))
     logs = [math.log10(point.x or 1.0) for point, _ in known]
@@ -269,7 +269,7 @@ def estimate_text(found: Estimate | None) -> str:
     return f"{100 * found.mean:.2f}" if found.count < 2 else f"{100 * found.mean:.2f} ± {100 * found.deviation:.2f}"
 
 
-def _figure(results: Results, metric: str, name: str, x_name: str) -> str:
+def _figure(results: Results, metric: str, name: str, x_name: str) -> Markup:
     return lines_chart(results, metric, name, x_name) if x_name else arms_chart(results, metric, name)
 
 

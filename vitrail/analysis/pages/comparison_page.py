@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from markupsafe import Markup
 
 from vitrail.analysis import charts
 from vitrail.analysis.charts import heat_map, series_chart, standalone
 from vitrail.analysis.comparison import Disagreement, Measured, ModelComparison
 from vitrail.analysis.heads import HeadStatistic
 from vitrail.analysis.images import overlay
-from vitrail.analysis.pages.figure import NARROW, STYLE, captioned, figure, skipped_part
+from vitrail.analysis.pages.figure import figure_address
 from vitrail.analysis.samples import Answer
 from vitrail.errors import plural
 from vitrail.evaluation.metrics.intervals import LEVEL
 from vitrail.evaluation.metrics.report import NamedMetric, named_metrics
 from vitrail.files import write_json
 from vitrail.report.charts import Series
-from vitrail.report.page import document, escape, table
+from vitrail.report.page import write_page
 from vitrail.settings import to_plain
 
 COMPARISON_FILES = ("compare.html", "compare.json", "classes.csv", "similarity.svg", "distance.svg")
@@ -41,8 +42,7 @@ def write_comparison(found: ModelComparison, folder: Path) -> None:
     drawn = {"similarity.svg": _similarity(found), "distance.svg": _distances(found)}
     for name, chart in drawn.items():
         (folder / name).write_text(standalone(chart), encoding="utf-8")
-    page = document(_title(found), _parts(found, drawn), style=STYLE + charts.STYLE + NARROW)
-    (folder / "compare.html").write_text(page, encoding="utf-8")
+    _write_page(found, drawn, folder / "compare.html")
     write_json(folder / "compare.json", comparison_as_plain(found))
     (folder / "classes.csv").write_text(_classes_csv(found), encoding="utf-8")
 
@@ -94,65 +94,46 @@ def comparison_as_plain(found: ModelComparison) -> dict[str, Any]:
     }
 
 
-def _title(found: ModelComparison) -> str:
-    return f"{found.models[0].name} and {found.models[1].name} compared"
-
-
-def _parts(found: ModelComparison, drawn: dict[str, str]) -> Iterator[str]:
+def _write_page(found: ModelComparison, drawn: dict[str, Markup], path: Path) -> None:
     first, second = found.models
     paired = found.paired
-    yield f"<p><strong>{escape(verdict(found))}</strong></p>"
-    yield '<p class="dim">p is from McNemar\'s exact test on the images where one model alone is right.</p>'
-    yield table(("", first.name, second.name), _rows(found))
-    yield from skipped_part(found.skipped)
-    yield table(
-        ("right are", "images", ""),
-        [
-            (name, f"{count:,}", f"{count / paired.images:.1%}")
-            for name, count in (
-                ("both models", paired.both),
-                (f"only {first.name}", paired.only_first),
-                (f"only {second.name}", paired.only_second),
-                ("neither model", paired.neither),
-            )
-        ],
-    )
-    yield "<h2>Layers</h2>"
-    yield '<div class="beside">'
-    yield captioned(
-        drawn["similarity.svg"],
-        f"Similarity of the features of every two layers (CKA, unbiased, {plural(found.looked_at, 'image')}): 1 for "
-        "features that are equal up to a rotation, 0 for unrelated ones.",
-    )
-    reaches = " ".join(f"{one.name}: {one.reach.name}, mean over {_over(one)}." for one in found.models)
-    yield captioned(drawn["distance.svg"], f"Distance over which each layer mixes information. {reaches}")
-    yield "</div>"
-    classes = found.classes[:MAX_CLASSES]
-    yield "<h2>Classes, largest difference first</h2>"
-    yield table(
-        ("class", "images", first.name, second.name, "difference, points"),
-        [
+    right = {
+        "both models": paired.both,
+        f"only {first.name}": paired.only_first,
+        f"only {second.name}": paired.only_second,
+        "neither model": paired.neither,
+    }
+    write_page(
+        "the comparison",
+        path,
+        "analysis/pages/compare.html",
+        title=f"{first.name} and {second.name} compared",
+        style=Markup(charts.STYLE),
+        verdict=verdict(found),
+        heads=("", first.name, second.name),
+        metrics=_rows(found),
+        skipped=[(item.key, item.reason) for item in found.skipped],
+        right=[(name, f"{count:,}", f"{count / paired.images:.1%}") for name, count in right.items()],
+        similarity=drawn["similarity.svg"],
+        images_for_layers=found.looked_at,
+        distances=drawn["distance.svg"],
+        reaches=" ".join(f"{one.name}: {one.reach.name}, mean over {_over(one)}." for one in found.models),
+        class_heads=("class", "images", first.name, second.name, "difference, points"),
+        classes=[
             (name, f"{images:,}", f"{one:.1%}", f"{other:.1%}", f"{100 * (one - other):+z.1f}")
-            for name, images, one, other in classes
+            for name, images, one, other in found.classes[:MAX_CLASSES]
         ],
+        disagreements=[_disagreement(found, one) for one in found.disagreements],
     )
-    if found.disagreements:
-        yield "<h2>Images on which one model is right</h2>"
-        yield (
-            "<p>The images for which both answers are most certain. Colours show which parts support a model's "
-            "answer, from dark (least) to bright (most). A ResNet has no attention, so its pictures are plain.</p>"
-        )
-        for one in found.disagreements:
-            yield from _disagreement(found, one)
 
 
-def _disagreement(found: ModelComparison, one: Disagreement) -> Iterator[str]:
-    yield '<div class="maps">'
-    yield figure(one.picture, f"{one.label} ({one.key})")
+def _disagreement(found: ModelComparison, one: Disagreement) -> list[tuple[Markup, str]]:
+    """Return the addresses and captions of an image and of what each model sees in it."""
+    pictures = [(figure_address(one.picture), f"{one.label} ({one.key})")]
     for model, answer in zip(found.models, one.answers, strict=True):
         picture = one.picture if answer.relevance is None else overlay(one.picture, answer.relevance)
-        yield figure(picture, f"{model.name}: {_answer(answer, one.label)}")
-    yield "</div>"
+        pictures.append((figure_address(picture), f"{model.name}: {_answer(answer, one.label)}"))
+    return pictures
 
 
 def _answer(answer: Answer, label: str) -> str:
@@ -187,7 +168,7 @@ def _over(one: Measured) -> str:
     return f"heads and {one.reach.images} images" if isinstance(one.reach, HeadStatistic) else "images"
 
 
-def _similarity(found: ModelComparison) -> str:
+def _similarity(found: ModelComparison) -> Markup:
     similarity = found.similarity
     first, second = (one.name for one in found.models)
     return heat_map(
@@ -202,7 +183,7 @@ def _similarity(found: ModelComparison) -> str:
     )
 
 
-def _distances(found: ModelComparison) -> str:
+def _distances(found: ModelComparison) -> Markup:
     """Return a line for each model: the distance over which its layers mix information, by relative depth."""
     lines = []
     for one in found.models:

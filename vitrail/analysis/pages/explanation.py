@@ -20,7 +20,6 @@ from vitrail.data.pixels.decode import to_pil
 from vitrail.data.pixels.geometry import Placement
 from vitrail.errors import BundleError
 from vitrail.models.vit import VisionTransformer
-from vitrail.report.page import escape
 from vitrail.weights.bundle import Bundle, NumberPrediction
 
 MAX_BYTES = 5_000_000
@@ -160,17 +159,14 @@ def write_explanation(
         files[f"{name}-layer-{layer:02}-head-{head:02}.png"] = overlay(picture, values)
     for file, pixels in files.items():
         (folder / file).write_bytes(png(pixels))
-    page = make_page(
-        explanation.maps, picture, title=title, predictions=_ranking_list(explanation), max_bytes=max_bytes
-    )
+    page = make_page(explanation.maps, picture, title=title, predictions=_predictions(explanation), max_bytes=max_bytes)
     (folder / f"{name}.html").write_text(page.text, encoding="utf-8")
     return Written([f"{name}.html", *files], page.notes)
 
 
-def _ranking_list(explanation: Explanation) -> str:
+def _predictions(explanation: Explanation) -> list[tuple[str, str]]:
     form = "{:.1%}" if explanation.has_probabilities else "{:.4g}"
-    items = (f"<li>{escape(label)} <b>{form.format(value)}</b></li>" for label, value in explanation.ranking)
-    return f'<ul class="ranking" aria-label="Predictions">{"".join(items)}</ul>' if explanation.ranking else ""
+    return [(label, form.format(value)) for label, value in explanation.ranking]
 
 
 def _prefix_names(network: VisionTransformer) -> tuple[str, ...]:

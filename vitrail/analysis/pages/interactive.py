@@ -12,21 +12,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Float32, Float64, UInt8
+from markupsafe import Markup
 from PIL import Image
 
 from vitrail.analysis.charts import SCALE
 from vitrail.analysis.pages.figure import image_address
 from vitrail.errors import plural
-from vitrail.report.page import document, escape
+from vitrail.report.page import render
 
 PICTURE_SIDE = 1024
 """Longest side of the picture on the page in pixels. The PNG files have the size of the image."""
 
 SCRIPTS = ("maps.js", "selection.js", "drawing.js", "exports.js", "page.js", "controls.js")
 """Files of the script, in the order in which they run."""
-
-PREDICTIONS, NOTES = "<!-- predictions -->", "<!-- notes -->"
-"""Marks in page.html that are replaced by HTML."""
 
 RESERVE = 2_000
 """Bytes of a page for the notes and the fields that depend on how the weights are packed."""
@@ -63,13 +61,13 @@ def make_page(
     picture: UInt8[np.ndarray, "height width 3"],
     *,
     title: str,
-    predictions: str = "",
+    predictions: Sequence[tuple[str, str]] = (),
     max_bytes: int,
 ) -> InteractivePage:
     """Return the page of a picture, at most `max_bytes` long unless its other parts are longer than that.
 
-    `predictions` is HTML. The weights get the bytes that the other parts leave. If they do not fit in 8 bits each, the
-    page has fewer bits, layers or heads, and a note about this.
+    `predictions` are names with their probabilities or numbers as text. The weights get the bytes that the other parts
+    leave. If they do not fit in 8 bits each, the page has fewer bits, layers or heads, and a note about this.
     """
     small = _small(picture)
     address = image_address(small, "png" if max(small.shape) <= 256 else "jpeg")
@@ -82,15 +80,17 @@ def make_page(
         if packed is not None:
             chosen = {"layers": packed.layers, "heads": packed.heads, "bits": packed.bits}
             data = packed.data
-        markup = _read("page.html").replace(PREDICTIONS, predictions)
-        markup = markup.replace(NOTES, "".join(f'<p class="note">{escape(note)}</p>' for note in notes))
-        parts = [
-            markup,
-            _data("about", "application/json", json.dumps(about | chosen).replace("<", "\\u003c")),
-            _data("picture", "text/plain", address),
-            _data("weights", "text/plain", base64.b64encode(data).decode("ascii")),
-        ]
-        return document(title, parts, style=_read("page.css"), script=script_text())
+        return render(
+            "analysis/pages/interactive/page.html",
+            title=title,
+            style=Markup(_read("page.css")),
+            script=Markup(script_text()),
+            predictions=predictions,
+            notes=notes,
+            about=Markup(json.dumps(about | chosen).replace("<", "\\u003c")),
+            picture=address,
+            weights=Markup(base64.b64encode(data).decode("ascii")),
+        )
 
     rest = max_bytes - RESERVE - len(page(None, ()).encode())
     packed = pack(maps.attention, max(0, rest * 3 // 4))
@@ -146,11 +146,6 @@ def _small(picture: UInt8[np.ndarray, "height width 3"]) -> UInt8[np.ndarray, "h
     image = Image.fromarray(picture)
     image.thumbnail((PICTURE_SIDE, PICTURE_SIDE), Image.Resampling.LANCZOS)
     return np.array(image)
-
-
-def _data(name: str, kind: str, text: str) -> str:
-    """Return data as an element that no browser runs."""
-    return f'<script type="{kind}" id="{name}">{text}</script>'
 
 
 def _read(file: str) -> str:

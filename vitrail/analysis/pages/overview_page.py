@@ -7,12 +7,13 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
+from markupsafe import Markup
 from PIL import Image
 
 from vitrail.analysis import charts
@@ -32,7 +33,7 @@ from vitrail.analysis.images import (
     overlay,
 )
 from vitrail.analysis.overview import Answers, ColouredPatches, EmbeddingMap, Overview
-from vitrail.analysis.pages.figure import NARROW, STYLE, captioned, figure, image, skipped_part
+from vitrail.analysis.pages.figure import figure_address, image_address
 from vitrail.analysis.samples import distances
 from vitrail.errors import DataError, plural
 from vitrail.evaluation.features.feature_files import parquet_library, printable_key
@@ -40,22 +41,11 @@ from vitrail.evaluation.metrics.intervals import LEVEL, Metric
 from vitrail.evaluation.metrics.report import absent_note, named_metrics
 from vitrail.files import write_json
 from vitrail.report.charts import Series
-from vitrail.report.page import document, escape, table, thumbnail
+from vitrail.report.page import write_page
 from vitrail.settings import to_plain
 
 OVERVIEW_FILES = ("report.html", "report.json", "*.csv", "*.svg", "*.png", "*.parquet")
 """Files of an overview, as shell patterns."""
-
-FIRST = ".first figure { max-width: 28rem; } .first img { image-rendering: pixelated; }"
-"""Style of the pictures of the first layer, which are small."""
-
-MAP = """
-#near { width: auto; } #near img[hidden] { display: none; }
-#near img { width: 10rem; height: 10rem; image-rendering: pixelated; }
-#near figcaption { font-size: .9rem; }
-.dot.chosen { stroke: CanvasText; stroke-width: 2; }
-"""
-"""Style of the embedding map and of the image of its chosen dot."""
 
 MAX_CLASSES = 50
 """Maximum number of classes on the page. classes.csv has all of them."""
@@ -74,13 +64,7 @@ def write_overview(found: Overview, folder: Path, beside: str | None = None) -> 
         (folder / f"{name}.svg").write_text(standalone(chart), encoding="utf-8")
     for name, picture in pictures.items():
         (folder / f"{name}.png").write_bytes(png(picture))
-    page = document(
-        f"Report on {found.name}",
-        _parts(found, drawn, pictures, beside),
-        style=STYLE + charts.STYLE + NARROW + FIRST + MAP,
-        script="" if found.embedding is None else map_script(found.embedding),
-    )
-    (folder / "report.html").write_text(page, encoding="utf-8")
+    _write_page(found, drawn, pictures, beside, folder / "report.html")
     write_json(folder / "report.json", overview_as_plain(found))
     return write_tables(found, folder)
 
@@ -128,76 +112,51 @@ def _saliency_as_plain(found: SaliencySummary) -> list[dict[str, Any]]:
     ]
 
 
-def _parts(found: Overview, drawn: dict[str, str], pictures: Pictures, beside: str | None) -> Iterator[str]:
-    config = found.bundle.network.config
-    size = found.bundle.preprocess.image_size
+def _write_page(found: Overview, drawn: dict[str, Markup], pictures: Pictures, beside: str | None, path: Path) -> None:
+    config, size = found.bundle.network.config, found.bundle.preprocess.image_size
     text = headline(found)
-    yield f"<p><strong>{text[0].upper()}{text[1:]}.</strong></p>"
-    yield (
-        f'<p class="dim">{config.parameters() / 1e6:,.2f} million parameters, {config.macs(size) / 1e6:,.2f} million '
-        f"multiply-accumulates for an image of {size[0]} x {size[1]} pixels.</p>"
+    write_page(
+        "the report",
+        path,
+        "analysis/pages/overview.html",
+        title=f"Report on {found.name}",
+        style=Markup(charts.STYLE),
+        script=Markup("" if found.embedding is None else map_script(found.embedding)),
+        headline=f"{text[0].upper()}{text[1:]}",
+        cost=f"{config.parameters() / 1e6:,.2f} million parameters, {config.macs(size) / 1e6:,.2f} million "
+        f"multiply-accumulates for an image of {size[0]} x {size[1]} pixels.",
+        beside=beside,
+        answers=None if found.answers is None else _answers(found.answers),
+        skipped=[(item.key, item.reason) for item in found.skipped],
+        first_layer=[
+            (image_address(pictures[name], "png"), text) for name, text in FIRST_LAYER.items() if name in pictures
+        ],
+        layer_charts=_layer_charts(found, drawn),
+        notes=found.notes,
+        patches=[] if found.patches is None else _patches(found.patches),
+        saliency=None if found.saliency is None else _saliency(found.saliency),
+        drawn=drawn,
     )
-    if beside is not None:
-        yield f'<p><a href="{escape(beside)}">Report of the training</a></p>'
-    if found.answers is not None:
-        rows = [(one.name, one.value, one.interval) for one in named_metrics(found.answers.report)]
-        yield table(("metric", "value", f"{LEVEL:.0%} interval"), rows)
-        if note := absent_note(found.answers.report):
-            yield f"<p>Note: {escape(note)}.</p>"
-    yield from skipped_part(found.skipped)
-    yield from _first_layer(pictures)
-    yield "<h2>Layers</h2>"
-    yield '<div class="beside">'
-    yield from _layer_charts(found, drawn)
-    yield "</div>"
-    for note in found.notes:
-        yield f'<p class="dim">Not shown: {escape(note)}.</p>'
-    if found.patches is not None:
-        yield from _patches(found.patches)
-    if found.saliency is not None:
-        yield from _saliency(found.saliency, drawn)
-    if "embedding" in drawn:
-        yield from _embedding(drawn["embedding"])
-    if found.answers is not None:
-        yield from _answers(found.answers)
 
 
-def _first_layer(pictures: Pictures) -> Iterator[str]:
-    """Yield the filters and positions of the first layer."""
-    texts = {
-        "filters": "Filters: principal components of the patch embedding.",
-        "positions": "Positions: each map shows the cosine similarity of one patch's position to all others, from dark "
-        "(least) to bright (most).",
-    }
-    shown = [name for name in texts if name in pictures]
-    if not shown:
-        return
-    yield "<h2>What the first layer sees</h2>"
-    yield '<div class="maps first">'
-    for name in shown:
-        caption = escape(texts[name])
-        yield f"<figure>{image(pictures[name], texts[name], 'png')}<figcaption>{caption}</figcaption></figure>"
-    yield "</div>"
+FIRST_LAYER = {
+    "filters": "Filters: principal components of the patch embedding.",
+    "positions": "Positions: each map shows the cosine similarity of one patch's position to all others, from dark "
+    "(least) to bright (most).",
+}
+"""Captions of the pictures of the first layer."""
 
 
-def _patches(found: ColouredPatches) -> Iterator[str]:
-    """Yield each image beside the colours of its patches."""
-    yield "<h2>Patches</h2>"
-    yield (
-        "<p>Patches of equal colour have similar features: their first three principal components are drawn as red, "
-        "green and blue.</p>"
-    )
-    yield '<div class="strip">'
-    for picture, values in zip(found.pictures, found.colours.pictures(), strict=True):
-        shown = np.rint(255 * values[..., :3]).astype(np.uint8)
-        pair = [
-            thumbnail(Image.fromarray(each), name) for each, name in ((picture, "an image"), (shown, "its patches"))
-        ]
-        yield f'<div class="group">{"".join(pair)}</div>'
-    yield "</div>"
+def _patches(found: ColouredPatches) -> list[tuple[Image.Image, Image.Image]]:
+    """Return each image with the colours of its patches."""
+    return [
+        (Image.fromarray(picture), Image.fromarray(np.rint(255 * values[..., :3]).astype(np.uint8)))
+        for picture, values in zip(found.pictures, found.colours.pictures(), strict=True)
+    ]
 
 
-def _layer_charts(found: Overview, drawn: dict[str, str]) -> Iterator[str]:
+def _layer_charts(found: Overview, drawn: dict[str, Markup]) -> list[tuple[Markup, str]]:
+    """Return the charts of the layers with their captions."""
     reach, over = found.layers.reach, f"over {plural(found.layers.images, 'image')}"
     each = "each layer and head" if isinstance(reach, HeadStatistic) else "each layer"
     captions = {
@@ -207,76 +166,38 @@ def _layer_charts(found: Overview, drawn: dict[str, str]) -> Iterator[str]:
         "norms": "Norms of tokens. Patch tokens with large norms often serve the network as memory.",
         "probes": "Accuracy of a linear model of each layer's mean patch token, on images that it did not learn from.",
     }
-    for name, caption in captions.items():
-        if name in drawn:
-            yield captioned(drawn[name], caption)
+    return [(drawn[name], caption) for name, caption in captions.items() if name in drawn]
 
 
-def _saliency(found: SaliencySummary, drawn: dict[str, str]) -> Iterator[str]:
-    """Yield the measurements of the saliency methods."""
-    images = found.curves.deletion.shape[1]
-    yield "<h2>Saliency maps, measured</h2>"
-    yield (
-        f"<p>Patches of {plural(images, 'image')} are deleted, or inserted into an empty image, in the order of each "
-        "map, most salient first. A good map has a small area under the deletion curve and a large one under the "
-        "insertion curve. The last two columns are the rank correlations of the maps with those of a random head, and "
-        "of random weights in all layers. Maps that stay as they are show the image, not what the network learned.</p>"
-    )
-    heads = ("method", "deletion area", "insertion area", "random head", "all random")
-    yield table(
-        heads,
-        [
-            (one.name, _area(one.deletion), _area(one.insertion), _number(one.random_head), _number(one.random_all))
-            for one in found.methods
-        ],
-    )
-    captions = {
-        "deletion": "Probability of the predicted class while patches are deleted.",
-        "insertion": "Probability of the predicted class while patches are inserted into an empty image.",
-        "random_weights": "Rank correlation of the maps with the trained network's, while the weights of more and more "
-        "layers become random.",
-    }
-    yield '<div class="beside">'
-    for name, caption in captions.items():
-        yield captioned(drawn[name], caption)
-    yield "</div>"
+def _saliency(found: SaliencySummary) -> dict[str, Any]:
+    """Return the measurements of the saliency methods."""
+    rows = [
+        (one.name, _area(one.deletion), _area(one.insertion), _number(one.random_head), _number(one.random_all))
+        for one in found.methods
+    ]
+    return {"images": found.curves.deletion.shape[1], "rows": rows}
 
 
-def _embedding(chart: str) -> Iterator[str]:
-    """Yield the map of the embeddings, and the place of the image of a dot."""
-    yield "<h2>Embeddings</h2>"
-    yield '<div id="embedding" class="beside">'
-    yield f'<div id="dots" tabindex="0">{chart}</div>'
-    yield '<figure id="near" aria-live="polite"><img hidden alt=""><figcaption></figcaption></figure>'
-    yield "</div>"
-    yield (
-        '<p class="dim">Embeddings of the images along their first two principal components. The pointer, or the '
-        "arrow keys on the map, show the image of a dot.</p>"
-    )
-
-
-def _answers(found: Answers) -> Iterator[str]:
-    """Yield the metrics of each class, and the largest errors."""
-    classes = sorted(found.report.per_class, key=lambda row: 1.0 if row.accuracy is None else row.accuracy)
-    yield "<h2>Classes, worst first</h2>"
-    yield table(
-        ("class", "images", "accuracy", "precision", "F1"),
-        [
+def _answers(found: Answers) -> dict[str, Any]:
+    """Return the metrics of all images and of each class, and the largest errors."""
+    worst_first = sorted(found.report.per_class, key=lambda row: 1.0 if row.accuracy is None else row.accuracy)
+    errors = []
+    for one in found.errors:
+        relevance = one.answer.relevance
+        picture = one.picture if relevance is None else overlay(one.picture, relevance)
+        answer = f"{one.answer.label}, {one.answer.probability:.1%}"
+        errors.append((figure_address(picture), f"{one.key}: {answer}; the label is {one.label}."))
+    return {
+        "heads": ("metric", "value", f"{LEVEL:.0%} interval"),
+        "metrics": [(one.name, one.value, one.interval) for one in named_metrics(found.report)],
+        "note": absent_note(found.report),
+        "classes": [
             (row.name, f"{row.images:,}", *(_percent(value) for value in (row.accuracy, row.precision, row.f1)))
-            for row in classes[:MAX_CLASSES]
+            for row in worst_first[:MAX_CLASSES]
         ],
-    )
-    if found.errors:
-        yield "<h2>Most certain errors</h2>"
-        if found.errors[0].answer.relevance is not None:
-            yield "<p>Colours show which parts support the wrong answer, from dark (least) to bright (most).</p>"
-        yield '<div class="maps">'
-        for one in found.errors:
-            relevance = one.answer.relevance
-            picture = one.picture if relevance is None else overlay(one.picture, relevance)
-            answer = f"{one.answer.label}, {one.answer.probability:.1%}"
-            yield figure(picture, f"{one.key}: {answer}; the label is {one.label}.")
-        yield "</div>"
+        "errors": errors,
+        "has_maps": bool(found.errors) and found.errors[0].answer.relevance is not None,
+    }
 
 
 def _area(found: Metric) -> str:
@@ -300,7 +221,7 @@ NO_LABEL = "no label"
 """Name of the images without a label in the map of embeddings."""
 
 
-def charts_of(found: Overview) -> dict[str, str]:
+def charts_of(found: Overview) -> dict[str, Markup]:
     """Return the charts by name, as SVG."""
     layers = found.layers
     drawn = {"distance": _distance(layers.reach)}
@@ -343,7 +264,7 @@ def map_script(mapped: EmbeddingMap) -> str:
     return data + (Path(__file__).parent / "embedding_map.js").read_text(encoding="utf-8")
 
 
-def _distance(reach: HeadStatistic | ReceptiveField) -> str:
+def _distance(reach: HeadStatistic | ReceptiveField) -> Markup:
     if isinstance(reach, HeadStatistic):
         return draw_heads(reach)
     points = [(float(layer), value) for layer, value in distances(reach)]
@@ -357,7 +278,7 @@ def _distance(reach: HeadStatistic | ReceptiveField) -> str:
     )
 
 
-def _embedding_figure(mapped: EmbeddingMap) -> str:
+def _embedding_figure(mapped: EmbeddingMap) -> Markup:
     """Return the map of embeddings. Of many images, some at equal distances in the data are drawn."""
     groups: dict[str, list[tuple[float, float]]] = {}
     for row in mapped.shown:

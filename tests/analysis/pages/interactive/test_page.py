@@ -40,7 +40,7 @@ def packed_in(text: str) -> PackedMaps:
 
 def test_the_page_contains_the_numbers(make_maps: MakeMaps) -> None:
     maps = make_maps()
-    page = make_page(maps, PICTURE, title="a & b.jpg", predictions="<p>rose</p>", max_bytes=MAX_BYTES)
+    page = make_page(maps, PICTURE, title="a & b.jpg", predictions=[("<rose>", "9.1%")], max_bytes=MAX_BYTES)
     assert page.notes == ()
     about = json.loads(element(page.text, "about"))
     assert (about["name"], about["grid"], about["layers"], about["heads"]) == ("a & b", [3, 5], [0, 1], [0, 1, 2])
@@ -49,7 +49,7 @@ def test_the_page_contains_the_numbers(make_maps: MakeMaps) -> None:
     assert [one["label"] for one in about["relevance"]] == ["</script>a & b", "cat"]
     np.testing.assert_allclose(about["relevance"][1]["values"], maps.relevance[1][1].ravel(), rtol=1e-5)
     np.testing.assert_array_equal(unpack(packed_in(page.text)), dequantise(quantise(maps.attention, 8), 8))
-    assert "<h1>a &amp; b.jpg</h1>" in page.text and "<p>rose</p>" in page.text
+    assert "<h1>a &amp; b.jpg</h1>" in page.text and "<li>&lt;rose&gt; <b>9.1%</b></li>" in page.text
 
 
 def test_nothing_is_requested_and_only_the_own_script_runs(make_maps: MakeMaps) -> None:
