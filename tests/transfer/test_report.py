@@ -26,10 +26,10 @@ from vitrail.models.variants import ModelConfig, build
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import Log
-from vitrail.training.page import MAX_POINTS
+from vitrail.training.page import MAX_POINTS, HeldOutExample
 from vitrail.training.run import train
 from vitrail.transfer.report import write_report
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle import Bundle, Prediction
 
 EVIL = "<script>alert('1 & 2')<"
 LONG = "y" * 200
@@ -138,6 +138,24 @@ def measured() -> ClassificationReport:
     return report(
         Predictions(logits, single_labels(np.asarray([0, 1]), 2), ("0", "1"), np.arange(2), ("a", "b")), bootstrap=20
     )
+
+
+def test_it_begins_with_errors_and_then_with_examples_that_are_right(
+    run: Callable[..., tuple[Path, Bundle]], measured: ClassificationReport, source: Source, tmp_path: Path
+) -> None:
+    folder, bundle = run()
+    Image.new("L", (8, 8)).save(tmp_path / "one.png")
+    examples = [
+        HeldOutExample(tmp_path / "one.png", ("<b>",), Prediction(label, 0.75, ((label, 0.75),)))
+        for label in ("a", "<b>")
+    ]
+    text = write_report(folder, bundle, source, "test", measured, examples=examples).read_text()
+    top = text[text.index("<h2>Held-out images") : text.index("<table")]
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", top)
+    assert [one.split("<br>")[:2] for one in captions] == [
+        ["true: b", "predicted: a"], ["true: &lt;b&gt;", "predicted: &lt;b&gt;"],
+    ]  # fmt: skip
+    assert captions[1].endswith("<br>75.0%")
 
 
 def step(number: int, loss: float, rate: float = 1e-3) -> tuple[str, dict[str, Any]]:

@@ -314,6 +314,7 @@ def evaluate_run(
         source,
         split,
         found,
+        examples=run.examples,
         tried=read_tried(run.folder),
         next_commands=tuple(map(shlex.join, commands)),
     )

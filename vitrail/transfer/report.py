@@ -39,13 +39,19 @@ from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import inside_link, read_record
 from vitrail.training.log import read_journal
-from vitrail.training.page import training_figures
+from vitrail.training.page import HeldOutExample, training_figures
 from vitrail.transfer.search import Tried
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle import Bundle, Prediction
 
 AnyReport = ClassificationReport | RegressionReport
 
 NO_AUGMENTATION = Augment(flip=False)
+
+MAX_FIRST = 6
+"""Maximum number of errors, and of other images, at the top of the page."""
+
+Shown = tuple[Image.Image | None, Sequence[str]]
+"""A picture, or None if it cannot be decoded, and the lines of its caption."""
 
 Section = dict[str, Any]
 """The values of a section, for the macro of the same name in sections.html."""
@@ -58,15 +64,16 @@ def write_report(
     split: str,
     report: AnyReport,
     *,
+    examples: Sequence[HeldOutExample] = (),
     tried: Sequence[Tried] = (),
     next_commands: Sequence[str] = (),
 ) -> Path:
     """Write `report.html` into a run's folder, replace an earlier report, and return the path.
 
     `bundle` is the run's model. `report` holds its metrics on `source`, the split with the name `split`. The pictures
-    of the largest errors are read from `source`. `tried` are the trials that chose
-    the settings. `next_commands` are shown at the end of the page. Sections without
-    data are omitted, for example the training curves of a run without evaluations.
+    of the largest errors are read from `source`. `examples` are shown at the top, after the largest errors. `tried` are
+    the trials that chose the settings. `next_commands` are shown at the end of the page. Sections without data are
+    omitted, for example the training curves of a run without evaluations.
 
     Raise `RunError` if `folder` is not the folder of a run, and `SaveError` if the file cannot be written.
     """
@@ -75,6 +82,7 @@ def write_report(
     events = read_journal(folder / "journal.jsonl")
     metric = config.task.selection(Splits(source, None, None))
     main, interval = number_headline(report) if isinstance(report, RegressionReport) else headline(report)
+    results = _results(report, source)
     path = folder / "report.html"
     write_page(
         "the report",
@@ -86,6 +94,7 @@ def write_report(
         level=f"{LEVEL:.0%}",
         images=_images(report, split),
         notes=_notes(config, split, report, source, bundle),
+        held_out=_held_out(report, results["errors"]["pictures"], examples),
         inside=Markup(inside_link(folder)),
         split=split,
         metrics=summary_rows(report),
@@ -93,7 +102,7 @@ def write_report(
         trials=_trials(tried, events, bundle, metric),
         settings=_settings(config, record, events, bundle),
         data_notes=record["data"]["notes"],
-        results=_results(report, source),
+        results=results,
         skipped=_skipped(report, split, events),
         next_commands=next_commands,
     )
@@ -129,6 +138,27 @@ def _results(report: AnyReport, source: Source) -> dict[str, Section]:
             "errors": mistakes(report, source),
         }
     return {name: section for name, section in found.items() if section is not None}
+
+
+def _held_out(report: AnyReport, errors: Sequence[Shown], examples: Sequence[HeldOutExample]) -> list[Shown]:
+    """Return a few held-out images with their truth and prediction: errors first, and then examples, of which those
+    with a wrong class are left out. Without examples, return nothing."""
+    found = []
+    for one in examples:
+        if one.right or isinstance(report, RegressionReport):
+            with Image.open(one.path) as picture:
+                found.append((picture.convert("RGB"), _example(one)))
+    return [*errors[:MAX_FIRST], *found[:MAX_FIRST]] if examples else []
+
+
+def _example(one: HeldOutExample) -> list[str]:
+    guess = one.prediction
+    if isinstance(guess, Prediction):
+        predicted, rest = guess.label, [f"{guess.probability:.1%}"]
+    else:
+        predicted = ", ".join(f"{name} {value:.4g}" for name, value in zip(guess.names, guess.values, strict=True))
+        rest = []
+    return [f"true: {shorten(one.label, MAX_NAME)}", f"predicted: {shorten(predicted, MAX_NAME)}", *rest]
 
 
 def _images(report: AnyReport, split: str) -> str:
