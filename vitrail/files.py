@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -110,6 +111,17 @@ def replacing_folder(what: str, path: Path, names: Collection[str]) -> Iterator[
             _swap(partial, path, names)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def replacing_file(path: Path) -> Iterator[Path]:
+    """Yield the path of a file to write, which replaces `path` in one step if the block succeeds. Several processes can
+    write the same file at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".vitrail-") as folder:
+        partial = Path(folder) / path.name
+        yield partial
+        partial.replace(path)
 
 
 def disk_problem(folder: Path, needed: int) -> OSError | None:

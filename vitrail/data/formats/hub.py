@@ -10,7 +10,6 @@ import hashlib
 import importlib
 import json
 import re
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 from vitrail.data.formats.parquet import SUFFIX, ParquetFile, identity_of, open_files
 from vitrail.data.splits import CHOICE, SPLITS, Choice, Split, SplitNames, Splits, check_chosen, split_of
 from vitrail.errors import DataError, listed, nearest
-from vitrail.files import cache_folder, saving
+from vitrail.files import cache_folder, replacing_file, saving
 from vitrail.hub import Repository, cached_folder, client, fetch, keep_branch, listing, parse
 
 PREFIX = "hf:"
@@ -115,12 +114,8 @@ def _keep(found: _Listing) -> None:
     if found.why:
         return
     place = _kept(found.repository)
-    with saving(f"the list of files of {found.repository.title}", place):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=place.parent) as folder:  # another process may be writing the same file
-            partial = Path(folder) / place.name
-            partial.write_text(json.dumps({"commit": found.commit, "names": found.names}), encoding="utf-8")
-            partial.replace(place)
+    with saving(f"the list of files of {found.repository.title}", place), replacing_file(place) as partial:
+        partial.write_text(json.dumps({"commit": found.commit, "names": found.names}), encoding="utf-8")
 
 
 def _kept(repository: Repository) -> Path:

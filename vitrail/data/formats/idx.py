@@ -8,7 +8,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import math
-import tempfile
 import urllib.request
 import zlib
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from vitrail.data.source import Samples, Source
 from vitrail.data.splits import SPLITS, Split, Splits, splits_from
 from vitrail.data.targets import Targets
 from vitrail.errors import DataError, listed
-from vitrail.files import cache_folder
+from vitrail.files import cache_folder, replacing_file
 
 SPLIT_PREFIXES = {"train": ("train",), "test": ("t10k", "test"), "validation": ("val", "validation")}
 
@@ -182,15 +181,12 @@ def locate_fashion_mnist(*, mirror: str = MIRROR, debian: Path = DEBIAN) -> Path
 
 
 def _download(folder: Path, mirror: str) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
     for name, checksum in SHA256.items():
         with urllib.request.urlopen(mirror + name, timeout=30) as response:
             data = response.read()
         found = hashlib.sha256(gzip.decompress(data)).hexdigest()
         if found != checksum:
             raise DataError(f"{mirror}{name} has the SHA-256 {found} instead of {checksum}; the download was discarded")
-        with tempfile.TemporaryDirectory(dir=folder) as own:  # another process may be downloading the same file
-            partial = Path(own) / name
+        with replacing_file(folder / name) as partial:
             partial.write_bytes(data)
-            partial.replace(folder / name)
     return folder

@@ -13,7 +13,6 @@ import json
 import math
 import os
 import re
-import threading
 import zipfile
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from vitrail.data import remote
 from vitrail.data.formats.pack import NUMBERS
 from vitrail.data.pixels.decode import SUFFIXES
 from vitrail.errors import DataError
-from vitrail.files import cache_folder
+from vitrail.files import cache_folder, replacing_file
 
 RawLabel = int | str | tuple[int | str, ...] | tuple[float | None, ...]
 """A label as stored in a shard: the number or name of a class, a tuple of class numbers or names, or a tuple of numbers
@@ -301,16 +300,10 @@ def _save(shard: str, version: Version, index: ShardIndex) -> None:
     for place in _places(shard):
         if not _is_free(place):
             continue
-        partial = place.with_name(f"{place.name}.{os.getpid()}-{threading.get_ident()}.partial")
-        try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with partial.open("wb") as file:
+        with contextlib.suppress(OSError), replacing_file(place) as partial:
+            with partial.open("wb") as file:  # np.savez would append a suffix to a name
                 np.savez(file, about=text, keys=index.keys, columns=columns)
-            partial.replace(place)
             return
-        except OSError:
-            with contextlib.suppress(OSError):
-                partial.unlink()
 
 
 def _is_free(place: Path) -> bool:
