@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from operator import truediv
 from pathlib import Path
 
 import pytest
@@ -31,30 +32,32 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ours_comes_first_and_those_that_cannot_are_named(tiny_work: Callable[..., Workload]) -> None:
     peers = ["timm", "vit-pytorch", "torchvision", "timm"]
     result = compare(tiny_work(precision="bf16", task="infer"), peers=peers, repetitions=3, warmup=1)
-    names = [(row.entry.library, row.settings) for row in result.rows]
+    names = [(row["library"], row["ran_with"]) for row in result["rows"]]
     assert names == [
         (OURS, "bf16"), ("products alone", "bf16"), ("vit-pytorch", "float32"), ("vit-pytorch", "bf16"),
     ]  # fmt: skip
-    assert result.skipped == {
+    assert result["skipped"] == {
         "timm": "cannot be imported (OSError: built for another torch)",
         "torchvision": "supports only square images, not 28 x 21",
     }  # fmt: skip
-    assert all(len(row.seconds) == 3 for row in result.rows)
-    assert result.breakdown is not None and sum(result.breakdown.values()) == pytest.approx(1)
+    assert all(len(row["seconds"]) == 3 for row in result["rows"])
+    assert sum(result["breakdown"].values()) == pytest.approx(1)
 
 
 def test_figures_of_a_row_follow_from_its_times(tiny_work: Callable[..., Workload]) -> None:
     work = tiny_work()
     result = compare(work, repetitions=3, warmup=0, profile=False)
-    ours, products = result.rows
-    assert products.entry == ALONE and ours.ratio == 1 and products.share == 1
-    assert ours.share == pytest.approx(sorted(a / b for a, b in zip(products.seconds, ours.seconds, strict=True))[1])
-    speed = ours.images_per_second
-    assert speed.low <= speed.median <= speed.high
-    assert speed.median == pytest.approx(work.batch / sorted(ours.seconds)[1])
-    assert ours.gflops == pytest.approx(work.flops / sorted(ours.seconds)[1] / 1e9)
-    assert result.breakdown is None and result.skipped == {} and ours.memory is None
-    assert result.product_flops > 0.5 * work.flops and (result.large_gflops is None or result.large_gflops > 0.1)
+    ours, products = result["rows"]
+    assert (
+        products["library"] == ALONE.library and ours["vitrail_times_as_fast"] == 1 and products["share_of_limit"] == 1
+    )
+    assert ours["share_of_limit"] == pytest.approx(sorted(map(truediv, products["seconds"], ours["seconds"]))[1])
+    speed, seconds = ours["images_per_second"], sorted(ours["seconds"])
+    assert speed["low"] <= speed["median"] <= speed["high"]
+    assert speed["median"] == pytest.approx(work.batch / seconds[1])
+    assert ours["gflops"] == pytest.approx(work.flops / seconds[1] / 1e9)
+    assert result["breakdown"] is None and result["skipped"] == {} and ours["memory_bytes"] is None
+    assert result["product_flops"] > 0.5 * work.flops and (result["large_gflops"] or 1) > 0.1
 
 
 @pytest.mark.parametrize(("busy", "share"), [(1, 0.5), (2, None)])
@@ -68,20 +71,20 @@ def test_a_step_faster_than_its_products_is_measured_again(
         return {entry: [products if entry == ALONE else 1.0] * 3 for entry in timers}
 
     monkeypatch.setattr("vitrail.bench.compare.interleave", measured)
-    ours, products = compare(tiny_work(), profile=False).rows
-    assert (ours.share, products.share) == (share, 1) and len(seconds) == busy
+    ours, products = compare(tiny_work(), profile=False)["rows"]
+    assert (ours["share_of_limit"], products["share_of_limit"]) == (share, 1) and len(seconds) == busy
 
 
 def test_compiled_is_set_beside_compiled(tiny_work: Callable[..., Workload]) -> None:
     seconds = {(OURS, "matched"): 4.0, (OURS, "best"): 2.0, ("timm", "matched"): 8.0, ("timm", "best"): 3.0}
     times = {Entry(library, settings): [each] for (library, settings), each in seconds.items()}
     times |= {ALONE: [1.0], Entry("timm", "default"): [12.0]}
-    ratios = {entry: _row(entry, tiny_work(), times, None).ratio for entry in times}
+    ratios = {entry: _row(entry, tiny_work(), times, None)["vitrail_times_as_fast"] for entry in times}
     assert ratios[Entry("timm", "best")] == 1.5 and ratios[Entry("timm")] == 2
     assert ratios[Entry("timm", "default")] == 3, "float32, not compiled, beside ours as it was asked for"
     assert ratios[Entry(OURS, "best")] == 0.5 and ratios[ALONE] == 0.25
     del times[Entry(OURS, "best")]
-    assert _row(Entry("timm", "best"), tiny_work(), times, None).ratio == 0.75
+    assert _row(Entry("timm", "best"), tiny_work(), times, None)["vitrail_times_as_fast"] == 0.75
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -105,7 +108,9 @@ def ready(wanted: list[Entry], work: Workload) -> tuple[list[Entry], dict[str, s
 @pytest.mark.filterwarnings("default")
 def test_compiled_networks_take_part(tiny_work: Callable[..., Workload]) -> None:
     result = compare(tiny_work(task="infer"), best=True, repetitions=1, warmup=0, profile=False)
-    assert [row.settings for row in result.rows] == ["float32", "float32", "float32 compiled"] or result.skipped
+    assert [row["ran_with"] for row in result["rows"]] == ["float32", "float32", "float32 compiled"] or result[
+        "skipped"
+    ]
 
 
 def test_a_peer_that_needs_more_memory_is_skipped(

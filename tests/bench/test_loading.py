@@ -17,10 +17,10 @@ from vitrail.errors import ConfigError, VitrailError
 def test_every_way_is_timed_in_processes(tiny_work: Callable[..., Workload]) -> None:
     config = tiny_work(channels=1).config
     result = measure_loading(config, device=torch.device("cpu"), repetitions=1, warmup=0)
-    assert 4 * config.parameters() < result.file_bytes < 4 * config.parameters() + 10_000
-    assert set(result.first) == set(result.loads) == set(LOADS) and set(result.processes) == set(PROCESSES)
-    assert all(len(seconds) == 1 for seconds in [*result.loads.values(), *result.processes.values()])
-    assert result.processes["import torch"][0] > result.processes["python"][0]
+    assert 4 * config.parameters() < result["file_bytes"] < 4 * config.parameters() + 10_000
+    assert set(result["first"]) == set(result["loads"]) == set(LOADS) and set(result["processes"]) == set(PROCESSES)
+    assert all(len(seconds) == 1 for seconds in [*result["loads"].values(), *result["processes"].values()])
+    assert result["processes"]["import torch"][0] > result["processes"]["python"][0]
 
 
 def test_every_way_is_timed(tiny_work: Callable[..., Workload], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,8 +28,8 @@ def test_every_way_is_timed(tiny_work: Callable[..., Workload], monkeypatch: pyt
     monkeypatch.setattr(loading, "_process", lambda command: lambda: started.append(command))
     config = tiny_work(channels=1).config
     result = measure_loading(config, device=torch.device("cpu"), repetitions=1, warmup=0)
-    assert 4 * config.parameters() < result.file_bytes < 4 * config.parameters() + 10_000
-    assert set(result.first) == set(result.loads) == set(LOADS) and set(result.processes) == set(PROCESSES)
+    assert 4 * config.parameters() < result["file_bytes"] < 4 * config.parameters() + 10_000
+    assert set(result["first"]) == set(result["loads"]) == set(LOADS) and set(result["processes"]) == set(PROCESSES)
     scripts = [command[1] for command in started if command[0] == "-c"]
     assert sorted(scripts) == ["", "from vitrail import load", "import torch", "import vitrail"]
     (predict,) = [command for command in started if command[0] == "-m"]

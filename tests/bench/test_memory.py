@@ -96,5 +96,5 @@ def test_a_limit_on_the_process_limits_the_batch(tiny_work: Callable[..., Worklo
         largest_batch(work, 1_000_000)
     taken = int(str(refused.value).split("above the ")[1].split()[0].replace(",", ""))
     found = largest_batch(work, taken + 40_000_000)
-    assert found.limit - found.left == pytest.approx(taken, rel=0.1)
-    assert 1 <= found.batch <= 2 * found.predicted and 2 <= found.predicted <= 100
+    assert found["limit"] - found["left"] == pytest.approx(taken, rel=0.1)
+    assert 1 <= found["batch"] <= 2 * found["predicted"] and 2 <= found["predicted"] <= 100

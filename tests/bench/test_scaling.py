@@ -60,10 +60,11 @@ def test_what_cannot_grow(
 @pytest.mark.slow
 def test_time_and_memory_of_every_point(tiny_work: Callable[..., Workload]) -> None:
     result = scaling(tiny_work(batch=4), "batch", repetitions=2, warmup=0)
-    assert [point.value for point in result.points] == [1, 2, 4]
-    assert all(len(point.seconds) == 2 and point.memory >= 0 for point in result.points)
-    assert result.exponents["flops"] == pytest.approx(1) and result.exponents["activation_bytes"] == pytest.approx(1)
-    weights_stay = result.exponents["predicted_bytes"]
+    assert [point["value"] for point in result["points"]] == [1, 2, 4]
+    assert all(len(point["seconds"]) == 2 and point["memory_bytes"] >= 0 for point in result["points"])
+    exponents = result["exponents"]
+    assert exponents["flops"] == pytest.approx(1) and exponents["activation_bytes"] == pytest.approx(1)
+    weights_stay = exponents["predicted_bytes"]
     assert weights_stay is not None and 0 < weights_stay < 1
-    infer = scaling(tiny_work(task="infer"), "batch", repetitions=1, warmup=0)
-    assert infer.exponents["predicted_bytes"] is None and infer.exponents["flops"] == pytest.approx(1)
+    infer = scaling(tiny_work(task="infer"), "batch", repetitions=1, warmup=0)["exponents"]
+    assert infer["predicted_bytes"] is None and infer["flops"] == pytest.approx(1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,45 +17,6 @@ from vitrail.bench.step import COMPILED, OURS, PRODUCTS, Entry, Runner, entries
 from vitrail.bench.workload import Spread, Worker, Workload, interleave
 from vitrail.errors import ConfigError
 from vitrail.models.compiled import Compiled
-
-
-@dataclass(frozen=True)
-class SpeedRow:
-    """The measurements of one library in one of its settings, or of the matrix products alone."""
-
-    entry: Entry
-    settings: str
-    """Description of the settings in tables, such as "bf16 compiled"."""
-    seconds: tuple[float, ...]
-    """Seconds of the step in each round."""
-    images_per_second: Spread
-    gflops: float
-    """Billions of closed-form FLOPs per second in the median step."""
-    share: float | None
-    """Time of the matrix products alone divided by the time of this row, as the median over rounds. None if it is above
-    1 in two measurements, because other programs used the machine while the products were timed."""
-    ratio: float
-    """Speed of our network divided by the speed of this row, as the median over rounds. A compiled library is compared
-    with our compiled network."""
-    memory: int | None = None
-    """Peak bytes of a step, if they were measured. The memory of compiled networks is never measured."""
-
-
-@dataclass(frozen=True)
-class SpeedComparison:
-    """The rows of a comparison: our network first, then the matrix products alone, then other libraries."""
-
-    rows: tuple[SpeedRow, ...]
-    product_flops: int
-    """FLOPs of the replayed matrix products. A product that a fused attention kernel computes twice is counted
-    twice."""
-    large_gflops: float | None
-    """Billions of FLOPs per second of one large square matrix product in the workload's number format. None if our
-    network is faster in two measurements, because other programs used the machine while the product was timed."""
-    breakdown: dict[str, float] | None
-    """Fraction of our step time for each category of operation, if it was measured."""
-    skipped: dict[str, str]
-    """Reasons for skipping libraries, by the library's name."""
 
 
 def compare(
@@ -67,8 +29,19 @@ def compare(
     warmup: int = 2,
     profile: bool = True,
     memory: bool = False,
-) -> SpeedComparison:
+) -> dict[str, Any]:
     """Time our network, the matrix products and the libraries `peers` in interleaved rounds, one at a time.
+
+    The result has these values:
+
+    - `rows`: a row of `_row` for our network, then for the matrix products alone, then for other libraries;
+    - `product_flops`: FLOPs of the replayed matrix products. A product that a fused attention kernel computes twice is
+      counted twice;
+    - `large_gflops`: billions of FLOPs per second of one large square matrix product in the workload's number format,
+      or None if our network is faster in two measurements, because other programs used the machine while the product
+      was timed;
+    - `breakdown`: fraction of our step time for each category of operation, or None if it was not measured;
+    - `skipped`: reasons for skipping libraries, by the library's name.
 
     With `best`, the compiled networks of all libraries are also measured. With `compile` "on" or "graphs", our compiled
     network is also measured. Raises `ConfigError` for unknown peers.
@@ -89,8 +62,13 @@ def compare(
         # Compiling needs far more memory than a step, so the peak memory of a compiled step cannot be measured.
         measured = [entry for entry in times if entry.settings not in COMPILED and entry != ALONE]
         needed = {entry: measure_memory(entry, workload) for entry in measured}
-    rows = tuple(_row(entry, workload, times, needed.get(entry)) for entry in times)
-    return SpeedComparison(rows, product_flops, large_gflops, fractions, skipped)
+    return {
+        "rows": [_row(entry, workload, times, needed.get(entry)) for entry in times],
+        "product_flops": product_flops,
+        "large_gflops": large_gflops,
+        "breakdown": fractions,
+        "skipped": skipped,
+    }
 
 
 ALONE = Entry(PRODUCTS)
@@ -141,18 +119,27 @@ def _ready(wanted: Sequence[Entry], workload: Workload, stack: ExitStack) -> tup
     return found, skipped
 
 
-def _row(entry: Entry, workload: Workload, times: dict[Entry, list[float]], memory: int | None) -> SpeedRow:
+def _row(entry: Entry, workload: Workload, times: dict[Entry, list[float]], memory: int | None) -> dict[str, Any]:
+    """Return the measurements of one library in one of its settings, or of the matrix products alone.
+
+    `gflops` are billions of closed-form FLOPs per second in the median step. `share_of_limit` is the time of the matrix
+    products alone divided by the time of this row, as the median over rounds. It is None if it is above 1 in two
+    measurements, because other programs used the machine while the products were timed. `vitrail_times_as_fast` is the
+    speed of our network divided by the speed of this row, as the median over rounds. A compiled library is compared
+    with our compiled network. `memory_bytes` is the peak of a step, or None if it was not measured. The memory of
+    compiled networks is never measured.
+    """
     seconds, alike = times[entry], Entry(OURS, entry.settings)
     flops = workload.flops if entry.library in (OURS, PRODUCTS) else workload.whole_flops
-
     share, against = _share(times, entry), alike if entry.library != OURS and alike in times else Entry(OURS)
-    return SpeedRow(
-        entry=entry,
-        settings=entry.describe(workload),
-        seconds=tuple(seconds),
-        images_per_second=Spread.of([workload.batch / each for each in seconds]),
-        gflops=flops / statistics.median(seconds) / 1e9,
-        share=share if share <= 1 else None,
-        ratio=1 / _beside(times[against], seconds),
-        memory=memory,
-    )
+    return {
+        "library": entry.library,
+        "settings": entry.settings,
+        "ran_with": entry.describe(workload),
+        "seconds": seconds,
+        "images_per_second": asdict(Spread.of([workload.batch / each for each in seconds])),
+        "gflops": flops / statistics.median(seconds) / 1e9,
+        "share_of_limit": share if share <= 1 else None,
+        "vitrail_times_as_fast": 1 / _beside(times[against], seconds),
+        "memory_bytes": memory,
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -31,56 +31,47 @@ QUARTERS = (0.25, 0.5, 0.75, 1.0)
 FACTORS = (0.5, 0.75, 1.0, 1.25, 1.5)
 
 
-@dataclass(frozen=True)
-class GrowthPoint:
-    """The measurements at one value of the growing quantity."""
+def scaling(workload: Workload, axis: Axis, *, repetitions: int, warmup: int) -> dict[str, Any]:
+    """Measure the times of a sweep in interleaved rounds, and the memory of each point. Raises the errors of `sweep`.
 
-    value: int
-    workload: Workload
-    seconds: tuple[float, ...]
-    """Seconds of a step in each round."""
-    memory: int
-    """Measured peak bytes of a step."""
-
-    @property
-    def median(self) -> float:
-        return Spread.of(self.seconds).median
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """The measurements of a sweep, and the exponents of growth with `axis`."""
-
-    axis: Axis
-    points: tuple[GrowthPoint, ...]
-    exponents: dict[str, float | None]
-    """Exponents of the measured seconds and bytes, and of the FLOPs, step memory and activation memory by formula. The
-    last two are None for predictions, which store no activations."""
-
-
-def scaling(workload: Workload, axis: Axis, *, repetitions: int, warmup: int) -> Scaling:
-    """Measure the times of a sweep in interleaved rounds, and the memory of each point. Raises the errors of
-    `sweep`."""
+    The result has a row for each point, and the exponents of growth with the axis: of the measured seconds and bytes,
+    and of the FLOPs, step memory and activation memory by formula. The last two are None for predictions, which store
+    no activations.
+    """
     values = sweep(workload, axis)
     keep_freed_memory()
     wait = waits_for(workload.device)
     timers = {value: timed(make_step(Entry(OURS), point), wait) for value, point in values.items()}
     times = interleave(timers, repetitions=repetitions, warmup=warmup)
     del timers
-    points = tuple(
-        GrowthPoint(value, point, tuple(times[value]), measure_memory(Entry(OURS), point))
+    points = [
+        {
+            "value": value,
+            **_measured(point, times[value], measure_memory(Entry(OURS), point)),
+            "activation_bytes": point.activation_bytes,
+        }
         for value, point in values.items()
-    )
-    columns: dict[str, list[float | None]] = {
-        "seconds": [point.median for point in points],
-        "flops": [point.workload.flops for point in points],
-        "memory": [point.memory for point in points],
-        "predicted_bytes": [point.workload.predicted_bytes for point in points],
-        "activation_bytes": [point.workload.activation_bytes for point in points],
+    ]
+    columns = {
+        "seconds": [point["median"] for point in points],
+        "flops": [point["workload"]["flops"] for point in points],
+        "memory": [point["memory_bytes"] for point in points],
+        "predicted_bytes": [point["predicted_bytes"] for point in points],
+        "activation_bytes": [point["activation_bytes"] for point in points],
     }
-    xs = [point.value for point in points]
-    fitted = {name: exponent(xs, [y for y in ys if y is not None]) for name, ys in columns.items() if None not in ys}
-    return Scaling(axis, points, {name: fitted.get(name) for name in columns})
+    exponents = {name: None if None in ys else exponent([*values], ys) for name, ys in columns.items()}
+    return {"axis": axis, "points": points, "exponents": exponents}
+
+
+def _measured(workload: Workload, seconds: list[float], memory: int | None) -> dict[str, Any]:
+    """Return the seconds of a step in each round, and its peak bytes as they were measured and by formula."""
+    return {
+        "workload": workload.plain(),
+        "seconds": seconds,
+        "median": Spread.of(seconds).median,
+        "memory_bytes": memory,
+        "predicted_bytes": workload.predicted_bytes,
+    }
 
 
 def sweep(workload: Workload, axis: Axis) -> dict[int, Workload]:
@@ -158,52 +149,14 @@ LARGEST_SIDE = 256
 """Side of the largest grid in which `cheaper_from` searches."""
 
 
-@dataclass(frozen=True)
-class AttentionPoint:
-    """The measurements of one kind of attention at one grid."""
-
-    attention: str
-    patches: int
-    workload: Workload
-    seconds: tuple[float, ...]
-    """Seconds of a step in each round."""
-    memory: int | None
-    """Measured peak bytes of a step, or None if memory was not measured."""
-
-    @property
-    def median(self) -> float:
-        return Spread.of(self.seconds).median
-
-
-@dataclass(frozen=True)
-class AttentionScaling:
-    """The measurements of all kinds at all grids, by grid and then by kind. The first kind is full attention."""
-
-    points: tuple[AttentionPoint, ...]
-    cheaper: dict[str, int | None]
-    """Number of patches from which each kind has fewer FLOPs than full attention, or None for none."""
-
-    def full_at(self, point: AttentionPoint) -> AttentionPoint:
-        """Return the measurement of full attention at the grid of a point."""
-        return next(one for one in self.points if one.attention == FULL and one.patches == point.patches)
-
-    def faster_from(self, attention: str) -> int | None:
-        """Return the smallest measured number of patches from which this kind was always faster than full attention,
-        or None if it was slower at the largest."""
-        found = None
-        for point in sorted((one for one in self.points if one.attention == attention), key=lambda one: -one.patches):
-            if point.median >= self.full_at(point).median:
-                break
-            found = point.patches
-        return found
-
-
 def attention_scaling(
     workload: Workload, kinds: Sequence[str], *, repetitions: int, warmup: int, memory: bool = True
-) -> AttentionScaling:
+) -> dict[str, Any]:
     """Measure a step with each kind of attention at each grid. At each grid, all kinds are timed in interleaved rounds.
 
-    Raises `ConfigError` as `attention_workloads`.
+    The result has a row for each grid and kind, of which the first is full attention, and the numbers of patches from
+    which each other kind has fewer FLOPs (`cheaper_from`) and was measured to be faster (`faster_from`). Raises
+    `ConfigError` as `attention_workloads`.
     """
     by_grid = attention_workloads(workload, kinds)
     first = by_grid[SIDES[0]][FULL].config
@@ -213,14 +166,32 @@ def attention_scaling(
         timers = {name: timed(make_step(Entry(OURS), work), wait) for name, work in works.items()}
         times = interleave(timers, repetitions=repetitions, warmup=warmup)
         del timers
-        points += [
-            AttentionPoint(
-                name, side * side, work, tuple(times[name]), measure_memory(Entry(OURS), work) if memory else None
-            )
-            for name, work in works.items()
-        ]
+        for name, work in works.items():
+            peak = measure_memory(Entry(OURS), work) if memory else None
+            points.append({"attention": name, "patches": side * side, **_measured(work, times[name], peak)})
     names = [name for name in dict.fromkeys(kinds) if name != FULL]
-    return AttentionScaling(tuple(points), {name: cheaper_from(first, name) for name in names})
+    return {
+        "points": points,
+        "cheaper_from": {name: cheaper_from(first, name) for name in names},
+        "faster_from": {name: faster_from(points, name) for name in names},
+    }
+
+
+def full_at(points: Sequence[dict[str, Any]], patches: int) -> dict[str, Any]:
+    """Return the measurement of full attention at a grid."""
+    return next(one for one in points if one["attention"] == FULL and one["patches"] == patches)
+
+
+def faster_from(points: Sequence[dict[str, Any]], attention: str) -> int | None:
+    """Return the smallest measured number of patches from which this kind was always faster than full attention, or
+    None if it was slower at the largest."""
+    found = None
+    own = [one for one in points if one["attention"] == attention]
+    for point in sorted(own, key=lambda one: -one["patches"]):
+        if point["median"] >= full_at(points, point["patches"])["median"]:
+            break
+        found = point["patches"]
+    return found
 
 
 def attention_workloads(workload: Workload, kinds: Sequence[str]) -> dict[int, dict[str, Workload]]:

@@ -8,7 +8,7 @@ import re
 import resource
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,20 +26,6 @@ STEPS = 2
 LARGEST = 2**20
 
 
-@dataclass(frozen=True)
-class LargestBatch:
-    """The largest batch that fits into memory, as in the paper's Figure 12."""
-
-    batch: int
-    """Largest batch whose training step fits, or 0 if even one image does not fit."""
-    predicted: int
-    """Largest batch that should fit by the formula for memory."""
-    limit: int
-    """Memory limit of the process in bytes."""
-    left: int
-    """Memory limit minus the memory that Python and torch use, in bytes."""
-
-
 def measure_memory(entry: Entry, workload: Workload) -> int:
     """Return the peak bytes of a step: network, optimizer, batch and activations, without Python and torch.
 
@@ -50,8 +36,12 @@ def measure_memory(entry: Entry, workload: Workload) -> int:
     return _in_process(_peak, entry, workload, torch.get_num_threads())
 
 
-def largest_batch(workload: Workload, limit: int | None = None) -> LargestBatch:
-    """Find the largest batch whose training step fits into `limit` bytes, by default the free memory.
+def largest_batch(workload: Workload, limit: int | None = None) -> dict[str, int]:
+    """Find the largest batch whose training step fits into `limit` bytes, by default the free memory, as in the paper's
+    Figure 12.
+
+    `batch` is 0 if even one image does not fit. `predicted` is the largest batch that should fit by the formula for
+    memory, into the bytes that Python and torch leave of the limit (`left`).
 
     Every trial runs in a new process with a memory limit, so a batch that is too large cannot exhaust the machine.
     Raises `ConfigError` if the limit leaves no memory for a step or cannot be set.
@@ -74,7 +64,12 @@ def largest_batch(workload: Workload, limit: int | None = None) -> LargestBatch:
     def predicted_to_fit(batch: int) -> bool:
         return training_bytes(workload.config, batch, precision=workload.precision) <= limit - taken
 
-    return LargestBatch(find_largest(fits), find_largest(predicted_to_fit), limit, limit - taken)
+    return {
+        "batch": find_largest(fits),
+        "predicted": find_largest(predicted_to_fit),
+        "limit": limit,
+        "left": limit - taken,
+    }
 
 
 def find_largest(fits: Callable[[int], bool]) -> int:

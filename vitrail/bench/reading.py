@@ -12,9 +12,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,33 +37,6 @@ SIZE = (375, 500)
 """Height and width of the generated images, which are typical of ImageNet."""
 
 
-@dataclass(frozen=True)
-class Reading:
-    """The times of repeated epochs over some images."""
-
-    images: int
-    """Number of images per round."""
-    image_bytes: float
-    """Mean size of an encoded image in bytes."""
-    seconds: dict[str, list[float]]
-    """Seconds of every round, by the name of the data set or of the reference (`DECODING` and `LOOP`)."""
-    grown: dict[str, int]
-    """Bytes that the process gained after the first quarter of a round, as the median over the timed rounds, for each
-    data set."""
-
-
-@dataclass(frozen=True)
-class Opening:
-    """The cost of opening a data set of many images in a new process."""
-
-    images: int
-    first_seconds: float
-    again_seconds: float
-    """Seconds of the second opening, which can use files that the first opening saved."""
-    peak_bytes: int
-    """Peak bytes added by opening the data, holding out a validation split and computing the fingerprint."""
-
-
 def measure_reading(
     sources: dict[str, Source],
     preprocess: Preprocess,
@@ -73,9 +46,13 @@ def measure_reading(
     readers: Readers,
     repetitions: int,
     warmup: int,
-) -> Reading:
+) -> dict[str, Any]:
     """Time the reading of `images` images from each source and by two references. Each round times every source and
     both references once.
+
+    Return the number of images per round, their mean size as encoded files, the seconds of every round by the name of
+    the source or of the reference, and for each source the bytes that the process gained after the first quarter of a
+    round (the median over the timed rounds).
 
     All sources must hold the same images. `DECODING` decodes and scales encoded images in memory, with as many threads
     as the pipeline has in total. `LOOP` opens, converts, resizes and stacks images in one thread with Pillow. Both
@@ -109,7 +86,8 @@ def measure_reading(
             timers[LOOP] = timed(lambda: _loop(encoded, preprocess, batch_size))
         seconds = interleave(timers, repetitions=repetitions, warmup=warmup)
     medians = {name: int(np.median(bytes_grown[warmup:])) for name, bytes_grown in grown.items()}
-    return Reading(count, float(np.mean([len(image) for image in encoded] or [0])), seconds, medians)
+    size = float(np.mean([len(image) for image in encoded] or [0]))
+    return {"images": count, "image_bytes": size, "seconds": seconds, "grown": medians}
 
 
 def _loop(encoded: Sequence[bytes], preprocess: Preprocess, batch_size: int) -> None:
@@ -121,8 +99,12 @@ def _loop(encoded: Sequence[bytes], preprocess: Preprocess, batch_size: int) -> 
         torch.from_numpy(np.stack(arrays))
 
 
-def measure_opening(images: int) -> Opening:
-    """Make a folder of `images` files, which are hard links to a few images. Open it twice in new processes."""
+def measure_opening(images: int) -> dict[str, Any]:
+    """Make a folder of `images` files, which are hard links to a few images. Open it twice in new processes.
+
+    The second opening can use files that the first one saved. `peak_bytes` are those that opening the data, holding out
+    a validation split and computing the fingerprint added.
+    """
     with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as name:
         root = Path(name)
         _write_links(root / "images", images)
@@ -131,7 +113,8 @@ def measure_opening(images: int) -> Opening:
             worker = Worker(partial, _open, str(root / "images"))
             found.append(worker.call("__call__"))
             worker.close()
-    return Opening(images, found[0][0], found[1][0], found[1][1])
+    (first, _), (again, peak) = found
+    return {"images": images, "first_seconds": first, "again_seconds": again, "peak_bytes": peak}
 
 
 def _open(spec: str) -> tuple[float, int]:
@@ -211,22 +194,13 @@ PROCESSES = ("python", "import torch", "import vitrail", "from vitrail import lo
 """Programs that are timed in new processes. The last one predicts one image."""
 
 
-@dataclass(frozen=True)
-class Loading:
-    """Loading times in seconds."""
+def measure_loading(config: AnyConfig, *, device: torch.device, repetitions: int, warmup: int) -> dict[str, Any]:
+    """Write a bundle with random weights to a temporary folder, and time loading it and predicting with it.
 
-    file_bytes: int
-    """Size of model.safetensors."""
-    first: dict[str, float]
-    """Time of a single read by each of `LOADS`, after the system was asked to drop the file from its cache."""
-    loads: dict[str, list[float]]
-    """Times of all rounds for each of `LOADS`, with the file in the system's cache."""
-    processes: dict[str, list[float]]
-    """Times of all rounds for each of `PROCESSES`."""
-
-
-def measure_loading(config: AnyConfig, *, device: torch.device, repetitions: int, warmup: int) -> Loading:
-    """Write a bundle with random weights to a temporary folder, and time loading it and predicting with it."""
+    Return the size of model.safetensors, the seconds of a single read by each of `LOADS` after the system was asked to
+    drop the file from its cache (`first`), and the seconds of all rounds for each of `LOADS`, with the file in the
+    system's cache, and for each of `PROCESSES`.
+    """
     if not config.num_classes:
         raise ConfigError("num_classes=0 leaves nothing to predict; set 1 or more")
     with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as name:
@@ -249,16 +223,14 @@ def measure_loading(config: AnyConfig, *, device: torch.device, repetitions: int
         scripts = "", "import torch", "import vitrail", "from vitrail import load"
         commands = [*(["-c", script] for script in scripts), predict]
         runs = {name: _process(command) for name, command in zip(PROCESSES, commands, strict=True)}
-        return Loading(
-            file_bytes=weights.stat().st_size,
-            first=first,
-            loads=interleave(
-                {name: timed(read) for name, read in reads.items()}, repetitions=repetitions, warmup=warmup
-            ),
-            processes=interleave(
-                {name: timed(run) for name, run in runs.items()}, repetitions=repetitions, warmup=min(warmup, 1)
-            ),
-        )
+        loads = {name: timed(read) for name, read in reads.items()}
+        processes = {name: timed(run) for name, run in runs.items()}
+        return {
+            "file_bytes": weights.stat().st_size,
+            "first": first,
+            "loads": interleave(loads, repetitions=repetitions, warmup=warmup),
+            "processes": interleave(processes, repetitions=repetitions, warmup=min(warmup, 1)),
+        }
 
 
 def _write(config: AnyConfig, folder: Path) -> tuple[Path, Path]:

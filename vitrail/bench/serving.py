@@ -22,6 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,41 +52,6 @@ class Bare:
     """The fastest batch size."""
     seconds: float
     """Median time of a single image."""
-
-
-@dataclass(frozen=True)
-class MeasuredLoad:
-    """A server under one load."""
-
-    server: str
-    load: str
-    requests: int
-    errors: int
-    """Requests that were not answered by status 200."""
-    throughput: float
-    """Successful answers per second, until the last answer."""
-    goodput: float
-    """Successful answers within a second, per second."""
-    p50: float
-    """Median time to the answer in seconds, over all requests. `p95` and `p99` are the other percentiles."""
-    p95: float
-    p99: float
-    cpu_seconds: float
-    """Processor time of the server per request."""
-    memory: int
-    """Bytes of the server's processes after the load. Pages that several processes share are divided among them."""
-
-
-@dataclass(frozen=True)
-class MemoryPoint:
-    """The memory of a server after a number of requests."""
-
-    server: str
-    requests: int
-    errors: int
-    """Requests so far that were not answered by status 200."""
-    memory: int
-    """Bytes of the server's processes."""
 
 
 @dataclass(frozen=True)
@@ -131,12 +97,14 @@ def measure_servers(
     seconds: float,
     rounds: int = 1,
     pythons: Mapping[str, str] | None = None,
-) -> Iterator[MeasuredLoad]:
-    """Yield the measurements of every server under every load. All servers run during the whole measurement, and one of
-    them at a time has a load. Each load is measured for `seconds`, after a tenth of that for warming up. This time is
-    divided among `rounds`, in which the servers take turns, so that a machine that becomes slower changes all of them.
-    All servers get requests at the same times, and other times in each round. `pythons` has the Python of libraries
-    with an environment of their own."""
+) -> Iterator[dict[str, Any]]:
+    """Yield the measurements of every server under every load (`summarise`).
+
+    All servers run during the whole measurement, and one of them at a time has a load. Each load is measured for
+    `seconds`, after a tenth of that for warming up. This time is divided among `rounds`, in which the servers take
+    turns, so that a machine that becomes slower changes all of them. All servers get requests at the same times, and
+    other times in each round. `pythons` has the Python of libraries with an environment of their own.
+    """
     with ExitStack() as stack:
         running = {name: stack.enter_context(started(name, model, precision, pythons or {})) for name in names}
         for number, load in enumerate(loads):
@@ -162,9 +130,9 @@ def measure_memory(
     requests: int,
     clients: int,
     pythons: Mapping[str, str] | None = None,
-) -> Iterator[MemoryPoint]:
+) -> Iterator[dict[str, Any]]:
     """Yield the memory of each server while `clients` send requests, ten times until all are answered. The servers run
-    one after the other."""
+    one after the other. `errors` are the requests so far that were not answered by status 200."""
     for name in names:
         with started(name, model, precision, pythons or {}) as (process, port):
             done = errors = 0
@@ -173,21 +141,35 @@ def measure_memory(
                 outcomes = asyncio.run(send_requests(clients, count, port, images))
                 done += len(outcomes)
                 errors += sum(outcome.status != 200 for outcome in outcomes)
-                yield MemoryPoint(name, done, errors, memory_bytes(process))
+                yield {"server": name, "requests": done, "errors": errors, "memory": memory_bytes(process)}
 
 
 def summarise(
     server: str, load: Load, outcomes: Sequence[Outcome], took: float, cpu_seconds: float, memory: int
-) -> MeasuredLoad:
-    """Return the measurements of a load that took `took` seconds."""
+) -> dict[str, Any]:
+    """Return the measurements of a load that took `took` seconds.
+
+    `errors` are the requests that were not answered by status 200. `throughput` are the successful answers per second,
+    until the last answer, and `goodput` those within a second. `p50`, `p95` and `p99` are percentiles of the time to
+    the answer in seconds, over all requests. `cpu_seconds` is the server's processor time per request. `memory` are the
+    bytes of the server's processes after the load. Pages that several processes share are divided among them.
+    """
     right = [outcome for outcome in outcomes if outcome.status == 200]
     times = [outcome.seconds for outcome in outcomes] or [float("nan")]
     p50, p95, p99 = (float(value) for value in np.percentile(times, (50, 95, 99)))
-    return MeasuredLoad(
-        server, load.name, len(outcomes), len(outcomes) - len(right), len(right) / took,
-        sum(outcome.seconds <= GOOD for outcome in right) / took, p50, p95, p99,
-        cpu_seconds / max(len(outcomes), 1), memory,
-    )  # fmt: skip
+    return {
+        "server": server,
+        "load": load.name,
+        "requests": len(outcomes),
+        "errors": len(outcomes) - len(right),
+        "throughput": len(right) / took,
+        "goodput": sum(outcome.seconds <= GOOD for outcome in right) / took,
+        "p50": p50,
+        "p95": p95,
+        "p99": p99,
+        "cpu_seconds": cpu_seconds / max(len(outcomes), 1),
+        "memory": memory,
+    }
 
 
 def predict(bundle: Bundle, predictor: Predictor, images: Sequence[bytes]) -> None:
@@ -335,29 +317,6 @@ BUSY = 16
 """Number of clients that keep a server busy."""
 
 
-@dataclass(frozen=True)
-class Overhead:
-    """One server beside prediction without a server. Times are in seconds, and all values are medians over turns."""
-
-    server: str
-    alone: float
-    """Median time to the answer for one client."""
-    threads: int
-    """Number of compute threads of an image that is alone, with and without the server."""
-    bare: float
-    """Median time for decoding and computing one image without a server."""
-    added: float
-    """Difference of these two times."""
-    throughput: float
-    """Successful answers per second to `BUSY` clients."""
-    bare_throughput: float
-    """Images per second without a server, in batches of the fastest size."""
-    fraction: float
-    """Ratio of these two speeds."""
-    errors: int
-    """Requests that were not answered by status 200."""
-
-
 def measure_overhead(
     names: Sequence[str],
     model: Path,
@@ -368,9 +327,15 @@ def measure_overhead(
     precision: Precision,
     seconds: float,
     pythons: Mapping[str, str] | None = None,
-) -> Iterator[Overhead]:
+) -> Iterator[dict[str, Any]]:
     """Yield the overhead of each server. A turn measures each of four things for half of `seconds`. `bare` has the
-    fastest batch size without a server."""
+    fastest batch size without a server.
+
+    Times are in seconds, and all values are medians over turns: the time to the answer for one client (`alone`), the
+    time for decoding and computing one image without a server (`bare`) on as many threads, and their difference
+    (`added`); the successful answers per second to `BUSY` clients (`throughput`), the images per second without a
+    server in batches of the fastest size, and the ratio of these two speeds (`fraction`).
+    """
     predictor = Predictor(bundle.network, precision)
 
     def times_without_server(batch: int, threads: int | None = None) -> np.ndarray:
@@ -399,7 +364,17 @@ def measure_overhead(
                 alone = float(np.median([outcome.seconds for outcome in one[1:] or one]))
                 turns.append((alone, single, alone - single, speed, bare_speed, speed / bare_speed))
             alone, single, added, speed, bare_speed, fraction = np.median(turns, axis=0).tolist()
-            yield Overhead(name, alone, threads, single, added, speed, bare_speed, fraction, errors)
+            yield {
+                "server": name,
+                "alone": alone,
+                "threads": threads,
+                "bare": single,
+                "added": added,
+                "throughput": speed,
+                "bare_throughput": bare_speed,
+                "fraction": fraction,
+                "errors": errors,
+            }
 
 
 def _lone_threads(port: int) -> int:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from vitrail.bench.compare import SpeedComparison, compare
-from vitrail.bench.growth import AttentionScaling, Axis, Scaling, attention_scaling, scaling
-from vitrail.bench.memory import LargestBatch, is_out_of_memory, largest_batch
-from vitrail.bench.reading import Loading, measure_loading
+from vitrail.bench.compare import compare
+from vitrail.bench.growth import Axis, attention_scaling, full_at, scaling
+from vitrail.bench.memory import is_out_of_memory, largest_batch
+from vitrail.bench.reading import measure_loading
 from vitrail.bench.step import OURS
 from vitrail.bench.workload import Spread, Workload, interleave, timed
 from vitrail.cli.console import WITHOUT_REDUCTION, reduction_of
@@ -29,6 +28,7 @@ from vitrail.machine import describe, pick_device, resolve_precision
 from vitrail.models.compiled import Compile, resolve_compile
 from vitrail.models.linear.low_bits import check_float8, check_int8
 from vitrail.models.variants import AnyConfig, variant_config
+from vitrail.report.tables import Column, terminal_table
 from vitrail.settings import byte_count, setting
 from vitrail.weights.exported import exported_file, input_dtype, load_exported
 
@@ -175,10 +175,10 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
     machine, rounds = describe(device), {"repetitions": options.repetitions, "warmup": options.warmup}
     if options.task == "load":
         loading = measure_loading(config, device=device, **rounds)
-        title = header(machine, f"{options.variant}, {loading.file_bytes / 1e6:,.1f} MB", rounds)
+        title = header(machine, f"{options.variant}, {loading['file_bytes'] / 1e6:,.1f} MB", rounds)
         return (
             title,
-            {"machine": machine, **rounds, "variant": options.variant, **asdict(loading)},
+            {"machine": machine, **rounds, "variant": options.variant, **loading},
             load(loading),
         )
     compiled = resolve_compile(options.compile, device, config)
@@ -202,15 +202,15 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
         limit = None if options.memory_limit is None else byte_count(options.memory_limit, "memory_limit")
         largest = largest_batch(workload, limit)
         title = header(machine, describe_workload(workload, any_batch=True))
-        return title, {**plain, "largest_batch": asdict(largest)}, largest_batch_line(largest)
+        return title, {**plain, "largest_batch": largest}, largest_batch_line(largest)
     if len(kinds := _kinds(options)) > 1:
         compared = attention_scaling(workload, kinds, repetitions=options.repetitions, warmup=options.warmup)
         what = f"{options.variant}, {options.task}, {options.batch_size} images per step, in {workload.own_format}"
         title = header(machine, what, rounds)
-        return title, {**plain, "attention": plain_attention(compared)}, attention(compared)
+        return title, {**plain, "attention": compared}, attention(compared)
     if options.scaling is not None:
         grown = scaling(workload, options.scaling, **rounds)
-        return title, {**plain, "scaling": plain_scaling(grown)}, scale(grown)
+        return title, {**plain, "scaling": grown}, scale(grown)
     result = compare(
         workload,
         peers=_peers(options),
@@ -220,7 +220,7 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
         memory=options.memory,
         **rounds,
     )
-    return title, {**plain, **plain_comparison(result)}, comparison(result, workload)
+    return title, {**plain, **result}, comparison(result, workload)
 
 
 def _check(options: Bench) -> None:
@@ -337,22 +337,22 @@ def measure_exported(
     timer = timed(lambda: network.run(images))
     times = interleave({"file": timer}, repetitions=repetitions, warmup=warmup)["file"]
     found = Spread.of([1e3 * seconds for seconds in times])
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("file")
-    for name in ("precision", "ms", "fastest to slowest", "images/s"):
-        table.add_column(name, justify="right")
-    speed = 1e3 * batch_size / found.median
-    spread = f"{found.low:.1f} to {found.high:.1f}"
-    table.add_row(Path(path).name, network.interface.precision, f"{found.median:.1f}", spread, f"{speed:,.1f}")
+    columns = (
+        Column("file", lambda row: Path(row["file"]).name),
+        Column("precision", "precision"),
+        Column("ms", lambda row: found.median, ".1f"),
+        Column("fastest to slowest", lambda row: f"{found.low:.1f} to {found.high:.1f}"),
+        Column("images/s", "images_per_second", ",.1f"),
+    )
     what = f"{path}, inference: {batch_size} images of {height} x {width} (height x width) per step"
     plain = {
         "file": path,
         "precision": network.interface.precision,
         "batch": batch_size,
         "milliseconds": [1e3 * seconds for seconds in times],
-        "images_per_second": speed,
+        "images_per_second": 1e3 * batch_size / found.median,
     }
-    return what, plain, [table]
+    return what, plain, [terminal_table(columns, [plain])]
 
 
 # Tables and JSON values of the measurements of `vitrail bench`.
@@ -378,29 +378,15 @@ def describe_workload(workload: Workload, *, any_batch: bool = False) -> str:
     )
 
 
-def comparison(result: SpeedComparison, workload: Workload) -> list[Any]:
-    """Return the tables of speed, memory and operations, and a note for each library that was skipped."""
-    caption = (
-        "In each round, every row was timed once. All columns are medians. ratio: time of the matrix products "
-        "alone, divided by the time of this row. vitrail: speed of vitrail divided by the speed of this row. A "
-        "compiled library is compared with compiled vitrail."
-    )
-    table = plain_table(("library", "settings", "images/s", "low..high", "GFLOP/s", "ratio", "vitrail"), caption)
-    for row in result.rows:
-        speed = row.images_per_second
-        table.add_row(
-            row.entry.library,
-            row.settings,
-            _number(speed.median),
-            f"{_number(speed.low)}..{_number(speed.high)}",
-            _number(row.gflops),
-            "-" if row.share is None else f"{row.share:.0%}",
-            f"{row.ratio:.2f}x",
-        )
-    skipped = (escape(f"skipped: {name}: {reason}") for name, reason in result.skipped.items())
-    notes = "\n".join([*([BUSY] if _is_busy(result) else []), *skipped])
-    return [table, *_large(result), *([notes] if notes else []), *_memory(result, workload), *_breakdown(result)]
-
+SPEED_COLUMNS = (
+    Column("library", "library"),
+    Column("settings", "ran_with", is_text=True),
+    Column("images/s", lambda row: row["images_per_second"]["median"], lambda value: _number(value)),
+    Column("low..high", "images_per_second", lambda speed: f"{_number(speed['low'])}..{_number(speed['high'])}"),
+    Column("GFLOP/s", "gflops", lambda value: _number(value)),
+    Column("ratio", "share_of_limit", ".0%", missing="-"),
+    Column("vitrail", "vitrail_times_as_fast", lambda ratio: f"{ratio:.2f}x"),
+)
 
 BUSY = (
     "A step is faster than its matrix products alone, in two measurements, so the fraction (-) is unknown. Other "
@@ -409,189 +395,141 @@ BUSY = (
 )
 
 
-def _is_busy(result: SpeedComparison) -> bool:
-    return result.large_gflops is None or any(row.share is None for row in result.rows)
+def comparison(result: dict[str, Any], workload: Workload) -> list[Any]:
+    """Return the tables of speed, memory and operations, and a note for each library that was skipped."""
+    caption = (
+        "In each round, every row was timed once. All columns are medians. ratio: time of the matrix products "
+        "alone, divided by the time of this row. vitrail: speed of vitrail divided by the speed of this row. A "
+        "compiled library is compared with compiled vitrail."
+    )
+    rows, large = result["rows"], result["large_gflops"]
+    parts: list[Any] = [terminal_table(SPEED_COLUMNS, rows, caption)]
+    if large is not None:
+        ours = [f"{row['gflops'] / large:.0%} ({row['ran_with']})" for row in rows if row["library"] == OURS]
+        parts.append(
+            f"One large product achieves {_number(large)} GFLOP/s. vitrail achieves of that: {', '.join(ours)}"
+        )
+    is_busy = large is None or any(row["share_of_limit"] is None for row in rows)
+    skipped = [escape(f"skipped: {name}: {reason}") for name, reason in result["skipped"].items()]
+    if notes := [BUSY] * is_busy + skipped:
+        parts.append("\n".join(notes))
+    if measured := [row for row in rows if row["memory_bytes"] is not None]:
+        columns = (
+            Column("memory of a step", "library"),
+            Column("settings", "ran_with", is_text=True),
+            Column("measured", "memory_bytes", _bytes),
+            Column("by closed form", lambda row: workload.predicted_bytes if row is rows[0] else None, _bytes),
+        )
+        parts.append(terminal_table(columns, measured))
+    if result["breakdown"] is not None:
+        columns = Column("time of our step", lambda item: item[0]), Column("fraction", lambda item: item[1], ".1%")
+        parts.append(terminal_table(columns, result["breakdown"].items()))
+    return parts
 
 
-def _large(result: SpeedComparison) -> list[str]:
-    """Return a line with the fractions of the speed of a large product that our network achieves, if it is known."""
-    if (large := result.large_gflops) is None:
-        return []
-    ours = [f"{row.gflops / large:.0%} ({row.settings})" for row in result.rows if row.entry.library == OURS]
-    return [f"One large product achieves {_number(large)} GFLOP/s. vitrail achieves of that: {', '.join(ours)}"]
-
-
-def _memory(result: SpeedComparison, workload: Workload) -> list[Table]:
-    if all(row.memory is None for row in result.rows):
-        return []
-    table = plain_table(("memory of a step", "settings", "measured", "by closed form"))
-    for place, row in enumerate(result.rows):
-        if row.memory is not None:
-            predicted = workload.predicted_bytes if place == 0 else None
-            table.add_row(row.entry.library, row.settings, _bytes(row.memory), _bytes(predicted))
-    return [table]
-
-
-def _breakdown(result: SpeedComparison) -> list[Table]:
-    if result.breakdown is None:
-        return []
-    table = plain_table(("time of our step", "fraction"))
-    for name, share in result.breakdown.items():
-        table.add_row(name, f"{share:.1%}")
-    return [table]
-
-
-def plain_comparison(result: SpeedComparison) -> dict[str, Any]:
-    """Return the result of a comparison as JSON values."""
-    rows = [
-        {
-            "library": row.entry.library,
-            "settings": row.entry.settings,
-            "ran_with": row.settings,
-            "seconds": list(row.seconds),
-            "images_per_second": asdict(row.images_per_second),
-            "gflops": row.gflops,
-            "share_of_limit": row.share,
-            "vitrail_times_as_fast": row.ratio,
-            "memory_bytes": row.memory,
-        }
-        for row in result.rows
-    ]
-    return {
-        "rows": rows,
-        "product_flops": result.product_flops,
-        "large_gflops": result.large_gflops,
-        "breakdown": result.breakdown,
-        "skipped": result.skipped,
-    }
-
-
-def scale(grown: Scaling) -> list[Any]:
+def scale(grown: dict[str, Any]) -> list[Any]:
     """Return a table with a row per measured size, and a table of the fitted exponents."""
     caption = "memory: peak of a step, measured in its own process. powers: fitted to the logarithms by least squares."
-    table = plain_table((grown.axis, "ms per step", "low..high", "GFLOP/s", "memory", "by closed form"), caption)
-    for point in grown.points:
-        spread = Spread.of([1000 * second for second in point.seconds])
-        table.add_row(
-            f"{point.value:,}",
-            _number(spread.median),
-            f"{_number(spread.low)}..{_number(spread.high)}",
-            _number(point.workload.flops / point.median / 1e9),
-            _bytes(point.memory),
-            _bytes(point.workload.predicted_bytes),
-        )
-    powers = plain_table((f"grows as {grown.axis} to the power of", "measured", "by closed form"))
-    for what, measured, formula in (
+    columns = (
+        Column(grown["axis"], "value", ",d"),
+        *_milliseconds("ms per step", "seconds"),
+        Column("GFLOP/s", lambda row: row["workload"]["flops"] / row["median"] / 1e9, _number),
+        Column("memory", "memory_bytes", _bytes),
+        Column("by closed form", "predicted_bytes", _bytes),
+    )
+    exponents = grown["exponents"]
+    powers = (
+        Column(f"grows as {grown['axis']} to the power of", lambda row: row[0]),
+        Column("measured", lambda row: exponents.get(row[1]), ".2f"),
+        Column("by closed form", lambda row: exponents[row[2]], ".2f"),
+    )
+    grows = (
         ("time, and FLOPs", "seconds", "flops"),
         ("memory of a step", "memory", "predicted_bytes"),
         ("activations alone", "", "activation_bytes"),
-    ):
-        powers.add_row(what, _power(grown.exponents.get(measured)), _power(grown.exponents[formula]))
-    return [table, powers]
+    )
+    return [terminal_table(columns, grown["points"], caption), terminal_table(powers, grows)]
 
 
-def attention(found: AttentionScaling) -> list[Any]:
+def attention(found: dict[str, Any]) -> list[Any]:
     """Return a table with a row per grid and kind of attention, and a table of the sizes from which each kind is faster
     than full attention."""
     caption = (
         "gain: time of full attention divided by the time of this kind, and the same for FLOPs by closed form. memory: "
         "peak of a step, measured in its own process, and by closed form."
     )
-    headings = "patches", "attention", "ms per step", "gain", "of FLOPs", "memory", "closed form"
-    table = plain_table(headings, caption)
-    for point in found.points:
-        full = found.full_at(point)
-        table.add_row(
-            f"{point.patches:,}",
-            point.attention,
-            _number(1000 * point.median),
-            _number(full.median / point.median),
-            _number(full.workload.flops / point.workload.flops),
-            _bytes(point.memory),
-            _bytes(point.workload.predicted_bytes),
-        )
-    even = plain_table(("attention", "fewer FLOPs than full from", "measured faster from"))
-    for name, patches in found.cheaper.items():
-        faster = found.faster_from(name)
-        even.add_row(name, *("never" if one is None else f"{one:,} patches" for one in (patches, faster)))
-    return [table, even]
+    points = found["points"]
+
+    def gain_in_flops(row: dict[str, Any]) -> float:
+        return float(full_at(points, row["patches"])["workload"]["flops"] / row["workload"]["flops"])
+
+    columns = (
+        Column("patches", "patches", ",d"),
+        Column("attention", "attention", is_text=True),
+        Column("ms per step", lambda row: 1000 * row["median"], _number),
+        Column("gain", lambda row: full_at(points, row["patches"])["median"] / row["median"], _number),
+        Column("of FLOPs", gain_in_flops, _number),
+        Column("memory", "memory_bytes", _bytes),
+        Column("closed form", "predicted_bytes", _bytes),
+    )
+    even = (
+        Column("attention", lambda name: name),
+        *(
+            Column(heading, lambda name, key=key: found[key][name], lambda patches: f"{patches:,} patches", "never")
+            for heading, key in (
+                ("fewer FLOPs than full from", "cheaper_from"),
+                ("measured faster from", "faster_from"),
+            )
+        ),
+    )
+    return [terminal_table(columns, points, caption), terminal_table(even, found["cheaper_from"])]
 
 
-def plain_attention(found: AttentionScaling) -> dict[str, Any]:
-    """Return the measurements of kinds of attention as JSON values."""
-    points = [
-        {
-            "attention": point.attention,
-            "patches": point.patches,
-            "workload": point.workload.plain(),
-            "seconds": list(point.seconds),
-            "median": point.median,
-            "memory_bytes": point.memory,
-            "predicted_bytes": point.workload.predicted_bytes,
-        }
-        for point in found.points
-    ]
-    names = found.cheaper
-    return {"points": points, "cheaper_from": names, "faster_from": {name: found.faster_from(name) for name in names}}
-
-
-def plain_scaling(grown: Scaling) -> dict[str, Any]:
-    """Return the scaling measurements as JSON values."""
-    points = [
-        {
-            "value": point.value,
-            "workload": point.workload.plain(),
-            "seconds": list(point.seconds),
-            "median": point.median,
-            "memory_bytes": point.memory,
-            "predicted_bytes": point.workload.predicted_bytes,
-            "activation_bytes": point.workload.activation_bytes,
-        }
-        for point in grown.points
-    ]
-    return {"axis": grown.axis, "points": points, "exponents": grown.exponents}
-
-
-def largest_batch_line(found: LargestBatch) -> list[Any]:
+def largest_batch_line(found: dict[str, int]) -> list[Any]:
     """Return a line about the largest batch that fits into memory."""
     return [
-        f"largest batch whose training step fits into {_bytes(found.limit)}: [bold]{found.batch:,}[/] images "
-        f"(closed form: {found.predicted:,} in the {_bytes(found.left)} that Python and torch leave)"
+        f"largest batch whose training step fits into {_bytes(found['limit'])}: [bold]{found['batch']:,}[/] images "
+        f"(closed form: {found['predicted']:,} in the {_bytes(found['left'])} that Python and torch leave)"
     ]
 
 
-def load(loading: Loading) -> list[Any]:
+def load(loading: dict[str, Any]) -> list[Any]:
     """Return the tables of reading a model file and of starting new processes."""
     caption = "first: one read after the system was asked to drop the file from its cache. Other reads use the cache."
-    table = plain_table(("reading a model", "ms", "low..high", "GB/s", "first, ms"), caption)
-    for name, seconds in loading.loads.items():
-        spread = Spread.of(seconds)
-        table.add_row(
-            name, *_milliseconds(seconds), f"{loading.file_bytes / spread.median / 1e9:.2f}",
-            _number(1000 * loading.first[name]),
-        )  # fmt: skip
-    torch_alone = Spread.of(loading.processes["import torch"]).median
-    processes = plain_table(("a fresh process", "ms", "low..high", "beyond torch", "of torch"))
-    for name, seconds in loading.processes.items():
-        median = Spread.of(seconds).median
-        beyond = _number(1000 * (median - torch_alone)) if median > torch_alone else ""
-        processes.add_row(name, *_milliseconds(seconds), beyond, f"{median / torch_alone:.0%}")
-    return [table, processes]
+    torch_alone = statistics.median(loading["processes"]["import torch"])
 
+    def beyond_torch(item: tuple[str, list[float]]) -> float | None:
+        beyond = statistics.median(item[1]) - torch_alone
+        return 1000 * beyond if beyond > 0 else None
 
-def _milliseconds(seconds: Sequence[float]) -> tuple[str, str]:
-    spread = Spread.of([1000 * second for second in seconds])
-    return _number(spread.median), f"{_number(spread.low)}..{_number(spread.high)}"
-
-
-def plain_table(headings: Sequence[str], caption: str | None = None) -> Table:
-    table = Table(
-        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), caption=caption, caption_justify="left"
+    reads = (
+        Column("reading a model", lambda item: item[0]),
+        *_milliseconds("ms", 1),
+        Column("GB/s", lambda item: loading["file_bytes"] / statistics.median(item[1]) / 1e9, ".2f"),
+        Column("first, ms", lambda item: 1000 * loading["first"][item[0]], _number),
     )
-    for heading in headings:
-        is_text = heading in (headings[0], "settings", "attention", "entry")
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
-    return table
+    processes = (
+        Column("a fresh process", lambda item: item[0]),
+        *_milliseconds("ms", 1),
+        Column("beyond torch", beyond_torch, _number),
+        Column("of torch", lambda item: statistics.median(item[1]) / torch_alone, ".0%"),
+    )
+    return [
+        terminal_table(reads, loading["loads"].items(), caption),
+        terminal_table(processes, loading["processes"].items()),
+    ]
+
+
+def _milliseconds(heading: str, key: str | int) -> tuple[Column, Column]:
+    """Return the columns of the median and the range of the seconds that a row has under a key."""
+
+    def spread(row: Any) -> Spread:
+        return Spread.of([1000 * second for second in row[key]])
+
+    return (
+        Column(heading, lambda row: spread(row).median, _number),
+        Column("low..high", spread, lambda found: f"{_number(found.low)}..{_number(found.high)}"),
+    )
 
 
 def _number(value: float) -> str:
@@ -599,11 +537,5 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _bytes(value: int | None) -> str:
-    if value is None:
-        return ""
+def _bytes(value: int) -> str:
     return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
-
-
-def _power(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"

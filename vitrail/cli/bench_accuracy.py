@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from vitrail.bench.workload import Spread
-from vitrail.cli.bench import parse_environments, plain_table
+from vitrail.cli.bench import parse_environments
 from vitrail.cli.console import message_console
 from vitrail.cli.options import Call, Command, Example, convert
 from vitrail.cli.run_options import run_options
@@ -22,7 +23,7 @@ from vitrail.errors import ConfigError, Interrupted, nearest
 from vitrail.experiments.accuracy import (
     AccuracyComparison,
     Curves,
-    Quantity,
+    Ratio,
     Reached,
     check_environments,
     final_accuracies,
@@ -35,6 +36,7 @@ from vitrail.machine import pick_device
 from vitrail.recipes import RECIPES
 from vitrail.report.charts import Axis, log_ticks, make_axis, short_number
 from vitrail.report.page import escape
+from vitrail.report.tables import Column, terminal_table
 from vitrail.settings import setting
 from vitrail.training.config import TrainConfig
 from vitrail.training.stop import interrupted_by_signals
@@ -347,31 +349,42 @@ def tables(curves: Curves, rows: Sequence[Reached]) -> list[Table]:
 
     Each table fits 80 columns.
     """
-    seconds, operations = (
-        plain_table(("accuracy", "entry", "seeds", unit, "times"), caption)
-        for unit, caption in (("seconds", None), ("TFLOP", CAPTION))
+    described = (
+        Column("accuracy", lambda row: row.target, ".1%"),
+        Column("entry", lambda row: escape_markup(row.entry), is_text=True),
+        Column("seeds", lambda row: f"{row.reached} of {row.seeds}"),
     )
-    for row in rows:
-        described = f"{row.target:.1%}", escape_markup(row.entry), f"{row.reached} of {row.seeds}"
-        seconds.add_row(*described, _cost(row.costs["seconds"]), _ratio(row, "seconds"))
-        operations.add_row(*described, _cost(row.costs["flops"], 1e12), _ratio(row, "flops"))
-    accuracies = plain_table(("finished model", "validation", "test", "parameters"))
-    lengths = plain_table(("finished model", "seconds", "epochs", "of its own length"))
-    for entry, cells in curves.items():
-        validation, test = final_accuracies(cells)
-        results = list(cells.values())
-        accuracies.add_row(
-            escape_markup(entry),
-            _accuracy(validation),
-            "" if test is None else _accuracy(test),
-            f"{results[0].parameters:,}",
-        )
-        lengths.add_row(
-            escape_markup(entry), _cost(Spread.of([one.points[-1].seconds for one in results])),
-            f"{Spread.of([one.epochs for one in results]).median:,.1f}",
-            f"{Spread.of([one.steps / one.own_steps for one in results]).median:.0%}",
-        )  # fmt: skip
-    return [seconds, operations, accuracies, lengths]
+    in_seconds = (
+        Column("seconds", lambda row: row.costs["seconds"], _cost),
+        Column("times", lambda row: row.ratios.get("seconds"), _ratio),
+    )
+    in_operations = (
+        Column("TFLOP", lambda row: row.costs["flops"], lambda spread: _cost(spread, 1e12)),
+        Column("times", lambda row: row.ratios.get("flops"), _ratio),
+    )
+    finished = Column("finished model", lambda item: escape_markup(item[0]))
+    accuracies = (
+        finished,
+        Column("validation", lambda item: final_accuracies(item[1])[0], _accuracy),
+        Column("test", lambda item: final_accuracies(item[1])[1], _accuracy),
+        Column("parameters", lambda item: next(iter(item[1].values())).parameters, ",d"),
+    )
+    lengths = (
+        finished,
+        Column("seconds", lambda item: Spread.of([one.points[-1].seconds for one in item[1].values()]), _cost),
+        Column("epochs", lambda item: statistics.median(one.epochs for one in item[1].values()), ",.1f"),
+        Column(
+            "of its own length",
+            lambda item: statistics.median(one.steps / one.own_steps for one in item[1].values()),
+            ".0%",
+        ),
+    )
+    return [
+        terminal_table((*described, *in_seconds), rows),
+        terminal_table((*described, *in_operations), rows, CAPTION),
+        terminal_table(accuracies, curves.items()),
+        terminal_table(lengths, curves.items()),
+    ]
 
 
 def plain_accuracy(curves: Curves, rows: Sequence[Reached]) -> dict[str, Any]:
@@ -424,9 +437,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _ratio(row: Reached, quantity: Quantity) -> str:
-    if (ratio := row.ratios.get(quantity)) is None:
-        return ""
+def _ratio(ratio: Ratio) -> str:
     low, middle, high = (f"{value:.2f}" for value in (ratio.spread.low, ratio.spread.median, ratio.spread.high))
     sign = "> " if ratio.is_bound else ""
     return f"{sign}{middle}" if low == high else f"{sign}{middle} ({low}..{high})"

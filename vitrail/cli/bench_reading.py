@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import operator
+import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,13 @@ from rich.console import Console
 from vitrail.bench.reading import (
     DECODING,
     LOOP,
-    Opening,
-    Reading,
     measure_opening,
     measure_reading,
     write_parquet,
     write_photographs,
 )
 from vitrail.bench.workload import Spread
-from vitrail.cli.bench import header, plain_table
+from vitrail.cli.bench import header
 from vitrail.cli.options import Call, Command, Example
 from vitrail.data.formats.pack import pack
 from vitrail.data.pipeline import Readers, default_threads
@@ -34,6 +34,7 @@ from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, plural
 from vitrail.machine import describe
+from vitrail.report.tables import Column, terminal_table
 from vitrail.settings import setting
 
 
@@ -94,8 +95,8 @@ def main(call: Call) -> int:
     console = Console()
     if options.entries is not None:
         opening = measure_opening(options.entries)
-        plain: dict[str, Any] = {"machine": machine, **asdict(opening)}
-        shown = _opened(opening)
+        plain: dict[str, Any] = {"machine": machine, **opening}
+        shown = terminal_table(OPENING_COLUMNS, [opening])
     else:
         preprocess = Preprocess(
             image_size=options.image_size, channels=options.channels, scaled_decode=options.scaled_decode
@@ -110,7 +111,7 @@ def main(call: Call) -> int:
                 repetitions=options.repetitions,
                 warmup=options.warmup,
             )
-        plain = {"machine": machine, **asdict(reading)}
+        plain = {"machine": machine, **reading}
         rounds = {"repetitions": options.repetitions, "warmup": options.warmup}
         console.print(header(machine, _what(reading, options), rounds)) if not options.json else None
         shown = _read(reading)
@@ -138,42 +139,48 @@ def _sources(options: BenchData) -> Iterator[dict[str, Source]]:
         yield {kind: open_data(str(place), validation_share=0.0).train for kind, place in places.items()}
 
 
-def _what(reading: Reading, options: BenchData) -> str:
+def _what(reading: dict[str, Any], options: BenchData) -> str:
     height, width = options.image_size
     threads = default_threads() if options.threads is None else options.threads
     readers = plural(threads, "thread") + (
         f" in each of {plural(options.processes, 'process')}" * bool(options.processes)
     )
     return (
-        f"{reading.images} images of {reading.image_bytes / 1e3:,.0f} kB to {height} x {width}, in batches of "
+        f"{reading['images']} images of {reading['image_bytes'] / 1e3:,.0f} kB to {height} x {width}, in batches of "
         f"{options.batch_size}, {readers}"
     )
 
 
-def _read(reading: Reading) -> Any:
+def _read(reading: dict[str, Any]) -> Any:
     caption = (
         "In each round, every row was timed once. images/s and ratios are medians over rounds. grown: memory "
         "that the process gained after the first quarter of a round (median over rounds)."
     )
-    table = plain_table(("", "images/s", "low..high", "to decoding alone", "to the loop", "grown"), caption)
-    for name, seconds in reading.seconds.items():
-        speed = Spread.of([reading.images / each for each in seconds])
-        ratios = [_ratio(reading.seconds.get(other, []), seconds) for other in (DECODING, LOOP)]
-        grown = f"{reading.grown[name] / 1e6:+,.0f} MB" if name in reading.grown else ""
-        table.add_row(name, f"{speed.median:,.0f}", f"{speed.low:,.0f}..{speed.high:,.0f}", *ratios, grown)
-    return table
+
+    def speed(name: str) -> Spread:
+        return Spread.of([reading["images"] / each for each in reading["seconds"][name]])
+
+    def ratio_to(other: str) -> Callable[[str], float | None]:
+        """Return a function that returns the speed of a row divided by another speed, as the median over rounds."""
+        theirs = reading["seconds"].get(other)
+        return lambda name: (
+            None if theirs is None else statistics.median(map(operator.truediv, theirs, reading["seconds"][name]))
+        )
+
+    columns = (
+        Column("", lambda name: name),
+        Column("images/s", lambda name: speed(name).median, ",.0f"),
+        Column("low..high", speed, lambda found: f"{found.low:,.0f}..{found.high:,.0f}"),
+        Column("to decoding alone", ratio_to(DECODING), lambda ratio: f"{ratio:.2f}x"),
+        Column("to the loop", ratio_to(LOOP), lambda ratio: f"{ratio:.2f}x"),
+        Column("grown", reading["grown"].get, lambda grown: f"{grown / 1e6:+,.0f} MB"),
+    )
+    return terminal_table(columns, reading["seconds"], caption)
 
 
-def _ratio(theirs: list[float], ours: list[float]) -> str:
-    """Return our speed divided by theirs, as the median over rounds. Return "" if theirs was not measured."""
-    ratios = [other / mine for other, mine in zip(theirs, ours, strict=False)]
-    return f"{Spread.of(ratios).median:.2f}x" if ratios else ""
-
-
-def _opened(opening: Opening) -> Any:
-    table = plain_table(("images", "opened in", "again", "memory at most"))
-    table.add_row(
-        f"{opening.images:,}", f"{opening.first_seconds:.2f} s", f"{opening.again_seconds:.2f} s",
-        f"{opening.peak_bytes / 1e6:,.0f} MB",
-    )  # fmt: skip
-    return table
+OPENING_COLUMNS = (
+    Column("images", "images", ",d"),
+    Column("opened in", "first_seconds", lambda seconds: f"{seconds:.2f} s"),
+    Column("again", "again_seconds", lambda seconds: f"{seconds:.2f} s"),
+    Column("memory at most", "peak_bytes", lambda size: f"{size / 1e6:,.0f} MB"),
+)

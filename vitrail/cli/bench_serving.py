@@ -19,22 +19,20 @@ from vitrail.bench.serving import (
     SERVERS,
     Bare,
     Load,
-    MeasuredLoad,
-    MemoryPoint,
-    Overhead,
     check_pythons,
     measure_bare,
     measure_memory,
     measure_overhead,
     measure_servers,
 )
-from vitrail.cli.bench import header, parse_environments, plain_table
+from vitrail.cli.bench import header, parse_environments
 from vitrail.cli.options import Call, Command, Example
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, nearest
 from vitrail.machine import Precision, describe
 from vitrail.models.variants import build, config_type, variant_config
 from vitrail.registry import optional_module
+from vitrail.report.tables import Column, terminal_table
 from vitrail.settings import setting
 from vitrail.training.stop import interrupted_by_signals
 from vitrail.weights.bundle import Bundle
@@ -123,13 +121,12 @@ def main(call: Call) -> int:
         overheads = list(measure_overhead(names, folder, bundle, images, bare, seconds=options.seconds, **shared))
     machine = describe(bundle.device)
     if options.json:
-        found = {"servers": [asdict(one) for one in measured], "overheads": [asdict(one) for one in overheads]}
-        print(json.dumps({"machine": machine, "bare": asdict(bare), **found}))
+        print(json.dumps({"machine": machine, "bare": asdict(bare), "servers": measured, "overheads": overheads}))
         return 0
     console = Console()
     console.print(header(machine, _subject(options, bundle)), highlight=False)
-    console.print(_table(bare, measured), highlight=False)
-    console.print(_overhead_table(overheads), highlight=False)
+    console.print(terminal_table(LOAD_COLUMNS, measured, _load_caption(bare)), highlight=False)
+    console.print(terminal_table(OVERHEAD_COLUMNS, overheads, OVERHEAD_CAPTION), highlight=False)
     return 0
 
 
@@ -169,49 +166,61 @@ def _subject(options: BenchServe, bundle: Bundle) -> str:
     return f"{options.model}, {options.precision}, images of 500 x 375 pixels to {height} x {width}"
 
 
-def _show_memory(options: BenchServe, bundle: Bundle, points: Sequence[MemoryPoint]) -> None:
+def _show_memory(options: BenchServe, bundle: Bundle, points: Sequence[dict[str, Any]]) -> None:
     machine = describe(bundle.device)
     if options.json:
-        print(json.dumps({"machine": machine, "memory": [asdict(point) for point in points]}))
+        print(json.dumps({"machine": machine, "memory": points}))
         return
     caption = "MB: memory of the server's processes. Pages that several processes share are divided among them."
-    table = plain_table(("server", "requests", "errors", "MB"), caption)
-    for point in points:
-        table.add_row(point.server, f"{point.requests:,}", f"{point.errors}", f"{point.memory / 1e6:,.1f}")
+    columns = (
+        Column("server", "server"),
+        Column("requests", "requests", ",d"),
+        Column("errors", "errors"),
+        Column("MB", "memory", lambda size: f"{size / 1e6:,.1f}"),
+    )
+    table = terminal_table(columns, points, caption)
     console = Console()
     console.print(header(machine, _subject(options, bundle)), highlight=False)
     console.print(table, highlight=False)
 
 
-def _table(bare: Bare, measured: Sequence[MeasuredLoad]) -> Any:
-    caption = (
+def _load_caption(bare: Bare) -> str:
+    return (
         f"Without a server: {bare.images_per_second:.1f} images/s in batches of {bare.batch}, and "
         f"{1000 * bare.seconds:.1f} ms for one image. p50, p95 and p99: time to the answer in ms, from the moment when "
         "a request was due. per s: answers per second. good: answers within a second, per second. CPU: processor time "
         "of the server per request, in ms."
     )
-    headings = ("load", "server", "requests", "per s", "good", "p50", "p95", "p99", "errors", "CPU", "MB")
-    table = plain_table(headings, caption)
-    for one in measured:
-        times = [f"{1000 * value:,.0f}" for value in (one.p50, one.p95, one.p99)]
-        table.add_row(
-            one.load, one.server, f"{one.requests:,}", f"{one.throughput:.1f}", f"{one.goodput:.1f}", *times,
-            f"{one.errors}", f"{1000 * one.cpu_seconds:.0f}", f"{one.memory / 1e6:,.0f}",
-        )  # fmt: skip
-    return table
 
 
-def _overhead_table(overheads: Sequence[Overhead]) -> Any:
-    caption = (
-        "Each server in turns with prediction without a server; medians. one client and alone: time for an image with "
-        "and without the server on the same number of threads, in ms. added: their difference. "
-        f"{BUSY} clients and batches: images per second with "
-        "and without the server. of it: their ratio."
-    )
-    headings = ("server", "threads", "one client", "alone", "added", f"{BUSY} clients", "batches", "of it", "errors")
-    table = plain_table(headings, caption)
-    for one in overheads:
-        times = [f"{1000 * value:.1f}" for value in (one.alone, one.bare, one.added)]
-        speeds = [f"{value:.1f}" for value in (one.throughput, one.bare_throughput)]
-        table.add_row(one.server, f"{one.threads}", *times, *speeds, f"{100 * one.fraction:.0f} %", f"{one.errors}")
-    return table
+LOAD_COLUMNS = (
+    Column("load", "load"),
+    Column("server", "server"),
+    Column("requests", "requests", ",d"),
+    Column("per s", "throughput", ".1f"),
+    Column("good", "goodput", ".1f"),
+    *(Column(name, name, lambda seconds: f"{1000 * seconds:,.0f}") for name in ("p50", "p95", "p99")),
+    Column("errors", "errors"),
+    Column("CPU", "cpu_seconds", lambda seconds: f"{1000 * seconds:.0f}"),
+    Column("MB", "memory", lambda size: f"{size / 1e6:,.0f}"),
+)
+
+OVERHEAD_CAPTION = (
+    "Each server in turns with prediction without a server; medians. one client and alone: time for an image with "
+    "and without the server on the same number of threads, in ms. added: their difference. "
+    f"{BUSY} clients and batches: images per second with "
+    "and without the server. of it: their ratio."
+)
+
+OVERHEAD_COLUMNS = (
+    Column("server", "server"),
+    Column("threads", "threads"),
+    *(
+        Column(heading, key, lambda seconds: f"{1000 * seconds:.1f}")
+        for heading, key in (("one client", "alone"), ("alone", "bare"), ("added", "added"))
+    ),
+    Column(f"{BUSY} clients", "throughput", ".1f"),
+    Column("batches", "bare_throughput", ".1f"),
+    Column("of it", "fraction", lambda fraction: f"{100 * fraction:.0f} %"),
+    Column("errors", "errors"),
+)

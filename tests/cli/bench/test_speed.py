@@ -10,11 +10,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from vitrail.bench.compare import ALONE, SpeedComparison, SpeedRow
-from vitrail.bench.memory import LargestBatch
-from vitrail.bench.reading import LOADS, PROCESSES, Loading
+from vitrail.bench.compare import ALONE
+from vitrail.bench.reading import LOADS, PROCESSES
 from vitrail.bench.step import Entry
-from vitrail.bench.workload import Spread, Workload
+from vitrail.bench.workload import Workload
 from vitrail.cli import bench as tables
 from vitrail.cli import main
 from vitrail.models.variants import variant_config
@@ -142,16 +141,23 @@ def test_loading(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    speed = Spread(12_345.0, 11_111.0, 13_456.0)
+    speed = {"median": 12_345.0, "low": 11_111.0, "high": 13_456.0}
     entries = Entry("vitrail"), ALONE, Entry("vit-pytorch", "best")
-    rows = tuple(SpeedRow(entry, "bf16 compiled", (0.01,), speed, 412_345.0, 1.0, 10.25, 10**11) for entry in entries)
-    compared = SpeedComparison(
-        rows, 1, 512_345.0, None, {"timm": "is not installed", "torchvision": "is not installed"}
-    )
+    row = {
+        "ran_with": "bf16 compiled", "images_per_second": speed, "gflops": 412_345.0, "share_of_limit": 1.0,
+        "vitrail_times_as_fast": 10.25, "memory_bytes": 10**11,
+    }  # fmt: skip
+    compared = {
+        "rows": [{"library": entry.library, **row} for entry in entries], "large_gflops": 512_345.0, "breakdown": None,
+        "skipped": {"timm": "is not installed", "torchvision": "is not installed"},
+    }  # fmt: skip
     seconds = {name: [12.345, 12.456] for name in LOADS}
-    loaded = Loading(10**10, dict.fromkeys(LOADS, 12.3), seconds, {name: [1.5, 12.5] for name in PROCESSES})
+    loaded = {
+        "file_bytes": 10**10, "first": dict.fromkeys(LOADS, 12.3), "loads": seconds,
+        "processes": {name: [1.5, 12.5] for name in PROCESSES},
+    }  # fmt: skip
     work = Workload(name="ViT-S/16", config=variant_config("ViT-S/16"))
-    found = LargestBatch(batch=1234, predicted=2345, limit=4 * 10**9, left=3 * 10**9)
+    found = {"batch": 1234, "predicted": 2345, "limit": 4 * 10**9, "left": 3 * 10**9}
     for part in [*tables.comparison(compared, work), *tables.load(loaded), *tables.largest_batch_line(found)]:
         Console(width=80).print(part, highlight=False)
     text = capsys.readouterr().out
