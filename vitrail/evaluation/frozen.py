@@ -131,10 +131,10 @@ class ByFewShot:
                 of_rows=rows,
             )
             metrics: dict[str, float] = {}
-            for row in found.rows:
-                metrics[f"fewshot_{row.shots}"] = row.mean
-                if row.std is not None:
-                    metrics[f"fewshot_{row.shots}_deviation"] = row.std
+            for count, accuracies in found.items():
+                metrics[f"fewshot_{count}"] = float(np.mean(accuracies))
+                if len(accuracies) > 1:
+                    metrics[f"fewshot_{count}_deviation"] = float(np.std(accuracies, ddof=1))
             return metrics
 
         return outputs.processes.on_first(measure, is_long=True) | asked.counts()
@@ -212,7 +212,7 @@ class ByNeighbours:
         known, asked = _both_known("knn", outputs, train, held_out, self.features)
 
         def measure() -> dict[str, float]:
-            rows = knn(
+            found = knn(
                 known.features,
                 known.truth,
                 asked.features,
@@ -221,7 +221,7 @@ class ByNeighbours:
                 temperature=self.temperature,
                 device=outputs.bundle.device,
             )
-            return {name: value for row in rows for name, value in _named(f"knn_{row.k}", row.metrics).items()}
+            return {name: value for k, metrics in found.items() for name, value in _named(f"knn_{k}", metrics).items()}
 
         metrics = outputs.processes.on_first(measure, is_long=True)
         return metrics | {"training_images": float(len(known.truth))} | asked.counts()

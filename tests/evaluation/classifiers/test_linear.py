@@ -60,7 +60,7 @@ def test_one_penalty_gives_the_probabilities_of_scikit_learn(penalty: float) -> 
     ours = torch.from_numpy(result.model.scores(test)).softmax(dim=1).numpy()
     np.testing.assert_allclose(ours, expected, rtol=0, atol=2e-4)
     assert result.metrics["accuracy"] == np.mean(expected.argmax(axis=1) == truth)
-    assert result.penalty == penalty and result.sweep == () and set(result.metrics) == {"accuracy"}
+    assert result.penalty == penalty and result.sweep == {} and set(result.metrics) == {"accuracy"}
 
 
 def test_the_sweep_is_scikit_learns_on_the_same_cut() -> None:
@@ -73,8 +73,8 @@ def test_the_sweep_is_scikit_learns_on_the_same_cut() -> None:
     for penalty in penalties:
         scaler, fit = reference(train[fitted], labels[fitted], penalty)
         accuracies[penalty] = fit.score(scaler.transform(train[kept].astype(np.float64)), labels[kept])
-    assert [row.penalty for row in result.sweep] == [1.0, 0.01, 1e-4]
-    assert {row.penalty: row.metrics["accuracy"] for row in result.sweep} == accuracies
+    assert list(result.sweep) == [1.0, 0.01, 1e-4]
+    assert {penalty: metrics["accuracy"] for penalty, metrics in result.sweep.items()} == accuracies
     assert result.penalty == max(sorted(penalties, reverse=True), key=accuracies.__getitem__)
     scaler, fit = reference(train, labels, result.penalty)
     expected = fit.predict_proba(scaler.transform(test.astype(np.float64)))
@@ -87,7 +87,7 @@ def test_equal_penalties_choose_the_strongest() -> None:
     features = np.repeat(np.eye(3, dtype=np.float32), 10, axis=0)
     labels = np.repeat(np.arange(3), 10)
     result = probed(features, labels, features, labels, num_classes=3, penalties=[1e-3, 0.1, 0.01])
-    assert [row.metrics["accuracy"] for row in result.sweep] == [1, 1, 1] and result.penalty == 0.1
+    assert [metrics["accuracy"] for metrics in result.sweep.values()] == [1, 1, 1] and result.penalty == 0.1
 
 
 def test_test_rows_choose_nothing() -> None:
@@ -156,8 +156,8 @@ def test_several_labels_choose_by_mean_average_precision() -> None:
     train, labels = drawn(200, 30, 4, noise=5)
     targets = np.eye(4, dtype=np.uint8)[labels] | np.eye(4, dtype=np.uint8)[np.roll(labels, 1)]
     result = probed(train, targets, train, targets, num_classes=4, penalties=(1.0, 0.1, 1e-5))
-    precisions = [row.metrics["mean_average_precision"] for row in result.sweep]
-    assert result.penalty == result.sweep[precisions.index(max(precisions))].penalty
+    precisions = {penalty: metrics["mean_average_precision"] for penalty, metrics in result.sweep.items()}
+    assert result.penalty == max(precisions, key=precisions.__getitem__)
     assert len(set(precisions)) == 3
 
 
@@ -204,7 +204,7 @@ def test_one_row_per_class_needs_no_penalty() -> None:
     rows = [int(np.flatnonzero(labels == label)[0]) for label in (0, 1)]
     found = probed(train[rows], labels[rows], train, labels, num_classes=2)
     given = probed(train[rows], labels[rows], train, labels, num_classes=2, penalties=[linear.SINGLE_PENALTY])
-    assert found.penalty == linear.SINGLE_PENALTY and found.sweep == () and found.metrics == given.metrics
+    assert found.penalty == linear.SINGLE_PENALTY and found.sweep == {} and found.metrics == given.metrics
 
 
 def test_data_that_does_not_fit_is_refused(types_unchecked: None) -> None:

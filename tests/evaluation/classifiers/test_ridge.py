@@ -59,14 +59,14 @@ def test_the_penalty_is_the_best_on_held_out_rows() -> None:
     train, known = drawn(90, 40)
     test, truth = drawn(50, 40, seed=1)
     result = linear_probe(train, known, test, truth, held_out=0.3, seed=2)
-    assert tuple(row.penalty for row in result.sweep) == RIDGE_PENALTIES
+    assert tuple(result.sweep) == RIDGE_PENALTIES
     fitted, kept = linear._cut(known, 0.3, 2)
     assert len(kept) == 27
     scores = []
-    for row in result.sweep:
-        theirs = [reference(train[fitted], known.rows(fitted), one, row.penalty, train[kept]) for one in range(2)]
+    for penalty in result.sweep:
+        theirs = [reference(train[fitted], known.rows(fitted), one, penalty, train[kept]) for one in range(2)]
         scores.append(r2_score(known.values[kept], np.stack(theirs, axis=1)))
-    np.testing.assert_allclose([row.metrics["r2"] for row in result.sweep], scores, atol=1e-3)
+    np.testing.assert_allclose([metrics["r2"] for metrics in result.sweep.values()], scores, atol=1e-3)
     assert result.penalty == RIDGE_PENALTIES[int(np.argmax(scores))]
 
 
@@ -100,22 +100,22 @@ def test_parts_and_numbers_that_are_never_known(monkeypatch: pytest.MonkeyPatch)
 def test_neighbours_give_the_weighted_mean_of_scikit_learn(temperature: float) -> None:
     train, known = drawn(80, 6)
     test, truth = drawn(30, 6, seed=1)
-    for row in knn(train, known, test, truth, k=(1, 5, 80), temperature=temperature):
+    for k, metrics in knn(train, known, test, truth, k=(1, 5, 80), temperature=temperature).items():
         theirs = KNeighborsRegressor(
-            row.k, metric="cosine", algorithm="brute", weights=lambda distance: np.exp((1 - distance) / temperature)
+            k, metric="cosine", algorithm="brute", weights=lambda distance: np.exp((1 - distance) / temperature)
         )
         expected = theirs.fit(train.astype(np.float64), known.values).predict(test.astype(np.float64))
         errors = StreamingErrors()
         errors.add(expected, truth)
-        assert row.metrics == pytest.approx(errors.result(), rel=1e-4)
+        assert metrics == pytest.approx(errors.result(), rel=1e-4)
 
 
 def test_neighbours_skip_unknown_numbers() -> None:
     features = np.array([[1, 0], [1, 0.1], [0, 1]], np.float32)
     stored = number_targets(np.array([[math.nan, 4.0], [2.0, 6.0], [8.0, math.nan]]))
     query, truth = np.array([[1.0, 0.0]], np.float32), number_targets(np.array([[2.0, 5.0]]))
-    one, two = knn(features, stored, query, truth, k=(1, 2), temperature=math.inf)
-    first, second = ([row.metrics[f"{number}:mean_absolute_error"] for number in (1, 2)] for row in (one, two))
+    found = knn(features, stored, query, truth, k=(1, 2), temperature=math.inf).values()
+    first, second = ([metrics[f"{number}:mean_absolute_error"] for number in (1, 2)] for metrics in found)
     assert second == [0, 0], "(2, mean of 4 and 6)"
     assert first == pytest.approx([abs(2 - 5), abs(5 - 4)]), "5 is the mean of 2 and 8"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -29,30 +28,6 @@ NAMED = 10
 Strength = float | Literal["loo"]
 
 
-@dataclass(frozen=True)
-class FewShotRow:
-    """Accuracies on the test features for one value of `shots`, the number of training images per class."""
-
-    shots: int
-    images: int
-    """Number of training images. It is less than shots times classes if a class has fewer images than shots."""
-    accuracies: tuple[float, ...]
-    """Accuracy for each seed."""
-    l2: tuple[float, ...]
-    """Strength of the regularisation for each seed."""
-    mean: float
-    std: float | None
-    """Sample standard deviation over the seeds (divided by n - 1), or None for a single seed."""
-
-
-@dataclass(frozen=True)
-class FewShotResult:
-    """The result of `few_shot`."""
-
-    seeds: tuple[int, ...]
-    rows: tuple[FewShotRow, ...]
-
-
 def few_shot(
     train_features: Float[np.ndarray, "n d"],
     train_truth: Targets,
@@ -65,8 +40,10 @@ def few_shot(
     allow_fewer: bool = False,
     class_names: Sequence[str] | None = None,
     of_rows: Int64[np.ndarray, " n"] | None = None,
-) -> FewShotResult:
+) -> dict[int, tuple[float, ...]]:
     """Measure few-shot linear regression as in section 4.1 of the paper (2010.11929), with big_vision's settings.
+
+    Return the accuracies of all seeds on the test features, by the number of training images per class.
 
     The classifier is `fit_least_squares`. `seeds` is a list of seeds, or a number n for the seeds 0 to n - 1. `l2` is
     the strength of the regularisation, or "loo" to choose it from 2^-10 to 2^20 for each draw. `train_features` may
@@ -88,22 +65,19 @@ def few_shot(
     train_labels, num_classes = train_truth.values, train_truth.columns
     if not allow_fewer:
         check_counts(np.bincount(train_labels, minlength=num_classes), max(shots), class_names)
-    rows = []
+    found: dict[int, tuple[float, ...]] = {}
     for count in shots:
-        accuracies, strengths, images = [], [], 0
+        accuracies = []
         for seed in seeds:
             drawn = draw_shots(train_labels, count, seed)
             places = np.searchsorted(held, drawn)
             assert np.array_equal(held[places], drawn), "of_rows must contain all drawn rows"
-            classifier, strength = fit_least_squares(
+            classifier, _ = fit_least_squares(
                 train_features[places], train_labels[drawn], num_classes=num_classes, l2=l2
             )
             accuracies.append(classifier.measure(test_features, test_truth)["accuracy"])
-            strengths.append(strength)
-            images = len(drawn)
-        std = float(np.std(accuracies, ddof=1)) if len(seeds) > 1 else None
-        rows.append(FewShotRow(count, images, tuple(accuracies), tuple(strengths), float(np.mean(accuracies)), std))
-    return FewShotResult(seeds, tuple(rows))
+        found[count] = tuple(accuracies)
+    return found
 
 
 def draw_shots(labels: Int64[np.ndarray, " n"], shots: int, seed: int) -> Int64[np.ndarray, " drawn"]:

@@ -75,21 +75,12 @@ class LinearMap:
 
 
 @dataclass(frozen=True)
-class SweepRow:
-    """One penalty, and the metrics on the held-out rows after a fit with this penalty."""
-
-    penalty: float
-    metrics: dict[str, float]
-    iterations: int
-
-
-@dataclass(frozen=True)
 class LinearFit:
     """The result of `fit_linear`."""
 
     penalty: float
-    sweep: tuple[SweepRow, ...]
-    """Results for each penalty, strongest penalty first. Empty if there was only one penalty."""
+    sweep: dict[float, dict[str, float]]
+    """Metrics on the held-out rows by penalty, strongest penalty first. Empty if there was only one penalty."""
     model: LinearMap
 
 
@@ -155,7 +146,7 @@ def fit_linear(
     _check_settings(penalties, held_out)
     train = partial(_Problem, features, truth, torch.device(device))
     falling = sorted(set(penalties), reverse=True)
-    sweep: tuple[SweepRow, ...] = ()
+    sweep: dict[float, dict[str, float]] = {}
     penalty, start = falling[0], None
     if len(falling) > 1:
         fitted, kept = _cut(truth, held_out, seed)
@@ -204,23 +195,22 @@ def _sweep(
     penalties: Sequence[float],
     features: Float[np.ndarray, "m d"],
     truth: Targets,
-) -> tuple[tuple[SweepRow, ...], float, Fit]:
+) -> tuple[dict[float, dict[str, float]], float, Fit]:
     """Return the metrics of each penalty on held-out features, the best penalty and its fit.
 
     Each fit starts from the previous one.
     """
-    rows: list[SweepRow] = []
+    found: dict[float, dict[str, float]] = {}
     best: tuple[float, float, Fit] | None = None
     fit: Fit | None = None
     for penalty in penalties:
         fit = problem.regression.fit(penalty, start=fit)
-        metrics = problem.model(fit).measure(features, truth)
-        rows.append(SweepRow(penalty, metrics, fit.iterations))
-        score = metrics[SELECTING[truth.kind]]
+        found[penalty] = problem.model(fit).measure(features, truth)
+        score = found[penalty][SELECTING[truth.kind]]
         if best is None or score > best[0]:
             best = score, penalty, fit
     assert best is not None
-    return tuple(rows), best[1], best[2]
+    return found, best[1], best[2]
 
 
 def _cut(truth: Targets, held_out: float, seed: int) -> tuple[Int64[np.ndarray, " fitted"], Int64[np.ndarray, " kept"]]:

@@ -34,14 +34,6 @@ class Neighbours:
     """Cosine similarities between each query and its neighbours."""
 
 
-@dataclass(frozen=True)
-class NeighbourRow:
-    """Metrics of the predictions from k neighbours."""
-
-    k: int
-    metrics: dict[str, float]
-
-
 def knn(
     train_features: Float[np.ndarray, "n d"],
     train_truth: Targets,
@@ -51,8 +43,8 @@ def knn(
     k: Sequence[int] = (1, 5, 10, 20, 100, 200),
     temperature: float = 0.07,
     device: torch.device | str = "cpu",
-) -> tuple[NeighbourRow, ...]:
-    """Predict test targets from the nearest training features, and measure them for several numbers of neighbours.
+) -> dict[int, dict[str, float]]:
+    """Predict test targets from the nearest training features, and return the metrics by the number of neighbours.
 
     A neighbour has the weight exp(cosine / temperature), as in DINO (2104.14294) and instance discrimination
     (1805.01978), which use a temperature of 0.07. An infinite temperature gives all neighbours the same weight. The
@@ -185,7 +177,7 @@ def _vote(
     truth: Targets,
     k: Sequence[int],
     temperature: float,
-) -> tuple[NeighbourRow, ...]:
+) -> dict[int, dict[str, float]]:
     """Add up the targets of the neighbours, nearest first, and measure the predictions at each k."""
     rising = sorted(set(k))
     metrics = {count: streaming_metrics(truth) for count in rising}
@@ -199,7 +191,7 @@ def _vote(
             sums.add(block.indices[:, rank], weights[:, rank])
             if rank + 1 in metrics:
                 metrics[rank + 1].add(sums.means(), truth.rows(slice(block.first, block.first + len(weights))))
-    return tuple(NeighbourRow(count, one.result()) for count, one in metrics.items())
+    return {count: one.result() for count, one in metrics.items()}
 
 
 class _Sums:
