@@ -68,7 +68,9 @@ def test_a_model_learns_another_task_and_is_looked_at(
     found = finetuned(config, tiny_bundle)
     assert isinstance(found, FinetuneResult) and found.trials == ()
     assert found.split == "test" and found.report is not None and found.report.images == 12
-    assert found.report.accuracy.value == found.run.metrics["test_accuracy"] > 0.9  # colours tell the classes
+    assert (
+        found.report.metrics["accuracy"].value == found.run.metrics["test_accuracy"] > 0.9
+    )  # colours tell the classes
     assert found.report.scaled is not None, "a temperature from the validation split"
     assert found.page == Path("runs/colours0/report.html") or found.page == found.run.folder / "report.html"
     assert found.page.is_file() and "blue" in found.page.read_text(encoding="utf-8")
@@ -95,7 +97,7 @@ def test_held_out_images_are_predicted_once(
     assert not counted and first.report is not None
     again = evaluate_run(replace(run, predictions={}), config, config.data.cut(data))
     assert len(counted) == 2 and again.report is not None
-    assert (again.report.accuracy, again.report.scaled) == (first.report.accuracy, first.report.scaled)
+    assert (again.report.metrics, again.report.scaled) == (first.report.metrics, first.report.scaled)
     other = replace(config.data.cut(data), test=config.data.cut(data).train)
     assert evaluate_run(run, config, other).report.images == 27 and len(counted) == 3  # type: ignore[union-attr]
 
@@ -267,8 +269,8 @@ def test_numbers_are_learned_and_reported(
     assert any("set --crop-area 1 1" in reason for reason in chosen.reasons)
     found = finetune(chosen.config, data, tiny_bundle)
     assert isinstance(found.report, RegressionReport) and found.split == "test" and found.report.images == 15
-    assert found.report.metrics.r2.value == pytest.approx(found.run.metrics["test_r2"]) and found.page is not None
-    assert found.report.metrics.r2.value > 0.8, "brightness is easy to see"
+    assert found.report.metrics["r2"].value == pytest.approx(found.run.metrics["test_r2"]) and found.page is not None
+    assert found.report.metrics["r2"].value > 0.8, "brightness is easy to see"
     bundle = vitrail.load(found.run.folder / "model")
     assert bundle.output == "numbers" and bundle.classes == numbers
     page = read_page(found.page.read_text(encoding="utf-8"))
@@ -315,7 +317,7 @@ def test_data_that_is_mixed_in_may_bring_classes(
     found = finetuned(config, tiny_bundle)
     assert len(found.run.bundle.classes) == 5 and found.run.bundle.classes[:3] == ("blue", "green", "red")
     assert found.report is not None and found.report.images == 12
-    assert found.report.accuracy.value == found.run.metrics["test_accuracy"]
+    assert found.report.metrics["accuracy"].value == found.run.metrics["test_accuracy"]
 
 
 def test_classes_of_one_image_are_learned_and_nothing_is_measured(

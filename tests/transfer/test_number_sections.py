@@ -51,7 +51,7 @@ def test_each_number_has_its_errors_in_its_own_units(two: RegressionReport) -> N
 
 def test_intervals_are_shown() -> None:
     found = regression_report(made([[1], [2], [4]], [[1], [2], [5]], ("age",)), bootstrap=50)
-    r2 = found.metrics.r2
+    r2 = found.metrics["r2"]
     (name, value, interval), *_ = number_rows(found)
     assert (name, value, interval) == ("age: R²", f"{r2.value:.3f}", f"{r2.low:.3f} to {r2.high:.3f}")
     assert number_headline(found) == (f"R² {r2.value:.3f}", interval) and len(number_rows(found)) == 3

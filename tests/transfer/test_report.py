@@ -80,7 +80,10 @@ def test_the_report_of_a_real_run(trained: tuple[Path, Bundle], evil: Path, read
     assert "Report of a <run>" in page.text
     assert [text for text in page.text if text in SECTIONS] == SECTIONS
     assert EVIL in page.text and LONG in page.text and "שלום" in page.text
-    assert f"{found.accuracy.value:.2%} accuracy" in page.text and "13 test images of 3 classes; 1 image could" in shown
+    assert (
+        f"{found.metrics['accuracy'].value:.2%} accuracy" in page.text
+        and "13 test images of 3 classes; 1 image could" in shown
+    )
     assert f"ViT-Pico/7, trained from scratch on {evil}." in page.text
     assert page.names.count("svg") == 5, "loss, accuracy, learning rate, confusion and calibration"
     assert page.names.count("rect") == len(found.confusion)

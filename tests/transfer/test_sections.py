@@ -72,7 +72,7 @@ def table_of(read_page: Callable[[str], Any]) -> Callable[[str], list[list[str]]
 
 def test_the_summary_has_every_metric() -> None:
     found = report(made([(0, 0)] * 3 + [(1, 0)], 6), bootstrap=100)
-    low, high = found.accuracy.low, found.accuracy.high
+    low, high = found.metrics["accuracy"].low, found.metrics["accuracy"].high
     assert low is not None and high is not None
     shown = class_rows(found)
     assert shown[0] == ("accuracy", "75.00%", f"{low:.2%} to {high:.2%}")
@@ -87,9 +87,8 @@ def test_the_summary_has_every_metric() -> None:
 
 def test_the_summary_of_several_labels() -> None:
     found = report(several(), bootstrap=0)
-    assert found.multi_label is not None and found.multi_label.mean_average_precision is not None
     shown = {name: value for name, value, _ in class_rows(found)}
-    assert shown["mean average precision"] == f"{found.multi_label.mean_average_precision:.2%}"
+    assert shown["mean average precision"] == f"{found.metrics['mean_average_precision'].value:.2%}"
     assert shown["all labels right"] == "75.00%" and shown["likeliest class is a label"] == "50.00%"
     assert "micro F1" in shown and "accuracy" not in shown and headline(found)[0] == "75.00% all labels right"
     nothing = replace(several(), truth=multi_labels(np.zeros((4, 3), np.uint8)))

@@ -795,7 +795,7 @@ def metrics_table(rows: Mapping[str, Mapping[str, float]], corner: str = "") -> 
 def per_class_table(split: str, report: ClassificationReport) -> Table:
     """Return a table of the classes, sorted by accuracy, the lowest first. Classes without images are last; if there
     are many, only those that were predicted are shown."""
-    several = report.multi_label is not None
+    several = report.has_several_labels
     columns = (
         "images",
         "predicted",
@@ -828,7 +828,7 @@ def _never_predicted(report: ClassificationReport) -> list[str]:
 
 def confusion_table(split: str, report: ClassificationReport, classes: tuple[str, ...]) -> RenderableType:
     """Return the confusion matrix, with a row per true class and a column per predicted class."""
-    if report.multi_label is not None:
+    if report.has_several_labels:
         return Text(f"{split}: there is no confusion matrix, since images can have several labels")
     there = sorted([row.index for row in report.per_class] + [classes.index(name) for name in _never_predicted(report)])
     if len(there) > CONFUSED:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from vitrail.data.source import Source, samples_of
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.imagenet import imagenet_columns, map_classes, read_real, real_accuracy, real_labels
 from vitrail.evaluation.metrics.intervals import Metric
-from vitrail.evaluation.metrics.numbers import MeanMetrics, NumberMetrics, StreamingAccuracy, StreamingErrors
+from vitrail.evaluation.metrics.numbers import StreamingAccuracy, StreamingErrors
 from vitrail.evaluation.metrics.report import absent_note, regression_report, report
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.truth import check_known, truth_of
@@ -102,25 +103,10 @@ class ByAccuracy:
         found = report(predictions, bootstrap=self.bootstrap)
         if note := absent_note(found):
             outputs.note(note)
-        metrics = with_interval("accuracy", found.accuracy)
-        if found.top5 is not None:
-            metrics |= with_interval("top5_accuracy", found.top5)
-        if found.balanced_accuracy is not None:
-            metrics |= with_interval("balanced_accuracy", found.balanced_accuracy)
-        if (several := found.multi_label) is not None:
-            values = {
-                "mean_average_precision": several.mean_average_precision,
-                "micro_f1": several.micro_f1,
-                "macro_f1": several.macro_f1,
-            }
-            metrics |= {name: value for name, value in values.items() if value is not None}
-            metrics |= with_interval("exact_match", several.exact_match)
-        metrics |= with_interval("cross_entropy", found.cross_entropy)
-        if found.calibration is not None:
-            metrics |= with_interval("calibration_error", found.calibration.error)
+        metrics = with_intervals(found.metrics)
         if self.real:
             by_real = real_accuracy(predictions, self._real(), bootstrap=self.bootstrap)
-            metrics |= {**with_interval("real_accuracy", by_real.accuracy), "real_images": float(by_real.images)}
+            metrics |= {**with_intervals({"real_accuracy": by_real.accuracy}), "real_images": float(by_real.images)}
         if found.unlabelled:
             metrics["unlabelled"] = float(found.unlabelled)
         return metrics | {"images": float(found.images), "skipped": float(len(found.skipped))}
@@ -187,10 +173,10 @@ class ByRegression:
         """
         self.check(outputs, train, held_out)
         found = regression_report(outputs.predictions(held_out), bootstrap=self.bootstrap)
-        metrics = _number_metrics("", found.metrics)
+        metrics = with_intervals(found.metrics)
         for row in found.per_output:
             if row.metrics is not None:
-                metrics |= _number_metrics(f"{row.name}:" if len(found.per_output) > 1 else "", row.metrics)
+                metrics |= with_intervals(row.metrics, f"{row.name}:" if len(found.per_output) > 1 else "")
         if found.unlabelled:
             metrics["unlabelled"] = float(found.unlabelled)
         return metrics | {"images": float(found.images), "skipped": float(len(found.skipped))}
@@ -207,19 +193,15 @@ def _check_bootstrap(resamples: int) -> None:
         raise ConfigError(f"bootstrap={resamples} is less than 0, the value for no intervals")
 
 
-def _number_metrics(prefix: str, metrics: MeanMetrics | NumberMetrics) -> dict[str, float]:
-    named = (with_interval(f"{prefix}{item.name}", getattr(metrics, item.name)) for item in fields(metrics))
-    return {name: value for some in named for name, value in some.items()}
-
-
-def with_interval(name: str, metric: Metric) -> dict[str, float]:
-    """Return the value of a metric as NAME.
-
-    If the metric has an interval, also return its ends as NAME_low and NAME_high.
-    """
-    if metric.low is None or metric.high is None:
-        return {name: metric.value}
-    return {name: metric.value, f"{name}_low": metric.low, f"{name}_high": metric.high}
+def with_intervals(metrics: Mapping[str, Metric], prefix: str = "") -> dict[str, float]:
+    """Return the values of metrics as PREFIXNAME. If a metric has an interval, also return its ends as
+    PREFIXNAME_low and PREFIXNAME_high."""
+    found = {}
+    for name, metric in metrics.items():
+        found[f"{prefix}{name}"] = metric.value
+        if metric.low is not None and metric.high is not None:
+            found |= {f"{prefix}{name}_low": metric.low, f"{prefix}{name}_high": metric.high}
+    return found
 
 
 def _cross_entropies(logits: Float[Tensor, "b classes"], batch: Batch, output: OutputKind) -> Float[Tensor, " b"]:

@@ -313,7 +313,7 @@ MAX_PLOTS = 12
 
 def number_headline(report: RegressionReport) -> tuple[str, str]:
     """Return the text of the main metric and of its interval."""
-    r2 = report.metrics.r2
+    r2 = report.metrics["r2"]
     name = "R²" if len(report.names) == 1 else "mean R²"
     return f"{name} {r2.value:.3f}", interval_text(r2, ".3f")
 
@@ -326,16 +326,16 @@ def number_rows(report: RegressionReport) -> list[tuple[str, str, str]]:
     """
     rows = []
     if len(report.names) > 1:
-        rows.append(_row("mean R²", report.metrics.r2, ".3f"))
-        rows.append(_row("mean error, in standard deviations", report.metrics.standardised_error, ".3f"))
+        rows.append(_row("mean R²", report.metrics["r2"], ".3f"))
+        rows.append(_row("mean error, in standard deviations", report.metrics["standardised_error"], ".3f"))
     for output in report.per_output:
         if output.metrics is None:
             rows.append((f"{output.name}: no image has a known number", UNDEFINED, UNDEFINED))
             continue
         rows += [
-            _row(f"{output.name}: R²", output.metrics.r2, ".3f"),
-            _row(f"{output.name}: mean absolute error", output.metrics.mean_absolute_error, ".4g"),
-            _row(f"{output.name}: root mean squared error", output.metrics.root_mean_squared_error, ".4g"),
+            _row(f"{output.name}: R²", output.metrics["r2"], ".3f"),
+            _row(f"{output.name}: mean absolute error", output.metrics["mean_absolute_error"], ".4g"),
+            _row(f"{output.name}: root mean squared error", output.metrics["root_mean_squared_error"], ".4g"),
         ]
     return rows
 
@@ -398,7 +398,8 @@ def _row(name: str, metric: Metric, form: str) -> tuple[str, str, str]:
 def _description(output: OutputRow) -> str:
     """Return a sentence that describes a scatter plot to screen readers."""
     assert output.metrics is not None, "only outputs with known numbers are drawn"
-    return f"R² {output.metrics.r2.value:.3f}, mean absolute error {output.metrics.mean_absolute_error.value:.4g}."
+    r2, error = output.metrics["r2"].value, output.metrics["mean_absolute_error"].value
+    return f"R² {r2:.3f}, mean absolute error {error:.4g}."
 
 
 # Sections of the report for classifiers: summary, confusion matrix, classes, calibration and largest errors.
@@ -422,9 +423,8 @@ UNDEFINED = "-"
 
 def headline(report: ClassificationReport) -> tuple[str, str]:
     """Return the text of the main metric and of its interval."""
-    name, metric = "accuracy", report.accuracy
-    if report.multi_label is not None:
-        name, metric = "all labels right", report.multi_label.exact_match
+    key, name = ("exact_match", "all labels right") if report.has_several_labels else ("accuracy", "accuracy")
+    metric = report.metrics[key]
     return f"{metric.value:.2%} {name}", interval_text(metric, ".1%")
 
 
@@ -443,7 +443,7 @@ def picture_of(index: int, source: Source) -> Image.Image | None:
 
 def confusion(report: ClassificationReport) -> Section | None:
     """Return the confusion matrix of all classes that occur, and the most frequently confused pairs of classes."""
-    if report.multi_label is not None:
+    if report.has_several_labels:
         return None
     positions = {row.index: position for position, row in enumerate(report.per_class)}
     names = [row.name for row in report.per_class]
@@ -466,7 +466,7 @@ def classes(report: ClassificationReport) -> Section:
 
     Classes are sorted by accuracy, or by average precision if images can have several labels.
     """
-    multi_label = report.multi_label is not None
+    multi_label = report.has_several_labels
 
     def quality(row: ClassRow) -> tuple[float, int]:
         value = row.average_precision if multi_label else row.accuracy
@@ -527,7 +527,7 @@ def _filled(calibration: Calibration) -> list[tuple[float, float, int]]:
 
 def mistakes(report: ClassificationReport, source: Source) -> Section:
     """Return the wrong predictions with the largest loss. Their pictures are read from `source`."""
-    multi_label = report.multi_label is not None
+    multi_label = report.has_several_labels
     return {
         "pictures": [
             (picture_of(one.index, source), _mistake(one, multi_label=multi_label))

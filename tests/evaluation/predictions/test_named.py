@@ -15,10 +15,10 @@ def test_metrics_of_one_label_are_those_of_the_report() -> None:
     found = report(make_predictions(), bootstrap=20)
     assert found.calibration is not None
     assert [(one.name, one.metric) for one in named_metrics(found)] == [
-        ("accuracy", found.accuracy),
-        ("balanced accuracy", found.balanced_accuracy),
-        ("top-5 accuracy", found.top5),
-        ("cross-entropy, nats", found.cross_entropy),
+        ("accuracy", found.metrics["accuracy"]),
+        ("balanced accuracy", found.metrics["balanced_accuracy"]),
+        ("top-5 accuracy", found.metrics["top5_accuracy"]),
+        ("cross-entropy, nats", found.metrics["cross_entropy"]),
         ("calibration error", found.calibration.error),
     ]
 
@@ -30,17 +30,16 @@ def test_metrics_that_the_report_lacks_are_left_out() -> None:
 
 def test_metrics_of_several_labels() -> None:
     found = report(several(), bootstrap=0)
-    assert found.multi_label is not None
     rows = {one.name: one.metric.value for one in named_metrics(found)}
     assert rows == {
-        "likeliest class is a label": found.accuracy.value,
-        "mean average precision": found.multi_label.mean_average_precision,
-        "micro F1": found.multi_label.micro_f1,
-        "macro F1": found.multi_label.macro_f1,
-        "all labels right": found.multi_label.exact_match.value,
-        "cross-entropy, nats": found.cross_entropy.value,
+        "likeliest class is a label": found.metrics["accuracy"].value,
+        "mean average precision": found.metrics["mean_average_precision"].value,
+        "micro F1": found.metrics["micro_f1"].value,
+        "macro F1": found.metrics["macro_f1"].value,
+        "all labels right": found.metrics["exact_match"].value,
+        "cross-entropy, nats": found.metrics["cross_entropy"].value,
     }
-    without = replace(found, multi_label=replace(found.multi_label, micro_f1=None))
+    without = replace(found, metrics={name: one for name, one in found.metrics.items() if name != "micro_f1"})
     assert "micro F1" not in [one.name for one in named_metrics(without)]
 
 

@@ -22,7 +22,6 @@ from vitrail.evaluation.metrics.classes import (
     top_k,
 )
 from vitrail.evaluation.metrics.intervals import (
-    Metric,
     balanced_accuracy_interval,
     calibration_error_interval,
     mean_interval,
@@ -62,11 +61,11 @@ def test_it_gathers_the_figures_of_one_label(scores: str) -> None:
     found = report(predictions, bootstrap=50, seed=3, temperature=2.0)
     settings = {"resamples": 50, "seed": 3}
     judged, again = (per_sample(logits, labels, scores=predictions.scores, temperature=t) for t in (1.0, 2.0))
-    assert found.accuracy == mean_interval((judged.predicted == labels), **settings)
-    assert found.accuracy.value == reference.accuracy_score(labels, logits.argmax(axis=1))
-    assert found.top5 == mean_interval(top_k(logits, labels, 5), **settings)
-    assert found.balanced_accuracy == balanced_accuracy_interval(labels, judged.predicted, 7, **settings)
-    assert found.cross_entropy == mean_interval(judged.cross_entropy, **settings)
+    assert found.metrics["accuracy"] == mean_interval((judged.predicted == labels), **settings)
+    assert found.metrics["accuracy"].value == reference.accuracy_score(labels, logits.argmax(axis=1))
+    assert found.metrics["top5_accuracy"] == mean_interval(top_k(logits, labels, 5), **settings)
+    assert found.metrics["balanced_accuracy"] == balanced_accuracy_interval(labels, judged.predicted, 7, **settings)
+    assert found.metrics["cross_entropy"] == mean_interval(judged.cross_entropy, **settings)
     correct = judged.predicted == labels
     for calibration, values, temperature in ((found.calibration, judged, 1.0), (found.scaled, again, 2.0)):
         assert calibration is not None and calibration.temperature == temperature
@@ -75,7 +74,7 @@ def test_it_gathers_the_figures_of_one_label(scores: str) -> None:
         assert calibration.brier == mean_interval(values.brier, **settings)
         assert calibration.bins == calibration_bins(values.confidence, correct)
     assert (found.images, found.unlabelled, found.num_classes) == (60, 0, 7)
-    assert found.skipped == (Skipped("x", "not one"),) and found.multi_label is None
+    assert found.skipped == (Skipped("x", "not one"),) and not found.has_several_labels
 
 
 def test_classes_and_confusion() -> None:
@@ -120,22 +119,22 @@ def test_it_gathers_the_figures_of_several_labels() -> None:
     targets = predictions.truth.dense
     found = report(predictions, bootstrap=30, seed=1)
     predicted = predictions.logits > 0
-    figures = found.multi_label
-    assert figures is not None
+    metrics = found.metrics
+    assert found.has_several_labels
     expected = mean_average_precision(predictions.logits, targets > 0)
-    assert figures.mean_average_precision == expected
-    assert figures.exact_match == mean_interval((predicted == targets).all(axis=1), resamples=30, seed=1)
-    assert figures.micro_f1 == reference.f1_score(targets, predicted, average="micro")
-    assert figures.macro_f1 == pytest.approx(
+    assert metrics["mean_average_precision"].value == expected
+    assert metrics["exact_match"] == mean_interval((predicted == targets).all(axis=1), resamples=30, seed=1)
+    assert metrics["micro_f1"].value == reference.f1_score(targets, predicted, average="micro")
+    assert metrics["macro_f1"].value == pytest.approx(
         reference.f1_score(targets, predicted, average="macro", zero_division=np.nan)
     )
     likeliest = predictions.logits.argmax(axis=1)
-    assert found.accuracy == mean_interval(targets[np.arange(40), likeliest] > 0, resamples=30, seed=1)
+    assert metrics["accuracy"] == mean_interval(targets[np.arange(40), likeliest] > 0, resamples=30, seed=1)
     losses = torch.nn.functional.binary_cross_entropy_with_logits(
         torch.from_numpy(predictions.logits).double(), torch.from_numpy(targets).double(), reduction="none"
     ).sum(dim=1)
-    assert found.cross_entropy.value == pytest.approx(float(losses.mean()), rel=1e-12)
-    assert found.top5 is found.balanced_accuracy is found.calibration is found.scaled is None
+    assert found.metrics["cross_entropy"].value == pytest.approx(float(losses.mean()), rel=1e-12)
+    assert not {"top5_accuracy", "balanced_accuracy"} & set(metrics) and found.calibration is found.scaled is None
     assert found.confusion == ()
     assert [row.index for row in found.per_class] == [0, 1, 2, 3]
     assert found.per_class[0].average_precision == pytest.approx(
@@ -164,8 +163,8 @@ def test_unlabelled_images_are_left_out_and_counted() -> None:
 
 def test_no_top5_of_five_classes_and_no_intervals_without_resamples() -> None:
     found = report(make_predictions(classes=5), bootstrap=0)
-    assert found.top5 is None and found.scaled is None
-    assert found.accuracy == Metric(found.accuracy.value) and found.calibration is not None
+    assert "top5_accuracy" not in found.metrics and found.scaled is None
+    assert found.metrics["accuracy"].low is None and found.calibration is not None
     assert found.calibration.error.low is None
 
 
@@ -174,9 +173,8 @@ def test_several_labels_of_which_none_holds() -> None:
     empty = replace(
         predictions, truth=multi_labels(predictions.truth.dense * 0), logits=np.full((40, 5), -3, np.float32)
     )
-    figures = report(empty, bootstrap=0).multi_label
-    assert figures is not None and figures.exact_match.value == 1
-    assert figures.mean_average_precision is figures.micro_f1 is figures.macro_f1 is None
+    metrics = report(empty, bootstrap=0).metrics
+    assert list(metrics) == ["accuracy", "exact_match", "cross_entropy"] and metrics["exact_match"].value == 1
 
 
 def test_nothing_to_measure_is_refused() -> None:
@@ -206,12 +204,12 @@ def test_several_labels_are_judged_by_probabilities_of_a_softmax() -> None:
     losses = torch.nn.functional.binary_cross_entropy(
         probabilities, torch.from_numpy(targets).double(), reduction="none"
     )
-    assert found.cross_entropy.value == pytest.approx(float(losses.sum(dim=1).mean()), rel=1e-5)
+    assert found.metrics["cross_entropy"].value == pytest.approx(float(losses.sum(dim=1).mean()), rel=1e-5)
     decided = probabilities.numpy() > 0.5
-    assert found.multi_label is not None and 0 < decided.mean() < 0.5
-    assert found.multi_label.exact_match.value == (decided == targets).all(axis=1).mean()
-    assert found.multi_label.micro_f1 == pytest.approx(reference.f1_score(targets, decided, average="micro"))
-    assert found.multi_label.mean_average_precision == pytest.approx(
+    assert found.has_several_labels and 0 < decided.mean() < 0.5
+    assert found.metrics["exact_match"].value == (decided == targets).all(axis=1).mean()
+    assert found.metrics["micro_f1"].value == pytest.approx(reference.f1_score(targets, decided, average="micro"))
+    assert found.metrics["mean_average_precision"].value == pytest.approx(
         mean_average_precision(probabilities.numpy(), targets > 0), rel=1e-9
     )
     worst = found.worst[0]

@@ -74,7 +74,7 @@ def headline(found: Overview) -> str:
     images = plural(found.images, "image")
     if found.answers is None:
         return f"a model without a head, looked into on {images}"
-    return f"{found.answers.report.accuracy.value:.2%} accuracy on {images}"
+    return f"{found.answers.report.metrics['accuracy'].value:.2%} accuracy on {images}"
 
 
 def overview_as_plain(found: Overview) -> dict[str, Any]:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, fields
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Int64
@@ -24,26 +23,11 @@ from vitrail.errors import DataError
 from vitrail.evaluation.metrics.classes import mean_average_precision
 from vitrail.evaluation.metrics.intervals import LEVEL, Metric, interval, resampled_means
 
-T = TypeVar("T", "MeanMetrics", "NumberMetrics")
+MEANS = ("r2", "standardised_error")
+"""Metrics without a unit, which are averaged over the outputs with known numbers."""
 
-
-@dataclass(frozen=True)
-class NumberMetrics:
-    """Metrics of one output."""
-
-    r2: Metric
-    mean_absolute_error: Metric
-    """In the unit of the numbers, as the next one."""
-    root_mean_squared_error: Metric
-
-
-@dataclass(frozen=True)
-class MeanMetrics:
-    """Means of the metrics without a unit over all outputs with known numbers."""
-
-    r2: Metric
-    standardised_error: Metric
-    """Mean absolute error in standard deviations of the true numbers."""
+OF_EACH = ("r2", "mean_absolute_error", "root_mean_squared_error")
+"""Metrics of one output. The errors have the unit of its numbers."""
 
 
 def number_metrics(
@@ -53,8 +37,8 @@ def number_metrics(
     level: float = LEVEL,
     resamples: int = 1000,
     seed: int = 0,
-) -> tuple[MeanMetrics, tuple[NumberMetrics | None, ...]]:
-    """Return the metrics over all outputs and the metrics of each output, with bootstrap intervals.
+) -> tuple[dict[str, Metric], tuple[dict[str, Metric] | None, ...]]:
+    """Return `MEANS` over all outputs and `OF_EACH` output, with bootstrap intervals.
 
     NaN in `truth` marks an unknown number, which is skipped. The metrics of an output without known numbers are None,
     and the means skip this output. Raise `DataError` if no number is known.
@@ -72,18 +56,18 @@ def number_metrics(
     values = _metrics(columns.mean(axis=0)[None], mean)
     spread = _metrics(resampled, mean)
 
-    def metrics_of(made: type[T], outputs: Bool[np.ndarray, " outputs"]) -> T:
+    def metrics_of(names: tuple[str, ...], outputs: Bool[np.ndarray, " outputs"]) -> dict[str, Metric]:
         def metric(name: str) -> Metric:
             value, many = (np.nanmean(some[name][:, outputs], axis=1) for some in (values, spread))
             return interval(float(value[0]), many[~np.isnan(many)], level)
 
-        return made(**{item.name: metric(item.name) for item in fields(made)})
+        return {name: metric(name) for name in names}
 
     each = np.eye(len(there), dtype=np.bool_)
     with warnings.catch_warnings():  # a resample may have no known number of an output
         warnings.simplefilter("ignore", RuntimeWarning)
-        rows = tuple(metrics_of(NumberMetrics, one) if (one & there).any() else None for one in each)
-        return metrics_of(MeanMetrics, there), rows
+        rows = tuple(metrics_of(OF_EACH, one) if (one & there).any() else None for one in each)
+        return metrics_of(MEANS, there), rows
 
 
 class StreamingErrors:
@@ -131,7 +115,7 @@ class StreamingErrors:
 def _metrics(
     means: Float64[np.ndarray, "resamples columns"], mean: Float64[np.ndarray, " outputs"]
 ) -> dict[str, Float64[np.ndarray, "resamples outputs"]]:
-    """Return the fields of `NumberMetrics` and `MeanMetrics` by name. They are NaN for an output without known numbers.
+    """Return the values of `MEANS` and `OF_EACH` by name. They are NaN for an output without known numbers.
     `means` has, for all outputs, the means of five values: known (0 or 1), |error|, error², deviation and deviation².
     """
     known, absolute, squared, deviation, squares = np.split(means, 5, axis=1)

@@ -33,7 +33,7 @@ from vitrail.evaluation.metrics.intervals import (
     calibration_error_interval,
     mean_interval,
 )
-from vitrail.evaluation.metrics.numbers import MeanMetrics, NumberMetrics, number_metrics
+from vitrail.evaluation.metrics.numbers import number_metrics
 from vitrail.evaluation.predictions import Predictions
 
 
@@ -67,16 +67,18 @@ class Calibration:
     bins: tuple[CalibrationBin, ...]
 
 
-@dataclass(frozen=True)
-class MultiLabel:
-    """Metrics of images that can have several labels. A class is predicted if its probability is above 0.5."""
-
-    mean_average_precision: float | None
-    """Mean average precision. If no image has a label, this field and both F1 scores are None."""
-    exact_match: Metric
-    """Fraction of images whose predicted classes are exactly their true classes."""
-    micro_f1: float | None
-    macro_f1: float | None
+METRICS = {
+    "accuracy": ("accuracy", ".2%"),
+    "balanced_accuracy": ("balanced accuracy", ".2%"),
+    "top5_accuracy": ("top-5 accuracy", ".2%"),
+    "mean_average_precision": ("mean average precision", ".2%"),
+    "micro_f1": ("micro F1", ".2%"),
+    "macro_f1": ("macro F1", ".2%"),
+    "exact_match": ("all labels right", ".2%"),
+    "cross_entropy": ("cross-entropy, nats", ".4f"),
+    "calibration_error": ("calibration error", ".2%"),
+}
+"""Names and number formats of the metrics over all images, in the order of tables."""
 
 
 @dataclass(frozen=True)
@@ -105,20 +107,20 @@ class ClassificationReport:
     skipped: tuple[Skipped, ...]
     """Images that could not be decoded."""
     num_classes: int
-    accuracy: Metric
-    """Fraction of images whose likeliest class is the label, or one of several labels."""
-    cross_entropy: Metric
-    """Cross-entropy in nats. With sigmoid outputs, or if images can have several labels, it is the sum of the binary
-    cross-entropies of all classes."""
-    top5: Metric | None
-    """Top-5 accuracy, or None for fewer than six classes."""
-    balanced_accuracy: Metric | None
-    """Mean of the per-class accuracies. If images can have several labels, this field and `calibration` are None."""
+    has_several_labels: bool
+    """True if images can have several labels. A class is then predicted if its probability is above 0.5."""
+    metrics: dict[str, Metric]
+    """Metrics over all images, by the names in `METRICS`. A metric that is not defined is missing.
+
+    The likeliest class of an accurate prediction is the label, or one of several labels. `balanced_accuracy` is the
+    mean of the per-class accuracies. `top5_accuracy` needs more than five classes. With sigmoid outputs, or if images
+    can have several labels, `cross_entropy` is the sum of the binary cross-entropies of all classes, in nats. Images
+    that can have several labels also have average precision, F1, and `exact_match`, the fraction of images whose
+    predicted classes are exactly their true classes."""
     calibration: Calibration | None
+    """Calibration of the probabilities, or None if images can have several labels."""
     scaled: Calibration | None
     """Calibration with the temperature that was given to `report`."""
-    multi_label: MultiLabel | None
-    """Multi-label metrics, only if images can have several labels."""
     per_class: tuple[ClassRow, ...]
     """Metrics of the classes that have images or were predicted, in the order of the outputs."""
     absent: tuple[str, ...]
@@ -176,19 +178,24 @@ def _one_label(
         again = per_sample(logits, labels, scores=predictions.scores, temperature=temperature)
         scaled = _calibration(again, correct, temperature, settings)
     classes = per_class(labels, judged.predicted, count)
+    metrics = {"accuracy": mean_interval(correct, **settings)}
+    if count > 5:
+        metrics["top5_accuracy"] = mean_interval(top_k(logits, labels, 5), **settings)
+    metrics |= {
+        "balanced_accuracy": balanced_accuracy_interval(labels, judged.predicted, count, **settings),
+        "cross_entropy": calibration.cross_entropy,
+        "calibration_error": calibration.error,
+    }
     cells, numbers = np.unique(labels * count + judged.predicted, return_counts=True)
     return ClassificationReport(
         images=len(labels),
         unlabelled=unlabelled,
         skipped=predictions.skipped,
         num_classes=count,
-        accuracy=mean_interval(correct, **settings),
-        cross_entropy=calibration.cross_entropy,
-        top5=mean_interval(top_k(logits, labels, 5), **settings) if count > 5 else None,
-        balanced_accuracy=balanced_accuracy_interval(labels, judged.predicted, count, **settings),
+        has_several_labels=False,
+        metrics=metrics,
         calibration=calibration,
         scaled=scaled,
-        multi_label=None,
         per_class=_rows(predictions.classes, classes),
         absent=_absent(predictions.classes, classes),
         confusion=tuple(zip((cells // count).tolist(), (cells % count).tolist(), numbers.tolist(), strict=True)),
@@ -218,6 +225,14 @@ def _several_labels(
     precisions = average_precision(logits, targets > 0)
     classes = per_class_of_targets(predicted, targets)
     micro, macro = f1_scores(predicted, targets)
+    mean = float(np.nanmean(precisions)) if targets.any() else math.nan
+    scores = {"mean_average_precision": mean, "micro_f1": micro, "macro_f1": macro}
+    metrics = {
+        "accuracy": mean_interval(truth.hits(likeliest), **settings),
+        **{name: Metric(float(value)) for name, value in scores.items() if not math.isnan(value)},
+        "exact_match": mean_interval(exact, **settings),
+        "cross_entropy": mean_interval(losses, **settings),
+    }
 
     def names(row: Bool[np.ndarray, " classes"]) -> tuple[str, ...]:
         return tuple(predictions.classes[number] for number in np.flatnonzero(row))
@@ -227,18 +242,10 @@ def _several_labels(
         unlabelled=0,
         skipped=predictions.skipped,
         num_classes=count,
-        accuracy=mean_interval(truth.hits(likeliest), **settings),
-        cross_entropy=mean_interval(losses, **settings),
-        top5=None,
-        balanced_accuracy=None,
+        has_several_labels=True,
+        metrics=metrics,
         calibration=None,
         scaled=None,
-        multi_label=MultiLabel(
-            mean_average_precision=float(np.nanmean(precisions)) if targets.any() else None,
-            exact_match=mean_interval(exact, **settings),
-            micro_f1=_defined(micro),
-            macro_f1=_defined(macro),
-        ),
         per_class=_rows(predictions.classes, classes, precisions),
         absent=_absent(predictions.classes, classes),
         confusion=(),
@@ -328,9 +335,9 @@ class OutputRow:
     name: str
     images: int
     """Number of images for which the number is known."""
-    metrics: NumberMetrics | None
-    """Metrics of the number. If the number is unknown for all images, this field and the following fields are None or
-    empty."""
+    metrics: dict[str, Metric] | None
+    """Metrics of the number (`OF_EACH`). If the number is unknown for all images, this field and the following fields
+    are None or empty."""
     mean: float | None
     """Mean of the true numbers."""
     deviation: float | None
@@ -370,8 +377,8 @@ class RegressionReport:
     """Images that could not be decoded."""
     names: tuple[str, ...]
     """Names of the numbers."""
-    metrics: MeanMetrics
-    """Means over the numbers of the metrics without a unit."""
+    metrics: dict[str, Metric]
+    """Means over the numbers of the metrics without a unit (`MEANS`)."""
     per_output: tuple[OutputRow, ...]
     """A row for each number, in the order of the outputs."""
     worst: tuple[LargeError, ...]
@@ -413,7 +420,7 @@ def _row(
     name: str,
     predicted: Float64[np.ndarray, " n"],
     truth: Float64[np.ndarray, " n"],
-    metrics: NumberMetrics | None,
+    metrics: dict[str, Metric] | None,
     points: int,
 ) -> OutputRow:
     known = np.flatnonzero(~np.isnan(truth))
@@ -481,24 +488,12 @@ class NamedMetric(NamedTuple):
 
 def named_metrics(report: ClassificationReport) -> list[NamedMetric]:
     """Return the metrics over all images that the report has, in the order of tables."""
-    multi_label = report.multi_label
-    rows: list[tuple[str, Metric | None, str]] = [
-        ("accuracy" if multi_label is None else "likeliest class is a label", report.accuracy, ".2%"),
-        ("balanced accuracy", report.balanced_accuracy, ".2%"),
-        ("top-5 accuracy", report.top5, ".2%"),
+    named = METRICS
+    if report.has_several_labels:
+        named = METRICS | {"accuracy": ("likeliest class is a label", ".2%")}
+    return [
+        NamedMetric(name, report.metrics[key], form) for key, (name, form) in named.items() if key in report.metrics
     ]
-    if multi_label is not None:
-        for name, value in (
-            ("mean average precision", multi_label.mean_average_precision),
-            ("micro F1", multi_label.micro_f1),
-            ("macro F1", multi_label.macro_f1),
-        ):
-            rows.append((name, None if value is None else Metric(value), ".2%"))
-        rows.append(("all labels right", multi_label.exact_match, ".2%"))
-    rows.append(("cross-entropy, nats", report.cross_entropy, ".4f"))
-    if report.calibration is not None:
-        rows.append(("calibration error", report.calibration.error, ".2%"))
-    return [NamedMetric(name, metric, form) for name, metric, form in rows if metric is not None]
 
 
 def interval_text(metric: Metric, form: str) -> str:
