@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -19,13 +18,12 @@ from rich.text import Text
 from vitrail.cli.console import WITHOUT_REDUCTION, images_bar, message_console, print_note, reduction_of
 from vitrail.cli.options import Call, Command, Example, Option, flag, options_of
 from vitrail.data.check.images import colour_note, images_of
-from vitrail.data.source import Source, fingerprint, samples_of, subset
-from vitrail.data.sources import OpenedData, open_whole
-from vitrail.data.splits import Splits, Unlimited, cut
-from vitrail.errors import ConfigError, DataError, plural
+from vitrail.data.source import Source
+from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import BY_HEAD, EVALUATORS, Evaluator, check_evaluators, evaluators_of, measure
 from vitrail.evaluation.head import ByAccuracy
-from vitrail.evaluation.imagenet import ClassMap, map_classes, read_real, read_synsets
+from vitrail.evaluation.imagenet import read_real, read_synsets
+from vitrail.evaluation.measured_images import CommonImages, common_images, open_images
 from vitrail.evaluation.metrics.report import ClassificationReport, ClassRow
 from vitrail.evaluation.outputs import Outputs
 from vitrail.settings import bare_names, setting
@@ -399,289 +397,6 @@ def _settings(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-# The images on which `vitrail evaluate` compares several models: none of the models learned from any of them.
-
-
-USUAL_SHARE = 0.1
-"""Fraction of images to hold out if no model records the fraction that its training held out."""
-
-
-@dataclass(frozen=True)
-class CommonImages:
-    """The validation split on which all models are measured."""
-
-    keys: frozenset[str] | None
-    """Keys of the training images of the data that form the validation split. If None, the data has a held-out split
-    of its own, or generates its images."""
-    share: float
-    """Fraction of generated images to hold out."""
-    note: str
-    """Sentence for the user about the choice, or an empty text."""
-
-    def split(self, opened: OpenedData) -> Splits:
-        """Return the splits of the data with this validation split. All other training images are for training."""
-        if self.keys is None:
-            return opened.splits(validation_share=self.share)
-        train = opened.whole.train
-        held_out = [index for index in range(len(train)) if train.key(index) in self.keys]
-        rest = [index for index in range(len(train)) if train.key(index) not in self.keys]
-        whole = replace(opened.whole, train=subset(train, rest), validation=subset(train, held_out))
-        return replace(opened, whole=whole).splits(validation_share=0.0)
-
-
-def common_images(bundles: Mapping[str, Bundle], spec: str, split: str, share: float | None) -> CommonImages:
-    """Return the images on which the models, by name, can be compared as the split "held-out" or "validation". Other
-    splits of the data are measured as they are.
-
-    They are the data's own test or validation split, if it has one. Otherwise they are a part of the training images:
-    those that all models that were trained on this data held out, and of these only the fraction `share` that training
-    would hold out, if `share` is given. Models that were trained on other data do not restrict the choice.
-
-    Raise `DataError` if the models have no held-out image in common, and `ConfigError` if `share` has no effect.
-    """
-    opened_for = functools.cache(lambda numbers: open_whole(spec, numbers=numbers, needs_training=False))
-    opened = {
-        name: opened_for(bundle.classes if bundle.output == "numbers" else ()) for name, bundle in bundles.items()
-    }
-    whole = next(iter(opened.values())).whole
-    for own, source in (("test", whole.test), ("validation", whole.validation)):
-        if source is not None and split in (own, "held-out"):
-            if share is not None:
-                raise ConfigError(
-                    f"validation_share={share}: data {spec!r} has a {own} split of its own, which is measured; leave "
-                    "it out"
-                )
-            return CommonImages(None, 0.0, "")
-    if split not in ("held-out", "validation"):
-        return CommonImages(None, 0.0, "")
-    train = whole.train
-    if isinstance(train, Unlimited):
-        return CommonImages(None, share or USUAL_SHARE, "")
-    held_out: dict[str, frozenset[str]] = {}
-    for name, bundle in bundles.items():
-        data = opened[name]
-        cuts = [_held_out_by(known, data) for known in _trainings(bundle) if is_data_of(known, data)]
-        if cuts:
-            held_out[name] = frozenset.intersection(*cuts)
-    if share is not None or not held_out:
-        wanted = _keys(cut(train, USUAL_SHARE if share is None else share)[1])
-        keys = frozenset.intersection(wanted, *held_out.values())
-    else:
-        keys = frozenset.intersection(*held_out.values())
-    counts = ", ".join(f"{name} held out {len(each):,}" for name, each in held_out.items())
-    if not keys:
-        raise DataError(
-            f"data {spec!r} has no image that all models held out of training ({counts}); measure them on other data, "
-            "or train them with the same --validation-share and --validation. --split all measures every image, and "
-            "with it those that the models learned from"
-        )
-    which = f"that no model learned from ({counts})" if held_out else "of it; no model records that it learned from it"
-    note = f"measuring {plural(len(keys), 'image')} of {len(train):,} in {spec!r}, {which}"
-    return CommonImages(keys, 0.0, note)
-
-
-def cut_of(known: Mapping[str, Any], opened: OpenedData, *, share: float | None = None, own: bool) -> Splits:
-    """Return the splits of a training whose bundle has the provenance `known`, or with another fraction `share`.
-
-    If the training was not on this data (`own` is False), its choice of the validation split is not repeated.
-    """
-    return opened.splits(
-        validation_share=float(known.get("validation_share") or 0.0) if share is None else share,
-        validation=known.get("validation", "auto") if own else "auto",
-        cut_method=known.get("cut_method", "threshold" if "validation_share" in known else "stratified"),
-    )
-
-
-def is_data_of(known: Mapping[str, Any], opened: OpenedData) -> bool:
-    """Return True if a training with the provenance `known` learned from this data, or from a part of it.
-
-    The data is recognised by its path or name, and by the hash of its samples if the folder was moved.
-    """
-    trained_on = str(known.get("data", ""))
-    if not trained_on:
-        return False
-    ours, theirs = _location(opened.spec), _location(trained_on)
-    if ours == theirs or Path(theirs).expanduser().resolve() == Path(ours).expanduser().resolve():
-        return True
-    if (recorded := known.get("data_fingerprint")) is None:
-        return False
-    try:
-        splits = cut_of(known, opened, own=True)
-    except DataError:  # a cut that this data does not allow is not a cut of this data
-        return False
-    return fingerprint(splits.train, splits.validation, splits.test) == recorded
-
-
-def _trainings(bundle: Bundle) -> Iterator[Mapping[str, Any]]:
-    """Yield the provenance of a model, and of the models that it was fine-tuned from, as far as they are on disk."""
-    known: Mapping[str, Any] | None = bundle.provenance
-    seen: set[str] = set()
-    while known:
-        yield known
-        origin = known.get("init")
-        if not isinstance(origin, str) or origin in seen:
-            return
-        seen.add(origin)
-        known = _provenance_in(Path(origin).expanduser())
-
-
-def _provenance_in(folder: Path) -> Mapping[str, Any] | None:
-    for path in (folder / "model.json", folder / "model" / "model.json"):
-        try:
-            found = json.loads(path.read_text(encoding="utf-8")).get("provenance")
-        except (OSError, ValueError, AttributeError):
-            continue
-        return found if isinstance(found, dict) else None
-    return None
-
-
-def _held_out_by(known: Mapping[str, Any], opened: OpenedData) -> frozenset[str]:
-    """Return the keys of the images that a training on this data held out for validation."""
-    validation = cut_of(known, opened, own=True).validation
-    return frozenset() if validation is None else _keys(validation)
-
-
-def _keys(source: Source) -> frozenset[str]:
-    return frozenset(source.key(index) for index in range(len(source)))
-
-
-def _location(spec: str) -> str:
-    """Return a data specification without an amount such as [:10%]."""
-    is_amount = spec.endswith("]") and "[:" in spec and not Path(spec).expanduser().exists()
-    return spec[: spec.rindex("[:")] if is_amount else spec
-
-
-# Opening of the data for `vitrail evaluate`. The data is opened once for each set of classes.
-
-
-@dataclass(frozen=True)
-class EvaluatedData:
-    """Opened data that one or more evaluators use."""
-
-    sources: dict[str, Source]
-    """The splits to measure, by name."""
-    train: Source
-    notes: tuple[str, ...]
-    opened: OpenedData
-
-
-def open_for_features(
-    bundle: Bundle, spec: str, split: str, numbers: tuple[str, ...], common: CommonImages | None = None
-) -> EvaluatedData:
-    """Return the data with its own classes as targets, and the splits to measure.
-
-    For regression the targets are the columns `numbers`, by default the columns that the model predicts. Images are
-    held out for validation only if the validation split is measured. For any other split, a classifier can learn from
-    all training images. `common` is the validation split, if several models are compared.
-    """
-    opened = open_whole(spec, numbers=numbers or _numbers_of(bundle))
-    if common is not None:
-        return _measured(bundle, opened, _common(common, opened, split), split, is_common=True)
-    splits = _splits_of(bundle, opened, share=0.0)
-    if split == "validation" or (split != "all" and splits.held_out is None):
-        splits = _splits_of(bundle, opened)
-    return _measured(bundle, opened, splits, split)
-
-
-def open_for_head(
-    bundle: Bundle,
-    spec: str,
-    split: str,
-    class_names: str,
-    own: EvaluatedData | None,
-    common: CommonImages | None = None,
-) -> EvaluatedData:
-    """Return the data with the model's classes or numbers as targets. Raise `DataError` if they do not match.
-
-    `class_names` is a file with the WordNet id and name of each model output, or "". `own` is the data with its own
-    classes, if it is already open. `common` is the validation split, if several models are compared.
-    """
-    opened = None if own is None or class_names or own.opened.whole.classes != bundle.classes else own.opened
-    class_map = None
-    if opened is None and not class_names:
-        try:
-            classes = None if bundle.output == "numbers" else bundle.classes or None
-            opened = open_whole(spec, classes=classes, numbers=_numbers_of(bundle), needs_training=False)
-        except DataError:
-            pass  # if the classes differ, they are mapped below; any other error is raised again there
-    if opened is None:
-        numbers = _numbers_of(bundle)
-        opened = open_whole(spec, numbers=numbers, needs_training=False) if own is None else own.opened
-        class_map = map_classes(bundle.classes, opened.whole.classes, mapping=class_names or None)
-    if common is not None:
-        splits = _common(common, opened, split)
-    else:
-        splits = opened.splits(validation_share=0.0) if split == "all" else _splits_of(bundle, opened)
-    found = _measured(bundle, opened, splits, split, is_common=common is not None)
-    return found if class_map is None else _mapped(found, class_map, bundle.classes)
-
-
-def _measured(
-    bundle: Bundle, opened: OpenedData, splits: Splits, split: str, *, is_common: bool = False
-) -> EvaluatedData:
-    """Return the splits to measure, with notes for the user. Raise `DataError` if the data lacks the split."""
-    named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    existing = {name: source for name, source in named.items() if source is not None and len(source)}
-    notes = list(splits.notes)
-    if split == "held-out":
-        assert splits.held_out is not None, "a validation split was cut if there was none"
-        name, source = splits.held_out
-        chosen = {name: source}
-        usual = [*notes, "measuring the validation split; use --split all to measure every image"]
-        notes = [] if name == "test" or is_common else usual
-    elif split == "all":
-        chosen = existing
-    elif split in existing:
-        chosen = {split: existing[split]}
-    else:
-        raise DataError(f"data {opened.spec!r} has no {split} split; choose one that it has: {', '.join(existing)}")
-    known = bundle.provenance
-    was_cut = opened.whole.validation is None or known.get("validation", "auto") != "auto"
-    held_nothing_out = known.get("validation_share") == 0 and was_cut
-    if "validation" in chosen and split != "all" and not is_common and held_nothing_out:
-        notes.append(
-            "this model was trained without held-out images; if it was trained on this data, the measured "
-            "images were among its training images"
-        )
-    return EvaluatedData(chosen, splits.train, tuple(notes), opened)
-
-
-def _mapped(found: EvaluatedData, class_map: ClassMap, classes: tuple[str, ...]) -> EvaluatedData:
-    """Return the data with labels mapped to the model's classes."""
-    sources: dict[str, Source] = {
-        name: samples_of(source).renumbered(class_map.columns, classes) for name, source in found.sources.items()
-    }
-    return replace(
-        found,
-        sources=sources,
-        train=samples_of(found.train).renumbered(class_map.columns, classes),
-        notes=(class_map.note, *found.notes),
-    )
-
-
-def _splits_of(bundle: Bundle, opened: OpenedData, share: float | None = None) -> Splits:
-    """Return the splits with the same held-out images as in the training of the model, if it was trained on this data.
-
-    For other data the fraction of held-out images is the same. Images are held out even if training held out none.
-    `share` replaces the fraction of the training.
-    """
-    known = bundle.provenance
-    if not len(opened.whole.train):
-        return opened.whole
-    if share is None:
-        share = float(known.get("validation_share") or USUAL_SHARE)
-    return cut_of(known, opened, share=share, own=is_data_of(known, opened))
-
-
-def _common(common: CommonImages, opened: OpenedData, split: str) -> Splits:
-    """Return the splits for several models. Without a held-out split, all training images are in the training split."""
-    return opened.splits(validation_share=0.0) if split in ("train", "all") else common.split(opened)
-
-
-def _numbers_of(bundle: Bundle) -> tuple[str, ...]:
-    return bundle.classes if bundle.output == "numbers" else ()
-
-
 # The measurements of `vitrail evaluate` for one model: checked before any of them is made.
 
 
@@ -727,9 +442,15 @@ def plan_of(
     by_head = {name: evaluator for name, evaluator in evaluators.items() if name in heads}
     by_features = {name: evaluator for name, evaluator in evaluators.items() if name not in heads}
     data, split = options.data, options.split
-    learned = open_for_features(bundle, data, split, options.numbers, common) if by_features else None
+    learned = None
+    if by_features:
+        learned = open_images(bundle, data, split, by_features=True, numbers=options.numbers, common=common)
     class_names = next((one.class_names for one in by_head.values() if isinstance(one, ByAccuracy)), "")
-    judged = open_for_head(bundle, data, split, class_names, learned, common) if by_head else None
+    judged = None
+    if by_head:
+        judged = open_images(
+            bundle, data, split, by_features=False, class_names=class_names, own=learned, common=common
+        )
     if learned is not None and list(learned.sources) == ["train"]:
         raise ConfigError(
             f"--split {split}: {', '.join(by_features)} cannot be measured on the images that it learns from; leave "

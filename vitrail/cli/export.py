@@ -15,11 +15,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitrail.cli.console import print_note
-from vitrail.cli.evaluate import open_for_head
 from vitrail.cli.options import Call, Command, Example
 from vitrail.data.source import Sample
 from vitrail.data.sources import open_whole
 from vitrail.errors import ConfigError, DataError, ExportFailed, plural
+from vitrail.evaluation.measured_images import open_images
 from vitrail.evaluation.metrics.intervals import Metric, mean_interval
 from vitrail.export.export import TIMED_BATCHES, Exporter, ExportResult, check_export
 from vitrail.export.formats import FORMATS, OPSETS
@@ -210,7 +210,7 @@ def _images(options: Export, bundle: Bundle, is_int8: bool) -> _Images:
     notes: tuple[str, ...] = ()
     if is_int8 or (bundle.classes and whole.classes == bundle.classes):
         try:
-            measured = open_for_head(bundle, spec, "validation" if whole.test is None else "test", "", None)
+            measured = open_images(bundle, spec, "validation" if whole.test is None else "test", by_features=False)
         except DataError as error:
             if is_int8:
                 raise

@@ -22,11 +22,11 @@ from vitrail.analysis.pages.overview_page import OVERVIEW_FILES, headline, overv
 from vitrail.analysis.similarity import SMALLEST_BATCH
 from vitrail.analysis.tracing import transformer_of
 from vitrail.cli.console import image_paths, images_bar, message_console, print_note
-from vitrail.cli.evaluate import common_images, open_for_features, open_for_head
 from vitrail.cli.options import Call, Command, Example
 from vitrail.data.batch import Skipped
 from vitrail.data.source import Source, mixed
 from vitrail.errors import ConfigError, UndecodableImage, nearest
+from vitrail.evaluation.measured_images import common_images, open_images
 from vitrail.evaluation.outputs import Outputs
 from vitrail.files import check_new_folder, replacing_folder, write_json
 from vitrail.settings import setting
@@ -211,10 +211,7 @@ class SummaryOptions:
         common = common_images(bundles, self.data, self.split, None) if len(bundles) > 1 else None
         opened, notes = [], {}
         for name, bundle in bundles.items():
-            if bundle.classes:
-                found = open_for_head(bundle, self.data, self.split, "", None, common)
-            else:
-                found = open_for_features(bundle, self.data, self.split, (), common)
+            found = open_images(bundle, self.data, self.split, common=common)
             train = found.train if len(found.train) and "train" not in found.sources else None
             opened.append(OpenedModel(name, bundle, _joined(tuple(found.sources.values())), train))
             notes[name] = [command.note(note) for note in (*bundle.notes, *found.notes)]

@@ -127,16 +127,13 @@ def _check(options: Optimize) -> float:
 
 def _opened(bundle: Bundle, options: Optimize) -> tuple[Bundle, Images, tuple[str, ...]]:
     """Return the model with a head, the images by which models are compared, and notes for the user."""
-    from vitrail.cli.evaluate import open_for_features, open_for_head
     from vitrail.data.source import target_kind
+    from vitrail.evaluation.measured_images import open_images
     from vitrail.experiments.faster import Images, linear_head
 
     if bundle.output == "numbers":
         raise ConfigError("MODEL predicts numbers, and only the accuracy of classes can be kept; choose another model")
-    if bundle.classes:
-        opened = open_for_head(bundle, options.data, "validation", "", None)
-    else:
-        opened = open_for_features(bundle, options.data, "validation", ())
+    opened = open_images(bundle, options.data, "validation")
     train = _some(opened.train, TRAIN_TIMES * options.images)
     held_out = _some(opened.sources["validation"], options.images)
     if target_kind(held_out) == "numbers":

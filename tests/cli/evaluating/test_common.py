@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 
 from vitrail.cli import main
-from vitrail.cli.evaluate import CommonImages, common_images, open_for_features, open_for_head
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, fingerprint
 from vitrail.data.sources import open_data, open_whole
 from vitrail.errors import ConfigError, DataError
+from vitrail.evaluation.measured_images import CommonImages, common_images
 from vitrail.models.variants import create
 from vitrail.weights.bundle import Bundle
 
@@ -58,9 +58,9 @@ def test_models_with_different_cuts_are_measured_on_what_all_of_them_held_out(bi
     assert 0 < len(expected) < 6
     assert "that no model learned from (a held out 18, b held out 6, c held out 30)" in common.note
     for bundle in models.values():
-        judged = open_for_head(bundle, birds, "held-out", "", None, common)
+        judged = open_images(bundle, birds, "held-out", common=common)
         assert {name: keys_of(source) for name, source in judged.sources.items()} == {"validation": expected}
-        learned = open_for_features(bundle, birds, "held-out", (), common)
+        learned = open_images(bundle, birds, "held-out", by_features=True, common=common)
         assert keys_of(learned.train) == keys_of(open_whole(birds).whole.train) - expected
         assert not judged.notes and not learned.notes
 
@@ -68,7 +68,7 @@ def test_models_with_different_cuts_are_measured_on_what_all_of_them_held_out(bi
 def test_the_images_are_the_same_for_models_with_classes_in_another_order(birds: str) -> None:
     turned = bundle_of(classes=("finch", "crow"))
     common = common_images({"a": trained_on(birds, 0.3), "b": turned}, birds, "held-out", None)
-    (source,) = open_for_head(turned, birds, "held-out", "", None, common).sources.values()
+    (source,) = open_images(turned, birds, "held-out", common=common).sources.values()
     assert keys_of(source) == held_out(birds, 0.3)
     assert {source.target(at) for at in range(len(source)) if source.key(at).startswith("crow")} == {1}
 
@@ -133,7 +133,7 @@ def test_a_held_out_split_of_the_data_is_measured_as_it_is(birds: str, tmp_path:
     models = {"a": trained_on(spec, 0.3), "b": trained_on(spec, 0.1)}
     common = common_images(models, spec, "held-out", None)
     assert common == CommonImages(None, 0.0, "")
-    found = open_for_features(models["a"], spec, "held-out", (), common)
+    found = open_images(models["a"], spec, "held-out", by_features=True, common=common)
     assert list(found.sources) == ["test"] and len(found.train) == 60
     assert common_images(models, spec, "validation", None).keys == held_out(spec, 0.1)
     with pytest.raises(ConfigError, match=r"validation_share=0.2: data .* has a test split of its own"):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from vitrail.cli.evaluate import open_for_features, open_for_head
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
@@ -44,19 +43,19 @@ def test_the_official_split_is_the_test_split_of_a_model_whose_training_used_it_
     bundle = trained(data=str(flowers), validation=validation, validation_share=0.2, cut_method="stratified")
     expected = open_data(str(flowers), validation_share=0.2, validation=validation)
     for split, source in (("test", expected.test), ("validation", expected.validation), ("held-out", expected.test)):
-        head = open_for_head(bundle, str(flowers), split, "", None)
+        head = open_images(bundle, str(flowers), split)
         (found,) = head.sources.values()
         assert source is not None and keys_of(found) == keys_of(source)
-    features = open_for_features(bundle, str(flowers / "." / ""), "test", ())
+    features = open_images(bundle, str(flowers / "." / ""), "test", by_features=True)
     assert list(features.sources) == ["test"] and len(features.train) == (40 if validation == "train" else 35)
-    other = open_for_head(trained(data="elsewhere", validation=validation), str(flowers), "held-out", "", None)
+    other = open_images(trained(data="elsewhere", validation=validation), str(flowers), "held-out")
     assert list(other.sources) == ["validation"]
 
 
 def test_a_model_without_held_out_images_is_told_from_others(flowers: Path) -> None:
     bundle = trained(data=str(flowers), validation="train", validation_share=0.0, cut_method="stratified")
-    assert list(open_for_head(bundle, str(flowers), "held-out", "", None).sources) == ["test"]
-    seen = open_for_head(bundle, str(flowers), "validation", "", None)
+    assert list(open_images(bundle, str(flowers), "held-out").sources) == ["test"]
+    seen = open_images(bundle, str(flowers), "validation")
     assert any("the measured images were among its training images" in note for note in seen.notes)
 
 
@@ -71,6 +70,6 @@ def test_a_model_of_an_earlier_version_is_measured_on_the_images_that_it_held_ou
         (earlier, "threshold"),
         (trained(validation_share=0.3, cut_method="stratified"), "stratified"),
     ):
-        (found,) = open_for_head(bundle, spec, "held-out", "", None).sources.values()
+        (found,) = open_images(bundle, spec, "held-out").sources.values()
         assert keys_of(found) == keys_of(cuts[method])
     assert keys_of(cuts["stratified"]) != keys_of(cuts["threshold"])
