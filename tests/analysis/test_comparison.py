@@ -99,7 +99,7 @@ def test_layers_are_compared_on_images_of_each_models_size(colours: Path) -> Non
         inputs.append(bundle.preprocess.normalise(torch.from_numpy(pixels)))
     wanted = layer_similarity(first.network, [inputs[0]], second.network, other_batches=[inputs[1]])
     assert np.allclose(found.similarity.values, wanted.values, atol=1e-9)
-    reach = attention_distance(second.network, inputs[1]).pixels
+    reach = attention_distance(second.network, inputs[1])
     assert found.models[1].distances == [(0, reach.mean[0].mean()), (1, reach.mean[1].mean())]
 
 

@@ -18,7 +18,7 @@ from vitrail.weights.bundle import OutputKind
 
 
 def maps_of(values: np.ndarray) -> SaliencyMaps:
-    return SaliencyMaps("own", "fraction", values.astype(np.float32))
+    return SaliencyMaps(values.astype(np.float32))
 
 
 @pytest.mark.parametrize("output", ["softmax", "sigmoid"])

@@ -109,7 +109,7 @@ def titles(chart: str) -> list[str]:
 
 
 def test_heads_beside_a_receptive_field() -> None:
-    distance = attention_distance(make(), images_of(2)).pixels
+    distance = attention_distance(make(), images_of(2))
     field = effective_receptive_field(make(), images_of(1))
     found = titles(draw_heads(distance, field))
     assert len(found) == 3 * 4 + 3

@@ -49,7 +49,7 @@ def test_it_holds_what_each_analysis_measures(colours: Path) -> None:
     found, source = seen(colours, bundle, probe_images=20), source_of(colours, bundle)
     inputs = inputs_of(bundle, images_at(source, evenly(27, 10)))
     assert found.layers.images == 10 and found.images == found.answers.report.images == 27
-    assert np.array_equal(found.layers.reach.mean, attention_distance(bundle.network, inputs).pixels.mean)
+    assert np.array_equal(found.layers.reach.mean, attention_distance(bundle.network, inputs).mean)
     assert np.allclose(found.layers.similarity.values, layer_similarity(bundle.network, [inputs]).values)
     labels = np.array([source.target(int(index)) for index in evenly(27, 20)])
     some = inputs_of(bundle, images_at(source, evenly(27, 20)))

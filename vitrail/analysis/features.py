@@ -48,8 +48,6 @@ class TokenNorms:
 class PatchColours:
     """The principal components of patch tokens, with one basis for all images."""
 
-    name: str
-    unit: str
     values: Float32[np.ndarray, "b rows columns components"]
     explained: Float32[np.ndarray, " components"]
     """Fraction of the variance along each component."""
@@ -125,9 +123,7 @@ def patch_colours(
     flat = patches.reshape(-1, width)
     basis, explained = principal_components(flat, components)
     values = ((flat - flat.mean(dim=0)) @ basis.T).reshape(count, *grid, components)
-    return PatchColours(
-        "principal components of patch tokens", "feature", values.float().numpy(), explained.float().numpy()
-    )
+    return PatchColours(values.float().numpy(), explained.float().numpy())
 
 
 def probe_layers(
@@ -192,8 +188,6 @@ COUNT = 28
 class Filters:
     """The first principal components of the filters that turn a patch into a token."""
 
-    name: str
-    unit: str
     values: Float32[np.ndarray, "count height width channels"]
     """Components of length 1, in order of falling variance. The largest number of each component is positive."""
     explained: Float32[np.ndarray, " count"]
@@ -209,8 +203,6 @@ class Filters:
 class PositionSimilarity:
     """The cosine of every two patches' position embeddings."""
 
-    name: str
-    unit: str
     values: Float32[np.ndarray, "rows columns rows columns"]
     """`values[i, j]` is the map of the patch in row i and column j."""
 
@@ -230,7 +222,7 @@ def embedding_filters(network: nn.Module, count: int = COUNT) -> Filters:
     filters = vit.patches.projection.weight.detach().double().cpu()
     components, explained = principal_components(filters, min(count, *filters.shape))
     tiles = components.reshape(-1, config.channels, *config.patch_size).permute(0, 2, 3, 1)
-    return Filters("filters of the patch embedding", "weight", tiles.float().numpy(), explained.float().numpy())
+    return Filters(tiles.float().numpy(), explained.float().numpy())
 
 
 def position_similarity(
@@ -256,7 +248,7 @@ def position_similarity(
         )
     unit = added / added.norm(dim=1, keepdim=True).clamp(min=1e-12)
     values = (unit @ unit.T).reshape(rows, columns, rows, columns)
-    return PositionSimilarity("similarity of position embeddings", "cosine", values.float().numpy())
+    return PositionSimilarity(values.float().numpy())
 
 
 def principal_components(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,15 +32,6 @@ class HeadStatistic:
     images: int
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionDistance:
-    """The attention distance of each layer and head in two units."""
-
-    pixels: HeadStatistic
-    fraction: HeadStatistic
-    """The distance as a fraction of the image width."""
-
-
 def attention_distance(
     network: nn.Module,
     images: Float[Tensor, "b c h w"],
@@ -49,14 +40,14 @@ def attention_distance(
     heads: Sequence[int] | None = None,
     precision: TracePrecision = "float32",
     batch_size: int = BATCH,
-) -> AttentionDistance:
-    """Return the mean distance between a query patch and the patches that it attends to, weighted by attention.
+) -> HeadStatistic:
+    """Return the mean distance in pixels from a query patch to the patches that it attends to, weighted by attention.
 
     As in the paper, the distance is the mean over query patches and images. Class token and registers are dropped from
     rows and columns, and the remaining weights are not normalised again. Distances between patches that are not square
     count height and width in pixels. For the other arguments and the errors, see `vitrail.analysis.tracing.trace`.
     """
-    pixels = _over_images(
+    return _over_images(
         "attention distance",
         "pixels",
         lambda piece: mean_distances(_attention(piece), piece.grid, piece.patch, piece.prefix),
@@ -67,11 +58,6 @@ def attention_distance(
         precision,
         batch_size,
     )
-    width = images.shape[3]
-    fraction = replace(
-        pixels, unit="fraction of the image width", mean=pixels.mean / width, spread=pixels.spread / width
-    )
-    return AttentionDistance(pixels, fraction)
 
 
 def attention_entropy(

@@ -31,8 +31,6 @@ RelevanceForm = Literal["attention-gradient", "gradient"]
 class SaliencyMaps:
     """One map per image, with a number for each patch. Larger numbers mark patches that matter more."""
 
-    name: str
-    unit: str
     values: Float32[np.ndarray, "b rows columns"]
     targets: Int64[np.ndarray, " b"] | None = None
     """Class of each image that the map explains, or None if it does not depend on a class."""
@@ -65,7 +63,7 @@ def attention_rollout(
 
     pieces = traces(vit, images, keep={"attention", *_for_reading(vit)}, precision=precision, batch_size=batch_size)
     found = [from_piece(piece) for piece in pieces]
-    return SaliencyMaps("attention rollout", "fraction of the output's attention", _joined(found))
+    return SaliencyMaps(_joined(found))
 
 
 def class_relevance(
@@ -97,7 +95,7 @@ def class_relevance(
         joint = relevance(piece.attention, piece.gradients, form=form)
         found.append(_patch_map(_reading(vit, piece), joint, piece))
         classes.append(piece.targets.cpu().numpy())
-    return SaliencyMaps("relevance", "relative to one layer's identity", _joined(found), np.concatenate(classes))
+    return SaliencyMaps(_joined(found), np.concatenate(classes))
 
 
 def rollout(

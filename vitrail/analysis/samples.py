@@ -94,7 +94,7 @@ def reach_of(bundle: Bundle, images: Float[Tensor, "n c h w"]) -> HeadStatistic 
     """Return the attention distance of each layer and head in pixels, or the effective receptive field of each layer of
     a network without attention maps."""
     if has_maps(bundle.network):
-        return attention_distance(bundle.network, images).pixels
+        return attention_distance(bundle.network, images)
     return effective_receptive_field(bundle.network, images[:RECEPTIVE_IMAGES])
 
 
