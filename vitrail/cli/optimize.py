@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # without PyTorch, --help is faster
     from rich.table import Table
 
     from vitrail.data.source import Source
-    from vitrail.experiments.faster import Images, Search, SpeedTrial
+    from vitrail.experiments.faster import Images, Search
     from vitrail.weights.bundle import Bundle
 
 
@@ -106,7 +106,7 @@ def main(call: Call) -> int:
             batch_size=options.batch_size,
             on_progress=lambda name, done, total: bar.update(task, description=name, completed=done, total=total),
         )
-    is_written = options.out is not None and len(found.trials) > 1 and found.best.verdict == "taken"
+    is_written = options.out is not None and len(found.trials) > 1 and found.best["result"] == "taken"
     if is_written:
         assert options.out is not None
         _recorded(found, bundle, options, len(images.held_out)).save(options.out, overwrite=options.overwrite)
@@ -164,13 +164,13 @@ def _recorded(found: Search, bundle: Bundle, options: Optimize, images: int) -> 
         "data": options.data,
         "images": images,
         "keep": options.keep,
-        "before": _plain(start),
-        "after": _plain(best),
+        "before": start,
+        "after": best,
     }
     return replace(
         found.bundle,
         provenance={**bundle.provenance, "optimized": record},
-        metrics={"validation_accuracy": best.accuracy},
+        metrics={"validation_accuracy": best["accuracy"]},
     )
 
 
@@ -178,12 +178,13 @@ def _show(found: Search, options: Optimize, is_written: bool, console: Console) 
     """Print the trials and the result."""
     if options.json:
         written = str(options.out) if is_written else None
-        print(json.dumps({"trials": [_plain(trial) for trial in found.trials], "written": written}))
+        print(json.dumps({"trials": found.trials, "written": written}))
         return
     console.print(_table(found.trials))
     start, best = found.trials[0], found.best
     console.print(
-        f"{start.seconds / best.seconds:.2f} times as fast at {best.accuracy:.1%} instead of {start.accuracy:.1%} "
+        f"{start['milliseconds_per_image'] / best['milliseconds_per_image']:.2f} times as fast at "
+        f"{best['accuracy']:.1%} instead of {start['accuracy']:.1%} "
         f"(at least {found.floor:.1%} was asked for)",
         markup=False,
     )
@@ -191,13 +192,13 @@ def _show(found: Search, options: Optimize, is_written: bool, console: Console) 
         print_note(console, "the time ended before all settings were tried; choose a larger --budget to try more")
     if is_written:
         console.print(f"Written: {options.out}", markup=False)
-    elif best.verdict == "start":
+    elif best["result"] == "start":
         console.print("No setting is faster and keeps the accuracy, so no model is written.", markup=False)
     else:
         console.print("Not written; name a folder with --out.", markup=False)
 
 
-def _table(trials: Sequence[SpeedTrial]) -> Table:
+def _table(trials: Sequence[dict[str, Any]]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -209,28 +210,15 @@ def _table(trials: Sequence[SpeedTrial]) -> Table:
         no_wrap = column in ("blocks", "GFLOPs", "accuracy", "ms/image")
         table.add_column(column, justify=justify, no_wrap=no_wrap, min_width=texts.get(column), overflow="fold")
     for trial in trials:
-        settings = trial.settings
         table.add_row(
-            trial.axis or "the model",
-            settings["precision"],
-            " x ".join(map(str, settings["image_size"])),
-            str(settings["blocks"]),
-            f"-{settings['removed_tokens']} {settings['removed_by'] or ''}".rstrip(),
-            f"{trial.flops / 1e9:.3g}",
-            f"{trial.accuracy:.1%}",
-            f"{1000 * trial.seconds:.3g}",
-            REASONS[trial.verdict],
+            trial["tried"] or "the model",
+            trial["precision"],
+            " x ".join(map(str, trial["image_size"])),
+            str(trial["blocks"]),
+            f"-{trial['removed_tokens']} {trial['removed_by'] or ''}".rstrip(),
+            f"{trial['flops'] / 1e9:.3g}",
+            f"{trial['accuracy']:.1%}",
+            f"{trial['milliseconds_per_image']:.3g}",
+            REASONS[trial["result"]],
         )
     return table
-
-
-def _plain(trial: SpeedTrial) -> dict[str, Any]:
-    """Return a trial as JSON values."""
-    return {
-        "tried": trial.axis,
-        **trial.settings,
-        "accuracy": trial.accuracy,
-        "milliseconds_per_image": 1000 * trial.seconds,
-        "flops": trial.flops,
-        "result": trial.verdict,
-    }

@@ -105,8 +105,8 @@ class ByAccuracy:
             outputs.note(note)
         metrics = with_intervals(found.metrics)
         if self.real:
-            by_real = real_accuracy(predictions, self._real(), bootstrap=self.bootstrap)
-            metrics |= {**with_intervals({"real_accuracy": by_real.accuracy}), "real_images": float(by_real.images)}
+            by_real, images = real_accuracy(predictions, self._real(), bootstrap=self.bootstrap)
+            metrics |= {**with_intervals({"real_accuracy": by_real}), "real_images": float(images)}
         if found.unlabelled:
             metrics["unlabelled"] = float(found.unlabelled)
         return metrics | {"images": float(found.images), "skipped": float(len(found.skipped))}

@@ -136,21 +136,11 @@ def read_real(path: str | Path | None = None) -> tuple[tuple[int, ...], ...]:
     return _read("the ReaL labels", path, REAL_URL, _parse_real)
 
 
-@dataclass(frozen=True)
-class RealAccuracy:
-    """Accuracy by the reassessed labels (ReaL)."""
-
-    accuracy: Metric
-    images: int
-    """Number of measured images."""
-    without_label: int
-    """Number of images without a reassessed label, because no class of ImageNet fits. They are skipped."""
-
-
 def real_accuracy(
     predictions: Predictions, real: Sequence[tuple[int, ...]], *, bootstrap: int = 1000, seed: int = 0
-) -> RealAccuracy:
-    """Return the accuracy by the reassessed labels (2006.07159), with a 95 % interval.
+) -> tuple[Metric, int]:
+    """Return the accuracy by the reassessed labels (2006.07159), with a 95 % interval, and the number of measured
+    images.
 
     A prediction is correct if the likeliest class is one of the reassessed labels. Images without a reassessed label
     are skipped. File names like ILSVRC2012_val_00000001.JPEG identify the images.
@@ -162,8 +152,7 @@ def real_accuracy(
     labels_of = real_labels(predictions.keys, real)
     likeliest = predictions.logits.argmax(axis=1)
     hits = [one in columns[list(labels)] for one, labels in zip(likeliest, labels_of, strict=True) if labels]
-    accuracy = mean_interval(np.asarray(hits), resamples=bootstrap, seed=seed)
-    return RealAccuracy(accuracy, len(hits), len(predictions) - len(hits))
+    return mean_interval(np.asarray(hits), resamples=bootstrap, seed=seed), len(hits)
 
 
 def real_labels(keys: Sequence[str], real: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:

@@ -191,39 +191,25 @@ class Images:
 
 
 @dataclass(frozen=True)
-class SpeedTrial:
-    """A model that was tried."""
-
-    axis: str
-    """Setting that was changed, or "" for the model at the start."""
-    settings: dict[str, Any]
-    """All settings after the change (`settings_of`)."""
-    accuracy: float
-    seconds: float
-    """Seconds per image, in batches."""
-    flops: int
-    """FLOPs per image."""
-    verdict: Verdict
-    """Result: "taken", too low an "accuracy", or "not faster"."""
-
-
-@dataclass(frozen=True)
 class Search:
     """The result of a search."""
 
     bundle: Bundle
     """The fastest model that keeps the accuracy."""
-    trials: tuple[SpeedTrial, ...]
-    """All models that were tried, in order. The first is the model at the start."""
+    trials: tuple[dict[str, Any], ...]
+    """A row for each model that was tried, in order. The first is the model at the start.
+
+    `tried` is the setting that was changed, followed by all settings after the change (`settings_of`). `result` is
+    "start", "taken", too low an "accuracy", or "not faster"."""
     floor: float
     """Lowest accuracy that was accepted."""
     is_complete: bool
     """False if the time was over before all axes were tried."""
 
     @property
-    def best(self) -> SpeedTrial:
+    def best(self) -> dict[str, Any]:
         """The trial of `bundle`."""
-        return next(trial for trial in reversed(self.trials) if trial.verdict in ("start", "taken"))
+        return next(trial for trial in reversed(self.trials) if trial["result"] in ("start", "taken"))
 
 
 def search(
@@ -233,21 +219,27 @@ def search(
     keep: float,
     seconds: float,
     batch_size: int,
-    on_trial: Callable[[SpeedTrial], None] = lambda trial: None,
     on_progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> Search:
     """Return the fastest model whose accuracy is at least `keep` times the accuracy of `bundle`.
 
-    No step begins after `seconds`. `on_trial` is called with every trial, and `on_progress` with the name of a
-    trial, and its numbers of measured images and of all images.
+    No step begins after `seconds`. `on_progress` is called with the name of a trial, and its numbers of measured images
+    and of all images.
     """
     ends = time.monotonic() + seconds
-    trials: list[SpeedTrial] = []
+    trials: list[dict[str, Any]] = []
 
     def record(axis: str, model: Bundle, accuracy: float, spent: float, verdict: Verdict) -> None:
-        flops = model.network.config.inference_flops()
-        trials.append(SpeedTrial(axis, settings_of(model), accuracy, spent, flops, verdict))
-        on_trial(trials[-1])
+        trials.append(
+            {
+                "tried": axis,
+                **settings_of(model),
+                "accuracy": accuracy,
+                "milliseconds_per_image": 1000 * spent,
+                "flops": model.network.config.inference_flops(),
+                "result": verdict,
+            }
+        )
 
     def accuracy_of(model: Bundle, axis: str) -> float:
         outputs = Outputs(
