@@ -17,9 +17,9 @@ from vitrail.analysis.features import probe_layers
 from vitrail.analysis.heads import attention_distance
 from vitrail.analysis.overview import Overview, overview
 from vitrail.analysis.saliency import attention_rollout, class_relevance
-from vitrail.analysis.samples import evenly, images_at, inputs_of
+from vitrail.analysis.samples import images_at, inputs_of
 from vitrail.analysis.similarity import layer_similarity
-from vitrail.data.source import Samples, Source, samples_of, subset
+from vitrail.data.source import Samples, Source, evenly, samples_of, subset
 from vitrail.data.sources import open_whole
 from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError

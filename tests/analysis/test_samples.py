@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 
 from tests.analysis.test_comparison import bundle_of
-from vitrail.analysis.samples import evenly, in_batches, inputs_of, picture_of
+from vitrail.analysis.samples import in_batches, inputs_of, picture_of
+from vitrail.data.source import evenly
 
 
 def test_inputs_are_files_or_pixels_and_can_be_written_to() -> None:

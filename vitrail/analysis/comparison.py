@@ -12,7 +12,6 @@ from vitrail.analysis.samples import (
     Answer,
     answer_about,
     distances,
-    evenly,
     images_at,
     in_batches,
     inputs_of,
@@ -21,7 +20,7 @@ from vitrail.analysis.samples import (
 )
 from vitrail.analysis.similarity import SMALLEST_BATCH, LayerSimilarity, layer_similarity
 from vitrail.data.batch import Skipped
-from vitrail.data.source import Source
+from vitrail.data.source import Source, evenly
 from vitrail.errors import ConfigError, DataError, plural
 from vitrail.evaluation.metrics.classes import per_sample
 from vitrail.evaluation.metrics.intervals import PairedDifference, paired_difference

@@ -27,12 +27,12 @@ from vitrail.analysis.features import (
     token_norms,
 )
 from vitrail.analysis.heads import HeadStatistic, ReceptiveField, attention_entropy
-from vitrail.analysis.samples import Answer, SeenImages, answer_about, evenly, in_batches, picture_of, reach_of
+from vitrail.analysis.samples import Answer, SeenImages, answer_about, in_batches, picture_of, reach_of
 from vitrail.analysis.similarity import SMALLEST_BATCH, LayerSimilarity, layer_similarity
 from vitrail.data.batch import Skipped
 from vitrail.data.pipeline import evaluation_batches
 from vitrail.data.pixels.decode import to_pil
-from vitrail.data.source import Source, subset
+from vitrail.data.source import Source, evenly, subset
 from vitrail.data.targets import Target
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.features.extract import FeatureSet

@@ -65,11 +65,6 @@ class SeenImages:
         return inputs_of(bundle, self.images(rows))
 
 
-def evenly(total: int, count: int) -> Int64[np.ndarray, " n"]:
-    """Return at most `count` different numbers from 0 to `total` - 1, at equal distances."""
-    return np.unique(np.linspace(0, total - 1, min(count, total)).round().astype(np.int64))
-
-
 def images_at(source: Source, indices: Sequence[int] | Int64[np.ndarray, " n"]) -> Iterator[bytes | np.ndarray]:
     """Yield the images of a source at the given indices: bytes of image files, or arrays of pixels."""
     return (source[int(index)].image for index in indices)

@@ -227,6 +227,11 @@ def parts_of(source: Source) -> tuple[tuple[int, int, float], ...]:
     return getattr(source, "mixture", ()) or ((0, len(source), 1.0),)
 
 
+def evenly(total: int, count: int) -> Int64[np.ndarray, " n"]:
+    """Return at most `count` different numbers from 0 to `total` - 1, at equal distances."""
+    return np.unique(np.linspace(0, total - 1, min(count, total)).round().astype(np.int64))
+
+
 def target_kind(source: Source) -> TargetKind:
     """Return the kind of a source's targets. All targets of one source are of one kind.
 

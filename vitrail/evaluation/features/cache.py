@@ -29,7 +29,7 @@ from torch import nn
 
 from vitrail.data.pixels.decode import pixel_limit
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Source, fingerprint, identity_of, samples_of
+from vitrail.data.source import Source, evenly, fingerprint, identity_of, samples_of
 from vitrail.errors import DataError
 from vitrail.files import cache_folder, saving
 from vitrail.settings import from_plain, to_plain
@@ -310,7 +310,7 @@ def data_fingerprint(source: Source) -> str:
         digest.update(os.fsencode(f"{stamp}\n"))
     else:
         return digest.hexdigest()
-    for index in np.unique(np.linspace(0, len(source) - 1, SAMPLED).round().astype(int)).tolist():
+    for index in evenly(len(source), SAMPLED).tolist():
         image = source[index].image
         shape = "" if isinstance(image, bytes) else str(image.shape)
         digest.update(f"{index} {shape}\n".encode())

@@ -19,7 +19,7 @@ from torch.nn.functional import cosine_similarity
 from vitrail.data.batch import Skipped
 from vitrail.data.pipeline import Ranks, evaluation_batches
 from vitrail.data.pixels.preprocess import Pixels, Preprocess
-from vitrail.data.source import Source, subset
+from vitrail.data.source import Source, evenly, subset
 from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError, Interrupted, SaveError, UndecodableImage, plural
 from vitrail.evaluation.features import cache as feature_rows
@@ -347,7 +347,7 @@ def compare_precisions(bundle: Bundle, source: Source, layer: Layer, *, at_most:
 
 def _decoded(source: Source, preprocess: Preprocess) -> Iterator[Pixels]:
     """Yield the pixels of images that are evenly spaced in the source. Images that cannot be decoded are skipped."""
-    spread = np.unique(np.linspace(0, max(len(source) - 1, 0), min(TRIED, len(source))).round().astype(int))
+    spread = evenly(len(source), TRIED)
     first = spread[:: max(1, len(spread) // COMPARED)]
     for index in (*first.tolist(), *np.setdiff1d(spread, first).tolist()):
         try:

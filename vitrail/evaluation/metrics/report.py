@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from vitrail.data.batch import Skipped
+from vitrail.data.source import evenly
 from vitrail.data.targets import Targets
 from vitrail.errors import DataError, listed, plural
 from vitrail.evaluation.metrics.classes import (
@@ -427,7 +428,7 @@ def _row(
     if metrics is None:
         return OutputRow(index, name, 0, None, None, None, None, (), ())
     true, residuals = truth[known], predicted[known] - truth[known]
-    shown = known[np.unique(np.linspace(0, len(known) - 1, min(points, len(known))).round().astype(int))]
+    shown = known[evenly(len(known), points)]
     return OutputRow(
         index=index,
         name=name,
