@@ -15,7 +15,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, fingerprint
 from vitrail.data.sources import open_data, open_whole
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.measured_images import CommonImages, common_images
+from vitrail.evaluation.measured_images import CommonImages, common_images, open_images
 from vitrail.models.variants import create
 from vitrail.weights.bundle import Bundle
 

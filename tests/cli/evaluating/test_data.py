@@ -11,6 +11,7 @@ from PIL import Image
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
+from vitrail.evaluation.measured_images import open_images
 from vitrail.models.variants import create
 from vitrail.weights.bundle import Bundle
 

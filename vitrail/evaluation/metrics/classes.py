@@ -1,4 +1,4 @@
-"""Metrics of logits and labels: top-k accuracy, the confusion matrix, per-class and multi-label metrics.
+"""Metrics of logits and labels: top-k accuracy, per-class and multi-label metrics.
 
 The likeliest class is the first one with the largest logit. A label that is not a column of the logits raises
 `DataError`.
@@ -40,15 +40,6 @@ def top_k(logits: Float[np.ndarray, "n classes"], labels: Int64[np.ndarray, " n"
     earlier = np.arange(logits.shape[1]) < labels[:, None]
     rank = (logits > own).sum(axis=1) + ((logits == own) & earlier).sum(axis=1)
     return rank < k
-
-
-def confusion(
-    labels: Int64[np.ndarray, " n"], predicted: Int64[np.ndarray, " n"], num_classes: int
-) -> Int64[np.ndarray, "classes classes"]:
-    """Return the number of samples of each true class (row) that were predicted as each class (column)."""
-    check_labels(labels, num_classes)
-    cells = np.bincount(labels * num_classes + predicted, minlength=num_classes**2)
-    return cells.reshape(num_classes, num_classes)
 
 
 @dataclass(frozen=True, eq=False)
