@@ -21,6 +21,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
 from vitrail.data.faults import is_own_output, is_system_folder, refuse
 from vitrail.data.formats.folder import unread_images
@@ -91,6 +92,15 @@ def print_note(console: Console, text: str) -> None:
     """Print a message that needs the user's attention. Lines wrap at words on terminals; files and pipes get one
     line."""
     console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=not console.is_terminal)
+
+
+def print_in_full(table: Table) -> None:
+    """Print a table, unless it is empty. It may be wider than the terminal, because rich would shorten paths."""
+    if table.row_count:
+        console = Console()
+        needed = console.measure(table, options=console.options.update(max_width=sys.maxsize)).maximum
+        console.width = max(console.width, needed)
+        console.print(table)
 
 
 # The options of commands that can merge or prune tokens.

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import image_paths, images_bar, message_console, print_note
+from vitrail.cli.console import image_paths, images_bar, message_console, print_in_full, print_note
 from vitrail.cli.options import Call, Command, Example
 from vitrail.data.check.images import colour_note, images_of
 from vitrail.data.pipeline import Readers, queue_bytes
@@ -83,17 +83,6 @@ NEAREST = Command(
 )
 
 
-@dataclass(frozen=True)
-class _Neighbour:
-    """A stored image that resembles a query."""
-
-    image: str
-    similarity: float
-    """Cosine of the features."""
-    label: Any
-    """Name of the class, names of the classes, or numbers by name. None if the image has no label."""
-
-
 @dataclass(frozen=True, eq=False)
 class _Stored:
     """The features of all splits."""
@@ -113,7 +102,8 @@ def run_nearest(call: Call) -> int:
     results = [(path, _neighbours(bundle, path, stored, options.top)) for path in paths]
     if options.json:
         for path, result in results:
-            print(json.dumps(_plain(path, result), ensure_ascii=False))
+            answer = {"error": str(result)} if isinstance(result, UndecodableImage) else {"nearest": result}
+            print(json.dumps({"image": str(path), **answer}, ensure_ascii=False))
     elif options.csv:
         _print_csv(results)
     else:
@@ -187,9 +177,9 @@ def _model(options: Nearest, folders: Sequence[Path]) -> Bundle:
     return replace(bundle, preprocess=from_plain(Preprocess, about["preprocess"]))
 
 
-def _neighbours(bundle: Bundle, path: Path, stored: _Stored, top: int) -> list[_Neighbour] | UndecodableImage:
+def _neighbours(bundle: Bundle, path: Path, stored: _Stored, top: int) -> list[dict[str, Any]] | UndecodableImage:
     """Return the stored images that resemble an image, the most similar one first, or the reason why it cannot be
-    decoded."""
+    decoded. The label is the name of the class, names of the classes, numbers by name, or None."""
     try:
         query = bundle.embed([path]).numpy()
     except UndecodableImage as error:
@@ -197,7 +187,7 @@ def _neighbours(bundle: Bundle, path: Path, stored: _Stored, top: int) -> list[_
     (found,) = nearest(stored.features, query, min(top + 1, len(stored.images)))
     own = _place(path)
     return [
-        _Neighbour(stored.images[row], float(cosine), stored.labels[row])
+        {"image": stored.images[row], "cosine": float(cosine), "label": stored.labels[row]}
         for row, cosine in zip(found.indices[0].tolist(), found.similarities[0].tolist(), strict=True)
         if not Path(stored.images[row]).is_absolute() or _place(Path(stored.images[row])) != own
     ][:top]
@@ -208,11 +198,10 @@ def _place(path: Path) -> Path:
     return path.parent.resolve() / path.name
 
 
-Result = tuple[Path, list[_Neighbour] | UndecodableImage]
+Result = tuple[Path, list[dict[str, Any]] | UndecodableImage]
 
 
 def _print_table(results: Sequence[Result]) -> None:
-    """Print a table with all paths in full. The table may be wider than the terminal."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for column in ("image", "nearest", "cosine", "label"):
         table.add_column(column, no_wrap=True, justify="right" if column == "cosine" else "left")
@@ -220,13 +209,9 @@ def _print_table(results: Sequence[Result]) -> None:
         if isinstance(result, UndecodableImage):
             continue
         for rank, each in enumerate(result):
-            label = Text("" if each.label is None else _text(each.label))
-            table.add_row(Text(str(path) if rank == 0 else ""), Text(each.image), f"{each.similarity:.4f}", label)
-    if table.row_count:
-        console = Console()
-        needed = console.measure(table, options=console.options.update(max_width=sys.maxsize)).maximum
-        console.width = max(console.width, needed)  # rich would shorten the paths to fit the width
-        console.print(table)
+            first = Text(str(path) if rank == 0 else "")
+            table.add_row(first, Text(each["image"]), f"{each['cosine']:.4f}", Text(_text(each["label"])))
+    print_in_full(table)
 
 
 def _print_csv(results: Sequence[Result]) -> None:
@@ -238,23 +223,13 @@ def _print_csv(results: Sequence[Result]) -> None:
             writer.writerow([str(path), "", "", "", "", str(result)])
             continue
         for rank, each in enumerate(result, start=1):
-            label = "" if each.label is None else _text(each.label)
-            writer.writerow([str(path), rank, each.image, each.similarity, label, ""])
+            writer.writerow([str(path), rank, each["image"], each["cosine"], _text(each["label"]), ""])
 
 
 def _text(label: Any) -> str:
     if isinstance(label, dict):
         return ", ".join(f"{name} {value}" for name, value in label.items())
-    return ", ".join(label) if isinstance(label, list) else str(label)
-
-
-def _plain(path: Path, result: list[_Neighbour] | UndecodableImage) -> dict[str, Any]:
-    if isinstance(result, UndecodableImage):
-        return {"image": str(path), "error": str(result)}
-    return {
-        "image": str(path),
-        "nearest": [{"image": each.image, "cosine": each.similarity, "label": each.label} for each in result],
-    }
+    return ", ".join(label) if isinstance(label, list) else "" if label is None else str(label)
 
 
 # `vitrail embed`: save the features of every image of a data set.

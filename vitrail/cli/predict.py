@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import image_paths
+from vitrail.cli.console import image_paths, print_in_full
 from vitrail.cli.options import Call, Command, Example
 from vitrail.data.check.images import MAX_LOOKS, colour_note
 from vitrail.errors import ConfigError, UndecodableImage
@@ -106,7 +105,6 @@ def _top(options: Predict, bundle: Bundle) -> int | None:
 
 
 def _print_table(named: Sequence[Result], bundle: Bundle, top: int | None) -> None:
-    """Print a table with the path of every image in full. The table may be wider than the terminal."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     columns = bundle.classes if top is None else [f"{place}." for place in range(1, top + 1)]
     for column in ("image", *columns):
@@ -117,11 +115,7 @@ def _print_table(named: Sequence[Result], bundle: Bundle, top: int | None) -> No
             table.add_row(Text(str(path)), *cells)
         elif isinstance(result, NumberPrediction):
             table.add_row(Text(str(path)), *(f"{value:.6g}" for value in result.values))
-    if table.row_count:
-        console = Console()
-        needed = console.measure(table, options=console.options.update(max_width=sys.maxsize)).maximum
-        console.width = max(console.width, needed)  # rich would shorten the paths to fit the width
-        console.print(table)
+    print_in_full(table)
 
 
 def _print_csv(named: Sequence[Result], bundle: Bundle, top: int | None) -> None:

@@ -81,7 +81,7 @@ def test_a_folder_of_splits_names_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new", "message"),
     [
-        ("features.json", '"format": 2', '"format": 3', "format=3 is not one of 1 to 2, which this version of Vitrail"),
+        ("features.json", '"format": 2', '"format": 3', "format=3 is not 2, which this version of Vitrail"),
         ("features.json", '"images"', '"pictures"', "unknown field 'pictures'"),
         ("features.json", "{", "", "features.json cannot be read"),
         ("features.json", '"width": 4', '"width": 5', r"holds float32 of \(3, 4\), not float32 of \(3, 5\)"),
@@ -151,17 +151,6 @@ def test_parquet_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypat
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(DataError, match=r"writing Parquet needs pyarrow: pip install 'vitrail\[parquet\]'"):
         save_parquet(make([1]), tmp_path / "train.parquet")
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_files_of_the_first_format_are_read(several: bool, tmp_path: Path) -> None:
-    features = make([-1, -1], targets=[[1, 0, 1], [0, 0, 0]]) if several else make([2, -1])
-    save_features(features, tmp_path / "out")
-    path = tmp_path / "out" / "features.json"
-    values = json.loads(path.read_text())
-    del values["target_kind"]
-    path.write_text(json.dumps(values | {"format": 1, "several_labels": several}))
-    assert_same(load_features(tmp_path / "out"), features)
 
 
 def test_numbers_are_saved_and_loaded(tmp_path: Path) -> None:

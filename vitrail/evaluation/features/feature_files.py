@@ -6,7 +6,7 @@ import functools
 import importlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +23,7 @@ from vitrail.files import check_new_folder, partial_path, replacing_folder, savi
 from vitrail.settings import from_plain, to_plain
 
 FORMAT = 2
-"""Version of the files. Version 1, which has `several_labels` instead of `target_kind`, can also be read."""
+"""Version of the files."""
 FEATURES, KEYS, ABOUT = NAMES = "features.npy", "keys.jsonl", "features.json"
 PARQUET_ROWS = 8192
 """Number of rows in a row group."""
@@ -38,13 +38,8 @@ class _Written:
     width: int
     classes: tuple[str, ...]
     skipped: tuple[Skipped, ...]
-    target_kind: TargetKind = "class"
-    several_labels: bool = False
-    about: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def kind(self) -> TargetKind:
-        return "classes" if self.several_labels else self.target_kind
+    target_kind: TargetKind
+    about: dict[str, Any]
 
 
 def save_features(features: FeatureSet, folder: Path, about: Mapping[str, Any] | None = None) -> None:
@@ -56,7 +51,7 @@ def save_features(features: FeatureSet, folder: Path, about: Mapping[str, Any] |
     """
     kind = features.truth.kind
     written = _Written(
-        FORMAT, len(features), features.width, features.classes, features.skipped, kind, about=dict(about or {})
+        FORMAT, len(features), features.width, features.classes, features.skipped, kind, dict(about or {})
     )
     with replacing_folder("features", folder, NAMES) as partial:
         np.save(partial / FEATURES, features.features)
@@ -112,10 +107,10 @@ def _read_about(folder: Path) -> _Written:
         written = from_plain(_Written, json.loads((folder / ABOUT).read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{folder / ABOUT} cannot be read: {error}") from error
-    if not 1 <= written.format <= FORMAT:
+    if written.format != FORMAT:
         raise DataError(
-            f"{folder / ABOUT}: format={written.format} is not one of 1 to {FORMAT}, which this version of Vitrail "
-            "reads; install a newer one"
+            f"{folder / ABOUT}: format={written.format} is not {FORMAT}, which this version of Vitrail reads; install "
+            "a newer one"
         )
     return written
 
@@ -193,8 +188,8 @@ def _read_keys(path: Path, written: _Written) -> tuple[tuple[str, ...], Targets]
         with path.open(encoding="utf-8") as file:
             for line in file:
                 values = json.loads(line)
-                key, value = values["key"], values[_name_of(written.kind)]
-                target = target_from_plain(value, written.kind, len(written.classes))
+                key, value = values["key"], values[_name_of(written.target_kind)]
+                target = target_from_plain(value, written.target_kind, len(written.classes))
                 if not isinstance(key, str):
                     raise ValueError(f"it is {line.strip()[:80]}")
                 if len(keys) == written.images:
@@ -205,4 +200,4 @@ def _read_keys(path: Path, written: _Written) -> tuple[tuple[str, ...], Targets]
         raise DataError(f"{path}, line {len(keys) + 1} cannot be used: {error}") from error
     if len(keys) != written.images:
         raise DataError(f"{path} has {len(keys):,} lines for {written.images:,} features")
-    return tuple(keys), truth_of_targets(targets, written.kind, len(written.classes))
+    return tuple(keys), truth_of_targets(targets, written.target_kind, len(written.classes))
