@@ -21,14 +21,20 @@ from vitrail.data.check.images import colour_note, images_of
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import BY_HEAD, EVALUATORS, Evaluator, check_evaluators, evaluators_of, measure
+from vitrail.evaluation.features.cache import default_cache
 from vitrail.evaluation.head import ByAccuracy
 from vitrail.evaluation.imagenet import read_real, read_synsets
 from vitrail.evaluation.measured_images import CommonImages, common_images, open_images
-from vitrail.evaluation.metrics.report import ClassificationReport, ClassRow
+from vitrail.evaluation.metrics.report import ClassificationReport, ClassRow, report
 from vitrail.evaluation.outputs import Outputs
-from vitrail.settings import bare_names, setting
-from vitrail.transfer.suite import SuiteResult
+from vitrail.machine import keep_freed_memory
+from vitrail.processes.group import join_processes
+from vitrail.settings import bare_names, setting, to_plain
+from vitrail.training.stop import interrupted_by_signals
+from vitrail.transfer.suite import SuiteResult, read_suite, run_suite, suite_as_plain
+from vitrail.weights.adapt import with_reduction
 from vitrail.weights.bundle import Bundle
+from vitrail.weights.load import load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,10 +131,6 @@ COMMAND = Command(
 
 
 def main(call: Call) -> int:
-    from vitrail.machine import keep_freed_memory
-    from vitrail.processes.group import join_processes
-    from vitrail.training.stop import interrupted_by_signals
-
     own = {field.name for field in fields(Evaluate)}
     options = Evaluate(**{name: value for name, value in call.options.items() if name in own})
     check_options(options, call.options)
@@ -140,7 +142,6 @@ def main(call: Call) -> int:
 
 def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> int:
     """Measure one or several models on one data set, and return the exit code."""
-
     bundles = {name: _load(options, name) for name in options.models}
     with _Bar(console) as bar:
         prepared = {name: evaluators_for(bundle, options, given) for name, bundle in bundles.items()}
@@ -175,7 +176,6 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> int:
 
 def _show_several(rows: dict[str, dict[str, dict[str, Any]]], options: Evaluate, console: Console) -> None:
     """Print the results of several models: one table per split, with a column per model."""
-
     if options.json:
         print(json.dumps(rows))
         return
@@ -192,22 +192,19 @@ def _show(
     console: Console,
 ) -> None:
     """Print the results for each split."""
-
     if options.json:
         print(json.dumps({name: row | _detail(reports.get(name), options, bundle) for name, row in rows.items()}))
         return
     console.print(metrics_table(rows))
-    for name, report in reports.items():
+    for name, found in reports.items():
         if options.per_class:
-            console.print(per_class_table(name, report))
+            console.print(per_class_table(name, found))
         if options.confusion:
-            console.print(confusion_table(name, report, bundle.classes))
+            console.print(confusion_table(name, found, bundle.classes))
 
 
 def _suite(options: Evaluate, console: Console) -> int:
     """Measure a suite of tasks, and return the exit code."""
-    from vitrail.transfer.suite import read_suite, run_suite, suite_as_plain
-
     suite = read_suite(options.suite)
     (name,) = options.models
     bundle = _load(options, name)
@@ -233,10 +230,6 @@ def _suite(options: Evaluate, console: Console) -> int:
 
 
 def _load(options: Evaluate, name: str) -> Bundle:
-    from vitrail.processes.group import join_processes
-    from vitrail.weights.adapt import with_reduction
-    from vitrail.weights.load import load
-
     device = join_processes().device_name(options.device)
     bundle = load(name, device=device, image_size=options.image_size)
     if options.reduce_tokens is None:
@@ -245,10 +238,6 @@ def _load(options: Evaluate, name: str) -> Bundle:
 
 
 def _outputs(bundle: Bundle, options: Evaluate, console: Console, bar: _Bar) -> Outputs:
-    from vitrail.evaluation.features.cache import default_cache
-    from vitrail.evaluation.outputs import Outputs
-    from vitrail.processes.group import join_processes
-
     return Outputs(
         bundle,
         batch_size=options.batch_size,
@@ -263,15 +252,11 @@ def _outputs(bundle: Bundle, options: Evaluate, console: Console, bar: _Bar) -> 
 
 def _reports(outputs: Outputs, sources: dict[str, Source]) -> dict[str, ClassificationReport]:
     """Return the reports of the model's own head, without intervals."""
-    from vitrail.evaluation.metrics.report import report
-
     return {name: report(outputs.predictions(source), bootstrap=0) for name, source in sources.items()}
 
 
 def _detail(report: ClassificationReport | None, options: Evaluate, bundle: Bundle) -> dict[str, Any]:
     """Return all results of a split except its metrics, as JSON values."""
-    from vitrail.settings import to_plain
-
     detail: dict[str, Any] = {}
     if report is not None and options.per_class:
         detail["per_class"] = [to_plain(row) for row in report.per_class]
@@ -437,7 +422,6 @@ def plan_of(
     outputs: Outputs,
 ) -> Measurements:
     """Open the data for a model, and check it. Nothing is measured."""
-
     heads = set(BY_HEAD.values())
     by_head = {name: evaluator for name, evaluator in evaluators.items() if name in heads}
     by_features = {name: evaluator for name, evaluator in evaluators.items() if name not in heads}
