@@ -16,7 +16,6 @@ from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.metrics.classes import (
     binary_logits,
     calibration_bins,
-    confusion,
     mean_average_precision,
     per_sample,
     top_k,
@@ -80,7 +79,7 @@ def test_it_gathers_the_figures_of_one_label(scores: str) -> None:
 def test_classes_and_confusion() -> None:
     predictions = make_predictions()
     found = report(predictions, bootstrap=0)
-    table = confusion(predictions.truth.dense, predictions.logits.argmax(axis=1), 7)
+    table = reference.confusion_matrix(predictions.truth.dense, predictions.logits.argmax(axis=1), labels=range(7))
     rebuilt = np.zeros_like(table)
     for true, likeliest, images in found.confusion:
         rebuilt[true, likeliest] = images
