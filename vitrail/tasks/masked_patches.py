@@ -78,6 +78,7 @@ class MaskedPatches(PatchTask):
     own embedding."""
 
     def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         if self.mask_fraction + self.swap_fraction > 1 + 1e-9:
             yield (
                 f"mask_fraction={self.mask_fraction} and swap_fraction={self.swap_fraction} add up to more than 1; "
@@ -100,7 +101,6 @@ class MaskedPatches(PatchTask):
                 f"select={self.select!r} needs {noun}s, but patch_target={self.patch_target!r} predicts none; choose "
                 "patch_loss"
             )
-        yield from super()._problems()
 
     def check_network(self, network: AnyConfig | None) -> None:
         """Raise `ConfigError` as `PatchTask.check_network`, and unless the tokenizer has a token for each patch."""
