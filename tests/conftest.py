@@ -23,8 +23,7 @@ from tests.checking import begin_test, check_signatures_quickly
 gc.disable()  # until all modules are imported and all tests are collected, because none of that becomes garbage
 check_signatures_quickly()  # before the package is imported
 
-from tests.make import make_colour_folder as make_colour_folder  # noqa: E402
-from tests.make import make_idx_folder as make_idx_folder  # noqa: E402
+from tests.make import make_colour_folder, make_idx_folder  # noqa: E402
 from vitrail.models.linear.float32 import VARIABLE  # noqa: E402
 from vitrail.recipes import RECIPES  # noqa: E402
 from vitrail.training.config import TrainConfig  # noqa: E402

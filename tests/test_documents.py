@@ -22,7 +22,7 @@ import pytest
 from PIL import Image
 
 import vitrail
-from tests.conftest import make_colour_folder
+from tests.make import make_colour_folder
 from vitrail.cli import COMMANDS, command_of, main
 from vitrail.recipes import RECIPES
 

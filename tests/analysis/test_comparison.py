@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import make_colour_folder
+from tests.make import make_colour_folder
 from vitrail.analysis.comparison import ModelComparison, check_comparable, compare
 from vitrail.analysis.heads import attention_distance
 from vitrail.analysis.saliency import class_relevance

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.analysis.test_comparison import BIT, bundle_of, source_of
-from tests.conftest import make_colour_folder
+from tests.make import make_colour_folder
 from vitrail.analysis.faithfulness import randomised_weights, saliency_curves
 from vitrail.analysis.features import probe_layers
 from vitrail.analysis.heads import attention_distance

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import make_idx_folder
+from tests.make import make_idx_folder
 from vitrail.data.formats import idx
 from vitrail.recipes import RECIPES
 from vitrail.training.run import RunResult, train

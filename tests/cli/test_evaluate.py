@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.conftest import make_colour_folder
+from tests.make import make_colour_folder
 from vitrail.cli import command_of, main
 from vitrail.cli.evaluate import evaluator_options
 from vitrail.data.pixels.preprocess import Preprocess

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.conftest import make_colour_folder
+from tests.make import make_colour_folder
 from vitrail import RECIPES, load, train
 from vitrail.cli import main
 from vitrail.cli.export import Export, _images

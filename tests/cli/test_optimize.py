@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import make_colour_folder
+from tests.make import make_colour_folder
 from vitrail.cli import main
 from vitrail.experiments import faster as search_module
 from vitrail.weights.load import load

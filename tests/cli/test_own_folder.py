@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.conftest import make_colour_folder
+from tests.make import make_colour_folder
 from vitrail.cli import main
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import vitrail.training.run as run_module
-from tests.conftest import make_idx_folder
 from tests.listening import Display
+from tests.make import make_idx_folder
 from vitrail.errors import BundleError, ConfigError, RunError, Stopped
 from vitrail.models.positions import resize_grid
 from vitrail.tasks.classification import Classification

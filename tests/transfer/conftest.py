@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.conftest import make_colour_folder
+from tests.make import make_colour_folder
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import create
 from vitrail.weights.bundle import Bundle

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import vitrail
-from tests.conftest import make_colour_folder
+from tests.make import make_colour_folder
 from vitrail.data.formats import folder
 from vitrail.errors import ConfigError, DataError, RunError
 from vitrail.evaluation.metrics.report import RegressionReport

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import idx_bytes, make_colour_folder
 from tests.listening import Display
+from tests.make import idx_bytes, make_colour_folder
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, DataError, NonFiniteLoss, RunError, Stopped
 from vitrail.models.resnet_config import ResNetConfig

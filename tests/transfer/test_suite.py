@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import idx_bytes, make_colour_folder
+from tests.make import idx_bytes, make_colour_folder
 from vitrail.cli import main
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.sources import open_data

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.analysis.test_comparison import bundle_of, compared
-from tests.conftest import make_colour_folder
+from tests.make import make_colour_folder
 from vitrail.analysis.comparison import ModelComparison
 from vitrail.analysis.pages.comparison_page import verdict
 from vitrail.evaluation.metrics.intervals import Metric, PairedDifference

@@ -11,7 +11,7 @@ from PIL import Image
 
 from tests.analysis.test_comparison import bundle_of, source_of
 from tests.browser import CHROMIUM, Browser
-from tests.conftest import make_colour_folder
+from tests.make import make_colour_folder
 from vitrail.analysis.overview import overview
 from vitrail.analysis.pages.overview_page import write_overview
 from vitrail.data.pixels.decode import to_pil

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.analysis.test_comparison import BIT, bundle_of
-from tests.conftest import make_colour_folder
+from tests.make import make_colour_folder
 from vitrail.cli import main
 
 

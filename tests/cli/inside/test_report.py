@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from tests.analysis.test_comparison import BIT, bundle_of
-from tests.conftest import make_colour_folder
+from tests.make import make_colour_folder
 from vitrail.cli import main
 from vitrail.evaluation.features.feature_files import parquet_library
 
