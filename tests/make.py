@@ -225,3 +225,8 @@ def idx_bytes(array: np.ndarray) -> bytes:
     """An array of bytes in the IDX format."""
     sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
     return bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes()
+
+
+def keys_of(source: Any) -> list[str] | None:
+    """Return the keys of a source's samples, or None if there is no source."""
+    return None if source is None else [source.key(index) for index in range(len(source))]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.make import keys_of
 from vitrail.data.source import Source, fingerprint, subset, target_kind
 from vitrail.data.splits import CutMethod, cut, cut_slice, slice_bounds, take, take_per_class
 
@@ -20,10 +21,6 @@ labelled_keys = st.lists(
     st.tuples(st.text(max_size=6), st.sampled_from([0, 1, 2, None])), max_size=40, unique_by=lambda pair: pair[0]
 )
 shares = st.floats(0, 1)
-
-
-def keys_of(source: Source) -> list[str]:
-    return [source.key(index) for index in range(len(source))]
 
 
 @given(pairs=labelled_keys, share=shares)

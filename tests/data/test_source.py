@@ -8,14 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from tests.make import keys_of
 from vitrail.data.source import Sample, Source, fingerprint, mixed, samples_of, subset, target_kind
 from vitrail.testing import check_source
 
 Sources = Callable[..., Source]
-
-
-def keys_of(source: Source) -> list[str]:
-    return [source.key(index) for index in range(len(source))]
 
 
 def test_subset_gives_the_chosen_samples_in_the_order_given(memory_source: Sources) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.make import keys_of
 from vitrail.data.formats import folder, idx
 from vitrail.data.source import Source, samples_of, target_kind
 from vitrail.data.sources import mix_in, open_data, open_mixed, open_whole
@@ -19,11 +20,6 @@ from vitrail.data.splits import Splits, check_classes, check_numbers
 from vitrail.errors import DataError
 
 Trees = Callable[..., Path]
-
-
-def keys_of(source: Source | None) -> list[str]:
-    assert source is not None
-    return [source.key(index) for index in range(len(source))]
 
 
 def names_of(source: Source | None) -> list[str]:

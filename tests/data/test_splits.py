@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.make import keys_of
 from vitrail.data.config import DataConfig
 from vitrail.data.formats.fractals import FractalSource
 from vitrail.data.source import Source
@@ -92,10 +93,6 @@ def test_files_that_leave_a_doubt_are_refused(paths: list[str], message: str) ->
 
 
 Sources = Callable[..., Source]
-
-
-def keys_of(source: Source | None) -> list[str] | None:
-    return None if source is None else [source.key(index) for index in range(len(source))]
 
 
 @pytest.fixture

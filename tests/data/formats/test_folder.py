@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.make import keys_of
 from vitrail.data.formats.folder import read_folder
 from vitrail.data.pixels.decode import SUFFIXES
 from vitrail.data.source import Source
@@ -20,10 +21,6 @@ from vitrail.errors import DataError
 from vitrail.testing import check_source
 
 Trees = Callable[..., Path]
-
-
-def keys_of(source: Source) -> list[str]:
-    return [source.key(index) for index in range(len(source))]
 
 
 def test_classes_and_samples_are_in_the_order_of_their_paths(tree: Trees) -> None:

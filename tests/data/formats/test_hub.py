@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.make import keys_of
 from tests.weights.hub_server import Hub, Repository, cut_off, restart_client, serving
 from vitrail.data.formats.hub import open_hub_data
-from vitrail.data.source import Source
 from vitrail.data.sources import open_whole
 from vitrail.data.splits import Choice
 from vitrail.errors import DataError, SaveError
@@ -66,11 +66,6 @@ def card(*configs: str) -> bytes:
     """Return a README with configurations, each in YAML."""
     entries = "\n".join(f"- {config}" for config in configs)
     return f"---\nlicense: mit\nconfigs:\n{entries}\n---\n# A data set\n".encode()
-
-
-def keys_of(source: Source | None) -> list[str]:
-    assert source is not None
-    return [source.key(index) for index in range(len(source))]
 
 
 def message(spec: str, kind: type[Exception] = DataError) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.data.source import Source
+from tests.make import keys_of
 from vitrail.data.sources import open_data, open_whole, with_choice
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError
@@ -18,10 +18,6 @@ Trees = Callable[..., Path]
 
 def opened(root: Path | str, *words: str) -> Splits:
     return open_data(with_choice(str(root), words) if words else str(root), validation_share=0.0)
-
-
-def keys_of(source: Source | None) -> list[str] | None:
-    return None if source is None else [source.key(index) for index in range(len(source))]
 
 
 def in_classes(*folders: str) -> list[str]:

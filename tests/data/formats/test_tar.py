@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.make import keys_of
 from vitrail.data.formats import tar as shards_module
 from vitrail.data.formats import tar_index
 from vitrail.data.formats.tar import locate, looks_like_shards, open_shards
@@ -60,10 +61,6 @@ def labelled(*names: str) -> dict[str, bytes]:
         key, _, label = name.partition(":")
         files |= {f"{key}.jpg": f"image {key}".encode(), f"{key}.cls": label.encode()}
     return files
-
-
-def keys_of(source: object) -> list[str]:
-    return [source.key(index) for index in range(len(source))]
 
 
 def labels_of(source: object) -> list[object]:
