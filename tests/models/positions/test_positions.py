@@ -144,6 +144,12 @@ def test_positions_start_with_the_deviation_asked_for(kind: str) -> None:
                 assert abs(parameter.mean().item()) < 0.05 * std
 
 
+@pytest.mark.parametrize(("kind", "place"), PLACES)
+def test_tokens_keep_their_number_format(kind: str, place: PositionPlace) -> None:
+    tokens = torch.randn(2, 15, 16).bfloat16()
+    assert made(kind, place)(tokens, (3, 4)).dtype == torch.bfloat16
+
+
 # --- formulas
 
 
