@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import fnmatch
 import hashlib
@@ -9,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,15 @@ def disk_problem(folder: Path, needed: int) -> OSError | None:
 def partial_path(path: Path) -> Path:
     """Return the temporary path, next to `path`, for an output that is not complete yet."""
     return path.with_name(f".{path.name}.vitrail-partial")
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows as CSV, whose columns are those of the first row. Without rows the file is empty."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        if rows:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
 
 
 def write_json(path: Path, value: Any) -> None:

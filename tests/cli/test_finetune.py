@@ -238,14 +238,14 @@ def test_the_papers_protocol_and_a_stopped_trial_that_goes_on_with_the_same_comm
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(after_step, "report", _stop_at(2, after_step.report))
         assert main(words) == Stopped.exit_code
-    error, trial = capsys.readouterr().err, Path("runs/p-learning-rates/0.001")
+    error, trial = capsys.readouterr().err, Path("runs/p-trials/learning-rate-0.001")
     assert "to continue, run the first command again" in error and "--resume" not in error
     assert main(["finetune", "--resume", str(trial)]) == 2
     assert f"run {trial} is a trial of settings" in capsys.readouterr().err
     assert main(words) == 0
     out = capsys.readouterr().out
     for rate in ("0.001", "0.003", "0.01", "0.03"):
-        assert f"learning rate {rate}: " in out and Path("runs/p-learning-rates", rate, "model").is_dir()
+        assert f"learning rate {rate}: " in out and Path(f"runs/p-trials/learning-rate-{rate}/model").is_dir()
     assert "was the best of 4" in out and Path("runs/p/model").is_dir()
     config = json.loads(Path("runs/p/run.json").read_text())["config"]
     assert config["optimizer"]["kind"] == "sgd" and config["data"]["validation_share"] == 0

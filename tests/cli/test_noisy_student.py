@@ -31,7 +31,7 @@ def test_the_command_alone_runs_and_continues(capsys: pytest.CaptureFixture[str]
     again = capsys.readouterr().out
     assert "labels images" not in again and again.splitlines()[-1] == shown.splitlines()[-1]
     assert main(["noisy-student", *TINY, "--confidence", "0.06"]) == 2
-    message = "vitrail: 'runs/noisy-student' has rounds with other settings: confidence was 0.05 and is 0.06. Give the"
+    message = "vitrail: runs/noisy-student holds rounds of Noisy Student with other settings: confidence was 0.05 and"
     assert message in capsys.readouterr().err
 
 

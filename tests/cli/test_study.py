@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ import pytest
 from tests.studies.measured import cell_result
 from tests.studies.test_pool import cell_of
 from vitrail.cli import main
-from vitrail.experiments.cells import write_result
+from vitrail.experiments.runner import CELLS, read_result, write_result
+from vitrail.files import write_json
 from vitrail.settings import to_plain
+from vitrail.studies.cell import CellResult
 from vitrail.studies.engine import chain
-from vitrail.studies.grid import CELLS, read_result, write_cell
 from vitrail.studies.questions import STUDIES
 from vitrail.studies.study import open_study_data
 
@@ -56,7 +58,7 @@ def test_the_plan_has_the_cost_of_both_sizes(
 def write_cells(folder: Path) -> None:
     """Write the results of two arms and one seed, as if they had been trained."""
     data = open_study_data("bundled", "quick")
-    for point in STUDIES["head"].points(data.settings)[:2]:
+    for point in STUDIES["head"].points(data)[:2]:
         for rate in point.stages[0].rates:
             write(folder, chain(point, [rate], 0, is_trial=True)[-1].name, {"validation_accuracy": rate})
         write(folder, chain(point, [point.stages[0].rates[-1]], 0)[-1].name, {"accuracy": 0.875})
@@ -71,11 +73,12 @@ def write(folder: Path, name: str, metrics: dict[str, float]) -> None:
 @pytest.mark.slow  # imports torch in a process
 def test_a_cell_that_is_repeated_is_printed_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cell, data = cell_of(), open_study_data("bundled", "quick")
-    write_cell(tmp_path / CELLS / cell.name, cell)
+    (tmp_path / CELLS / cell.name).mkdir(parents=True)
+    write_json(tmp_path / CELLS / cell.name / "cell.json", asdict(cell))
     record = {"format": 1, "study": "head", "scale": "quick", "data": "bundled", "fingerprint": data.fingerprint}
     (tmp_path / "study.json").write_text(json.dumps(record))
     assert run("head", "--quick", "--out", tmp_path, "--device", "cpu", "--cell", cell.name, "--json") == 0
-    shown, result = json.loads(capsys.readouterr().out), read_result(tmp_path / CELLS / cell.name)
+    shown, result = json.loads(capsys.readouterr().out), read_result(tmp_path / CELLS / cell.name, CellResult)
     assert result is not None and shown == to_plain(result) and shown["metrics"].keys() >= {"accuracy"}
 
 
@@ -95,6 +98,6 @@ def test_a_finished_study_is_shown_without_training(tmp_path: Path, capsys: pyte
     assert run(*arguments, "--json") == 0
     assert [row["accuracy_mean"] for row in json.loads(capsys.readouterr().out)["points"]] == [0.875, 0.875]
     assert run("positions", "--quick", "--out", folder, "--device", "cpu") == 2
-    assert "holds a study with study='head', which is now 'positions'" in capsys.readouterr().err
+    assert "holds a study with other settings: study was 'head' and is 'positions'" in capsys.readouterr().err
     assert run(*arguments, "--cell", "abc") == 2
     assert "cell 'abc' is not in" in capsys.readouterr().err

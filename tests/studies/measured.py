@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from vitrail.studies.cell import CellResult
 from vitrail.studies.claims import PointResult, Results
-from vitrail.studies.grid import CellResult
 
 MACHINE = {"device": "a test", "threads": 1, "precision": "float32", "versions": {}}
 

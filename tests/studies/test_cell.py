@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from tests.studies.measured import cell_result
 from vitrail.errors import RunError
-from vitrail.experiments.cells import write_result
-from vitrail.studies.grid import make_cell, read_cell, read_result, write_cell
+from vitrail.experiments.runner import read_cell, read_result, write_result
+from vitrail.files import write_json
+from vitrail.studies.cell import CellResult, StudyCell, make_cell
 from vitrail.studies.study import Settings, small_config
 from vitrail.training.config import TrainConfig
 
@@ -46,30 +47,32 @@ def test_what_is_measured_is_part_of_a_name(config: TrainConfig) -> None:
 def test_a_cell_is_read_as_it_was_written(tmp_path: Path, config: TrainConfig) -> None:
     cell = make_cell(config, by=("fewshot",), measured="test", evaluator_settings={"fewshot": {"shots": [1, 5]}})
     folder = tmp_path / cell.name
-    write_cell(folder, cell)
-    found = read_cell(folder)
+    folder.mkdir()
+    write_json(folder / "cell.json", asdict(cell))
+    found = read_cell(folder, StudyCell)
     assert found.name == cell.name and found.train_config == cell.train_config and found.by == ("fewshot",)
 
 
 def test_a_changed_cell_is_refused(tmp_path: Path, config: TrainConfig) -> None:
     cell = make_cell(config, by=(), measured="test")
     folder = tmp_path / cell.name
-    write_cell(folder, cell)
+    folder.mkdir()
+    write_json(folder / "cell.json", asdict(cell))
     values = json.loads((folder / "cell.json").read_text())
     values["measured"] = "validation"
     (folder / "cell.json").write_text(json.dumps(values))
     with pytest.raises(RunError, match=r"has the cell \w{16}, which is not the name of the folder: cell\.json was"):
-        read_cell(folder)
+        read_cell(folder, StudyCell)
     (folder / "cell.json").write_text("{")
     with pytest.raises(RunError, match=r"has no readable cell: .*; delete the folder to run the cell again"):
-        read_cell(folder)
+        read_cell(folder, StudyCell)
 
 
 def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
-    assert read_result(tmp_path) is None
+    assert read_result(tmp_path, CellResult) is None
     result = cell_result({"accuracy": 0.5})
     write_result(tmp_path, result)
-    assert read_result(tmp_path) == result
+    assert read_result(tmp_path, CellResult) == result
     (tmp_path / "result.json").write_text('{"metrics": 3}')
     with pytest.raises(RunError, match=r"result\.json is damaged: .*; delete the folder"):
-        read_result(tmp_path)
+        read_result(tmp_path, CellResult)

@@ -10,8 +10,8 @@ import pytest
 
 from tests.studies.measured import cell_result
 from vitrail.errors import DataError, RunError
-from vitrail.experiments.cells import write_result
-from vitrail.studies.grid import DEVICE, Cell, make_cell, measure_cell
+from vitrail.experiments.runner import write_result
+from vitrail.studies.cell import DEVICE, StudyCell, make_cell, measure_cell
 from vitrail.studies.study import Settings, small_config
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import phases_of, run_flops
@@ -30,7 +30,7 @@ def tiny(**overrides: object) -> TrainConfig:
     return config.override(**overrides)
 
 
-def cell_of(config: TrainConfig, **fields: object) -> Cell:
+def cell_of(config: TrainConfig, **fields: object) -> StudyCell:
     return make_cell(config, **{"by": ("accuracy",), "measured": "test", **fields})  # type: ignore[arg-type]
 
 
@@ -79,7 +79,7 @@ def test_a_second_stage_starts_from_the_model_of_the_first(tmp_path: Path) -> No
     assert "starts from diverged" in make(tmp_path, second).diverged
 
 
-def make(folder: Path, cell: Cell):  # type: ignore[no-untyped-def]
+def make(folder: Path, cell: StudyCell):  # type: ignore[no-untyped-def]
     (folder / cell.name).mkdir()
     result = measure_cell(folder / cell.name, cell)
     write_result(folder / cell.name, result)

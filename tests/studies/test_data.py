@@ -28,16 +28,16 @@ def write_folder(
 
 
 def test_settings_follow_from_the_data(tmp_path: Path) -> None:
-    found = open_study_data(write_folder(tmp_path), "quick").settings
+    found = open_study_data(write_folder(tmp_path), "quick")
     assert (found.images, found.classes, found.channels, found.scale) == (22, 2, 3, "quick")
-    found = open_study_data("bundled", "default").settings
+    found = open_study_data("bundled", "default")
     assert (found.images, found.classes, found.channels) == (9000, 10, 1)
 
 
 def test_an_image_that_cannot_be_decoded_is_tolerated(tmp_path: Path) -> None:
     write_folder(tmp_path, colour=False)
     (tmp_path / "train" / "cat" / "0.png").write_bytes(b"not an image")
-    assert open_study_data(str(tmp_path), "quick").settings.channels == 1
+    assert open_study_data(str(tmp_path), "quick").channels == 1
 
 
 def test_the_fingerprint_tells_data_apart(tmp_path: Path) -> None:
@@ -68,10 +68,10 @@ def test_data_without_classes_is_refused(tmp_path: Path) -> None:
 
 def test_a_subset_smaller_than_its_classes_is_refused() -> None:
     data = open_study_data("bundled", "quick")
-    small = [point("a", small_config(data.settings, images=images, epochs=1.0), (1e-3,)) for images in (7200, 9)]
+    small = [point("a", small_config(data, images=images, epochs=1.0), (1e-3,)) for images in (7200, 9)]
     with pytest.raises(DataError, match=r"data 'bundled\[:9\]': a subset of 9 images is smaller than its 10 cla"):
         check_subsets(small, data)
-    check_subsets([point("a", small_config(data.settings, images=10, epochs=1.0), (1e-3,))], data)
+    check_subsets([point("a", small_config(data, images=10, epochs=1.0), (1e-3,))], data)
 
 
 def test_a_subset_without_a_class_is_refused(tmp_path: Path) -> None:
@@ -79,6 +79,6 @@ def test_a_subset_without_a_class_is_refused(tmp_path: Path) -> None:
     for number in range(1, 40):
         (folder / "train" / "dog" / f"{number}.png").unlink()
     data = open_study_data(str(folder), "quick")
-    config = small_config(data.settings, images=4, epochs=1.0)
+    config = small_config(data, images=4, epochs=1.0)
     with pytest.raises(DataError, match=r"a subset of 4 images has none of the class 'dog'; choose data of more"):
         check_subsets([point("a", config, (1e-3,))], data)

@@ -13,9 +13,9 @@ import pytest
 
 from tests.studies.measured import cell_result
 from vitrail.errors import RunError
-from vitrail.experiments.cells import write_result
+from vitrail.experiments.runner import CELLS, Pool, write_result
+from vitrail.studies.cell import CellResult, StudyCell, study_pool
 from vitrail.studies.engine import TRIAL_SEED, StudyRun, chain, planned_cells, tuned_points
-from vitrail.studies.grid import CELLS, CellPool
 from vitrail.studies.questions.head import HEAD
 from vitrail.studies.study import Point, Settings, Stage, point, small_config
 
@@ -33,14 +33,12 @@ PRETRAINED = Point(
 
 
 def run_of(folder: Path, points: Sequence[Point] = ARMS, seeds: tuple[int, ...] = (0, 1)) -> StudyRun:
-    return StudyRun(
-        study=HEAD, settings=Settings(scale="quick"), points=tuple(points), seeds=seeds, folder=folder, fingerprint="f"
-    )
+    return StudyRun(study=HEAD, settings=Settings(scale="quick"), points=tuple(points), seeds=seeds, folder=folder)
 
 
-def no_process(folder: Path) -> CellPool:
+def no_process(folder: Path) -> Pool[StudyCell, CellResult]:
     """A pool that only finds the results that are there."""
-    return CellPool(folder, jobs=0, threads=1, device="cpu")
+    return study_pool(folder, jobs=0, threads=1, device="cpu")
 
 
 def test_a_trial_measures_the_cut_and_not_the_test_split() -> None:
@@ -123,21 +121,30 @@ def write(folder: Path, name: str, metrics: dict[str, float], diverged: str = ""
     write_result(place, cell_result({} if diverged else metrics, diverged=diverged))
 
 
+def hold(run: StudyRun) -> None:
+    with run.held():
+        pass
+
+
 def test_a_folder_of_another_study_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "study"
-    run_of(folder).record()
-    run_of(folder, seeds=(5,)).record()  # more seeds and other arms belong to the same study
+    hold(run_of(folder))
+    hold(run_of(folder, seeds=(5,)))  # more seeds and other arms belong to the same study
     other = StudyRun(
-        study=HEAD, settings=Settings(scale="default"), points=ARMS, seeds=(0,), folder=folder, fingerprint="f"
+        study=HEAD, settings=Settings(scale="default", fingerprint="g"), points=ARMS, seeds=(0,), folder=folder
     )
-    with pytest.raises(RunError, match="holds a study with scale='quick', which is now 'default'; the results of both"):
-        other.record()
+    message = (
+        r"holds a study with other settings: scale was 'quick' and is 'default'; the images, labels or splits have "
+        r"changed\. Give the same settings to continue, or choose another --out"
+    )
+    with pytest.raises(RunError, match=message):
+        hold(other)
     (folder / "study.json").write_text("{")
     with pytest.raises(RunError, match=r"study\.json is damaged"):
-        run_of(folder).record()
+        hold(run_of(folder))
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("x")
-    with pytest.raises(RunError, match=r"is not the folder of a study: it has files but no study\.json"):
-        run_of(tmp_path).record()
+    with pytest.raises(RunError, match=r"exists and does not hold a study: it has no study\.json; choose"):
+        hold(run_of(tmp_path))

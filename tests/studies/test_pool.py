@@ -15,20 +15,20 @@ import pytest
 
 from tests.studies.measured import cell_result
 from vitrail.errors import ConfigError, VitrailError
-from vitrail.experiments.cells import write_result
-from vitrail.studies.grid import CELLS, Cell, CellPool, make_cell, read_result, write_cell
+from vitrail.experiments.runner import CELLS, Pool, read_result, write_result
+from vitrail.studies.cell import CellResult, StudyCell, make_cell, study_pool
 from vitrail.studies.study import Settings, small_config
 from vitrail.training.log import read_journal
 
 
-def cell_of(**overrides: object) -> Cell:
+def cell_of(**overrides: object) -> StudyCell:
     config = small_config(Settings(scale="quick"), images=100, epochs=1.0)
     config = config.override(depth=1, width=16, mlp_width=16, batch_size=20, precision="float32", **overrides)
     return make_cell(config, by=("accuracy",), measured="test")
 
 
-def pool_of(folder: Path, jobs: int = 1, **fields: object) -> CellPool:
-    return CellPool(folder, jobs=jobs, threads=1, device="cpu", **fields)  # type: ignore[arg-type]
+def pool_of(folder: Path, jobs: int = 1, **fields: object) -> Pool[StudyCell, CellResult]:
+    return study_pool(folder, jobs=jobs, threads=1, device="cpu", **fields)  # type: ignore[arg-type]
 
 
 def test_finished_cells_need_no_process(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_finished_cells_need_no_process(tmp_path: Path) -> None:
 
 def test_an_unknown_cell_is_refused(tmp_path: Path) -> None:
     cell = cell_of()
-    write_cell(tmp_path / CELLS / cell.name, cell)
+    (tmp_path / CELLS / cell.name).mkdir(parents=True)
     with pytest.raises(ConfigError, match=f"cell 'abc' is not in .*cells; (nearest|choices): {cell.name}"):
         pool_of(tmp_path).repeat("abc")
 
@@ -79,7 +79,7 @@ def test_a_cell_that_was_killed_continues_and_has_the_same_result(tmp_path: Path
     with pytest.raises(VitrailError, match=r"\(the cell\) was ended by signal 9; the same command continues"):
         pool_of(tmp_path / "killed").run([("the cell", cell)])
     thread.join()
-    assert len(begun) == 1 and read_result(folder) is None
+    assert len(begun) == 1 and read_result(folder, CellResult) is None
     result = pool_of(tmp_path / "killed").run([("the cell", cell)])[cell.name]
     events = [event["event"] for event in read_journal(folder / "run" / "journal.jsonl")]
     assert "resumed" in events  # from a checkpoint
@@ -118,4 +118,4 @@ def test_cells_end_with_a_study_that_is_killed(tmp_path: Path) -> None:
     until = time.monotonic() + 60
     while _processes_of(folder) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not _processes_of(folder) and read_result(folder) is None
+    assert not _processes_of(folder) and read_result(folder, CellResult) is None

@@ -124,7 +124,7 @@ def test_vtab_is_fine_tuned_as_in_the_paper(
     plain = json.loads((tmp_path / "runs" / "suite.json").read_text())
     assert plain["tasks"]["dtd"] == {"group": "natural", "metrics": done["dtd"]}
     assert plain["protocol"] == "paper" and plain["all"]["accuracy"]["tasks"] == 3
-    assert not [*(tmp_path / "runs").glob("*-learning-rates")]
+    assert not [*(tmp_path / "runs").glob("*-trials")]
 
 
 def test_images_that_bit_neither_mirrors_nor_crops() -> None:
@@ -140,13 +140,13 @@ def test_200_images_choose_the_learning_rate_and_all_1000_are_then_learned_from(
 ) -> None:
     only = replace(vtab, tasks=(vtab.tasks[2],))
     (row,) = tuned(only, downloads, method={"protocol": "paper", "rates": (0.003, 0.1)}).rows
-    trials = tmp_path / "runs" / "dtd-learning-rates"
-    assert {path.name for path in trials.iterdir()} == {"0.003", "0.1"}
-    trial = json.loads((trials / "0.003" / "run.json").read_text())["data"]
+    trials = tmp_path / "runs" / "dtd-trials"
+    assert {path.name for path in trials.iterdir()} == {"learning-rate-0.003", "learning-rate-0.1"}
+    trial = json.loads((trials / "learning-rate-0.003" / "run.json").read_text())["data"]
     assert (trial["train"], trial["validation"]) == (800, 200)
     final = json.loads((tmp_path / "runs" / "dtd" / "run.json").read_text())["data"]
     assert (final["train"], final["validation"]) == (1000, 0)
-    accuracies = {rate: finished(trials / f"{rate:g}")["validation_accuracy"] for rate in (0.003, 0.1)}
+    accuracies = {rate: finished(trials / f"learning-rate-{rate:g}")["validation_accuracy"] for rate in (0.003, 0.1)}
     assert accuracies[row.metrics["learning_rate"]] == max(accuracies.values())  # the loss decides between equal ones
     assert row.task.name == "dtd"
     assert row.metrics["accuracy"] == finished(tmp_path / "runs" / "dtd")["test_accuracy"]
@@ -274,14 +274,18 @@ def test_what_cannot_be_used(small: Suite, tuned: Callable[..., SuiteResult], tm
     with pytest.raises(DataError, match=r"suite small: no task could be measured:\n  near: ask\n  gone: ask"):
         tuned(small, tmp_path / "empty", place=tmp_path / "none")
     assert not (tmp_path / "none").exists()
-    with pytest.raises(RunError, match=r"near contains a run with other settings; choose another --name"):
+    with pytest.raises(
+        RunError, match=r"near contains a run with other settings: steps was 2 and is 3; choose another"
+    ):
         tuned(small, method={"explicit": {"steps": 3}})
-    with pytest.raises(RunError, match=r"runs contains the runs of suite small, not of other; choose another --name"):
+    with pytest.raises(
+        RunError, match="runs holds the runs of a suite with other settings: suite was 'small' and is 'other'"
+    ):
         tuned(replace(small, name="other"))
     (tmp_path / "runs" / "suite.json").write_text("{")
-    with pytest.raises(RunError, match=r"suite.json is damaged: .*; delete it, or choose another --name"):
+    with pytest.raises(RunError, match=r"suite.json is damaged: .*; choose another --name"):
         tuned(small)
-    with pytest.raises(RunError, match=r"data exists and does not contain the runs of a suite; choose another"):
+    with pytest.raises(RunError, match="data exists and does not hold the runs of a suite: it has no suite"):
         tuned(small, place=tmp_path / "data")
     with pytest.raises(ConfigError, match="table_row='vtab' is a row of the paper's Table 4"):
         tuned(small, place=tmp_path / "row", method={"row": "vtab"})

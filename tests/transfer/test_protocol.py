@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.listening import Display
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, NonFiniteLoss, RunError, Stopped
 from vitrail.models.variants import AnyConfig, variant_config
@@ -26,15 +25,12 @@ from vitrail.transfer.facts import DataFacts, FinetunePlan
 from vitrail.transfer.finetune import plan
 from vitrail.transfer.protocols import (
     TABLE_4,
-    Trial,
     check_final_run,
-    choose_rate,
     final_config,
-    is_trial,
     plan_by_paper,
     row_for,
-    trials_folder,
 )
+from vitrail.transfer.trials import Tried, choose_rate, is_trial, trials_folder
 from vitrail.weights.bundle import Bundle
 
 PLENTY = 10**12
@@ -159,41 +155,43 @@ def base(tiny_bundle: Bundle, colours: Path, tmp_path: Path) -> TrainConfig:
 
 def tried(
     bundle: Bundle, config: TrainConfig, rates: tuple[float, ...], folder: Path, **others: object
-) -> tuple[Trial, ...]:
+) -> dict[float, Tried]:
     return choose_rate(config, config.data.open_whole(), rates, folder, initial=bundle, **others)  # type: ignore[arg-type]
+
+
+class Notes:
+    """Collects what is shown."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        if "text" in event:
+            self.texts.append(event["text"])
 
 
 @pytest.mark.slow
 def test_each_rate_has_a_run_and_the_test_split_no_part(base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path) -> None:
-    heard: list[Trial] = []
-    trials = tried(tiny_bundle, base, (0.01, 1e-5, 0.1), tmp_path / "rates", on_trial=heard.append)
-    assert {trial.rate for trial in trials} == {0.01, 1e-5, 0.1} and [trial.rate for trial in heard] == [
-        0.01,
-        1e-5,
-        0.1,
-    ]
-    assert list(trials) == sorted(trials, key=lambda trial: (-trial.value, trial.loss, trial.rate))
-    for trial in trials:
-        assert trial.folder == tmp_path / "rates" / f"{trial.rate:g}"
-        record = json.loads((trial.folder / "run.json").read_text())
-        assert record["config"]["optimizer"]["learning_rate"] == trial.rate
-        splits = {event["split"] for event in read_journal(trial.folder / "journal.jsonl") if "split" in event}
+    notes = Notes()
+    trials = tried(tiny_bundle, base, (0.01, 1e-5, 0.1), tmp_path / "rates", log=Log(notes))
+    assert set(trials) == {0.01, 1e-5, 0.1}
+    said = [text.partition(":")[0] for text in notes.texts if text.endswith("on the held-out images")]
+    assert said == ["learning rate 0.01", "learning rate 1e-05", "learning rate 0.1"]
+    assert list(trials) == sorted(trials, key=lambda rate: (-(trials[rate].value or 0), trials[rate].loss, rate))
+    for rate in trials:
+        folder = tmp_path / "rates" / f"learning-rate-{rate:g}"
+        record = json.loads((folder / "run.json").read_text())
+        assert record["config"]["optimizer"]["learning_rate"] == rate
+        splits = {event["split"] for event in read_journal(folder / "journal.jsonl") if "split" in event}
         assert splits == {"validation"}
 
 
 @pytest.mark.slow
 def test_a_rate_that_diverges_is_skipped(base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path) -> None:
-    class Notes(Display):
-        def __init__(self) -> None:
-            self.notes: list[str] = []
-
-        def note(self, text: str) -> None:
-            self.notes.append(text)
-
     notes, wild = Notes(), base.override(optimizer="sgd", clip=0.0, steps=6)
     trials = tried(tiny_bundle, wild, (0.01, 1e30), tmp_path / "rates", log=Log(notes))
-    assert [trial.rate for trial in trials] == [0.01]
-    assert "learning rate 1e+30 is skipped: loss is nan at step 2" in notes.notes
+    assert list(trials) == [0.01]
+    assert "learning rate 1e+30 is skipped: loss is nan at step 2" in notes.texts
     with pytest.raises(NonFiniteLoss, match="the run diverged"):
         tried(tiny_bundle, wild, (1e30, 1e31), tmp_path / "wild")
 
@@ -202,13 +200,14 @@ def test_a_rate_that_diverges_is_skipped(base: TrainConfig, tiny_bundle: Bundle,
 def test_overwrite_replaces_trials_with_other_settings(base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path) -> None:
     tried(tiny_bundle, base, (0.01,), tmp_path / "rates")
     changed = base.override(steps=2)
-    with pytest.raises(RunError, match="contains a run with other settings; choose another --name"):
+    with pytest.raises(
+        RunError, match="contains a run with other settings: steps was 3 and is 2; choose another --name"
+    ):
         tried(tiny_bundle, changed, (0.01,), tmp_path / "rates")
     tried(tiny_bundle, changed.override(overwrite=True, run=str(tmp_path / "run")), (0.01,), tmp_path / "rates")
-    record = json.loads((tmp_path / "rates" / "0.01" / "run.json").read_text())
+    record = json.loads((tmp_path / "rates" / "learning-rate-0.01" / "run.json").read_text())
     assert record["config"]["run"]["steps"] == 2
-    again = tried(tiny_bundle, changed, (0.01,), tmp_path / "rates")
-    assert again[0].folder == tmp_path / "rates" / "0.01"
+    assert list(tried(tiny_bundle, changed, (0.01,), tmp_path / "rates")) == [0.01]
 
 
 @pytest.mark.slow
@@ -225,22 +224,26 @@ def test_rates_of_several_labels_are_chosen_by_mean_average_precision(
     (tmp_path / "labels.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     config = base.override(data=str(tmp_path / "labels.jsonl"), loss="sigmoid")
     trials = tried(tiny_bundle, config, (0.01, 0.1), tmp_path / "rates")
-    for trial in trials:
-        (*_, last) = [event for event in read_journal(trial.folder / "journal.jsonl") if event["event"] == "evaluation"]
-        assert trial.metric.name == "mean_average_precision" and trial.value == last["mean_average_precision"]
+    for rate, trial in trials.items():
+        journal = read_journal(tmp_path / "rates" / f"learning-rate-{rate:g}" / "journal.jsonl")
+        (*_, last) = [event for event in journal if event["event"] == "evaluation"]
+        assert trial.value == last["mean_average_precision"]
 
 
 @pytest.mark.slow
 def test_runs_that_are_there_are_not_done_again(base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path) -> None:
     first = tried(tiny_bundle, base, (0.01, 0.02), tmp_path / "rates")
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "rates").rglob("journal.jsonl")}
-    (more,) = [trial for trial in tried(tiny_bundle, base, (0.01, 0.03), tmp_path / "rates") if trial.rate == 0.03]
-    assert more.folder.exists() and tried(tiny_bundle, base, (0.01, 0.02), tmp_path / "rates") == first
+    assert 0.03 in tried(tiny_bundle, base, (0.01, 0.03), tmp_path / "rates")
+    assert tried(tiny_bundle, base, (0.01, 0.02), tmp_path / "rates") == first
     assert {path: path.stat().st_mtime_ns for path in times} == times
     assert tried(tiny_bundle, base.override(accumulation=2), (0.01, 0.02), tmp_path / "rates") == first, (
         "less memory is free"
     )
-    with pytest.raises(RunError, match=r"rates/0\.01 contains a run with other settings; choose another --name"):
+    with pytest.raises(
+        RunError,
+        match=r"learning-rate-0\.01 contains a run with other settings: seed was 0 and is 1; choose another --name",
+    ):
         tried(tiny_bundle, base.override(seed=1), (0.01,), tmp_path / "rates")
 
 
@@ -264,10 +267,14 @@ def test_runs_from_other_weights_or_on_other_data_are_not_taken_for_these(
     network = copy.deepcopy(tiny_bundle.network)
     with torch.no_grad():
         network.blocks[0].mlp.up.weight += 1
-    with pytest.raises(RunError, match="contains a run with other weights; choose another --name"):
+    with pytest.raises(
+        RunError, match="other settings: the weights of the initial model have changed; choose another --name"
+    ):
         tried(replace(tiny_bundle, network=network), config, (0.01,), tmp_path / "rates")
     next((data / "train" / "red").iterdir()).unlink()
-    with pytest.raises(RunError, match="contains a run with other data; choose another --name"):
+    with pytest.raises(
+        RunError, match="other settings: the images, labels or splits have changed; choose another --name"
+    ):
         tried(tiny_bundle, config, (0.01,), tmp_path / "rates")
 
 
@@ -281,9 +288,8 @@ def test_a_stopped_trial_continues(
         patch.setattr(after_step, "report", stop_at(2, after_step.report))
         with pytest.raises(Stopped):
             tried(tiny_bundle, config, (0.01,), tmp_path / "rates")
-    (found,) = tried(tiny_bundle, config, (0.01,), tmp_path / "rates")
-    assert found.value == expected[0].value
-    assert "resumed" in (found.folder / "journal.jsonl").read_text()
+    assert tried(tiny_bundle, config, (0.01,), tmp_path / "rates") == expected
+    assert "resumed" in (tmp_path / "rates" / "learning-rate-0.01" / "journal.jsonl").read_text()
 
 
 def stop_at(step: int, usual: Callable[[Run, TrainState], None]) -> Callable[[Run, TrainState], None]:
@@ -325,8 +331,8 @@ def test_what_the_last_run_cannot_do_is_refused(base: TrainConfig, colours: Path
 
 def test_runs_that_try_a_rate_are_told_by_their_place() -> None:
     folder = trials_folder(Path("runs/pets"))
-    assert folder == Path("runs/pets-learning-rates")
-    assert is_trial(folder / "0.01") and not is_trial(folder) and not is_trial(Path("runs/pets"))
+    assert folder == Path("runs/pets-trials")
+    assert is_trial(folder / "learning-rate-0.01") and not is_trial(folder) and not is_trial(Path("runs/pets"))
 
 
 def test_the_last_run_learns_from_all_images(base: TrainConfig) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,16 +21,15 @@ from vitrail.cli.run_options import run_options
 from vitrail.errors import ConfigError, Interrupted, nearest
 from vitrail.experiments.accuracy import (
     AccuracyComparison,
+    Curve,
+    CurvePoint,
     Curves,
-    Ratio,
-    Reached,
     check_environments,
     final_accuracies,
     peer_entries,
     reached,
 )
-from vitrail.experiments.cells import Cell, CellResult, CurvePoint
-from vitrail.files import saving, write_json
+from vitrail.files import saving, write_csv, write_json
 from vitrail.machine import pick_device
 from vitrail.recipes import RECIPES
 from vitrail.report.charts import Axis, log_ticks, make_axis, short_number
@@ -123,10 +121,10 @@ def main(call: Call) -> int:
     )
     console = message_console(options.json)
 
-    def show(cell: Cell, result: CellResult) -> None:
+    def show(label: str, result: Curve) -> None:
         last = result.points[-1]
         console.print(
-            f"{cell.entry}, seed {cell.seed}: {result.validation_accuracy:.2%} of the validation images after "
+            f"{label}: {result.validation_accuracy:.2%} of the validation images after "
             f"{result.epochs:,.1f} epochs, {last.seconds:,.0f} s, {last.flops / 1e12:,.3g} TFLOP",
             markup=False,
         )
@@ -208,21 +206,21 @@ def _write(options: BenchAccuracy, comparison: AccuracyComparison, curves: Curve
     folder = options.out
     rows = reached(curves, options.targets, comparison.budget)
     shared = json.loads((folder / "bench.json").read_text(encoding="utf-8"))
-    plain = {**shared, **plain_accuracy(curves, rows)}
+    entries = {entry: {str(seed): asdict(one) for seed, one in cells.items()} for entry, cells in curves.items()}
+    plain = {**shared, "targets": rows, "entries": entries}
+    points = [
+        {"entry": entry, "seed": seed, **asdict(point)}
+        for entry, cells in curves.items()
+        for seed, result in cells.items()
+        for point in result.points
+    ]
     with saving("the results", folder):
         write_json(folder / "results.json", plain)
-        _write_csv(folder / "targets.csv", ROW_COLUMNS, list(target_rows(rows)))
-        _write_csv(folder / "curves.csv", POINT_COLUMNS, list(point_rows(curves)))
+        write_csv(folder / "targets.csv", rows)
+        write_csv(folder / "curves.csv", points)
         chart = accuracy_chart(curves, options.targets, comparison.budget)
         (folder / "curves.svg").write_text(chart, encoding="utf-8")
     return plain
-
-
-def _write_csv(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 # The curves of `vitrail bench accuracy` as an SVG file: accuracy over time, and over counted operations.
@@ -327,15 +325,10 @@ def _stroke(number: int) -> str:
     return f'stroke="{COLOURS[number % len(COLOURS)]}"' + (f' stroke-dasharray="{dashes}"' if dashes else "")
 
 
-# The table, JSON and CSV values of `vitrail bench accuracy`.
+# The tables of `vitrail bench accuracy`.
 
 
-POINT_COLUMNS = ("entry", "seed", "step", "seconds", "cpu_seconds", "flops", "accuracy")
-STATISTICS = ("median", "low", "high", "ratio_median", "ratio_low", "ratio_high", "ratio_is_bound")
-ROW_COLUMNS = (
-    "entry", "target", "reached", "seeds",
-    *(f"{quantity}_{name}" for quantity in ("seconds", "cpu_seconds", "flops") for name in STATISTICS),
-)  # fmt: skip
+ENDS = ("low", "median", "high")
 
 CAPTION = (
     "Medians over the seeds, with lowest..highest. seconds: time of training before the first evaluation that reaches "
@@ -344,23 +337,23 @@ CAPTION = (
 )
 
 
-def tables(curves: Curves, rows: Sequence[Reached]) -> list[Table]:
+def tables(curves: Curves, rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Return the costs of each target in seconds and in operations, and the accuracy and length of the finished models.
 
     Each table fits 80 columns.
     """
     described = (
-        Column("accuracy", lambda row: row.target, ".1%"),
-        Column("entry", lambda row: escape_markup(row.entry), is_text=True),
-        Column("seeds", lambda row: f"{row.reached} of {row.seeds}"),
+        Column("accuracy", "target", ".1%"),
+        Column("entry", lambda row: escape_markup(row["entry"]), is_text=True),
+        Column("seeds", lambda row: f"{row['reached']} of {row['seeds']}"),
     )
     in_seconds = (
-        Column("seconds", lambda row: row.costs["seconds"], _cost),
-        Column("times", lambda row: row.ratios.get("seconds"), _ratio),
+        Column("seconds", lambda row: _cost(_ends(row, "seconds"))),
+        Column("times", lambda row: _ratio(_ends(row, "seconds_ratio"), row["seconds_ratio_is_bound"])),
     )
     in_operations = (
-        Column("TFLOP", lambda row: row.costs["flops"], lambda spread: _cost(spread, 1e12)),
-        Column("times", lambda row: row.ratios.get("flops"), _ratio),
+        Column("TFLOP", lambda row: _cost(_ends(row, "flops"), 1e12)),
+        Column("times", lambda row: _ratio(_ends(row, "flops_ratio"), row["flops_ratio_is_bound"])),
     )
     finished = Column("finished model", lambda item: escape_markup(item[0]))
     accuracies = (
@@ -371,7 +364,7 @@ def tables(curves: Curves, rows: Sequence[Reached]) -> list[Table]:
     )
     lengths = (
         finished,
-        Column("seconds", lambda item: Spread.of([one.points[-1].seconds for one in item[1].values()]), _cost),
+        Column("seconds", lambda item: _took(item[1].values())),
         Column("epochs", lambda item: statistics.median(one.epochs for one in item[1].values()), ",.1f"),
         Column(
             "of its own length",
@@ -387,59 +380,32 @@ def tables(curves: Curves, rows: Sequence[Reached]) -> list[Table]:
     ]
 
 
-def plain_accuracy(curves: Curves, rows: Sequence[Reached]) -> dict[str, Any]:
-    """Return the comparison as JSON values. A cost that is not known, because a target is not reached, is null."""
-    return {
-        "targets": list(target_rows(rows)),
-        "entries": {
-            entry: {str(seed): asdict(result) for seed, result in cells.items()} for entry, cells in curves.items()
-        },
-    }
+def _ends(row: Mapping[str, Any], name: str) -> list[float | None]:
+    return [row[f"{name}_{end}"] for end in ENDS]
 
 
-def point_rows(curves: Curves) -> Iterator[dict[str, Any]]:
-    """Yield a row for each evaluation of each cell."""
-    for entry, cells in curves.items():
-        for seed, result in cells.items():
-            for point in result.points:
-                yield {"entry": entry, "seed": seed, **asdict(point)}
+def _took(cells: Iterable[Curve]) -> str:
+    spread = Spread.of([one.points[-1].seconds for one in cells])
+    return _cost((spread.low, spread.median, spread.high))
 
 
-def target_rows(rows: Sequence[Reached]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each target and entry."""
-    for row in rows:
-        values: dict[str, Any] = {
-            "entry": row.entry, "target": row.target, "reached": row.reached, "seeds": row.seeds,
-        }  # fmt: skip
-        for quantity, spread in row.costs.items():
-            values |= {f"{quantity}_{name}": _finite(value) for name, value in asdict(spread).items()}
-            ratio = row.ratios.get(quantity)
-            for name in ("median", "low", "high"):
-                values[f"{quantity}_ratio_{name}"] = None if ratio is None else getattr(ratio.spread, name)
-            values[f"{quantity}_ratio_is_bound"] = None if ratio is None else ratio.is_bound
-        yield values
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _cost(spread: Spread, unit: float = 1.0) -> str:
-    if not math.isfinite(spread.low):
+def _cost(values: Sequence[float | None], unit: float = 1.0) -> str:
+    """Return a cost from its lowest value, its median and its highest value. None is more than every number."""
+    if values[0] is None:
         return "not reached"
-    low, middle, high = (_number(value / unit) for value in (spread.low, spread.median, spread.high))
-    return middle if low == high else f"{middle} ({low}..{high})"
+    ends = ["not reached" if value is None else _number(value / unit) for value in values]
+    return ends[1] if ends[0] == ends[2] else f"{ends[1]} ({ends[0]}..{ends[2]})"
 
 
 def _number(value: float) -> str:
-    if not math.isfinite(value):
-        return "not reached"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _ratio(ratio: Ratio) -> str:
-    low, middle, high = (f"{value:.2f}" for value in (ratio.spread.low, ratio.spread.median, ratio.spread.high))
-    sign = "> " if ratio.is_bound else ""
+def _ratio(values: Sequence[float | None], is_bound: bool | None) -> str:
+    if values[0] is None:
+        return ""
+    low, middle, high = (f"{value:.2f}" for value in values)
+    sign = "> " if is_bound else ""
     return f"{sign}{middle}" if low == high else f"{sign}{middle} ({low}..{high})"
 
 

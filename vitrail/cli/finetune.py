@@ -39,9 +39,10 @@ from vitrail.training.resuming import changed_config
 from vitrail.training.run import finished, resume
 from vitrail.transfer.facts import FinetunePlan
 from vitrail.transfer.finetune import FinetuneResult, Protocol, check_choices, evaluate_run, finetune, plan
-from vitrail.transfer.protocols import TableRow, is_trial
+from vitrail.transfer.protocols import TableRow
 from vitrail.transfer.report import AnyReport, summary_rows, untrained_note
 from vitrail.transfer.suite import Method, finetune_suite, is_suite_run, read_suite
+from vitrail.transfer.trials import is_trial
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
@@ -148,7 +149,6 @@ def main(call: Call) -> int:
                 search=chosen.search,
                 log=log,
                 started=call.started,
-                on_trial=lambda trial: log.say(trial.text()),
             )
     except Stopped as stop:
         part = _part(stop.run)
@@ -258,7 +258,7 @@ def _worst_classes(report: AnyReport) -> Iterator[str]:
 def _report(console: Console, log: Log, result: FinetuneResult) -> None:
     found, run = result.report, result.run
     if result.trials:
-        log.say(f"learning rate {result.trials[0].rate:g} was the best of {len(result.trials)}")
+        log.say(f"learning rate {next(iter(result.trials)):g} was the best of {len(result.trials)}")
     if found is None:
         hint = "" if result.trials else "; use --validation-share 0.1 to hold out a tenth"
         log.say(f"no image with a label is held out, so this model was not measured{hint}")

@@ -13,7 +13,6 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from vitrail.cli.console import ConsoleDisplay, images_bar, message_console
@@ -23,12 +22,12 @@ from vitrail.data.formats.pseudo_labels import FILES, Pool, PseudoLabelInfo, loo
 from vitrail.data.sources import absolute_spec
 from vitrail.errors import ConfigError, Interrupted, Stopped, nearest
 from vitrail.experiments.noisy_student import (
-    Events,
     Labelling,
     NoisyStudentConfig,
     Round,
     Rounds,
     label_images,
+    label_sentence,
     run_rounds,
 )
 from vitrail.files import check_new_folder
@@ -107,56 +106,30 @@ COMMAND = Command(
 )
 
 
-class _ConsoleEvents(Events):
-    """Shows the rounds on the console."""
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self.log = Log(ConsoleDisplay(console, COMMAND.note))
-        self._bar: tuple[Progress, TaskID] | None = None
-
-    def labelling(self, number: int, teacher: str) -> None:
-        self.log.say(f"round {number}: {teacher} labels images")
-        bar = images_bar(self.console, transient=True)
-        self._bar = bar, bar.add_task("labelling", total=None)
-        bar.start()
-
-    def labelling_progress(self, done: int, total: int) -> None:
-        if self._bar is not None:
-            self._bar[0].update(self._bar[1], completed=done, total=total)
-
-    def labelled(self, number: int, info: PseudoLabelInfo) -> None:
-        self.stop_bar()
-        self.log.say(f"round {number}: {label_sentence(info)}")
-
-    def training(self, number: int) -> None:
-        who = f"round {number}: the student" if number else "round 0: the first teacher"
-        self.log.say(f"{who} learns")
-
-    def finished(self, result: Round) -> None:
-        self.log.say(f"round {result.number}: validation accuracy {result.metrics['validation_accuracy']:.2%}")
-
-    def stop_bar(self) -> None:
-        if self._bar is not None:
-            self._bar[0].stop()
-            self._bar = None
-
-
 def main(call: Call) -> int:
     config = _config(call.options)
     folder = _folder(config)
     console = Console()
-    events = _ConsoleEvents(console)
+    bar = images_bar(console, transient=True)
+    labelling = bar.add_task("labelling", total=None)
+
+    def show_progress(done: int, total: int) -> None:
+        bar.start()
+        bar.update(labelling, completed=done, total=total)
+        if done >= total:
+            bar.stop()
+            bar.reset(labelling)
+
     again = "Finished rounds stay; give the same command again to continue"
     try:
         with interrupted_by_signals():
-            rounds = run_rounds(config, folder, events)
+            rounds = run_rounds(config, folder, Log(ConsoleDisplay(console, COMMAND.note)), show_progress)
     except Stopped as stop:
         raise Stopped(f"{stop}\n{again}", stop.run) from None
     except KeyboardInterrupt:
         raise Interrupted(f"stopped; finished rounds stay in {folder}") from None
     finally:
-        events.stop_bar()
+        bar.live.stop()
     console.print(rounds_table(rounds))
     best = max(rounds, key=lambda one: one.metrics["validation_accuracy"])
     console.print(
@@ -286,20 +259,6 @@ def run_label(call: Call) -> int:
 
 SHOWN = 20
 """Largest number of classes in a table."""
-
-
-def label_sentence(info: PseudoLabelInfo) -> str:
-    """Return a sentence about the numbers of images."""
-    confident, different, chosen = (
-        sum(getattr(count, name) for count in info.counts) for name in ("confident", "different", "chosen")
-    )
-    unreadable = f"; {info.unreadable:,} cannot be decoded" if info.unreadable else ""
-    empty = sum(not count.chosen for count in info.counts)
-    classes = f"; {empty} of {len(info.counts)} classes have none" if empty else ""
-    return (
-        f"{confident:,} of {info.images:,} images have a class of probability {info.confidence:g} or more{unreadable}. "
-        f"Chosen: {different:,} different images, {chosen:,} with repetitions{classes}"
-    )
 
 
 def counts_table(info: PseudoLabelInfo) -> Table:

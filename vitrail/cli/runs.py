@@ -36,7 +36,7 @@ from vitrail.training.folder import (
 )
 from vitrail.training.log import read_journal
 from vitrail.training.page import averaged
-from vitrail.transfer.protocols import is_trial
+from vitrail.transfer.trials import is_trial
 
 STYLES = {"training": "cyan", "finished": "green", "failed": "red", "unreadable": "red"}
 

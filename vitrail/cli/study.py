@@ -18,14 +18,13 @@ from vitrail.cli.options import Call, Command, Example
 from vitrail.errors import ConfigError, Interrupted, nearest
 from vitrail.machine import pick_device
 from vitrail.settings import setting, to_plain
+from vitrail.studies.cell import CellResult, study_pool
 from vitrail.studies.claims import Results
 from vitrail.studies.cost import TPU_FLOPS, StudyCost, check_jobs, cost_of, default_jobs, forecast, sizes_for
 from vitrail.studies.engine import TRIAL_SEED, StudyRun
-from vitrail.studies.grid import CellPool, CellResult
 from vitrail.studies.page import estimate_text, write_study
 from vitrail.studies.questions import STUDIES
-from vitrail.studies.study import Point, Scale, Study, check_subsets, open_study_data
-from vitrail.training.folder import locked
+from vitrail.studies.study import Point, Study, check_subsets, open_study_data
 from vitrail.training.stop import interrupted_by_signals
 
 
@@ -87,33 +86,31 @@ COMMAND = Command(
 def main(call: Call) -> int:
     options = StudyOptions(**call.options)
     _check(options)
-    study, scale = STUDIES[options.name], _scale(options)
+    study = STUDIES[options.name]
     console = message_console(options.json)
     device = pick_device(options.device)
     folder = options.out or Path(f"runs/study-{study.name}{'-quick' if options.quick else ''}")
-    data = open_study_data(options.data, scale)
-    points = _chosen(study.points(data.settings), options.arms)
-    check_subsets(points, data)
-    cost = cost_of(points, options.seeds, sizes_for(points, data.settings))
+    settings = open_study_data(options.data, "quick" if options.quick else "default")
+    points = _chosen(study.points(settings), options.arms)
+    check_subsets(points, settings)
+    cost = cost_of(points, options.seeds, sizes_for(points, settings))
     jobs = options.jobs or default_jobs(cost, torch.get_num_threads(), device)
     threads = max(1, torch.get_num_threads() // jobs)
     if options.plan:
         published = study.published()
-        whole = cost_of(published, options.seeds, sizes_for(published, data.settings))
+        whole = cost_of(published, options.seeds, sizes_for(published, settings))
         plan = plain_plan(cost, whole, forecast(cost, jobs=jobs, threads=threads, device=device), jobs)
         for line in [json.dumps(plan)] if options.json else plan_lines(study, plan, len(options.seeds)):
             print(line)
         return 0
     check_jobs(jobs, cost, device)
     run = StudyRun(
-        study=study, settings=data.settings, points=tuple(points), seeds=options.seeds, folder=folder,
-        fingerprint=data.fingerprint,
+        study=study, settings=settings, points=tuple(points), seeds=options.seeds, folder=folder,
     )  # fmt: skip
     display = _Progress(console, len(cost.costs))
-    pool = CellPool(folder, jobs=jobs, threads=threads, device=options.device, on_cell=display.ended)
-    run.record()
+    pool = study_pool(folder, jobs=jobs, threads=threads, device=options.device, on_cell=display.ended)
     try:
-        with interrupted_by_signals(), locked(folder):
+        with interrupted_by_signals(), run.held():
             if options.cell:
                 result = pool.repeat(options.cell)
                 if options.json:
@@ -156,10 +153,6 @@ def _check(options: StudyOptions) -> None:
         raise ConfigError(f"study {options.name!r} does not exist; {nearest(options.name, STUDIES)}")
     if twice := [seed for seed in options.seeds if options.seeds.count(seed) > 1]:
         raise ConfigError(f"seeds={twice[0]} is given twice; give each value once")
-
-
-def _scale(options: StudyOptions) -> Scale:
-    return "quick" if options.quick else "default"
 
 
 def _chosen(points: Sequence[Point], text: str) -> list[Point]:

@@ -9,13 +9,14 @@ import copy
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,12 +29,12 @@ from vitrail.bench.peers import benchmark_script
 from vitrail.bench.workload import Spread
 from vitrail.data.source import Source, fingerprint
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, DataError, RunError, nearest
-from vitrail.experiments.cells import Cell, CellResult, CurvePoint, read_cell, run_cell, run_process
-from vitrail.files import replacing_folder, saving, write_json
+from vitrail.errors import ConfigError, DataError, nearest
+from vitrail.experiments.runner import Cell, Pool, experiment, read_cell, run_process
+from vitrail.files import replacing_folder, write_json
 from vitrail.machine import describe, has_bf16_matrix_units
 from vitrail.training.config import TrainConfig
-from vitrail.training.folder import locked, read_record
+from vitrail.training.folder import read_record
 from vitrail.training.job import first_steps, phases_of, run_flops
 from vitrail.training.log import Log
 from vitrail.training.optimizer import make_optimizer
@@ -46,9 +47,63 @@ PEERS = {"timm": ("timm-defaults", "timm-small")}
 SCRIPTS = {"timm": "timm_training.py"}
 """Scripts in `benchmarks/` that run a cell of a library, in an environment that need not have Vitrail."""
 
-RECIPE = ("-m", "vitrail.experiments.accuracy")
+BENCH, IMAGES = "bench.json", "images"
 
-BENCH, IMAGES, CELLS = "bench.json", "images", "cells"
+
+@dataclass(frozen=True, kw_only=True)
+class AccuracyCell(Cell):
+    """One entry with one seed: the settings that its process trains with, as JSON values."""
+
+    entry: str
+    """Name of the entry: a recipe, or settings of another library."""
+    seed: int
+    settings: Mapping[str, Any]
+    """A recipe's `TrainConfig`, or the settings of another library."""
+    budget: float | None
+    """Seconds of training. A run that would take longer is shortened."""
+    evaluations: int
+    """Number of evaluations on the validation split during the run."""
+    device: str
+
+    @property
+    def name(self) -> str:
+        """The entry with its seed. Characters that some file systems do not allow are replaced."""
+        return f"{re.sub(r'[^A-Za-z0-9=.-]', '-', self.entry)}-seed{self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvePoint:
+    """The accuracy on the validation split after some training."""
+
+    step: int
+    seconds: float
+    """Seconds of training before this evaluation, without earlier evaluations."""
+    cpu_seconds: float
+    """Seconds that the cores spent on it. They do not include worker processes that read images."""
+    flops: float
+    """Counted floating-point operations of the matrix products and convolutions of all steps before, with those of the
+    optimizer."""
+    accuracy: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """The measurements of a finished cell."""
+
+    points: tuple[CurvePoint, ...]
+    validation_accuracy: float
+    """Accuracy of the finished model on the validation split."""
+    test_accuracy: float | None
+    """Accuracy of the finished model on the test split, which is measured once. None if the data has no test split."""
+    steps: int
+    own_steps: int
+    """Number of steps that the settings ask for. It is larger than `steps` if the budget shortened the run."""
+    epochs: float
+    batch_size: int
+    parameters: int
+    precision: str
+    threads: int
+    versions: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -119,8 +174,8 @@ class AccuracyComparison:
     evaluations: int
     device: torch.device
 
-    def measure(self, folder: Path, on_cell: Callable[[Cell, CellResult], None] = lambda cell, result: None) -> Curves:
-        """Run all cells that the folder does not have, and return the results. `on_cell` receives each result.
+    def measure(self, folder: Path, on_cell: Callable[[str, Curve], None] = lambda label, result: None) -> Curves:
+        """Run all cells that the folder does not have, and return the results. `on_cell` receives each new result.
 
         Raises `DataError` for data that cannot be compared, `RunError` if the folder has another comparison, and
         `VitrailError` if a cell fails. A comparison that was stopped continues with the cell that was stopped.
@@ -128,25 +183,26 @@ class AccuracyComparison:
         first = next(iter(self.recipes.values()))
         splits = first.data.open()
         _check(splits, first)
-        with saving("the comparison", folder):
-            (folder / CELLS).mkdir(parents=True, exist_ok=True)
-        with locked(folder):
-            self._record(folder, splits, first)
+        # all entries with a seed before the next seed, so that slow hours hit all entries
+        cells = [
+            self._cell(entry, seed, splits, first) for seed in self.seeds for entry in (*self.recipes, *self.peers)
+        ]
+        pool = Pool(
+            folder=folder, cell=AccuracyCell, result=Curve, command=self._command, restarts=True, on_cell=on_cell
+        )
+        with experiment(folder / BENCH, self._shared(splits, first), "a comparison", "--out"):
             if self.peers:
                 write_images(splits, folder / IMAGES)
-            curves: dict[str, dict[int, CellResult]] = {name: {} for name in (*self.recipes, *self.peers)}
-            for seed in self.seeds:  # all entries with a seed before the next seed, so that slow hours hit all entries
-                for entry in curves:
-                    cell, command = self._cell(entry, seed, splits, first)
-                    result = run_cell(folder / CELLS / cell.name, cell, command)
-                    curves[entry][seed] = result
-                    on_cell(cell, result)
+            found = pool.run([(f"{cell.entry}, seed {cell.seed}", cell) for cell in cells])
+        curves: dict[str, dict[int, Curve]] = {}
+        for cell in cells:
+            curves.setdefault(cell.entry, {})[cell.seed] = found[cell.name]
         return curves
 
-    def _record(self, folder: Path, splits: Splits, first: TrainConfig) -> None:
-        """Write what all cells of the folder share, or raise `RunError` if the folder has cells of something else."""
+    def _shared(self, splits: Splits, first: TrainConfig) -> dict[str, Any]:
+        """Return what all cells of a folder share."""
         machine = describe(self.device)
-        shared = {
+        return {
             "data": asdict(first.data),
             "fingerprint": fingerprint(splits.train, splits.validation, splits.test),
             "images": {"train": len(splits.train), "validation": len(splits.validation or ())},
@@ -155,42 +211,37 @@ class AccuracyComparison:
             "device": str(self.device),
             "machine": {name: machine[name] for name in ("device", "cores", "threads")},
         }
-        shared = json.loads(json.dumps(shared))
-        path = folder / BENCH
-        if path.exists():
-            before = json.loads(path.read_text(encoding="utf-8"))
-            for name, value in shared.items():
-                if before.get(name) != value:
-                    raise RunError(
-                        f"{folder} has a comparison with {name}={before.get(name)!r}, which is now {value!r}; its "
-                        "results cannot be compared with new ones, so measure into another folder with --out"
-                    )
-            return
-        with saving("the comparison", path):
-            write_json(path, shared)
 
-    def _cell(self, entry: str, seed: int, splits: Splits, first: TrainConfig) -> tuple[Cell, tuple[str, ...]]:
-        """Return the cell of an entry and a seed, and the command that runs it."""
-        cell = Cell(
-            entry=entry, seed=seed, settings={}, budget=self.budget, evaluations=self.evaluations,
+    def _cell(self, entry: str, seed: int, splits: Splits, first: TrainConfig) -> AccuracyCell:
+        """Return the cell of an entry and a seed."""
+        if entry in self.recipes:
+            settings = replace(self.recipes[entry], data=first.data).to_plain()
+        else:
+            images = first.images
+            settings = dict(
+                self._library(entry).settings[entry],
+                images=f"../../{IMAGES}",  # from the folder of the cell, so that the whole folder can be moved
+                num_classes=len(splits.classes),
+                train_images=len(splits.train),
+                image_size=list(images.image_size),
+                mean=[*images.mean] * (3 if len(images.mean) == 1 else 1),
+                std=[*images.std] * (3 if len(images.std) == 1 else 1),
+                bf16_units=has_bf16_matrix_units(self.device),
+            )
+        return AccuracyCell(
+            entry=entry, seed=seed, settings=settings, budget=self.budget, evaluations=self.evaluations,
             device=str(self.device),
         )  # fmt: skip
-        if entry in self.recipes:
-            config = replace(self.recipes[entry], data=first.data)
-            return replace(cell, settings=config.to_plain()), (sys.executable, *RECIPE)
-        library = next(name for name, entries in PEERS.items() if entry in entries)
-        images = first.images
-        settings = dict(
-            self.libraries[library].settings[entry],
-            images=f"../../{IMAGES}",  # from the folder of the cell, so that the whole folder can be moved
-            num_classes=len(splits.classes),
-            train_images=len(splits.train),
-            image_size=list(images.image_size),
-            mean=[*images.mean] * (3 if len(images.mean) == 1 else 1),
-            std=[*images.std] * (3 if len(images.std) == 1 else 1),
-            bf16_units=has_bf16_matrix_units(self.device),
-        )
-        return replace(cell, settings=settings), (self.libraries[library].python, str(self.libraries[library].script))
+
+    def _command(self, cell: AccuracyCell) -> tuple[str, ...]:
+        """Return the command that trains a cell."""
+        if cell.entry in self.recipes:
+            return sys.executable, "-m", "vitrail.experiments.accuracy"
+        library = self._library(cell.entry)
+        return library.python, str(library.script)
+
+    def _library(self, entry: str) -> Peer:
+        return self.libraries[next(name for name, entries in PEERS.items() if entry in entries)]
 
 
 def _check(splits: Splits, config: TrainConfig) -> None:
@@ -216,7 +267,7 @@ USED_FRACTION = 0.97
 """Fraction of the budget that a shortened run should take by its measured speed."""
 
 
-def measure_recipe(folder: Path, cell: Cell) -> CellResult:
+def measure_recipe(folder: Path, cell: AccuracyCell) -> Curve:
     """Train the recipe of a cell in `folder / "run"`, and return its measurements."""
     config = TrainConfig.from_plain(cell.settings).override(
         seed=cell.seed, device=cell.device, evaluations=cell.evaluations, checkpoints=1, run=str(folder / "run")
@@ -239,7 +290,7 @@ def measure_recipe(folder: Path, cell: Cell) -> CellResult:
     def flops(step: int) -> float:
         return float(run_flops(first_steps(phases, step), network.config, task) + step * update)
 
-    return CellResult(
+    return Curve(
         points=tuple(
             CurvePoint(step=step, seconds=wall, cpu_seconds=cpu, flops=flops(step), accuracy=accuracy)
             for step, wall, cpu, accuracy in recorder.points
@@ -291,36 +342,11 @@ class _Recorder:
 # The results of a comparison: times and operations to reach an accuracy, and their ratios between entries.
 
 
-Quantity = Literal["seconds", "cpu_seconds", "flops"]
-"""A cost of reaching a target."""
+COSTS = ("seconds", "cpu_seconds", "flops")
+"""Costs of reaching a target."""
 
-Curves = Mapping[str, Mapping[int, CellResult]]
+Curves = Mapping[str, Mapping[int, Curve]]
 """The results of the cells, by entry and seed."""
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """The cost of an entry divided by the cost of the first entry, over the seeds."""
-
-    spread: Spread
-    is_bound: bool
-    """True if the entry does not reach the target with some seed within the budget. The ratio is then a lower bound.
-    The run counts until it reaches the target after the budget, or as a whole if it never does."""
-
-
-@dataclass(frozen=True)
-class Reached:
-    """The cost of reaching an accuracy on the validation split."""
-
-    entry: str
-    target: float
-    reached: int
-    """Number of seeds with which the entry reaches the target."""
-    seeds: int
-    costs: Mapping[Quantity, Spread]
-    """Costs over the seeds. A seed that does not reach the target costs infinitely much."""
-    ratios: Mapping[Quantity, Ratio]
-    """Ratios to the first entry. There are none unless the first entry reaches the target with every seed."""
 
 
 def first_at(points: Sequence[CurvePoint], target: float, budget: float | None) -> CurvePoint | None:
@@ -329,44 +355,53 @@ def first_at(points: Sequence[CurvePoint], target: float, budget: float | None) 
     return next((point for point in within if point.accuracy >= target), None)
 
 
-def reached(curves: Curves, targets: Sequence[float], budget: float | None) -> list[Reached]:
-    """Return a row for each target and entry."""
+def reached(curves: Curves, targets: Sequence[float], budget: float | None) -> list[dict[str, Any]]:
+    """Return a row for each target and entry: the number of seeds with which the entry reaches the target, and for each
+    cost its median and range over the seeds. A cost that is not known, because the target is not reached, is None.
+
+    The ratios are those to the first entry. There are none unless the first entry reaches the target with every seed.
+    If the entry does not reach the target with some seed within the budget, they are lower bounds: the run counts until
+    it reaches the target after the budget, or as a whole if it never does.
+    """
     base = next(iter(curves))
-    quantities: tuple[Quantity, ...] = ("seconds", "cpu_seconds", "flops")
     rows = []
     for target in targets:
         ours = {seed: first_at(result.points, target, budget) for seed, result in curves[base].items()}
         for entry, cells in curves.items():
             found = {seed: first_at(result.points, target, budget) for seed, result in cells.items()}
             count = sum(point is not None for point in found.values())
-            costs = {
-                quantity: Spread.of([_cost(point, quantity) for point in found.values()]) for quantity in quantities
-            }
-            ratios = {
-                quantity: Ratio(Spread.of(values), count < len(found))
-                for quantity in quantities
-                if (values := _ratios(ours, found, cells, target, quantity))
-            }
-            rows.append(Reached(entry, target, count, len(found), costs, ratios))
+            row: dict[str, Any] = {"entry": entry, "target": target, "reached": count, "seeds": len(found)}
+            for quantity in COSTS:
+                row |= _statistics(quantity, [_cost(point, quantity) for point in found.values()])
+                ratios = _ratios(ours, found, cells, target, quantity)
+                row |= _statistics(f"{quantity}_ratio", ratios)
+                row[f"{quantity}_ratio_is_bound"] = count < len(found) if ratios else None
+            rows.append(row)
     return rows
 
 
-def final_accuracies(cells: Mapping[int, CellResult]) -> tuple[Spread, Spread | None]:
+def _statistics(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    """Return the median and the range of values as columns. They are None if they are infinite, or without values."""
+    spread = asdict(Spread.of(values)) if values else dict.fromkeys(("median", "low", "high"), math.inf)
+    return {f"{name}_{end}": value if math.isfinite(value) else None for end, value in spread.items()}
+
+
+def final_accuracies(cells: Mapping[int, Curve]) -> tuple[Spread, Spread | None]:
     """Return the accuracies of the finished models over the seeds, on the validation split and on the test split."""
     test = [result.test_accuracy for result in cells.values() if result.test_accuracy is not None]
     return Spread.of([result.validation_accuracy for result in cells.values()]), Spread.of(test) if test else None
 
 
-def _cost(point: CurvePoint | None, quantity: Quantity) -> float:
+def _cost(point: CurvePoint | None, quantity: str) -> float:
     return math.inf if point is None else float(getattr(point, quantity))
 
 
 def _ratios(
     ours: Mapping[int, CurvePoint | None],
     theirs: Mapping[int, CurvePoint | None],
-    cells: Mapping[int, CellResult],
+    cells: Mapping[int, Curve],
     target: float,
-    quantity: Quantity,
+    quantity: str,
 ) -> list[float]:
     """Return the ratio of each seed. A run that does not reach the target within the budget counts until it does, or
     as a whole if it never does."""
@@ -430,4 +465,4 @@ def _encoded(image: bytes | UInt8[np.ndarray, "h w c"]) -> tuple[bytes, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_process(lambda folder: measure_recipe(folder, read_cell(folder))))
+    sys.exit(run_process(lambda folder: measure_recipe(folder, read_cell(folder, AccuracyCell))))

@@ -7,9 +7,7 @@ a teacher. A stopped command continues from these folders: what is finished is n
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,9 +35,9 @@ from vitrail.data.pipeline import Readers
 from vitrail.data.source import Source, fingerprint, shared_images
 from vitrail.data.sources import absolute_spec, has_amount, open_pool
 from vitrail.data.splits import Splits
-from vitrail.errors import BundleError, ConfigError, DataError, RunError, plural
+from vitrail.errors import BundleError, ConfigError, DataError, plural
 from vitrail.evaluation.outputs import Outputs
-from vitrail.files import check_parent, saving, write_json
+from vitrail.experiments.runner import complete_run, experiment
 from vitrail.machine import Precision
 from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.report.page import printable
@@ -47,10 +45,8 @@ from vitrail.settings import problems, raise_problems, setting, to_plain
 from vitrail.tasks.classification import Classification
 from vitrail.tasks.teacher import TeacherFacts, check_classifier, check_teacher, load_teacher, teacher_facts
 from vitrail.training.config import TrainConfig
-from vitrail.training.folder import locked
 from vitrail.training.job import prepare
 from vitrail.training.log import Log
-from vitrail.training.run import RunResult, finished, resume, train
 from vitrail.training.start import open_initial
 
 RECORD = "noisy-student.json"
@@ -73,48 +69,30 @@ class Round:
     """The pseudo labels that the model learned from."""
 
 
-class Events:
-    """Receives the events of rounds. This class shows nothing; subclasses override the events that they show."""
-
-    log: Log = Log()
-    """The log of each run."""
-
-    def labelling(self, number: int, teacher: str) -> None:
-        """Called before a teacher labels the images of a round."""
-
-    def labelling_progress(self, done: int, total: int) -> None:
-        """Receive the number of labelled images, and the number of all images."""
-
-    def labelled(self, number: int, info: PseudoLabelInfo) -> None:
-        """Receive the counts of a round's pseudo labels."""
-
-    def training(self, number: int) -> None:
-        """Called before the run of a round starts or continues."""
-
-    def finished(self, result: Round) -> None:
-        """Receive a finished round."""
-
-
-def run_rounds(config: NoisyStudentConfig, folder: Path, events: Events | None = None) -> list[Round]:
+def run_rounds(
+    config: NoisyStudentConfig,
+    folder: Path,
+    log: Log | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Round]:
     """Run all rounds in `folder`, and return them with the first teacher in front. Finished rounds are not repeated.
+    `on_progress` receives the number of images that a teacher has labelled, and the number of all images.
 
     All settings are checked before anything is written. Raises `UserError` for settings, data and teachers that cannot
     work, and for a folder with rounds of other settings. Raises the errors of `train` and `label_images`.
     """
-    events = events or Events()
-    splits = _checked(config)
+    log, splits = log or Log(), _checked(config)
     teacher_sha256 = None if config.rounds.teacher is None else teacher_facts(config.rounds.teacher).sha256
-    _check_folder(folder, config, teacher_sha256)
-    with saving("the rounds", folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder):
-        with saving("the settings", folder):
-            write_json(folder / RECORD, {"format": FORMAT, "teacher": teacher_sha256, **_settings(config)})
-        rounds = [_first(config, folder, splits, events)]
-        events.finished(rounds[0])
-        for number in range(1, config.rounds.rounds + 1):
-            rounds.append(_round(config, folder, number, rounds[-1].model, events))
-            events.finished(rounds[-1])
+    record = {"format": FORMAT, "teacher": teacher_sha256, "settings": config.to_plain()}
+    with experiment(folder / RECORD, record, "rounds of Noisy Student", "--run"):
+        rounds: list[Round] = []
+        for number in range(config.rounds.rounds + 1):
+            if rounds:
+                found = _round(config, folder, number, rounds[-1].model, log, on_progress)
+            else:
+                found = _first(config, folder, splits, log)
+            log.say(f"round {number}: validation accuracy {found.metrics['validation_accuracy']:.2%}")
+            rounds.append(found)
     return rounds
 
 
@@ -148,91 +126,43 @@ def _checked(config: NoisyStudentConfig) -> Splits:
     return splits
 
 
-def _check_folder(folder: Path, config: NoisyStudentConfig, teacher_sha256: str | None) -> None:
-    """Raise `RunError` if a folder is not empty and has no rounds with these settings."""
-    if not folder.exists():
-        check_parent(folder)
-        return
-    path = folder / RECORD
-    if not path.is_file():
-        if folder.is_dir() and not any(folder.iterdir()):
-            return
-        raise RunError(f"{str(folder)!r} exists and has no rounds of Noisy Student; choose another --run")
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-        number, sha256 = before.pop("format"), before.pop("teacher")
-    except (ValueError, KeyError, AttributeError) as error:
-        raise RunError(f"{path} is damaged: {error}; choose another --run") from error
-    if number != FORMAT:
-        raise RunError(
-            f"{path} has format {number}, but this version of Vitrail reads format {FORMAT}; install a newer version "
-            "to continue these rounds"
-        )
-    if changed := list(_differences(before, json.loads(json.dumps(_settings(config))))):
-        raise RunError(
-            f"{str(folder)!r} has rounds with other settings: {'; '.join(changed[:5])}. Give the same settings to "
-            "continue, or choose another --run"
-        )
-    if sha256 != teacher_sha256:
-        raise RunError(
-            f"{str(folder)!r} has rounds of a teacher with other weights than {config.rounds.teacher} has now; put the "
-            "earlier model there again, or choose another --run"
-        )
-
-
-def _settings(config: NoisyStudentConfig) -> dict[str, Any]:
-    return {"settings": config.to_plain()}
-
-
-def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
-    """Yield a text for every value that differs between two trees of JSON values."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in {**before, **now}:
-            yield from _differences(before.get(key), now.get(key), key)
-    elif before != now:
-        yield f"{name} was {before!r} and is {now!r}"
-
-
-def _first(config: NoisyStudentConfig, folder: Path, splits: Splits, events: Events) -> Round:
+def _first(config: NoisyStudentConfig, folder: Path, splits: Splits, log: Log) -> Round:
     """Return round 0: the teacher that the user named, or the student's network after training on labelled images."""
     if (teacher := config.rounds.teacher) is not None:
         assert splits.validation is not None, "the data was checked"
         return Round(0, teacher, {"validation_accuracy": _accuracy(teacher, splits.validation, config.student)})
-    events.training(0)
+    log.say("round 0: the first teacher learns")
     place = folder / "round-0" / "run"
-    result = _trained(config.round_config(str(place), None), events.log, measure_test=False)
-    return Round(0, str(place), dict(result.metrics))
+    metrics, _ = complete_run(config.round_config(str(place), None), log=log, measure_test=False)
+    return Round(0, str(place), metrics)
 
 
-def _round(config: NoisyStudentConfig, folder: Path, number: int, teacher: str, events: Events) -> Round:
+def _round(
+    config: NoisyStudentConfig,
+    folder: Path,
+    number: int,
+    teacher: str,
+    log: Log,
+    on_progress: Callable[[int, int], None],
+) -> Round:
     """Return a round that `teacher` begins: an earlier one, the rest of one that was stopped, or a new one."""
     place = folder / f"round-{number}"
     labels = place / "labels"
     if not looks_like_pseudo_labels(labels):
-        events.labelling(number, teacher)
+        log.say(f"round {number}: {teacher} labels images")
         info = label_images(
             teacher, config.pool, config.labelling, labels, seed=config.student.run.seed,
             device=config.student.run.device, readers=config.student.run.readers,
             precision="float32" if config.student.run.precision == "float32" else "auto",
-            on_progress=events.labelling_progress,
+            on_progress=on_progress,
         )  # fmt: skip
     else:
         info = read_info(labels)
-    events.labelled(number, info)
-    events.training(number)
+    log.say(f"round {number}: {label_sentence(info)}")
+    log.say(f"round {number}: the student learns")
     run = config.round_config(str(place / "run"), str(labels))
-    result = _trained(run, events.log, measure_test=number == config.rounds.rounds)
-    return Round(number, str(place / "run"), dict(result.metrics), info)
-
-
-def _trained(config: TrainConfig, log: Log, *, measure_test: bool) -> RunResult:
-    """Return a finished run: an earlier one, the rest of one that was stopped, or a new one."""
-    folder = Path(config.run.folder or "")
-    if (folder / "run.json").exists():
-        done = finished(folder)
-        return done or resume(folder, measure_test=measure_test, max_time=config.run.max_time, log=log)
-    shutil.rmtree(folder, ignore_errors=True)  # stopped before the run was recorded
-    return train(config, measure_test=measure_test, log=log)
+    metrics, _ = complete_run(run, log=log, measure_test=number == config.rounds.rounds)
+    return Round(number, str(place / "run"), metrics, info)
 
 
 def _accuracy(model: str, source: Source, config: TrainConfig) -> float:
@@ -389,6 +319,20 @@ def _counts(
         yield ClassCounts(
             label=label, predicted=numbers[0], confident=numbers[1], different=numbers[2], chosen=numbers[3]
         )
+
+
+def label_sentence(info: PseudoLabelInfo) -> str:
+    """Return a sentence about the numbers of images."""
+    confident, different, chosen = (
+        sum(getattr(count, name) for count in info.counts) for name in ("confident", "different", "chosen")
+    )
+    unreadable = f"; {info.unreadable:,} cannot be decoded" if info.unreadable else ""
+    empty = sum(not count.chosen for count in info.counts)
+    classes = f"; {empty} of {len(info.counts)} classes have none" if empty else ""
+    return (
+        f"{confident:,} of {info.images:,} images have a class of probability {info.confidence:g} or more{unreadable}. "
+        f"Chosen: {different:,} different images, {chosen:,} with repetitions{classes}"
+    )
 
 
 def _place_of(model: str) -> str:

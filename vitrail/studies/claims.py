@@ -12,8 +12,9 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import LinearRegression
 from typing import Literal, Protocol, runtime_checkable
 
 # Claims about compute: power laws of the error along the frontier of an arm, and the compute for equal accuracy.
@@ -45,7 +46,7 @@ def _lines(results: Results, arm: str) -> dict[int, list[tuple[float, float]]]:
     }
 
 
-def _laws(results: Results, arm: str) -> dict[int, PowerLaw]:
+def _laws(results: Results, arm: str) -> dict[int, LinearRegression]:
     """Return the power law of the error of an arm for each seed."""
     laws = {seed: power_law(line) for seed, line in _lines(results, arm).items()}
     return {seed: law for seed, law in laws.items() if law is not None}
@@ -64,12 +65,8 @@ class PowerLawFit:
         if not laws:
             return Finding(self.text, "not shown", (f"{self.arm} has no two points of different compute and error",))
         found = estimate([law.slope for law in laws.values()])
-        text = f"exponent of the error of {self.arm}: {found.mean:.3f}"
-        if found.count < 2:
-            return Finding(self.text, "not shown", (f"{text} with one seed, which has no interval",))
-        interval = f"95 % interval {found.low:.3f} to {found.high:.3f} ({found.count} seeds)"
-        outcome: Outcome = "shown" if found.high < 0 else "contradicted" if found.low > 0 else "not shown"
-        return Finding(self.text, outcome, (f"{text}, {interval}",))
+        text = f"exponent of the error of {self.arm}: {found.mean:.3f}{_interval(found, '{:.3f}'.format)}"
+        return Finding(self.text, _sign(estimate([-law.slope for law in laws.values()])), (text,))
 
 
 @dataclass(frozen=True)
@@ -92,15 +89,12 @@ class LessCompute:
         error = max(_mean_of_best([line[seed] for seed in seeds]) for line in lines)
         if not error:
             return Finding(self.text, "not shown", ("both arms reach an error of 0, which no power law has",))
-        found = estimate([laws[1][seed].log_x_at(error) - laws[0][seed].log_x_at(error) for seed in seeds])
-        mean, low, high = (math.exp(min(end, MAX_LOG)) for end in (found.mean, found.low, found.high))
+        found = estimate([log_x_at(laws[1][seed], error) - log_x_at(laws[0][seed], error) for seed in seeds])
+        mean = math.exp(min(found.mean, MAX_LOG))
         text = f"compute of {self.second} divided by that of {self.first} at an error of {error:.2%}: "
         text += f"{mean:.2f}" if mean < 1000 else f"{mean:.2g}"
-        if found.count < 2:
-            return Finding(self.text, "not shown", (f"{text} with one seed, which has no interval",))
-        outcome: Outcome = "shown" if found.low > 0 else "contradicted" if found.high < 0 else "not shown"
-        text += f", 95 % interval {low:.2g} to {high:.2g} ({found.count} seeds)"
-        return Finding(self.text, outcome, (text,))
+        text += _interval(found, lambda end: f"{math.exp(min(end, MAX_LOG)):.2g}")
+        return Finding(self.text, _sign(found), (text,))
 
 
 def _mean_of_best(lines: Sequence[Line]) -> float:
@@ -172,25 +166,18 @@ def paired(first: Mapping[int, float], second: Mapping[int, float], level: float
     return estimate(differences, level) if differences else None
 
 
-@dataclass(frozen=True)
-class PowerLaw:
-    """A line in logarithms: log y = intercept + slope log x."""
-
-    slope: float
-    intercept: float
-
-    def log_x_at(self, y: float) -> float:
-        """Return the logarithm of the x at which the law has the value y. The x itself can be too large for a float."""
-        return (math.log(y) - self.intercept) / self.slope
+def log_x_at(law: LinearRegression, y: float) -> float:
+    """Return the logarithm of the x at which a power law has the value y. The x itself can be too large for a float."""
+    return (math.log(y) - law.intercept) / law.slope
 
 
-def power_law(points: Sequence[tuple[float, float]]) -> PowerLaw | None:
-    """Return the least-squares fit to the logarithms of the points, or None without two different positive x."""
+def power_law(points: Sequence[tuple[float, float]]) -> LinearRegression | None:
+    """Return the least-squares line through the logarithms of the points, log y = intercept + slope log x, or None
+    without two different positive x."""
     logs = [(math.log(x), math.log(y)) for x, y in points if x > 0 and y > 0]
     if len({x for x, _ in logs}) < 2:
         return None
-    slope, intercept = statistics.linear_regression([x for x, _ in logs], [y for _, y in logs])
-    return PowerLaw(slope, intercept)
+    return statistics.linear_regression([x for x, _ in logs], [y for _, y in logs])
 
 
 Outcome = Literal["shown", "not shown", "contradicted"]
@@ -308,15 +295,18 @@ def difference_text(found: Estimate | None, level: float = LEVEL) -> str:
     with the probability `level`."""
     if found is None:
         return "no seed has both"
+    return f"{100 * found.mean:+.2f} points{_interval(found, lambda end: f'{100 * end:+.2f}', level)}"
+
+
+def _interval(found: Estimate, text: Callable[[float], str], level: float = LEVEL) -> str:
+    """Return the end of a sentence with the interval of an estimate. `text` formats its ends."""
     if found.count < 2:
-        return f"{100 * found.mean:+.2f} points with one seed, which has no interval"
-    return (
-        f"{100 * found.mean:+.2f} points, {100 * (1 - level):.4g} % interval {100 * found.low:+.2f} to "
-        f"{100 * found.high:+.2f} ({found.count} seeds)"
-    )
+        return " with one seed, which has no interval"
+    return f", {100 * (1 - level):.4g} % interval {text(found.low)} to {text(found.high)} ({found.count} seeds)"
 
 
 def _sign(found: Estimate | None) -> Outcome:
+    """Return the verdict on the claim that a value is above 0."""
     if found is None:
         return "not shown"
     return "shown" if found.low > 0 else "contradicted" if found.high < 0 else "not shown"

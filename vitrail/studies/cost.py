@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +13,9 @@ from vitrail.bench.workload import Format, Workload, timed, waits_for
 from vitrail.errors import ConfigError, plural
 from vitrail.machine import available_memory, has_bf16_matrix_units
 from vitrail.models.variants import AnyConfig
+from vitrail.studies.cell import StudyCell
 from vitrail.studies.engine import planned_cells
-from vitrail.studies.grid import Cell
-from vitrail.studies.study import Point, Settings
+from vitrail.studies.study import COUNT, Point, Settings
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import phases_of, run_bytes, run_flops
 
@@ -33,7 +32,7 @@ TPU_FLOPS = 4262e18 / (2500 * 86400)
 
 TIMED_STEPS = 3
 
-FRACTALS, AMOUNT = re.compile(r"fractals:(\d+):(\d+)"), re.compile(r"\[:(\d+)\]$")
+FRACTALS = re.compile(r"fractals:(\d+):(\d+)")
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def cost_of(points: Sequence[Point], seeds: Sequence[int], sizes: Mapping[str, D
     return StudyCost(len(trials), len(cells), costs)
 
 
-def _cell_cost(cell: Cell, networks: dict[str, AnyConfig], sizes: Mapping[str, DataSize]) -> CellCost:
+def _cell_cost(cell: StudyCell, networks: dict[str, AnyConfig], sizes: Mapping[str, DataSize]) -> CellCost:
     """Return the cost of a cell, and record its network, from which later cells start."""
     config = cell.train_config
     size = sizes[config.data.spec]
@@ -147,40 +146,40 @@ def _flops_per_second(network: AnyConfig, batch_size: int, device: torch.device)
 def check_jobs(jobs: int, cost: StudyCost, device: torch.device) -> None:
     """Raise `ConfigError` if `jobs` cells together need more memory than is free. The message states the number of
     cells that fit."""
-    if device.type != "cpu":
+    free = _free_memory(device)
+    if free is None or (fits := free // cost.bytes) >= jobs:
         return
-    try:
-        free = available_memory(device)
-    except ConfigError:
-        return
-    fits = free // cost.bytes
-    if jobs > fits:
-        fit = f"{plural(fits, 'job')} fit" if fits != 1 else "1 job fits"
-        raise ConfigError(
-            f"jobs={jobs}: a cell needs up to {cost.bytes / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free, "
-            f"so {fit}; give a smaller number, or free memory"
-        )
+    fit = f"{plural(fits, 'job')} fit" if fits != 1 else "1 job fits"
+    raise ConfigError(
+        f"jobs={jobs}: a cell needs up to {cost.bytes / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free, "
+        f"so {fit}; give a smaller number, or free memory"
+    )
 
 
 def default_jobs(cost: StudyCost, cores: int, device: torch.device) -> int:
     """Return the number of cells at a time: one per core, as far as memory allows. On a GPU it is one."""
     if device.type != "cpu":
         return 1
+    free = _free_memory(device)
+    return cores if free is None else max(1, min(cores, free // cost.bytes))
+
+
+def _free_memory(device: torch.device) -> int | None:
+    """Return the free memory of a CPU in bytes, or None if it is unknown, and for other devices."""
     try:
-        fits = available_memory(device) // cost.bytes
+        return available_memory(device) if device.type == "cpu" else None
     except ConfigError:
-        fits = cores
-    return max(1, min(cores, math.floor(fits)))
+        return None
 
 
 def sizes_for(points: Sequence[Point], settings: Settings) -> dict[str, DataSize]:
     """Return the sizes of the data of all points by their specs, without opening them."""
     found = {}
     for spec in {stage.config.data.spec for point in points for stage in point.stages}:
-        amount = AMOUNT.search(spec)
+        amount = COUNT.search(spec)
         if match := FRACTALS.match(spec):
             whole = DataSize(int(match[1]) * int(match[2]), int(match[1]))
         else:
-            whole = PUBLISHED_DATA.get(AMOUNT.sub("", spec), DataSize(settings.images, settings.classes))
+            whole = PUBLISHED_DATA.get(COUNT.sub("", spec), DataSize(settings.images, settings.classes))
         found[spec] = replace(whole, images=int(amount[1])) if amount else whole
     return found

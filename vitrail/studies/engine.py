@@ -7,16 +7,16 @@ split measured, by cells whose settings are fixed.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from vitrail.errors import RunError, plural
+from vitrail.errors import plural
 from vitrail.evaluation.metrics.numbers import merit
-from vitrail.files import saving, write_json
+from vitrail.experiments.runner import Pool, experiment
+from vitrail.studies.cell import CellResult, Measured, StudyCell, make_cell
 from vitrail.studies.claims import PointResult, Results, TuningTrial
-from vitrail.studies.grid import CELLS, Cell, CellPool, CellResult, Measured, make_cell
 from vitrail.studies.study import Point, Settings, Study
 
 TRIAL_SEED = 1000
@@ -26,14 +26,14 @@ RECORD = "study.json"
 FORMAT = 1
 
 
-def chain(point: Point, rates: Sequence[float], seed: int, *, is_trial: bool = False) -> list[Cell]:
+def chain(point: Point, rates: Sequence[float], seed: int, *, is_trial: bool = False) -> list[StudyCell]:
     """Return the cells of the first `len(rates)` stages of a point with these learning rates. Each cell starts from the
     one before it.
 
     The last cell measures the test split. The last cell of a trial measures the cut of the training split, with the
     seed of trials.
     """
-    cells: list[Cell] = []
+    cells: list[StudyCell] = []
     for number, rate in enumerate(rates):
         is_last = number == len(rates) - 1
         measured: Measured = "test" if is_last and not is_trial else "validation"
@@ -60,11 +60,11 @@ def tuned_points(points: Sequence[Point]) -> dict[str, Point]:
     return found
 
 
-def planned_cells(points: Sequence[Point], seeds: Sequence[int]) -> tuple[dict[str, Cell], dict[str, Cell]]:
+def planned_cells(points: Sequence[Point], seeds: Sequence[int]) -> tuple[dict[str, StudyCell], dict[str, StudyCell]]:
     """Return the cells of the trials and the other cells, by name. The learning rates of the latter are the first ones
     to try, because the others are not chosen yet. They have the same cost."""
-    trials: dict[str, Cell] = {}
-    final: dict[str, Cell] = {}
+    trials: dict[str, StudyCell] = {}
+    final: dict[str, StudyCell] = {}
     for point in tuned_points(points).values():
         for number, stage in enumerate(point.stages):
             first = [one.rates[0] for one in point.stages[:number]]
@@ -85,41 +85,20 @@ class StudyRun:
     points: tuple[Point, ...]
     seeds: tuple[int, ...]
     folder: Path
-    fingerprint: str
-    """Hash of the names and labels of all images."""
 
-    def record(self) -> None:
-        """Write the record that all cells of the folder share. Raise `RunError` if the folder holds something else."""
-        shared = {
+    def held(self) -> AbstractContextManager[None]:
+        """Hold the folder inside a `with` block. Raises `RunError` if it holds something else."""
+        settings = {
             "format": FORMAT,
             "study": self.study.name,
             "scale": self.settings.scale,
             "data": self.settings.data,
-            "fingerprint": self.fingerprint,
+            "fingerprint": self.settings.fingerprint,
         }
-        path = self.folder / RECORD
-        if path.exists():
-            try:
-                before = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise RunError(f"{path} is damaged: {error}; choose another folder with --out") from error
-            for name, value in shared.items():
-                if before.get(name) != value:
-                    raise RunError(
-                        f"{self.folder} holds a study with {name}={before.get(name)!r}, which is now {value!r}; the "
-                        "results of both cannot be in one table, so choose another folder with --out"
-                    )
-            return
-        if self.folder.is_dir() and any(self.folder.iterdir()):
-            raise RunError(
-                f"{self.folder} is not the folder of a study: it has files but no {RECORD}; choose another --out"
-            )
-        with saving("the study", self.folder):
-            (self.folder / CELLS).mkdir(parents=True, exist_ok=True)
-            write_json(path, shared)
+        return experiment(self.folder / RECORD, settings, "a study", "--out")
 
-    def measure(self, pool: CellPool) -> Results:
-        """Run all cells that the folder does not have, and return the results. Raises the errors of `CellPool.run`."""
+    def measure(self, pool: Pool[StudyCell, CellResult]) -> Results:
+        """Run all cells that the folder does not have, and return the results. Raises the errors of `Pool.run`."""
         trials, rates = self._choose(pool)
         chains = {
             (point.name, seed): chain(point, rates[point.tuning], seed)
@@ -133,7 +112,7 @@ class StudyRun:
         machines = dict.fromkeys(_machine(result) for result in results.values())
         return Results(points, trials, list(machines))
 
-    def _choose(self, pool: CellPool) -> tuple[list[TuningTrial], dict[str, tuple[float, ...]]]:
+    def _choose(self, pool: Pool[StudyCell, CellResult]) -> tuple[list[TuningTrial], dict[str, tuple[float, ...]]]:
         """Return all trials, and the chosen learning rates of every stage by the name under which points share them."""
         tuned = tuned_points(self.points)
         rates: dict[str, tuple[float, ...]] = dict.fromkeys(tuned, ())
@@ -168,7 +147,7 @@ class StudyRun:
         self,
         point: Point,
         rates: tuple[float, ...],
-        chains: Mapping[tuple[str, int], list[Cell]],
+        chains: Mapping[tuple[str, int], list[StudyCell]],
         results: Mapping[str, CellResult],
     ) -> PointResult:
         cells = {seed: chains[point.name, seed][-1].name for seed in self.seeds}
@@ -199,6 +178,6 @@ def _merit(result: CellResult) -> tuple[float, float]:
     return merit(*map(result.metrics.get, ("validation_accuracy", "validation_cross_entropy")))
 
 
-def _labelled(cells: Sequence[Cell], label: str) -> list[tuple[str, Cell]]:
+def _labelled(cells: Sequence[StudyCell], label: str) -> list[tuple[str, StudyCell]]:
     """Return the cells of a chain with their labels, each after the cell that it starts from."""
     return [(label if cell is cells[-1] else f"pre-training of {label}", cell) for cell in cells]

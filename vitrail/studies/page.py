@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from vitrail.analysis.charts import COLOURS, STYLE, series_look, standalone
-from vitrail.files import saving, write_json
+from vitrail.files import saving, write_csv, write_json
 from vitrail.report.charts import (
     DIGIT_WIDTH,
     Axis,
@@ -251,9 +250,9 @@ def write_study(folder: Path, run: StudyRun, results: Results) -> dict[str, Any]
     figures = [_figure(results, metric, name, study.x_name) for metric, name in study.metrics.items()]
     with saving("the results", folder):
         write_json(folder / RESULTS, plain)
-        _write_csv(folder / "points.csv", point_rows(results, study.metrics))
-        _write_csv(folder / "cells.csv", cell_rows(results, study.metrics))
-        _write_csv(folder / "trials.csv", trial_rows(results))
+        write_csv(folder / "points.csv", point_rows(results, study.metrics))
+        write_csv(folder / "cells.csv", cell_rows(results, study.metrics))
+        write_csv(folder / "trials.csv", trial_rows(results))
         for metric, figure in zip(study.metrics, figures, strict=True):
             if figure:
                 path = FIGURE if metric == next(iter(study.metrics)) else f"figure-{metric}.svg"
@@ -321,11 +320,3 @@ def _row(point: PointResult, metrics: Mapping[str, str]) -> tuple[str, ...]:
         f"{point.flops / 1e9:,.0f}",
         f"{len(point.diverged)} of {len(point.cells)}" if point.diverged else "",
     )
-
-
-def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        if rows:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from vitrail.data.augment.settings import Augment
 from vitrail.data.check.images import colours_in, images_of
 from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import fingerprint
-from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, plural
 from vitrail.models.variants import ModelConfig
 from vitrail.studies.claims import Claim
@@ -39,6 +38,8 @@ class Settings:
     classes: int = 10
     channels: Literal[1, 3] = 1
     """Channels of the networks' images: 1 if the images are grey, else 3."""
+    fingerprint: str = ""
+    """Hash of the names and labels of all images."""
 
     def of(self, quick: Any, default: Any) -> Any:
         """Return the value for the scale."""
@@ -112,16 +113,8 @@ AMOUNT = re.compile(r".*\[[^\[\]]*\]", re.S)
 COUNT = re.compile(r"\[:(\d+)\]$")
 
 
-class StudyData(NamedTuple):
-    """The data of a study, and the settings that follow from it."""
-
-    settings: Settings
-    splits: Splits
-    fingerprint: str
-
-
-def open_study_data(spec: str, scale: Scale) -> StudyData:
-    """Open the data of a study.
+def open_study_data(spec: str, scale: Scale) -> Settings:
+    """Open the data of a study, and return the settings that follow from it.
 
     Raises `ConfigError` if the spec has an amount of its own, and `DataError` for data without one class per image or
     without a test split.
@@ -136,23 +129,23 @@ def open_study_data(spec: str, scale: Scale) -> StudyData:
             f"data {spec!r} has no test split; a study reports results on test images, so add a folder test/ or files "
             "whose names begin with test"
         )
-    settings = Settings(
+    return Settings(
         scale=scale,
         data=spec,
         images=len(splits.train),
         classes=len(splits.classes),
         channels=3 if any(colours_in(images_of(splits.train))) else 1,
+        fingerprint=fingerprint(splits.train, splits.validation, splits.test),
     )
-    return StudyData(settings, splits, fingerprint(splits.train, splits.validation, splits.test))
 
 
-def check_subsets(points: Sequence[Point], data: StudyData) -> None:
+def check_subsets(points: Sequence[Point], settings: Settings) -> None:
     """Raise `DataError` if the training images of a point are fewer than the classes, or miss a class."""
     for config in dict.fromkeys(stage.config.data for point in points for stage in point.stages):
         count = COUNT.search(config.spec)
-        if count is None or not config.spec.startswith(data.settings.data):
+        if count is None or not config.spec.startswith(settings.data):
             continue
-        images, classes = int(count[1]), data.settings.classes
+        images, classes = int(count[1]), settings.classes
         if images < classes:
             raise DataError(
                 f"data {config.spec!r}: a subset of {plural(images, 'image')} is smaller than its {classes} classes; "

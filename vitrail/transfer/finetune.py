@@ -6,7 +6,7 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -42,18 +42,15 @@ from vitrail.transfer.facts import (
 )
 from vitrail.transfer.protocols import (
     TableRow,
-    Trial,
     check_final_run,
-    choose_rate,
     final_config,
     plan_by_hyperrule,
     plan_by_paper,
-    trials_folder,
     with_all_images,
 )
 from vitrail.transfer.report import AnyReport, write_report
 from vitrail.transfer.rules import enough_validation, plan_by_rule
-from vitrail.transfer.search import forget_tried, read_tried, search_settings
+from vitrail.transfer.trials import Tried, choose_rate, forget_tried, read_tried, search_settings, trials_folder
 from vitrail.weights.bundle import Bundle
 
 Protocol = Literal["rule", "paper", "bit"]
@@ -74,8 +71,8 @@ class FinetuneResult:
     report: AnyReport | None
     page: Path | None
     """Path of the report, if there is one."""
-    trials: tuple[Trial, ...] = ()
-    """Runs that tried a learning rate, best first."""
+    trials: Mapping[float, Tried] = field(default_factory=dict)
+    """Trials by their learning rates, best first."""
 
 
 def plan(
@@ -222,7 +219,6 @@ def finetune(
     search: Search | None = None,
     log: Log | None = None,
     started: float | None = None,
-    on_trial: Callable[[Trial], None] = lambda trial: None,
 ) -> FinetuneResult:
     """Train the model `initial` on the data with the settings of `config`, which `plan` returned, and evaluate it.
 
@@ -244,7 +240,7 @@ def finetune(
         config = config.override(run=str(folder))
     else:
         forget_tried(folder)
-    config, trials = choose_best_rate(config, data, initial, rates, folder, log=log, on_trial=on_trial)
+    config, trials = choose_best_rate(config, data, initial, rates, folder, log=log)
     run = train(config, data=data, initial=initial, log=log, started=started)
     return evaluate_run(run, config, config.data.cut(data), trials)
 
@@ -257,25 +253,24 @@ def choose_best_rate(
     folder: Path,
     *,
     log: Log | None = None,
-    on_trial: Callable[[Trial], None] = lambda trial: None,
-) -> tuple[TrainConfig, tuple[Trial, ...]]:
+) -> tuple[TrainConfig, Mapping[float, Tried]]:
     """Return the config of the final run in `folder`, and the trials of the learning rates, best first.
 
     Without `rates` nothing is tried, and `config` is returned unchanged. Raise the errors of `choose_rate`.
     """
     if not rates:
-        return config, ()
+        return config, {}
     check_final_run(config, with_all_images(config).data.cut(data))
     place = trials_folder(folder)
-    trials = choose_rate(config, data, rates, place, initial=initial, log=log, on_trial=on_trial)
-    return final_config(config, trials[0].rate), trials
+    trials = choose_rate(config, data, rates, place, initial=initial, log=log)
+    return final_config(config, next(iter(trials))), trials
 
 
 def evaluate_run(
     run: RunResult,
     config: TrainConfig,
     splits: Splits,
-    trials: tuple[Trial, ...] = (),
+    trials: Mapping[float, Tried] = MappingProxyType({}),
     *,
     names: Mapping[str, str] = OWN_NAMES,
 ) -> FinetuneResult:

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from vitrail.data.augment.settings import Augment
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import fingerprint
-from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, NonFiniteLoss, RunError
-from vitrail.evaluation.metrics.numbers import merit
+from vitrail.errors import ConfigError
 from vitrail.models.variants import AnyConfig
-from vitrail.tasks.task import TaskMetric
-from vitrail.training.config import RESOLVED, TrainConfig
-from vitrail.training.folder import read_record
-from vitrail.training.log import Log, end_of, kept_result, read_journal
+from vitrail.training.config import TrainConfig
 from vitrail.training.optimizer import OptimizerConfig
-from vitrail.training.run import RunResult, resume, train
 from vitrail.training.schedule import Duration
 from vitrail.transfer.facts import (
     FEW,
@@ -43,7 +33,6 @@ from vitrail.transfer.facts import (
     crops_are_chosen,
     exact_size,
 )
-from vitrail.weights.bundle import Bundle, weights_sha256
 
 TableRow = Literal["flowers", "cifar", "imagenet", "vtab"]
 
@@ -82,27 +71,6 @@ VTAB_HELD_OUT = 0.2
 BATCH_SIZE, LONGEST_SIDE = 512, 384
 CROP_AREA = (0.05, 1.0)
 """Range of the area of random crops, as a fraction of the image, as in the original code."""
-
-RATES_SUFFIX, TRIALS_SUFFIX = "-learning-rates", "-trials"
-"""Suffixes of the folders beside a run's folder that contain the trials of learning rates, and those of a search."""
-
-
-class Trial(NamedTuple):
-    """A run that tried a learning rate, with its main metric on the held-out images."""
-
-    rate: float
-    value: float
-    """Value of the metric."""
-    loss: float
-    """Loss on the held-out images, which decides between equal values."""
-    metric: TaskMetric
-    folder: Path
-
-    def text(self) -> str:
-        """Return the learning rate and the metric as a text, such as "learning rate 0.01: accuracy 89.30%, loss 0.31
-        on the held-out images"."""
-        measured = self.metric.text_with_loss(self.value, self.loss)
-        return f"learning rate {self.rate:g}: {measured} on the held-out images"
 
 
 def row_for(images: int) -> Row:
@@ -192,150 +160,22 @@ def _choose_crops(choices: Choices, row: Row, size: tuple[int, int]) -> None:
     )
 
 
-def choose_rate(
-    config: TrainConfig,
-    data: OpenedData,
-    rates: tuple[float, ...],
-    folder: Path,
-    *,
-    initial: Bundle,
-    log: Log | None = None,
-    on_trial: Callable[[Trial], None] = lambda trial: None,
-) -> tuple[Trial, ...]:
-    """Train with each learning rate, and return the trials, best first. The loss decides between equal metrics, and
-    the lower rate comes first if the losses are equal too.
-
-    Every trial has a folder inside `folder`. A finished trial is reused, and a stopped trial continues. The test split
-    is not used. `data` is the open data set of `config`, and `initial` is the model that every trial starts from.
-
-    A trial that diverges is skipped, and `log` names it.
-
-    Raise `ConfigError` if no image is held out, `RunError` if an existing trial has other settings, data or weights,
-    `NonFiniteLoss` if all trials diverge, and all other errors of `train`.
-    """
-    no_images = (
-        f"validation_share={config.data.validation_share} leaves no labelled image for choosing the learning "
-        "rate; set learning_rate, or use more images"
-    )
-    splits = config.data.cut(data)
-    if not splits.validation:
-        raise ConfigError(no_images)
-    metric = config.task.selection(splits)
-    trials: list[Trial] = []
-    for rate in rates:
-        place = folder / f"{rate:g}"
-        trial = config.override(learning_rate=rate, keep="last", run=str(place), overwrite=False)
-        try:
-            complete_run(trial, data, initial, log=log, measure_test=False, replaces=config.run.overwrite)
-        except NonFiniteLoss as error:
-            if rate == rates[-1] and not trials:
-                raise
-            (log or Log()).note(f"learning rate {rate:g} is skipped: {str(error).partition(':')[0]}")
-            continue
-        found = kept_result(place / "journal.jsonl")
-        if metric.name not in found:  # no held-out image has a label and can be decoded
-            raise ConfigError(no_images)
-        trials.append(Trial(rate, found[metric.name], found[config.task.loss_metric], metric, place))
-        on_trial(trials[-1])
-
-    def order(trial: Trial) -> tuple[tuple[float, float], float]:
-        return merit(trial.value, trial.loss, higher_is_better=metric.higher_is_better), -trial.rate
-
-    return tuple(sorted(trials, key=order, reverse=True))
-
-
-def complete_run(
-    config: TrainConfig,
-    data: OpenedData,
-    initial: Bundle,
-    *,
-    log: Log | None = None,
-    measure_test: bool = True,
-    replaces: bool = False,
-) -> tuple[dict[str, float], RunResult | None]:
-    """Return the metrics of the run in the folder that `config` names, and the result of the run.
-
-    The run starts if it does not exist, and continues if it was stopped. The result of a run that was finished before
-    is None, because nothing is computed again. If the existing run has other settings, data or weights, it is replaced
-    if `replaces` is true; otherwise `RunError` is raised. The errors of `train` are raised as well.
-    """
-    assert config.run.folder is not None
-    place = Path(config.run.folder)
-    if not (place / "run.json").is_file():
-        run = train(config, data=data, initial=initial, log=log, measure_test=measure_test)
-    elif replaces and _difference(config, place, data, initial):
-        run = train(config.override(overwrite=True), data=data, initial=initial, log=log, measure_test=measure_test)
-    else:
-        metrics = _finished_metrics(config, place, data, initial)
-        if metrics is not None:
-            return metrics, None
-        run = resume(place, data=data, log=log, measure_test=measure_test)
-    return run.metrics, run
-
-
-def _finished_metrics(config: TrainConfig, place: Path, data: OpenedData, initial: Bundle) -> dict[str, float] | None:
-    """Return the metrics of an existing run. Return None if the run is not finished.
-
-    Raise `RunError` if the run has other settings, data or weights.
-    """
-    if other := _difference(config, place, data, initial):
-        raise RunError(f"{place} contains a run with other {other}; choose another --name, or delete that folder")
-    ended = end_of(read_journal(place / "journal.jsonl"))
-    return None if ended is None else ended["metrics"]
-
-
-def _difference(config: TrainConfig, place: Path, data: OpenedData, initial: Bundle) -> str:
-    """Return "settings", "data" or "weights", if an existing run has others than these; otherwise an empty text."""
-    record, run = read_record(place), config.run
-    recorded = record.config.run
-    # The accumulation depends on the free memory and does not change the result. Nor do the threads that read the
-    # images, which a run can choose, and permission to overwrite.
-    same = config.override(
-        accumulation=recorded.accumulation,
-        threads=recorded.threads,
-        overwrite=recorded.overwrite or run.overwrite,
-        **{name: getattr(recorded, name) for name in RESOLVED},
-    )
-    if record.config.override(overwrite=same.run.overwrite) != same:
-        return "settings"
-    splits = config.data.cut(data)
-    if record.fingerprint != fingerprint(splits.train, splits.validation, splits.test):
-        return "data"
-    has_weights = record.origin is not None and record.origin.sha256 == weights_sha256(initial.network)
-    return "" if has_weights else "weights"
-
-
-def trials_folder(folder: Path) -> Path:
-    """Return the folder that contains the trials of the run in `folder`."""
-    return folder.with_name(f"{folder.name}{RATES_SUFFIX}")
-
-
-def is_trial(folder: Path) -> bool:
-    """Return True if a run is a trial of a learning rate or of other settings, which end with their number of steps."""
-    parent, name = folder.absolute().parent.name, folder.name
-    return parent.endswith(RATES_SUFFIX) or (parent.endswith(TRIALS_SUFFIX) and re.search(r"-\d+$", name) is not None)
-
-
 def check_final_run(config: TrainConfig, splits: Splits) -> None:
     """Raise `ConfigError` for settings that the final run cannot have. It is called before any trial starts.
 
     `splits` is the data of the final run.
     """
-    if config.run.keep == "best":
-        raise ConfigError(
-            "keep='best' cannot be used when learning rates are tried, because the final run trains on all images and "
-            "has no evaluations; leave keep out, or give one learning rate"
-        )
-    if config.run.patience is not None:
-        raise ConfigError(
-            f"patience={config.run.patience} cannot be used when learning rates are tried, because the final run "
-            "trains on all images and has no evaluations; leave patience out, or give one learning rate"
-        )
-    if config.run.probe and not splits.validation:
-        raise ConfigError(
-            f"probe={config.run.probe!r} cannot be used when learning rates are tried, because the final run trains on "
-            "all images and has no held-out images to measure; leave probe out, or give one learning rate"
-        )
+    run = config.run
+    for name, is_set, lacking in (
+        ("keep", run.keep == "best", "no evaluations"),
+        ("patience", run.patience is not None, "no evaluations"),
+        ("probe", bool(run.probe) and not splits.validation, "no held-out images to measure"),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"{name}={getattr(run, name)!r} cannot be used when learning rates are tried, because the final run "
+                f"trains on all images and has {lacking}; leave {name} out, or give one learning rate"
+            )
 
 
 def final_config(config: TrainConfig, rate: float) -> TrainConfig:

@@ -40,7 +40,7 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.folder import inside_link, read_record
 from vitrail.training.log import read_journal
 from vitrail.training.page import HeldOutExample, training_figures
-from vitrail.transfer.search import Tried
+from vitrail.transfer.trials import Tried
 from vitrail.weights.bundle import Bundle, Prediction
 
 AnyReport = ClassificationReport | RegressionReport

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.resources
-import json
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -14,9 +13,10 @@ from typing import Any, Literal
 from vitrail.data.source import Source
 from vitrail.data.sources import OpenedData, open_whole
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, DataError, NonFiniteLoss, RunError, UserError, nearest
+from vitrail.errors import ConfigError, DataError, NonFiniteLoss, UserError, nearest
 from vitrail.evaluation.evaluators import Evaluator, evaluators_of, measure
 from vitrail.evaluation.outputs import Outputs
+from vitrail.experiments.runner import check_folder, complete_run
 from vitrail.files import saving, write_json
 from vitrail.settings import from_plain
 from vitrail.tasks.regression import Regression
@@ -25,7 +25,7 @@ from vitrail.training.log import Log
 from vitrail.training.run import finished
 from vitrail.transfer.facts import Explicit, FinetunePlan
 from vitrail.transfer.finetune import Protocol, choose_best_rate, evaluate_run, plan
-from vitrail.transfer.protocols import TableRow, complete_run
+from vitrail.transfer.protocols import TableRow
 from vitrail.weights.bundle import Bundle
 
 SUFFIX = ".toml"
@@ -359,7 +359,7 @@ def finetune_suite(
     Raise `DataError` if every task was skipped, `RunError` if `place` contains other runs, and the errors of `plan` and
     `finetune`.
     """
-    _check_place(place, suite)
+    check_folder(place / RESULTS, {"suite": suite.name}, "the runs of a suite", "--name")
     return _SuiteRun(suite, initial, config, folder, place, method, log or Log()).go(strict=strict)
 
 
@@ -427,9 +427,8 @@ class _SuiteRun:
             chosen.rates,
             place,
             log=self.log,
-            on_trial=lambda trial: self.log.say(trial.text()),
         )
-        found, run = complete_run(config, data, self.initial, log=self.log)
+        found, run = complete_run(config, data=data, initial=self.initial, log=self.log)
         splits = config.data.cut(data)
         if run is None and not (place / "report.html").is_file():
             run = finished(place)
@@ -476,17 +475,3 @@ class _SuiteRun:
         with saving("the results", self.place):
             self.place.mkdir(parents=True, exist_ok=True)
             write_json(self.place / RESULTS, suite_as_plain(self._result()) | about)
-
-
-def _check_place(place: Path, suite: Suite) -> None:
-    """Raise `RunError` if the folder contains anything but the runs of this suite."""
-    path = place / RESULTS
-    if path.is_file():
-        try:
-            name = json.loads(path.read_text(encoding="utf-8"))["suite"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunError(f"{path} is damaged: {error!r}; delete it, or choose another --name") from error
-        if name != suite.name:
-            raise RunError(f"{place} contains the runs of suite {name}, not of {suite.name}; choose another --name")
-    elif place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise RunError(f"{place} exists and does not contain the runs of a suite; choose another --name")

@@ -9,8 +9,7 @@ import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitrail.experiments.accuracy import measure_recipe, optimizer_flops
-from vitrail.experiments.cells import Cell, CellResult
+from vitrail.experiments.accuracy import AccuracyCell, Curve, measure_recipe, optimizer_flops
 from vitrail.models.variants import build
 from vitrail.recipes import RECIPES
 from vitrail.training.build import make_network, make_state
@@ -26,18 +25,18 @@ def tiny(**changes: Any) -> TrainConfig:
     )  # fmt: skip
 
 
-def cell(config: TrainConfig, budget: float | None = None) -> Cell:
-    return Cell(
+def cell(config: TrainConfig, budget: float | None = None) -> AccuracyCell:
+    return AccuracyCell(
         entry="demo", seed=3, settings=config.to_plain(), budget=budget, evaluations=3, device="cpu"
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> CellResult:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Curve:
     return measure_recipe(tmp_path_factory.mktemp("cell"), cell(tiny()))
 
 
-def test_a_curve_has_a_point_for_each_evaluation(measured: CellResult) -> None:
+def test_a_curve_has_a_point_for_each_evaluation(measured: Curve) -> None:
     assert [point.step for point in measured.points] == [4, 8, 12]
     for name in ("seconds", "cpu_seconds", "flops"):
         values = [getattr(point, name) for point in measured.points]
@@ -47,7 +46,7 @@ def test_a_curve_has_a_point_for_each_evaluation(measured: CellResult) -> None:
     assert measured.epochs == 12 * 8 / 36 and measured.test_accuracy is None and measured.precision == "float32"
 
 
-def test_operations_are_those_of_the_closed_form(measured: CellResult) -> None:
+def test_operations_are_those_of_the_closed_form(measured: Curve) -> None:
     config = tiny().model.resolve(num_classes=3, image_size=(8, 16), channels=1)
     assert measured.points[1].flops == 8 * 8 * config.training_flops()
 
@@ -95,7 +94,7 @@ def test_a_run_that_fits_keeps_its_length(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_model_of_a_cell_is_that_of_its_seed(measured: CellResult, tmp_path: Path) -> None:
+def test_the_model_of_a_cell_is_that_of_its_seed(measured: Curve, tmp_path: Path) -> None:
     again = measure_recipe(tmp_path, cell(tiny()))
     assert [point.accuracy for point in again.points] == [point.accuracy for point in measured.points]
     assert again.parameters == measured.parameters

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.experiments.cells import write_result
+from vitrail.experiments.runner import read_result, write_result
+from vitrail.studies.cell import DEVICE, CellResult, measure_cell
 from vitrail.studies.engine import chain
-from vitrail.studies.grid import DEVICE, measure_cell, read_result
 from vitrail.studies.questions import STUDIES
 from vitrail.studies.study import Point, Settings, Study
 
@@ -42,7 +42,7 @@ def test_every_arm_can_be_trained(name: str, tmp_path: Path, monkeypatch: pytest
     for point in first_points(STUDIES[name]):
         for cell in chain(point, [stage.rates[0] for stage in point.stages], 0):
             folder = tmp_path / cell.name
-            result = read_result(folder)
+            result = read_result(folder, CellResult)
             if result is None:  # arms can share a first stage
                 folder.mkdir()
                 result = measure_cell(folder, cell)

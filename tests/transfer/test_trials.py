@@ -24,8 +24,7 @@ from vitrail.training.log import read_journal
 from vitrail.training.run import train
 from vitrail.transfer.facts import Candidate, FinetunePlan, Search
 from vitrail.transfer.finetune import FinetuneResult, finetune, plan
-from vitrail.transfer.protocols import is_trial
-from vitrail.transfer.search import LINEAR, Tried, forward_seconds, read_tried, search_settings, trials_folder
+from vitrail.transfer.trials import LINEAR, Tried, forward_seconds, is_trial, read_tried, search_settings, trials_folder
 from vitrail.weights.bundle import Bundle
 
 FEW = 3
@@ -39,7 +38,7 @@ LOW, HIGH, WILD = (
 @pytest.fixture
 def model(tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("vitrail.transfer.search.MIN_TRIAL_STEPS", FEW)
+    monkeypatch.setattr("vitrail.transfer.trials.MIN_TRIAL_STEPS", FEW)
     return tiny_bundle.save(tmp_path / "model")
 
 

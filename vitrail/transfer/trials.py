@@ -1,10 +1,12 @@
-"""Short trials of several settings within a time budget, measured on the validation split (successive halving)."""
+"""Trials before a run: several settings within a time budget (successive halving), or learning rates. The validation
+split decides."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -20,8 +22,9 @@ from vitrail.cores import compute_threads
 from vitrail.data.source import fingerprint, subset
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
-from vitrail.errors import NonFiniteLoss
+from vitrail.errors import ConfigError, NonFiniteLoss
 from vitrail.evaluation.metrics.numbers import merit
+from vitrail.experiments.runner import complete_run
 from vitrail.files import saving, write_json
 from vitrail.machine import Precision, pick_device, resolve_precision
 from vitrail.models.predictor import Predictor
@@ -29,15 +32,17 @@ from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import locked
 from vitrail.training.linear_start import linear_score
-from vitrail.training.log import kept_result, read_journal
+from vitrail.training.log import Log, kept_result, read_journal
 from vitrail.transfer.examination import on_device
 from vitrail.transfer.facts import Candidate, Search
-from vitrail.transfer.protocols import TRIALS_SUFFIX, complete_run
 from vitrail.transfer.rules import MIN_STEPS
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bundle import Bundle, weights_sha256
 
 RESULTS = "trials.json"
+
+TRIALS_SUFFIX = "-trials"
+"""Suffix of the folder beside a run's folder that contains its trials."""
 
 LINEAR = "a linear model of frozen features"
 
@@ -209,8 +214,14 @@ class _Budget:
 
 
 def trials_folder(folder: Path) -> Path:
-    """Return the folder with the trials of the run in `folder`."""
+    """Return the folder that contains the trials of the run in `folder`."""
     return folder.with_name(f"{folder.name}{TRIALS_SUFFIX}")
+
+
+def is_trial(folder: Path) -> bool:
+    """Return True if a run is a trial of a learning rate or of other settings, which end with their number of steps."""
+    is_inside = folder.absolute().parent.name.endswith(TRIALS_SUFFIX)
+    return is_inside and re.search(r"^learning-rate-|-\d+$", folder.name) is not None
 
 
 def read_tried(folder: Path) -> tuple[Tried, ...]:
@@ -349,7 +360,7 @@ class _Trials:
         of_data = {"validation": "auto", "per_class": None, "mix": ()}  # the data is divided and mixed already
         config = self.config.override(steps=steps, run=str(place), **of_run, **of_data, **candidate.settings)
         with suppress(NonFiniteLoss):  # without a finished model, there are no metrics
-            complete_run(config, self.trial_data, self.initial, measure_test=False, replaces=True)
+            complete_run(config, data=self.trial_data, initial=self.initial, measure_test=False, replaces=True)
         found = kept_result(place / "journal.jsonl")
         value, loss = found.get(self.metric.name), found.get(self.config.task.loss_metric)
         if (rate := _median_rate(place)) is not None:
@@ -377,3 +388,57 @@ class _Trials:
                         "tried": self.tried,
                     },
                 )
+
+
+# Learning rates that are tried by complete runs, before a run with the best of them.
+
+
+def choose_rate(
+    config: TrainConfig,
+    data: OpenedData,
+    rates: tuple[float, ...],
+    folder: Path,
+    *,
+    initial: Bundle,
+    log: Log | None = None,
+) -> dict[float, Tried]:
+    """Train with each learning rate, and return the trials by their rates, best first. The loss decides between equal
+    metrics, and the lower rate comes first if the losses are equal too.
+
+    Every trial has a folder inside `folder`. A finished trial is reused, and a stopped trial continues. The test split
+    is not used. `data` is the open data set of `config`, and `initial` is the model that every trial starts from.
+
+    `log` names each trial. A trial that diverges is skipped.
+
+    Raise `ConfigError` if no image is held out, `RunError` if an existing trial has other settings, data or weights,
+    `NonFiniteLoss` if all trials diverge, and all other errors of `train`.
+    """
+    no_images = (
+        f"validation_share={config.data.validation_share} leaves no labelled image for choosing the learning "
+        "rate; set learning_rate, or use more images"
+    )
+    splits = config.data.cut(data)
+    if not splits.validation:
+        raise ConfigError(no_images)
+    metric, log, trials = config.task.selection(splits), log or Log(), dict[float, Tried]()
+    for rate in rates:
+        place = folder / f"learning-rate-{rate:g}"
+        trial = config.override(learning_rate=rate, keep="last", run=str(place), overwrite=False)
+        try:
+            complete_run(trial, data=data, initial=initial, log=log, measure_test=False, replaces=config.run.overwrite)
+        except NonFiniteLoss as error:
+            if rate == rates[-1] and not trials:
+                raise
+            log.note(f"learning rate {rate:g} is skipped: {str(error).partition(':')[0]}")
+            continue
+        found = kept_result(place / "journal.jsonl")
+        if metric.name not in found:  # no held-out image has a label and can be decoded
+            raise ConfigError(no_images)
+        steps = config.total_steps(len(splits.train))
+        trials[rate] = Tried(f"learning rate {rate:g}", steps, found[metric.name], found[config.task.loss_metric])
+        log.say(f"{trials[rate].name}: {trials[rate].text(metric)} on the held-out images")
+
+    def order(rate: float) -> tuple[tuple[float, float], float]:
+        return merit(trials[rate].value, trials[rate].loss, higher_is_better=metric.higher_is_better), -rate
+
+    return {rate: trials[rate] for rate in sorted(trials, key=order, reverse=True)}

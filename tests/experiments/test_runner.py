@@ -1,0 +1,138 @@
+"""Tests of the runner of cells, with processes that do not train."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vitrail.errors import RunError, VitrailError
+from vitrail.experiments.accuracy import AccuracyCell, Curve, CurvePoint
+from vitrail.experiments.runner import Pool, differences, experiment, read_cell, read_result, write_result
+
+CELL = AccuracyCell(entry="demo", seed=1, settings={"sizes": (3, 4)}, budget=2.5, evaluations=2, device="cpu")
+
+RESULT = Curve(
+    points=(CurvePoint(step=3, seconds=0.5, cpu_seconds=0.7, flops=1e9, accuracy=0.25),), validation_accuracy=0.5,
+    test_accuracy=None, steps=3, own_steps=3, epochs=1.0, batch_size=2, parameters=5, precision="float32", threads=1,
+    versions={"torch": "2"},
+)  # fmt: skip
+
+SCRIPT = """
+import pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+(folder / "runs").write_text("x")
+print("a line of the log")
+if {code}:
+    sys.exit({code})
+(folder / "result.json").write_text((folder.parent / "result.json").read_text())
+"""
+
+
+def run(folder: Path, cell: AccuracyCell = CELL, code: int = 0, script: str = SCRIPT) -> Curve:
+    """Run a cell by a script, and return its result, which is that in the folder of all cells."""
+    (folder / "cells").mkdir(exist_ok=True)
+    write_result(folder / "cells", RESULT)
+    command = (sys.executable, "-S", "-c", script.replace("{code}", str(code)))
+    pool = Pool(folder=folder, cell=AccuracyCell, result=Curve, command=lambda cell: command, restarts=True)
+    return pool.run([("demo, seed 1", cell)])[cell.name]
+
+
+def test_a_finished_cell_is_not_run_again(tmp_path: Path) -> None:
+    folder = tmp_path / "cells" / CELL.name
+    assert run(tmp_path) == RESULT
+    assert folder.name == "demo-seed1" and read_cell(folder, AccuracyCell) == CELL
+    (folder / "runs").unlink()
+    assert run(tmp_path, code=9) == RESULT
+    assert not (folder / "runs").exists()
+
+
+def test_an_unfinished_cell_starts_again(tmp_path: Path) -> None:
+    folder = tmp_path / "cells" / CELL.name
+    with pytest.raises(VitrailError, match=r"cell demo-seed1 \(demo, seed 1\) ended with exit code 7; the") as caught:
+        run(tmp_path, code=7)
+    assert "a line of the log" in str(caught.value) and str(folder / "log.txt") in str(caught.value)
+    (folder / "rest").write_text("of the killed run")
+    assert run(tmp_path) == RESULT and not (folder / "rest").exists()
+
+
+def test_a_result_of_other_settings_is_refused(tmp_path: Path) -> None:
+    run(tmp_path)
+    other = replace(CELL, settings={"sizes": (3, 5)})
+    message = r"other settings of demo, seed 1: sizes was \[3, 4\] and is \[3, 5\]; delete this folder"
+    with pytest.raises(RunError, match=message):
+        run(tmp_path, other)
+
+
+def test_a_damaged_result_is_named(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text("{")
+    with pytest.raises(RunError, match=r"result\.json is damaged: .*; delete the folder"):
+        read_result(tmp_path, Curve)
+
+
+def test_an_interrupted_cell_ends_its_process(tmp_path: Path) -> None:
+    script = """
+import os, pathlib, sys, time
+partial = pathlib.Path(sys.argv[1], "partial")
+partial.write_text(str(os.getpid()))
+partial.rename(partial.with_name("pid"))
+time.sleep(99)
+"""
+    folder = tmp_path / "cells" / CELL.name
+
+    def interrupt() -> None:
+        until = time.monotonic() + 60
+        while not (folder / "pid").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, script=script)
+    thread.join()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((folder / "pid").read_text()), 0)
+    assert read_result(folder, Curve) is None
+
+
+def test_a_process_ends_with_the_one_that_started_it() -> None:
+    script = """
+import time
+from vitrail.experiments.runner import end_with_parent
+end_with_parent()
+print("ready", flush=True)
+time.sleep(99)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == b"ready\n" and process.poll() is None
+        process.stdin.close()
+        assert process.wait(60) == 1
+
+
+def test_differences_are_told_by_the_names_of_settings() -> None:
+    before = {"run": {"steps": 4, "seed": 0}, "fingerprint": "f", "kept": [1]}
+    now = {"run": {"steps": 5, "seed": 0}, "fingerprint": "g", "kept": [1], "more": True}
+    assert differences(before, now) == [
+        "steps was 4 and is 5", "the images, labels or splits have changed", "more was None and is True",
+    ]  # fmt: skip
+
+
+def test_the_folder_of_an_experiment_is_held_by_one_process(tmp_path: Path) -> None:
+    with experiment(tmp_path / "new" / "x.json", {"a": 1}, "a study", "--out"):
+        assert (tmp_path / "new" / "x.json").is_file()
+        with (
+            pytest.raises(RunError, match="is in use"),
+            experiment(tmp_path / "new" / "x.json", {"a": 1}, "a study", "--out"),
+        ):
+            pass
+    with experiment(tmp_path / "new" / "x.json", {"a": 1}, "a study", "--out"):
+        pass
