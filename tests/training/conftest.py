@@ -122,7 +122,7 @@ def folder_config(tmp_path: Path) -> Callable[..., TrainConfig]:
 
 @pytest.fixture(scope="session")
 def prepare() -> Callable[[TrainConfig], tuple[TrainState, Job]]:
-    """The state and the plan of a config, to take single steps with. The head is random instead of 0, so that
+    """The state and the job of a config, to take single steps with. The head is random instead of 0, so that
     gradients reach every weight at once."""
 
     def build(config: TrainConfig) -> tuple[TrainState, Job]:

@@ -215,19 +215,19 @@ def measure(
         task, fields = WORKLOADS[name]
         if fields["precision"] == "bf16" and not ONEDNN:
             pytest.skip("this build of torch has no dense layer of oneDNN")
-        state, plan = prepare(small(tmp_path / "run", **fields))
+        state, job = prepare(small(tmp_path / "run", **fields))
         state.objective.train()
         if task == "predict":
-            network, images = state.objective.network, plan.config.images.normalise(next(state.batches).images)
+            network, images = state.objective.network, job.config.images.normalise(next(state.batches).images)
 
             def step() -> None:
-                Predictor(network, plan.config.run.precision).logits(images)
+                Predictor(network, job.config.run.precision).logits(images)
 
             step()
             return count(step, network.parameters())
-        loop.train_step(plan, state, next(state.batches))
+        loop.train_step(job, state, next(state.batches))
         batch = next(state.batches)
-        return count(lambda: loop.train_step(plan, state, batch), state.objective.parameters())
+        return count(lambda: loop.train_step(job, state, batch), state.objective.parameters())
 
     return run
 

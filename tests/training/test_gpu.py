@@ -147,12 +147,12 @@ def test_a_step_waits_for_nothing_on_the_gpu(
 ) -> None:
     """Changing the learning rate does not wait either. CUDA itself reports every wait."""
 
-    def strictly(state: Any, plan: Any, batch: Any) -> Any:
+    def strictly(job: Any, state: Any, batch: Any) -> Any:
         if state.step < 2:
-            return train_step(plan, state, batch)
+            return train_step(job, state, batch)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return train_step(plan, state, batch)
+            return train_step(job, state, batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -38,10 +38,10 @@ def weights(state: TrainState) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in state.objective.named_parameters()}
 
 
-def gradient_of_step(state: TrainState, plan: Job, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def gradient_of_step(state: TrainState, job: Job, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the negative change of every weight in a step, and the step's metrics."""
     before = weights(state)
-    figures = train_step(plan, state, batch)
+    figures = train_step(job, state, batch)
     return {name: before[name] - tensor for name, tensor in weights(state).items()}, figures
 
 
@@ -65,14 +65,14 @@ NONE, SOME, MOST, ALL = [], [0, 7, 8, 19], list(range(16)), list(range(20))
     ids=lambda value: value if isinstance(value, str) else str(len(value)),
 )
 def test_accumulation_changes_nothing(make: Callable[..., Any], invalid: list[int], loss: str) -> None:
-    whole, plan = make(**SGD, clip=0.0, loss=loss, shift=2)
+    whole, job = make(**SGD, clip=0.0, loss=loss, shift=2)
     batch = without(next(whole.batches), invalid)
-    expected, expected_figures = gradient_of_step(whole, plan, batch)
+    expected, expected_figures = gradient_of_step(whole, job, batch)
     if len(invalid) < 20:
         assert sum(float(gradient.norm()) for gradient in expected.values()) > 0.1
     for accumulation in (2, 3, 20):
-        state, plan = make(**SGD, clip=0.0, loss=loss, shift=2, accumulation=accumulation)
-        found, figures = gradient_of_step(state, plan, batch)
+        state, job = make(**SGD, clip=0.0, loss=loss, shift=2, accumulation=accumulation)
+        found, figures = gradient_of_step(state, job, batch)
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=2e-6, msg=f"{name} in {accumulation}")
         assert set(figures) == set(expected_figures) == {"loss", "accuracy", "gradient_norm"}
@@ -85,7 +85,7 @@ def test_accumulation_changes_nothing_if_samples_lack_targets(make: Callable[...
     """The samples without a target are unevenly distributed over the parts. The loss skips them."""
     found: dict[int, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
     for accumulation in (1, 3, 7, 20):
-        state, plan = make(**SGD, clip=0.0, accumulation=accumulation)
+        state, job = make(**SGD, clip=0.0, accumulation=accumulation)
         batch = without(next(state.batches), [2, 19])
         if targets == "labels":
             labels = batch.labels.clone()
@@ -97,7 +97,7 @@ def test_accumulation_changes_nothing_if_samples_lack_targets(make: Callable[...
             numbers[10:16, ::2] = torch.nan
             batch = replace(batch, targets=numbers, target_kind="numbers")
             state.objective = RegressionObjective(state.objective.network, torch.zeros(10), torch.full((10,), 2.0))
-        found[accumulation] = gradient_of_step(state, plan, batch)
+        found[accumulation] = gradient_of_step(state, job, batch)
     expected, expected_metrics = found.pop(1)
     assert sum(float(gradient.norm()) for gradient in expected.values()) > 0.1
     for accumulation, (gradients, metrics) in found.items():
@@ -111,12 +111,12 @@ def test_accumulation_changes_nothing_if_samples_lack_targets(make: Callable[...
 def test_accumulation_changes_no_image_and_no_target_of_a_mixture(make: Callable[..., Any], loss: str) -> None:
     seen: dict[int, list[Batch]] = {}
     for accumulation in (1, 4):
-        state, plan = make(
+        state, job = make(
             loss=loss, accumulation=accumulation, preset="strong1", cutmix=1.0, colour_jitter=(0.4, 0.4, 0.4, 0.1)
         )
         parts = seen.setdefault(accumulation, [])
         state.objective.register_forward_pre_hook(lambda module, inputs, parts=parts: parts.append(inputs[0]))
-        train_step(plan, state, without(next(state.batches), [3, 11]))
+        train_step(job, state, without(next(state.batches), [3, 11]))
     (whole,), parts = seen[1], seen[4]
     assert len(parts) == 4 and whole.targets is not None and whole.targets.max(dim=1).values.min() < 1
     for name in ("images", "targets", "labels", "valid"):
@@ -125,23 +125,23 @@ def test_accumulation_changes_no_image_and_no_target_of_a_mixture(make: Callable
 
 def test_parameters_stay_together_over_steps(make: Callable[..., Any]) -> None:
     still = {**SGD, "learning_rate": 0.05, "momentum": 0.9, "clip": 1.0}
-    (whole, plan), (parts, plan_of_parts) = make(**still), make(**still, accumulation=3)
+    (whole, job), (parts, job_of_parts) = make(**still), make(**still, accumulation=3)
     for _ in range(5):
-        train_step(plan, whole, next(whole.batches))
-        train_step(plan_of_parts, parts, next(parts.batches))
+        train_step(job, whole, next(whole.batches))
+        train_step(job_of_parts, parts, next(parts.batches))
         whole.step, parts.step = whole.step + 1, parts.step + 1
     for name, tensor in weights(whole).items():
         torch.testing.assert_close(weights(parts)[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 def test_invalid_samples_weigh_nothing(make: Callable[..., Any]) -> None:
-    state, plan = make(**SGD, clip=0.0)
+    state, job = make(**SGD, clip=0.0)
     batch = next(state.batches)
-    found, _ = gradient_of_step(state, plan, without(batch, [3, 11]))
-    alone, plan = make(**SGD, clip=0.0)
+    found, _ = gradient_of_step(state, job, without(batch, [3, 11]))
+    alone, job = make(**SGD, clip=0.0)
     kept = [place for place in range(20) if place not in (3, 11)]
     rest = Batch(*(getattr(batch, name)[kept] for name in ("images", "labels", "valid", "samples", "epochs")))
-    expected, _ = gradient_of_step(alone, plan, rest)
+    expected, _ = gradient_of_step(alone, job, rest)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=2e-6)
 
@@ -151,15 +151,15 @@ def norm(gradients: dict[str, Tensor]) -> float:
 
 
 def test_clipping_scales_down_to_the_limit(make: Callable[..., Any]) -> None:
-    state, plan = make(**SGD, clip=0.0)
+    state, job = make(**SGD, clip=0.0)
     batch = next(state.batches)
-    free, figures = gradient_of_step(state, plan, batch)
+    free, figures = gradient_of_step(state, job, batch)
     length = norm(free)
     assert length > 0.5
     assert figures["gradient_norm"].item() == pytest.approx(length, rel=1e-4)
     for clip in (0.01, length / 2, length * 2):
-        state, plan = make(**SGD, clip=clip)
-        clipped, figures = gradient_of_step(state, plan, batch)
+        state, job = make(**SGD, clip=clip)
+        clipped, figures = gradient_of_step(state, job, batch)
         assert norm(clipped) == pytest.approx(min(clip, length), rel=1e-3)
         assert figures["gradient_norm"].item() == pytest.approx(length, rel=1e-4), "the norm before clipping"
         factor = min(clip / length, 1)
@@ -169,7 +169,7 @@ def test_clipping_scales_down_to_the_limit(make: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize(("clip", "factor"), [(1e-6, 0.2), (4e-6, 0.8), (5e-6, 1.0), (6e-6, 1.0), (0.0, 1.0)])
 def test_clipping_adds_no_small_number_to_the_norm(make: Callable[..., Any], clip: float, factor: float) -> None:
-    state, plan = make(**SGD, clip=clip)
+    state, job = make(**SGD, clip=clip)
 
     class Tiny(Objective):
         def forward(self, batch: Batch) -> LossOutput:
@@ -178,7 +178,7 @@ def test_clipping_adds_no_small_number_to_the_norm(make: Callable[..., Any], cli
 
     state.objective = Tiny(state.objective.network)
     before = state.objective.network.head.bias.detach().clone()
-    found, metrics = gradient_of_step(state, plan, next(state.batches))
+    found, metrics = gradient_of_step(state, job, next(state.batches))
     assert metrics["gradient_norm"].item() == pytest.approx(5e-6, rel=1e-6)
     torch.testing.assert_close(before[:2], torch.zeros(2))
     expected = torch.tensor([3e-6, 4e-6]) * factor
@@ -186,50 +186,50 @@ def test_clipping_adds_no_small_number_to_the_norm(make: Callable[..., Any], cli
 
 
 def test_the_schedule_sets_the_learning_rate_of_every_group(make: Callable[..., Any]) -> None:
-    state, plan = make(steps=10, warmup=0.4)
+    state, job = make(steps=10, warmup=0.4)
     for step in range(10):
         state.step = step
-        train_step(plan, state, next(state.batches))
-        assert {group["lr"] for group in state.optimizer.param_groups} == {plan.schedule(step)}
+        train_step(job, state, next(state.batches))
+        assert {group["lr"] for group in state.optimizer.param_groups} == {job.schedule(step)}
 
 
 def test_each_group_has_its_own_share_of_the_schedule(make: Callable[..., Any]) -> None:
-    state, plan = make(steps=10, warmup=0.4, layer_decay=0.5)
+    state, job = make(steps=10, warmup=0.4, layer_decay=0.5)
     for step in range(5):
         state.step = step
-        train_step(plan, state, next(state.batches))
+        train_step(job, state, next(state.batches))
         rates = sorted({group["lr"] for group in state.optimizer.param_groups})
-        assert rates == [plan.schedule(step) * 0.5**layer for layer in (3, 2, 1, 0)], "two blocks between stem and head"
+        assert rates == [job.schedule(step) * 0.5**layer for layer in (3, 2, 1, 0)], "two blocks between stem and head"
 
 
 def test_the_mean_follows_each_step(make: Callable[..., Any]) -> None:
-    state, plan = make(average=0.15)
+    state, job = make(average=0.15)
     before = {name: tensor.clone() for name, tensor in state.average.mean.items()}
     assert before.keys() == weights(state).keys()
     for step, kept in ((0, 0.0), (1, 0.15 / 1.15)):
         state.step = step
-        train_step(plan, state, next(state.batches))
+        train_step(job, state, next(state.batches))
         for name, tensor in weights(state).items():
             before[name] = kept * before[name] + (1 - kept) * tensor
             torch.testing.assert_close(state.average.mean[name], before[name], rtol=1e-5, atol=1e-7)
 
 
 def test_gradients_are_gone_after_a_step(make: Callable[..., Any]) -> None:
-    state, plan = make()
-    figures = train_step(plan, state, next(state.batches))
+    state, job = make()
+    figures = train_step(job, state, next(state.batches))
     assert all(parameter.grad is None for parameter in state.objective.parameters())
     assert not any(value.requires_grad for value in figures.values())
 
 
 def test_the_batch_is_augmented_by_epoch_and_sample(make: Callable[..., Any]) -> None:
-    state, plan = make(flip=True, shift=3)
+    state, job = make(flip=True, shift=3)
     seen: list[Tensor] = []
     state.objective.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].images))
     batch = next(state.batches)
-    train_step(plan, state, batch)
-    expected = plan.config.augment(batch, seed=plan.config.run.seed).images
+    train_step(job, state, batch)
+    expected = job.config.augment(batch, seed=job.config.run.seed).images
     assert not torch.equal(expected, batch.images)
-    assert torch.equal(seen[0], plan.config.images.normalise(expected))
+    assert torch.equal(seen[0], job.config.images.normalise(expected))
 
 
 class Reads(TorchDispatchMode):
@@ -289,22 +289,22 @@ def test_the_counter_counts() -> None:
     {"optimizer": "lars"}, {"optimizer": "lamb"},
 ], ids=str)  # fmt: skip
 def test_a_step_waits_for_no_number(make: Callable[..., Any], fields: dict[str, Any]) -> None:
-    state, plan = make(**fields)
-    train_step(plan, state, next(state.batches))  # the optimiser makes its state
+    state, job = make(**fields)
+    train_step(job, state, next(state.batches))  # the optimiser makes its state
     batch = next(state.batches)
     with Reads() as reads:
-        train_step(plan, state, batch)
+        train_step(job, state, batch)
     assert reads.operations > 50
     assert not reads.counts
 
 
 def test_a_step_of_the_sigmoid_loss_waits_for_no_number_of_the_network(make: Callable[..., Any]) -> None:
     """On the CPU `one_hot` reads the least and the greatest label to check them; on a GPU it does not."""
-    state, plan = make(loss="sigmoid")
-    train_step(plan, state, next(state.batches))
+    state, job = make(loss="sigmoid")
+    train_step(job, state, next(state.batches))
     batch = next(state.batches)
     with Reads() as reads:
-        train_step(plan, state, batch)
+        train_step(job, state, batch)
     with Reads() as of_one_hot:
         torch.nn.functional.one_hot(batch.labels, 10)
     assert reads.counts == of_one_hot.counts
@@ -313,10 +313,10 @@ def test_a_step_of_the_sigmoid_loss_waits_for_no_number_of_the_network(make: Cal
 def test_weights_and_optimizer_state_stay_in_float32(
     small: Callable[..., TrainConfig], prepare: Callable, tmp_path: Path
 ) -> None:
-    state, plan = prepare(small(tmp_path / "run", precision="bf16"))
+    state, job = prepare(small(tmp_path / "run", precision="bf16"))
     outputs = []
     handle = state.objective.network.blocks[0].mlp.up.register_forward_hook(lambda *given: outputs.append(given[-1]))
-    figures = train_step(plan, state, next(state.batches))
+    figures = train_step(job, state, next(state.batches))
     handle.remove()
     assert outputs[0].dtype == torch.bfloat16
     assert all(parameter.dtype == torch.float32 for parameter in state.objective.parameters())

@@ -52,9 +52,9 @@ def test_a_step_with_a_fault_moves_nothing(
     tmp_path: Path,
 ) -> None:  # fmt: skip
     config = small(tmp_path / "run", average=0.9, on_non_finite="skip", accumulation=3)
-    state, plan = prepare(config)
-    plan = replace(plan, config=replace(plan.config, faults=config.faults))
-    train_step(plan, state, next(state.batches))
+    state, job = prepare(config)
+    job = replace(job, config=replace(job.config, faults=config.faults))
+    train_step(job, state, next(state.batches))
     state.step = 1
     before = {name: leaf.clone() for name, leaf in flat(state.tensors()).items() if isinstance(leaf, Tensor)}
     weight = next(state.objective.parameters())
@@ -63,7 +63,7 @@ def test_a_step_with_a_fault_moves_nothing(
     else:
         handle = weight.register_hook(lambda gradient: gradient * torch.inf)
     with pytest.raises(StepFault, match=f"^{'loss' if poison == 'loss' else 'gradient_norm'} is (nan|inf)$"):
-        train_step(plan, state, next(state.batches))
+        train_step(job, state, next(state.batches))
     handle.remove()
     after = {name: leaf for name, leaf in flat(state.tensors()).items() if isinstance(leaf, Tensor)}
     assert len(before) == len(after) > 20

@@ -135,7 +135,7 @@ def reference(file: str, name: str, stand_ins: ModuleType) -> Reference:
     return Reference(run, run.get("config", content.get("config")), stand_ins, "bv" in file)
 
 
-def plan_for(config: OptimizerConfig, setup: dict[str, Any]) -> Job:
+def job_for(config: OptimizerConfig, setup: dict[str, Any]) -> Job:
     images = Preprocess(image_size=(setup["h"], setup["w"]), mean=(0.0,) * 3, std=(1 / 255,) * 3)
     run = RunConfig(steps=setup["steps"], batch_size=setup["batch"], precision="float32")
     return job_of(TrainConfig(optimizer=config, images=images, augment=Augment(flip=False), run=run), images=1000)
@@ -145,9 +145,9 @@ class SecondSchedule:
     """A second schedule for the weights of the first block, as big_vision has schedules by name. The loop has one, so
     the weights have groups of their own, whose scale is the ratio of the two schedules."""
 
-    def __init__(self, state: TrainState, plan: Job) -> None:
+    def __init__(self, state: TrainState, job: Job) -> None:
         inside = {id(weight) for weight in state.objective.network.blocks[0].parameters()}
-        self.plan = plan
+        self.job = job
         self.schedule = Schedule("rsqrt", 0.03, 12, 2, warmup_from_zero=True, timescale=4, cooldown_steps=3)
         self.groups = []
         for group in list(state.optimizer.param_groups):
@@ -158,7 +158,7 @@ class SecondSchedule:
 
     def set_scales(self, step: int) -> None:
         for group in self.groups:
-            group["scale"] = self.schedule(step) / self.plan.schedule(step) if step else 1.0
+            group["scale"] = self.schedule(step) / self.job.schedule(step) if step else 1.0
 
 
 @pytest.mark.parametrize(("file", "name"), RUNS, ids=[name for _, name in RUNS])
@@ -175,18 +175,18 @@ def test_steps_are_those_of_the_original_code(
     sigmoid = options.get("loss") == "sigmoid_xent"
     objective = ClassificationObjective(network, loss="sigmoid" if sigmoid else "softmax")
     state = TrainState(objective, make_optimizer(objective, config), batches=None)  # type: ignore[arg-type]
-    plan = plan_for(config, reference.setup)
-    second = SecondSchedule(state, plan) if frozen else None
+    job = job_for(config, reference.setup)
+    second = SecondSchedule(state, job) if frozen else None
     for number, values in enumerate(steps_of_run(run["per_step"])):
         before = [weight.detach().clone() for weight in network.parameters()]
         if second is not None:
             second.set_scales(number)
         rate = values.get("lr_applied", values.get("schedule"))
         expected_rate = rate if "lr_applied" in values else np.multiply(rate, config.learning_rate)
-        found_rates = [second.schedule(number), plan.schedule(number)] if second else plan.schedule(number)
+        found_rates = [second.schedule(number), job.schedule(number)] if second else job.schedule(number)
         assert found_rates == pytest.approx(expected_rate, rel=1e-6)
         network.train()
-        metrics = train_step(plan, state, reference.batch(number))
+        metrics = train_step(job, state, reference.batch(number))
         state.step += 1
         after = [weight.detach() for weight in network.parameters()]
         moved = torch.cat([(new - old).double().flatten() for new, old in zip(after, before, strict=True)]).norm()

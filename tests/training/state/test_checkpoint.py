@@ -43,13 +43,13 @@ def moving(
 @pytest.fixture
 def saved(moving: tuple[TrainState, Job], tmp_path: Path, flat: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
     """Take a step, save under the given step numbers, and return the tensors of the last save."""
-    state, plan = moving
+    state, job = moving
 
     def save(*steps: int, retain: int = 2) -> dict[str, Any]:
         checkpoints = Checkpoints(tmp_path / "checkpoints", retain=retain)
         for step in steps:
             state.step = 0
-            train_step(plan, state, next(state.batches))
+            train_step(job, state, next(state.batches))
             state.step, state.best, state.skipped = step, Best(step / 100, step), {f"bad {step}"}
             checkpoints.save(state)
         return {name: leaf.clone() for name, leaf in flat(state.tensors()).items() if isinstance(leaf, torch.Tensor)}
@@ -62,11 +62,11 @@ def two(
     moving: tuple[TrainState, Job], tmp_path_factory: pytest.TempPathFactory, flat: Callable[..., dict[str, Any]]
 ) -> tuple[Path, dict[str, Any]]:
     """A folder with checkpoints of steps 3 and 4, which tests copy, and the tensors of step 3."""
-    state, plan = moving
+    state, job = moving
     checkpoints, tensors = Checkpoints(tmp_path_factory.mktemp("two") / "checkpoints"), {}
     for step in (3, 4):
         state.step = 0
-        train_step(plan, state, next(state.batches))
+        train_step(job, state, next(state.batches))
         state.step, state.best, state.skipped = step, Best(step / 100, step), {f"bad {step}"}
         checkpoints.save(state)
         leaves = flat(state.tensors())
@@ -77,10 +77,10 @@ def two(
 def test_everything_comes_back(
     saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path, flat: Callable[..., dict[str, Any]]
 ) -> None:
-    state, plan = moving
+    state, job = moving
     tensors, values, following = saved(5), state.values(), next(state.batches)
     state.batches.restore(values["batches"])
-    train_step(plan, state, next(state.batches))
+    train_step(job, state, next(state.batches))
     state.step, state.best, state.skipped = 77, Best(), set()
     torch.rand(3)
     assert Checkpoints(tmp_path / "checkpoints").restore(state) == []
@@ -238,7 +238,7 @@ def test_the_background_writes_the_state_of_the_moment(
     saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path, flat: Callable[..., dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    state, plan = moving
+    state, job = moving
     saved(3)
     real, may_write, complete = checkpoint_module.save, threading.Event(), list[int]()
     monkeypatch.setattr(checkpoint_module, "save", lambda *given, **named: (may_write.wait(60), real(*given, **named)))
@@ -251,7 +251,7 @@ def test_the_background_writes_the_state_of_the_moment(
     state.step = 4
     path = checkpoints.save(state)
     state.step, state.best.waited = 0, 99
-    train_step(plan, state, next(state.batches))
+    train_step(job, state, next(state.batches))
     state.skipped.add("later")
     checkpoints.poll()
     assert not path.exists() and complete == [] and checkpoints.steps() == [3]

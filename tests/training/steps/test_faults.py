@@ -198,9 +198,9 @@ def test_a_real_divergence_is_named(small: Small, prepare: Callable[..., Any], t
     with pytest.raises(NonFiniteLoss) as caught:
         train(config)
     torch.manual_seed(config.run.seed)
-    state, plan = by_hand(config, prepare)
+    state, job = by_hand(config, prepare)
     for step in range(1, 400):
-        figures = train_step(plan, state, next(state.batches))
+        figures = train_step(job, state, next(state.batches))
         bad = [name for name, value in figures.items() if not value.isfinite()]
         state.step = step
         if bad:
@@ -214,9 +214,9 @@ def test_a_real_divergence_is_named(small: Small, prepare: Callable[..., Any], t
 
 def by_hand(config: TrainConfig, prepare: Callable[..., Any]) -> tuple[TrainState, Job]:
     """Return the state with which a run of `config` begins."""
-    state, plan = prepare(config)
+    state, job = prepare(config)
     torch.manual_seed(config.run.seed)
     network = state.objective.network
     fresh = type(network)(network.config)  # draws the weights as the run does
     network.load_state_dict(fresh.state_dict())
-    return state, plan
+    return state, job
