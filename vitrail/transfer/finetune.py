@@ -25,6 +25,7 @@ from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import check_place, place_of
 from vitrail.training.log import Log
+from vitrail.training.page import write_examples
 from vitrail.training.run import RunResult, train
 from vitrail.training.start import check_choice
 from vitrail.transfer.examination import examine
@@ -309,7 +310,7 @@ def evaluate_run(
         source,
         split,
         found,
-        examples=run.examples,
+        examples=run.examples or write_examples(run.bundle, source, run.folder / "examples"),
         tried=read_tried(run.folder),
         next_commands=tuple(map(shlex.join, commands)),
     )
