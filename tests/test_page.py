@@ -14,7 +14,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from vitrail.report.page import SIDE, STYLE, document, escape, figure, printable, table, thumbnail
+from vitrail.report.page import PACKAGE, SIDE, environment, escape, printable
+
+STYLE = (PACKAGE / "report" / "page.css").read_text(encoding="utf-8")
+
+PAGE = """{% extends "report/page.html" %}{% import "report/parts.html" as parts %}
+{% block style %}p { color: red; }{% endblock %}{% block body %}<p>part</p>
+{{ parts.table([name], [[name]]) }}{{ parts.figure(none, [name, name], name) }}{% endblock %}"""
+
+
+def document(name: str) -> str:
+    """Return a page that shows a name in its title, a table and a caption."""
+    return environment().from_string(PAGE).render(title=name, name=name)
+
+
+def part(name: str, *values: object) -> str:
+    """Return the HTML of one of the parts that pages share."""
+    return getattr(environment().get_template("report/parts.html").module, name)(*values)
+
 
 EVIL = "</td><script>alert('1 & 2')</script>\u202e\x00\udcff"
 
@@ -29,23 +46,23 @@ def picture_in(tag: str) -> Image.Image:
 
 @given(st.text(st.characters()))
 def test_any_name_is_text(read_page: Callable[[str], Any], name: str) -> None:
-    text = document(name, [table((name,), [(name,)]), figure(thumbnail(None, name), [name, name])])
+    text = document(name)
     page = read_page(text)
     shown = printable(name)
     # The window's title, the heading, the table's head and body, and two lines under the picture.
     assert page.text.count(shown) == (6 if shown else 0)
     assert {*page.names} - {"wbr"} == {
         "html", "head", "meta", "title", "style", "body", "h1", "div", "table", "thead", "tbody", "tr", "th", "td",
-        "figure", "figcaption", "br",
+        "p", "figure", "figcaption", "br",
     }  # fmt: skip
     text.encode("utf-8")
 
 
 def test_long_file_names_break_behind_separators_and_stay_whole_when_copied(read_page: Callable[[str], Any]) -> None:
     name = "birds/photo_0001_final-version.png"
-    text = figure(thumbnail(None, "x"), [name, "73.1%", "short_name.png"])
+    text = part("figure", None, [name, "73.1%", "short_name.png"], "x")
     assert "birds/<wbr>photo_<wbr>0001_<wbr>final-<wbr>version.<wbr>png<br>73.1%<br>short_name.png" in text
-    assert name in read_page(document("x", [text])).text
+    assert name in read_page(text).text
 
 
 def test_tables_wrap_on_a_phone() -> None:
@@ -61,7 +78,7 @@ def test_names_keep_their_letters() -> None:
 
 
 def test_a_page_is_light_and_dark_and_fits_a_telephone(read_page: Callable[[str], Any]) -> None:
-    page = read_page(document("title", ["<p>part</p>"], style="p { color: red; }"))
+    page = read_page(document("title"))
     assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.tags
     assert ("html", {"lang": "en"}) in page.tags and page.names.count("h1") == 1
     (style,) = [text for text in page.text if ":root" in text]
@@ -73,7 +90,7 @@ def test_a_page_is_light_and_dark_and_fits_a_telephone(read_page: Callable[[str]
 
 
 def test_tables_have_heads_and_scroll(read_page: Callable[[str], Any]) -> None:
-    page = read_page(table(("class", "images"), [("rose", "12"), ("tulip", "3")]))
+    page = read_page(part("table", ("class", "images"), [("rose", "12"), ("tulip", "3")]))
     assert page.names == ["div", "table", "thead", "tr", "th", "th", "tbody", "tr", "td", "td", "tr", "td", "td"]
     assert page.tags[0] == ("div", {"class": "scroll"}) and page.tags[4] == ("th", {"scope": "col"})
     assert [text for text in page.text if text.strip()] == ["class", "images", "rose", "12", "tulip", "3"]
@@ -92,13 +109,13 @@ def test_tables_have_heads_and_scroll(read_page: Callable[[str], Any]) -> None:
 )
 def test_thumbnails_are_small_and_sharp(size: tuple[int, int], expected: tuple[int, int]) -> None:
     picture = Image.new("RGB", size, (200, 30, 30))
-    found = picture_in(thumbnail(picture, "x"))
+    found = picture_in(part("thumbnail", picture, "x"))
     assert found.size == expected and max(found.size) <= SIDE
     assert picture.size == size, "the picture that was given is left as it is"
     assert np.abs(np.asarray(found.convert("RGB"), int) - (200, 30, 30)).max() <= 3
 
 
 def test_a_grey_picture_and_none() -> None:
-    assert picture_in(thumbnail(Image.new("L", (20, 30), 7), "x")).mode == "L"
-    assert thumbnail(None, "x") == '<div class="none">no picture</div>'
-    assert 'alt="&lt;b&gt;"' in thumbnail(Image.new("L", (2, 3)), "<b>")
+    assert picture_in(part("thumbnail", Image.new("L", (20, 30), 7), "x")).mode == "L"
+    assert part("thumbnail", None, "x") == '<div class="none">no picture</div>'
+    assert 'alt="&lt;b&gt;"' in part("thumbnail", Image.new("L", (2, 3)), "<b>")

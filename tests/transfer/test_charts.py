@@ -29,8 +29,9 @@ from vitrail.report.charts import (
     scatter_plot,
     shorten,
 )
-from vitrail.report.page import STYLE as PAGE_STYLE
-from vitrail.report.page import environment
+from vitrail.report.page import PACKAGE, environment
+
+PAGE_STYLE = (PACKAGE / "report" / "page.css").read_text(encoding="utf-8")
 
 AWKWARD = st.sampled_from([math.nan, math.inf, -math.inf])
 EVIL = "</title><script>alert('1 & 2')</script>\u202e\x00"

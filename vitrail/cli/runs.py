@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from markupsafe import Markup
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape as escape_markup
@@ -21,9 +22,9 @@ from vitrail.cli.options import Call, Command, Example, flag
 from vitrail.cli.run_options import setting_text
 from vitrail.errors import ConfigError, RunError
 from vitrail.evaluation.metrics.numbers import merit
-from vitrail.files import check_new_file, partial_path, saving
+from vitrail.files import check_new_file, saving
 from vitrail.report.charts import Series
-from vitrail.report.page import document, escape
+from vitrail.report.page import write_page
 from vitrail.settings import setting
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import (
@@ -297,26 +298,18 @@ CURVES = {
 def write_overlay(path: Path, folders: Sequence[Path], *, metrics: Sequence[str]) -> None:
     """Write a page with these validation metrics and the training curves of all runs. Raises `SaveError`."""
     journals = {str(folder): read_journal(folder / "journal.jsonl") for folder in folders}
-    page = document(
-        "Curves of " + ", ".join(journals),
-        _parts(journals, metrics),
-        style=STYLE + ".scroll svg { max-width: 100%; height: auto; }",
-    )
-    with saving("the page", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = partial_path(path)
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(path)
-
-
-def _parts(journals: Mapping[str, Sequence[dict[str, Any]]], metrics: Sequence[str]) -> Iterator[str]:
     readers = {f"validation {name.replace('_', ' ')}": _of("evaluation", name) for name in metrics}
     readers |= {name: _of("step", field) for field, name in CURVES.items()}
-    yield '<div class="beside">'
-    for name, value in readers.items():
-        if chart := _chart(journals, name, value):
-            yield f'<section><h2>{escape(name[0].upper() + name[1:])}</h2>\n<div class="scroll">{chart}</div></section>'
-    yield "</div>"
+    with saving("the page", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_page(
+        "the page",
+        path,
+        "cli/curves.html",
+        title="Curves of " + ", ".join(journals),
+        style=Markup(STYLE),
+        charts={name: _chart(journals, name, value) for name, value in readers.items()},
+    )
 
 
 def _of(kind: str, name: str) -> Callable[[Mapping[str, Any]], float | None]:
@@ -332,7 +325,7 @@ def _of(kind: str, name: str) -> Callable[[Mapping[str, Any]], float | None]:
 
 def _chart(
     journals: Mapping[str, Sequence[dict[str, Any]]], name: str, value: Callable[[Mapping[str, Any]], float | None]
-) -> str:
+) -> Markup:
     """Return a chart with a line for each run, or "" if no run has the number."""
     lines = []
     for run, events in journals.items():  # also those without the number, so that a run has one colour on the page

@@ -12,7 +12,6 @@ import hashlib
 import html
 import io
 import re
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +30,6 @@ PACKAGE = Path(__file__).parent.parent
 SIDE = 96
 """Longest side of a thumbnail in pixels. Smaller images are enlarged by an integer factor to stay sharp."""
 
-STYLE = (PACKAGE / "report" / "page.css").read_text(encoding="utf-8")
-"""Style sheet with light and dark colours, chosen by the reader's system. Variables at the top define the colours."""
-
-
 LONG_WORD = re.compile(r"\S{20,}")
 """Words that may be too long for a line of a caption."""
 
@@ -42,7 +37,7 @@ SEPARATOR = re.compile(r"([/_.-])(?=\w)")
 """Letters of a file name behind which a line may break."""
 
 GENERATOR = '<meta name="generator" content="vitrail">'
-"""Tag in the head of every page that Vitrail writes. Vitrail recognises its pages by this tag."""
+"""Tag in the head of every page, as `page.html` has it. Vitrail recognises its pages by this tag."""
 
 
 def write_page(what: str, path: Path, template: str, **values: Any) -> None:
@@ -94,37 +89,8 @@ def _sha256(text: str) -> str:
 
 
 def is_our_page(path: Path) -> bool:
-    """Return True if a file is a page that `document` made."""
+    """Return True if a file is a page that `render` made."""
     return path.is_file() and GENERATOR in path.read_text(encoding="utf-8", errors="replace")[:2000]
-
-
-def document(title: str, parts: Iterable[str], *, style: str = "", script: str = "") -> str:
-    """Return an HTML document with a heading followed by the parts.
-
-    `title` is the plain text of the heading and of the window's title. `parts` are HTML. `style` is appended to
-    `STYLE`. With a `script`, which runs last, the page has a policy: no other script runs, and nothing is requested.
-    """
-    name, style = escape(title), STYLE + style
-    head = [
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{name}</title>',
-        GENERATOR,
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        *([_policy(style, script)] if script else []),
-        f"<style>{style}</style>\n</head>\n<body>\n<h1>{name}</h1>",
-    ]
-    last = [f"<script>{script}</script>"] if script else []
-    return "\n".join([*head, *parts, *last]) + "\n</body>\n</html>\n"
-
-
-def _policy(style: str, script: str) -> str:
-    """Return tags that allow this style, this script and embedded pictures only."""
-    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
-    rules = (
-        "default-src 'none'", "img-src data:", f"style-src 'sha256-{hashes[0]}'", f"script-src 'sha256-{hashes[1]}'",
-        "base-uri 'none'", "form-action 'none'",
-    )  # fmt: skip
-    policy = f'<meta http-equiv="Content-Security-Policy" content="{"; ".join(rules)}">'
-    return f'{policy}\n<link rel="icon" href="data:,">'
 
 
 def printable(name: str) -> str:
@@ -144,20 +110,6 @@ def escape(text: str) -> str:
     return html.escape(printable(text))
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return an HTML table whose cells are plain text. If it is wider than the window, it has its own scroll
-    bar."""
-    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in heads)
-    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'
-
-
-def figure(picture: str, lines: Iterable[str]) -> str:
-    """Return an HTML figure: a thumbnail above lines of text. File names can break behind a separator."""
-    caption = "<br>".join(map(_breakable_line, lines))
-    return f"<figure>{picture}<figcaption>{caption}</figcaption></figure>"
-
-
 def _breakable_line(line: str) -> Markup:
     """Return a line of a caption in which file names can break behind a separator."""
     return Markup(LONG_WORD.sub(_breakable, escape(line)))
@@ -165,13 +117,6 @@ def _breakable_line(line: str) -> Markup:
 
 def _breakable(word: re.Match[str]) -> str:
     return SEPARATOR.sub(r"\1<wbr>", word[0])
-
-
-def thumbnail(picture: Image.Image | None, name: str) -> str:
-    """Return an `img` tag with an embedded thumbnail of a picture (mode L or RGB). For None, return an empty frame."""
-    if picture is None:
-        return '<div class="none">no picture</div>'
-    return f'<img alt="{escape(name)}" src="{thumbnail_address(picture)}">'
 
 
 def thumbnail_address(picture: Image.Image) -> Markup:
