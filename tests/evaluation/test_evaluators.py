@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Sample, subset
+from vitrail.data.source import Sample, subset, truth_of
 from vitrail.data.targets import Target
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.fewshot import few_shot
@@ -27,7 +27,6 @@ from vitrail.evaluation.evaluators import (
 from vitrail.evaluation.frozen import ByFewShot, ByLinear, ByNeighbours
 from vitrail.evaluation.head import Accuracy, ByAccuracy
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.truth import truth_of
 from vitrail.models.variants import create
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import Probe

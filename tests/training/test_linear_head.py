@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from tests.make import make_colour_folder
+from vitrail.data.source import truth_of
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.truth import truth_of
 from vitrail.training.config import TrainConfig
 from vitrail.training.linear_start import linear_score, start_head
 from vitrail.training.log import read_journal

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from vitrail.analysis.charts import colours as colour_scale
-from vitrail.analysis.charts import heat_map, mosaic, scatter, series_chart
+from vitrail.analysis.charts import heat_map, mosaic, png, scatter, series_chart
 from vitrail.analysis.faithfulness import RandomisedWeights, SaliencyCurves
 from vitrail.analysis.features import Filters, LayerProbe, PatchColours, PositionSimilarity, TokenNorms
 from vitrail.analysis.heads import HeadStatistic, ReceptiveField
@@ -25,6 +25,7 @@ from vitrail.data.pixels.decode import to_pil
 from vitrail.data.pixels.geometry import Placement
 from vitrail.errors import ConfigError
 from vitrail.report.charts import Series
+from vitrail.report.page import embedded
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported import ExportedNetwork
 
@@ -247,3 +248,32 @@ class Overlays:
         file = io.BytesIO()
         Image.fromarray(overlay(pixels, values)).save(file, "JPEG", quality=QUALITY)
         return file.getvalue()
+
+
+# Addresses that contain the pictures of analyses, for their pages.
+
+
+ImageForm = Literal["jpeg", "png"]
+"""File format of an embedded picture."""
+
+PAGE_SIDE = 480
+"""Longest side of a picture on a page, in pixels."""
+
+
+def figure_address(picture: UInt8[np.ndarray, "height width 3"]) -> Markup:
+    """Return an address that contains a picture. Small pictures are enlarged by a whole factor."""
+    small = Image.fromarray(picture)
+    small.thumbnail((PAGE_SIDE, PAGE_SIDE))
+    if max(small.size) < PAGE_SIDE // 2:
+        factor = PAGE_SIDE // max(small.size)
+        small = small.resize((small.width * factor, small.height * factor), Image.Resampling.NEAREST)
+    return image_address(np.asarray(small), "jpeg")
+
+
+def image_address(picture: UInt8[np.ndarray, "height width 3"], form: ImageForm) -> Markup:
+    """Return an address that contains a picture."""
+    if form == "png":
+        return embedded(png(picture), form)
+    file = io.BytesIO()
+    Image.fromarray(picture).save(file, "JPEG", quality=88)
+    return embedded(file.getvalue(), form)

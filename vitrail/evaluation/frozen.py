@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float32, Int64
 
-from vitrail.data.source import Source, subset
+from vitrail.data.source import Source, check_known, subset, truth_of
 from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.fewshot import check_counts, check_settings, draw_shots, few_shot
@@ -22,7 +22,6 @@ from vitrail.evaluation.classifiers.nearest import check_settings as check_neigh
 from vitrail.evaluation.classifiers.nearest import knn
 from vitrail.evaluation.features.extract import Layer
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.truth import check_known, truth_of
 from vitrail.settings import problems, raise_problems, setting
 
 SHOTS = (1, 5, 10, 25)

@@ -11,14 +11,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vitrail.data.batch import Batch
-from vitrail.data.source import Source, samples_of
+from vitrail.data.source import Source, check_known, samples_of, truth_of
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.imagenet import imagenet_columns, map_classes, read_real, real_accuracy, real_labels
 from vitrail.evaluation.metrics.intervals import Metric
 from vitrail.evaluation.metrics.numbers import StreamingAccuracy, StreamingErrors
 from vitrail.evaluation.metrics.report import absent_note, regression_report, report
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.truth import check_known, truth_of
 from vitrail.weights.bundle import OutputKind
 
 

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch, Skipped
 from vitrail.data.pipeline import Ranks, Readers
-from vitrail.data.source import Source
+from vitrail.data.source import Source, truth_of
 from vitrail.data.targets import Targets
 from vitrail.errors import BundleError, ConfigError
-from vitrail.evaluation.truth import truth_of
 from vitrail.machine import Precision
 from vitrail.models.cost import prediction_batch
 from vitrail.processes.group import Processes

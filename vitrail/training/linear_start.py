@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from vitrail.data.source import Samples, Source
+from vitrail.data.source import Samples, Source, truth_of
 from vitrail.data.splits import Splits
 from vitrail.errors import DataError, plural
 from vitrail.evaluation.classifiers.linear import LinearMap, fit_linear
@@ -19,7 +19,6 @@ from vitrail.evaluation.features.cache import default_cache
 from vitrail.evaluation.frozen import labelled_features
 from vitrail.evaluation.metrics.numbers import SELECTING
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.truth import truth_of
 from vitrail.machine import Precision, pick_device
 from vitrail.models.variants import AnyNetwork
 from vitrail.processes.group import Processes

@@ -20,14 +20,13 @@ from jaxtyping import Float, Float64, Int64
 from vitrail.data.pipeline import Readers, default_threads
 from vitrail.data.pixels.decode import decode
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Sample, Source, subset, target_kind
+from vitrail.data.source import Sample, Source, subset, target_kind, truth_of
 from vitrail.data.targets import Target, TargetKind, Targets
 from vitrail.errors import DataError, UndecodableImage
 from vitrail.evaluation.classifiers.linear import fit_linear
 from vitrail.evaluation.classifiers.logistic import class_ranks
 from vitrail.evaluation.features.extract import FeatureSet
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.truth import truth_of
 from vitrail.machine import Precision
 from vitrail.models.variants import AnyConfig
 from vitrail.transfer.facts import DataFacts, Explicit, Findings, scaled_size

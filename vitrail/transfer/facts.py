@@ -13,11 +13,10 @@ import numpy as np
 from vitrail.data.augment.settings import PRESETS
 from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.preprocess import GEOMETRIES
-from vitrail.data.source import Source, target_kind
+from vitrail.data.source import Source, target_kind, truth_of
 from vitrail.data.splits import Splits
 from vitrail.data.targets import TargetKind
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.truth import truth_of
 from vitrail.models.cost import training_bytes
 from vitrail.models.variants import AnyConfig
 from vitrail.settings import seconds_in

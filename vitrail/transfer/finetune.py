@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from vitrail.data.source import Source
+from vitrail.data.source import Source, truth_of
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, plural
@@ -19,7 +19,6 @@ from vitrail.evaluation.metrics.classes import fit_temperature
 from vitrail.evaluation.metrics.report import regression_report, report
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.predictions import Predictions
-from vitrail.evaluation.truth import truth_of
 from vitrail.machine import Precision, available_memory, pick_device, resolve_precision
 from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig

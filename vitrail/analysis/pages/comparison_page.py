@@ -13,8 +13,7 @@ from vitrail.analysis import charts
 from vitrail.analysis.charts import heat_map, series_chart, standalone
 from vitrail.analysis.comparison import Disagreement, Measured, ModelComparison
 from vitrail.analysis.heads import HeadStatistic
-from vitrail.analysis.images import overlay
-from vitrail.analysis.pages.figure import figure_address
+from vitrail.analysis.images import figure_address, overlay
 from vitrail.analysis.samples import Answer
 from vitrail.errors import plural
 from vitrail.evaluation.metrics.intervals import LEVEL

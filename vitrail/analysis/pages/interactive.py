@@ -16,7 +16,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from vitrail.analysis.charts import SCALE
-from vitrail.analysis.pages.figure import image_address
+from vitrail.analysis.images import image_address
 from vitrail.errors import plural
 from vitrail.report.page import render
 

@@ -30,10 +30,11 @@ from vitrail.analysis.images import (
     draw_positions,
     draw_probes,
     draw_randomised,
+    figure_address,
+    image_address,
     overlay,
 )
 from vitrail.analysis.overview import Answers, ColouredPatches, EmbeddingMap, Overview
-from vitrail.analysis.pages.figure import figure_address, image_address
 from vitrail.analysis.samples import distances
 from vitrail.errors import DataError, plural
 from vitrail.evaluation.features.feature_files import parquet_library, printable_key

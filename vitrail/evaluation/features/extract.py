@@ -19,13 +19,12 @@ from torch.nn.functional import cosine_similarity
 from vitrail.data.batch import Skipped
 from vitrail.data.pipeline import Ranks, evaluation_batches
 from vitrail.data.pixels.preprocess import Pixels, Preprocess
-from vitrail.data.source import Source, evenly, subset
+from vitrail.data.source import Source, evenly, subset, truth_of
 from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError, Interrupted, SaveError, UndecodableImage, plural
 from vitrail.evaluation.features import cache as feature_rows
 from vitrail.evaluation.features.cache import Entry, Identity, Kept, data_fingerprint, weights_fingerprint
 from vitrail.evaluation.predictions import Pass
-from vitrail.evaluation.truth import truth_of
 from vitrail.machine import Precision, resolve_precision
 from vitrail.models.predictor import Predictor
 from vitrail.weights.bundle import Bundle, finite

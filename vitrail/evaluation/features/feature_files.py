@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from vitrail.data.batch import Skipped
+from vitrail.data.source import target_from_plain, truth_of_targets
 from vitrail.data.targets import Target, TargetKind, Targets
 from vitrail.errors import DataError
 from vitrail.evaluation.features.cache import map_features
 from vitrail.evaluation.features.extract import FeatureSet
-from vitrail.evaluation.truth import target_from_plain, truth_of_targets
 from vitrail.files import check_new_folder, partial_path, replacing_folder, saving
 from vitrail.settings import from_plain, to_plain
 

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.targets import multi_labels, number_targets, single_labels
-from vitrail.data.source import Sample
+from vitrail.data.source import Sample, check_known, target_from_plain, truth_of, truth_of_targets
 from vitrail.data.targets import Target, TargetKind, Targets
 from vitrail.errors import DataError
-from vitrail.evaluation.truth import check_known, target_from_plain, truth_of, truth_of_targets
 
 NAN = math.nan
 LABELS = single_labels(np.array([2, -1, 0]), 3)
