@@ -10,7 +10,7 @@ import pytest
 from vitrail.training.schedule import Duration, RunLength, duration_problems, steps_of
 
 RUN = RunLength(steps=700, batch_size=48, images=1000)
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "pipeline" / "schedules.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "pipeline" / "schedules.json").read_text())
 UNITS = {"warmup_epochs": "{:g} epochs", "warmup_examples": "{:g} images", "warmup_percent": "{:%}"}
 
 

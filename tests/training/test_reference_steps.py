@@ -34,7 +34,7 @@ from vitrail.weights.layouts.google import BIG_VISION, GOOGLE
 from vitrail.weights.layouts.layout import theirs_of
 from vitrail.weights.load import load
 
-FOLDER = Path(__file__).parents[2] / "golden" / "pipeline"
+FOLDER = Path(__file__).parents[1] / "golden" / "pipeline"
 SCHEDULE = {"warmup_from_zero": True}
 INDEPENDENT = {"weight_decay_rule": "independent"}
 BV_ADAM = {"kind": "adamw", "learning_rate": 1e-3, "weight_decay": 1e-4, "warmup": "3 steps", **INDEPENDENT}
@@ -78,7 +78,7 @@ def stand_ins() -> ModuleType:
     """The module that draws weights and images."""
     import importlib.util
 
-    spec = importlib.util.spec_from_file_location("golden_weights", Path(__file__).parents[2] / "golden" / "weights.py")
+    spec = importlib.util.spec_from_file_location("golden_weights", Path(__file__).parents[1] / "golden" / "weights.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

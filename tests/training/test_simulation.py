@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.several import in_processes
-from tests.training.parallel.simulation import HERE, simulated
+from tests.training.simulation import HERE, simulated
 from vitrail.models.variants import variant_config
 from vitrail.recipes import RECIPES
 from vitrail.training.scale import scale_plans

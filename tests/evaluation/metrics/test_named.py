@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.evaluation.predictions.test_report import make_predictions, several
+from tests.evaluation.metrics.test_report import make_predictions, several
 from vitrail.evaluation.metrics.intervals import Metric
 from vitrail.evaluation.metrics.report import NamedMetric, interval_text, named_metrics, report
 

@@ -17,7 +17,7 @@ from vitrail.training.optimizer import OptimizerConfig
 from vitrail.training.schedule import RunLength, Schedule, ScheduleName
 
 KINDS = get_args(ScheduleName)
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "pipeline" / "schedules.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "pipeline" / "schedules.json").read_text())
 arguments = st.integers(1, 200).flatmap(
     lambda steps: st.fixed_dictionaries(
         {
