@@ -47,13 +47,13 @@ def test_the_page_grows_with_the_run(
     assert "The run is in progress: 4 of 24 steps were done" in versions[0]
     assert "The run was stopped after 9 of 24 steps. Continue it with vitrail train --resume" in versions[-1]
     stopped = versions[-1]
-    assert "<h2>Examples</h2>" not in versions[-1] and "a &lt;run&gt;" in versions[-1]
+    assert "<h2>Held-out images</h2>" not in versions[-1] and "a &lt;run&gt;" in versions[-1]
     resume(run)
     assert any("The run is in progress: " in version for version in versions[versions.index(stopped) + 1 :])
     page = (run / "progress.html").read_text(encoding="utf-8")
     assert page == versions[-1] and "The run is finished, after 24 of 24 steps." in page
-    found = [heading or caption for heading, caption in headings(page)]
-    assert found == ["Run a &lt;run&gt;", "Curves", *CURVES, "Examples", "Settings"]
+    found = [heading or caption for heading, caption in headings(page) if "<br>" not in caption]
+    assert found == ["Run a &lt;run&gt;", "Held-out images", "Curves", *CURVES, "Settings"]
     assert "<td>learning rate</td><td>0.005</td>" in page and "<td>weight decay rule</td>" not in page
     assert "<td>label smoothing</td><td>0.1</td>" in page and "<td>loss</td>" not in page
     (accuracy,) = {
@@ -62,6 +62,9 @@ def test_the_page_grows_with_the_run(
         if event["event"] == "evaluation" and event["split"] == "test"
     }
     assert f"<td>test</td><td>accuracy {accuracy}</td>" in page
+    pairs = re.findall(r"true: (.*?)<br>predicted: (.*?)<br>[\d.]+%", page)
+    right = [truth == predicted for truth, predicted in pairs]
+    assert len(pairs) == 10 and right == sorted(right), "the wrong ones first"
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org", ""), "the page asks for nothing"
 
 

@@ -19,7 +19,7 @@ from vitrail.data.source import Source, target_kind
 from vitrail.data.targets import Target, class_indices
 from vitrail.errors import UndecodableImage
 from vitrail.files import replacing_folder
-from vitrail.report.charts import UNBOUNDED, Chart, MarkedPoint, Point, Series, line_chart
+from vitrail.report.charts import UNBOUNDED, Chart, MarkedPoint, Point, Series, line_chart, shorten
 from vitrail.report.page import write_page
 from vitrail.tasks.pictures import PictureTable
 from vitrail.tasks.task import TaskMetric
@@ -157,6 +157,20 @@ class HeldOutExample:
         """True if the predicted class is one of the labels."""
         return isinstance(self.prediction, Prediction) and self.prediction.label in self.labels
 
+    @property
+    def shown(self) -> tuple[Image.Image, list[str]]:
+        """The picture, and the lines under it: the truth, the prediction, and the probability of a class."""
+        guess = self.prediction
+        if isinstance(guess, Prediction):
+            predicted, rest = guess.label, [f"{guess.probability:.1%}"]
+        else:
+            predicted = ", ".join(f"{name} {value:.4g}" for name, value in zip(guess.names, guess.values, strict=True))
+            rest = []
+        with Image.open(self.path) as picture:
+            return picture.convert("RGB"), [
+                f"true: {shorten(self.label, MAX_NAME)}", f"predicted: {shorten(predicted, MAX_NAME)}", *rest
+            ]  # fmt: skip
+
 
 def write_examples(bundle: Bundle, source: Source, folder: Path, count: int = 10) -> tuple[HeldOutExample, ...]:
     """Write about `count` images as PNG files with their labels in the file names. Return the images with their labels
@@ -233,6 +247,9 @@ def write_pictures(
 SECONDS = 30.0
 """Least time between two versions of the page during a run."""
 
+MAX_NAME = 60
+"""Width of a name under a picture, in letters of average width."""
+
 ENDS = ("finished", "stopped", "failed", "ended early")
 """Events after which the page is written at once."""
 
@@ -245,12 +262,14 @@ class ProgressPage:
         self.config = config
         self.metric = metric
         self.steps = steps
+        self._examples: Sequence[HeldOutExample] = ()
         self._written = -SECONDS
 
     def receive(self, event: Mapping[str, Any]) -> None:
         """Write the page if this event of the journal changes it and the last version is old enough. Raises
         `SaveError`."""
         is_end = event["event"] in ENDS
+        self._examples = event.get("shown", {}).get("examples", self._examples)
         now = time.perf_counter()
         if is_end or (event["event"] in ("evaluation", "checkpoint") and now - self._written >= SECONDS):
             self._written = now
@@ -282,7 +301,7 @@ class ProgressPage:
                 *training_figures(config, events, self.metric, saved_steps[-1] if saved_steps else None),
                 *health_figures(events),
             ],
-            examples=self._examples(),
+            held_out=[one.shown for one in sorted(self._examples, key=lambda one: one.right)],
             settings=[(name.replace("_", " "), str(value)) for name, value in changed.items()],
             skipped=[
                 (event["key"], event["reason"], event.get("split", ""))
@@ -307,13 +326,6 @@ class ProgressPage:
                 again = f"vitrail train --resume {shlex.quote(str(self.folder))}"
                 return f"The run was stopped after {done}. Continue it with {again}."
         return f"The run is in progress: {done} were done when this page was written. Reload the page to see more."
-
-    def _examples(self) -> list[tuple[Image.Image, str]]:
-        found = []
-        for file in sorted((self.folder / "examples").glob("*.png")):
-            with Image.open(file) as picture:
-                found.append((picture.convert("RGB"), file.stem))
-        return found
 
 
 def _last_evaluation(events: Sequence[dict[str, Any]], split: str) -> dict[str, float]:

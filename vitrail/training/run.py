@@ -517,7 +517,7 @@ def finish(run: Run, state: TrainState) -> RunResult:
     source = held_out[1] if held_out else job.splits.train
     examples = processes.on_first(lambda: write_examples(bundle, source, folder / "examples"))
     processes.on_first(lambda: _write_pictures(run, bundle, state.kept, source))
-    run.log.tell("finished", step=state.step, metrics=bundle.metrics, **summary)
+    run.log.tell("finished", {"examples": examples}, step=state.step, metrics=bundle.metrics, **summary)
     return RunResult(folder, bundle, bundle.metrics, summary, examples, job.config.task, predictions)
 
 

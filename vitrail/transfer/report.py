@@ -39,9 +39,9 @@ from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import inside_link, read_record
 from vitrail.training.log import read_journal
-from vitrail.training.page import HeldOutExample, training_figures
+from vitrail.training.page import MAX_NAME, HeldOutExample, training_figures
 from vitrail.transfer.trials import Tried
-from vitrail.weights.bundle import Bundle, Prediction
+from vitrail.weights.bundle import Bundle
 
 AnyReport = ClassificationReport | RegressionReport
 
@@ -143,22 +143,8 @@ def _results(report: AnyReport, source: Source) -> dict[str, Section]:
 def _held_out(report: AnyReport, errors: Sequence[Shown], examples: Sequence[HeldOutExample]) -> list[Shown]:
     """Return a few held-out images with their truth and prediction: errors first, and then examples, of which those
     with a wrong class are left out. Without examples, return nothing."""
-    found = []
-    for one in examples:
-        if one.right or isinstance(report, RegressionReport):
-            with Image.open(one.path) as picture:
-                found.append((picture.convert("RGB"), _example(one)))
+    found = [one.shown for one in examples if one.right or isinstance(report, RegressionReport)]
     return [*errors[:MAX_FIRST], *found[:MAX_FIRST]] if examples else []
-
-
-def _example(one: HeldOutExample) -> list[str]:
-    guess = one.prediction
-    if isinstance(guess, Prediction):
-        predicted, rest = guess.label, [f"{guess.probability:.1%}"]
-    else:
-        predicted = ", ".join(f"{name} {value:.4g}" for name, value in zip(guess.names, guess.values, strict=True))
-        rest = []
-    return [f"true: {shorten(one.label, MAX_NAME)}", f"predicted: {shorten(predicted, MAX_NAME)}", *rest]
 
 
 def _images(report: AnyReport, split: str) -> str:
@@ -413,9 +399,6 @@ MAX_PAIRS = 40
 PAIRS_BESIDE_MATRIX = 10
 MAX_CLASSES = 200
 MAX_MISTAKES = 20
-
-MAX_NAME = 60
-"""Maximum number of letters of a name under a picture."""
 
 UNDEFINED = "-"
 """Text for a metric that was not computed or whose denominator is 0."""
