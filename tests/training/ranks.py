@@ -34,8 +34,8 @@ from vitrail.recipes import RECIPES
 from vitrail.training import checkpoint, loop
 from vitrail.training import clock as limit
 from vitrail.training import job as forecast
+from vitrail.training import linear_start as linear_head
 from vitrail.training import run as execution
-from vitrail.training import start as linear_head
 from vitrail.training.after_step import Run
 from vitrail.training.config import TrainConfig
 from vitrail.training.run import resume, train
