@@ -40,8 +40,7 @@ def maps(make_maps: MakeMaps) -> AttentionMaps:
 @pytest.fixture(scope="module")
 def page(maps: AttentionMaps, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "a rose.html"
-    ranking = '<ul class="ranking"><li>cat</li></ul>'
-    made = make_page(maps, PICTURE, title="a rose.jpg", predictions=ranking, max_bytes=MAX_BYTES)
+    made = make_page(maps, PICTURE, title="a rose.jpg", predictions=[("cat", "91 %")], max_bytes=MAX_BYTES)
     path.write_text(made.text, encoding="utf-8")
     return path
 
