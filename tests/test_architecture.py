@@ -122,6 +122,24 @@ def test_help_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
 
 
+def test_a_run_from_scratch_imports_no_part_of_other_runs() -> None:
+    script = """
+import re, sys
+from vitrail.cli import command_of
+from vitrail.recipes import RECIPES
+command, _ = command_of("train")
+RECIPES["demo"]().override(**{name: value for name, value in command.parse(["--steps", "2"]).items()})
+other = (
+    r"vitrail\\.(tasks\\.(mae|dino|moco|simclr|vqvae|distillation)|weights\\.layouts\\.\\w+"
+    r"|data\\.formats\\.(tar|hub|parquet|table)|models\\.attention\\.(lsh|linformer|sparse)"
+    r"|recipes\\.self_supervised|analysis|transfer|evaluation\\.(frozen|classifiers))"
+)
+sys.exit(", ".join(name for name in sys.modules if re.fullmatch(other, name)) or 0)
+"""
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+
+
 def test_only_packages_name_what_is_public(trees: dict[Path, ast.Module]) -> None:
     faults = []
     for path, tree in trees.items():

@@ -16,43 +16,49 @@ class Registry(MutableMapping[str, T]):
     """A table of parts by name, such as tasks. A part's module is imported when the part is used first. A user's own
     part is added as to a dictionary."""
 
-    def __init__(self, places: dict[str, str], rest: Callable[[], Mapping[str, T]] | None = None) -> None:
+    def __init__(self, places: Mapping[str, str], rest: Callable[[], Mapping[str, T]] | None = None) -> None:
         """`places` are the parts by name, each written as "module:attribute". `rest` returns parts whose names only
         their modules know. It is called for a name that is not among `places`, and for a list of all names."""
-        self._parts: dict[str, T | str] = {**places}
-        self._unloaded = {*places}
+        self._places = dict(places)
+        self._parts: dict[str, T] = {}
         self._rest = rest
 
     def __getitem__(self, name: str) -> T:
-        part: T | str = self._parts[name] if name in self._parts else self._all()[name]
-        if name not in self._unloaded:
-            return part  # type: ignore[return-value]
-        module, _, attribute = str(part).partition(":")
-        self[name] = found = getattr(importlib.import_module(module), attribute)
-        return found
+        if name not in self._parts:
+            if name in self._places:
+                module, _, attribute = self._places[name].partition(":")
+                self._parts[name] = getattr(importlib.import_module(module), attribute)
+            else:
+                self._read_rest()
+        return self._parts[name]
 
     def __setitem__(self, name: str, part: T) -> None:
-        self._unloaded.discard(name)
         self._parts[name] = part
 
     def __delitem__(self, name: str) -> None:
-        self._unloaded.discard(name)
-        del self._parts[name]
+        if name not in self:
+            raise KeyError(name)
+        self._places.pop(name, None)
+        self._parts.pop(name, None)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._parts or name in self._all()  # no part is imported
+        return name in self._places or name in self._names()  # no part is imported
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._all())
+        return iter(self._names())
 
     def __len__(self) -> int:
-        return len(self._all())
+        return len(self._names())
 
-    def _all(self) -> Mapping[str, T | str]:
+    def _names(self) -> list[str]:
+        """Return all names: those of `places` first."""
+        self._read_rest()
+        return list(dict.fromkeys((*self._places, *self._parts)))
+
+    def _read_rest(self) -> None:
         if self._rest is not None:
             rest, self._rest = self._rest, None
-            self._parts |= rest()
-        return self._parts
+            self._parts = {**rest(), **self._parts}
 
 
 def optional_module(name: str, extra: str) -> ModuleType:

@@ -13,8 +13,9 @@ import re
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, reduce
 from numbers import Integral
+from operator import or_
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from vitrail.errors import ConfigError, nearest
@@ -160,7 +161,7 @@ def without_none(kind: Any) -> tuple[Any, bool]:
     if get_origin(kind) not in UNIONS:
         return kind, False
     kinds = [each for each in get_args(kind) if each is not type(None)]
-    return (kinds[0] if len(kinds) == 1 else Union[tuple(kinds)]), len(kinds) < len(get_args(kind))  # noqa: UP007
+    return reduce(or_, kinds), len(kinds) < len(get_args(kind))
 
 
 def seconds_in(text: str) -> float | None:

@@ -235,8 +235,6 @@ class ConsoleDisplay:
                     f"ended early, after step {step:,} of {self.steps:,}: step {event['best']:,} is still the best "
                     f"after {event['patience']} more evaluations"
                 )
-            case "batch left out" if event["shown"]["is_fault"]:
-                self.note(f"{event['reason']} at step {step:,}: the batch is skipped")
             case "rolled back":
                 first, last = event["left_out"]
                 self.note(

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -148,16 +149,16 @@ def _changes(config: TrainConfig, folder: Path, data: OpenedData, initial: Bundl
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class Cell(ABC):
     """One training run of an experiment, and what is measured of it. Subclasses add their settings, as JSON values."""
 
     start: str | None = None
     """Name of the cell whose model this cell starts from."""
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """The name of the cell's folder."""
-        raise NotImplementedError
 
 
 C = TypeVar("C", bound=Cell)

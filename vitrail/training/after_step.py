@@ -486,7 +486,7 @@ def leaves_out(run: Run, state: TrainState, batch: Batch) -> bool:
     """Return True if the batch of the current step is skipped after a rollback, and report its keys."""
     if state.step + 1 not in state.faults.left_out:
         return False
-    _leave_out(run, state, batch, BY_ROLLBACK, is_fault=False)
+    _leave_out(run, state, batch, BY_ROLLBACK)
     return True
 
 
@@ -502,15 +502,17 @@ def recover(run: Run, state: TrainState, batch: Batch, fault: StepFault) -> bool
     if fault.action == "rollback":
         _roll_back(run, state, step, str(fault))
         return True
-    _leave_out(run, state, batch, str(fault), is_fault=True)
+    run.log.note(f"{fault} at step {step:,}: the batch is skipped")
+    _leave_out(run, state, batch, str(fault))
     return False
 
 
-def _leave_out(run: Run, state: TrainState, batch: Batch, reason: str, *, is_fault: bool) -> None:
+def _leave_out(run: Run, state: TrainState, batch: Batch, reason: str) -> None:
+    """Report the keys of a batch that is skipped. All processes call this function together."""
     own = batch.without_partners()
     keys = [run.job.splits.train.key(int(sample)) for sample in own.samples[own.views == 0]]
     everyone = [key for part in run.job.processes.gather(keys) for key in part]
-    run.log.tell("batch left out", {"is_fault": is_fault}, step=state.step + 1, reason=reason, keys=everyone)
+    run.log.tell("batch left out", step=state.step + 1, reason=reason, keys=everyone)
 
 
 def _roll_back(run: Run, state: TrainState, step: int, reason: str) -> None:

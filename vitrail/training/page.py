@@ -301,6 +301,7 @@ class ProgressPage:
                 *training_figures(config, events, self.metric, saved_steps[-1] if saved_steps else None),
                 *health_figures(events),
             ],
+            has_classes=task.output != "numbers",
             held_out=[one.shown for one in sorted(self._examples, key=lambda one: one.right)],
             settings=[(name.replace("_", " "), str(value)) for name, value in changed.items()],
             skipped=[

@@ -141,8 +141,8 @@ def _results(report: AnyReport, source: Source) -> dict[str, Section]:
 
 
 def _held_out(report: AnyReport, errors: Sequence[Shown], examples: Sequence[HeldOutExample]) -> list[Shown]:
-    """Return a few held-out images with their truth and prediction: errors first, and then examples, of which those
-    with a wrong class are left out. Without examples, return nothing."""
+    """Return a few held-out images with their truth and prediction: the largest errors first, then images whose class
+    is predicted right, or for numbers any image. A run that saved no examples shows none."""
     found = [one.shown for one in examples if one.right or isinstance(report, RegressionReport)]
     return [*errors[:MAX_FIRST], *found[:MAX_FIRST]] if examples else []
 

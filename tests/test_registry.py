@@ -1,0 +1,59 @@
+"""Tables of parts: names are known without an import, a part is imported once, and users add and replace parts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from vitrail.errors import ConfigError
+from vitrail.registry import Registry, optional_module
+
+
+@pytest.fixture
+def places() -> dict[str, str]:
+    sys.modules.pop("this", None)  # a module of Python that nothing else imports
+    return {"poem": "this:s", "pi": "math:pi"}
+
+
+def test_a_part_is_imported_when_it_is_used_first(places: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    table = Registry[object](places)
+    assert list(table) == ["poem", "pi"] and len(table) == 2 and "poem" in table and "e" not in table
+    assert table["pi"] == 3.141592653589793 and "this" not in sys.modules
+    assert table["poem"] is table["poem"] and "this" in sys.modules
+    assert "Zen" in capsys.readouterr().out
+
+
+def test_users_add_replace_and_remove_parts(places: dict[str, str]) -> None:
+    table = Registry[object](places)
+    table["mine"], table["pi"] = 1, 3
+    assert [*table.items()][1:] == [("pi", 3), ("mine", 1)]
+    del table["pi"], table["mine"]
+    assert list(table) == ["poem"] and table.get("pi") is None
+    for name in ("pi", "nothing"):
+        with pytest.raises(KeyError):
+            del table[name]
+        with pytest.raises(KeyError):
+            table[name]
+
+
+def test_the_rest_is_asked_for_once_and_does_not_undo_what_a_user_set() -> None:
+    calls = []
+
+    def rest() -> Mapping[str, int]:
+        calls.append(1)
+        return {"late": 2, "later": 3}
+
+    table = Registry[float]({"pi": "math:pi"}, rest)
+    table["late"] = 20
+    assert "pi" in table and table["pi"] > 3 and table["late"] == 20 and not calls
+    assert table["later"] == 3 and dict(table) == {"pi": table["pi"], "late": 20, "later": 3} and calls == [1]
+    assert "nothing" not in table and calls == [1]
+
+
+def test_a_missing_optional_package_is_named_with_its_extra() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^nowhere is not installed; install it with: pip install 'vitrail\[extra\]'$"
+    ):
+        optional_module("nowhere.part", "extra")
