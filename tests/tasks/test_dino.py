@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,10 +20,12 @@ from vitrail.errors import ConfigError
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.variants import create, variant_config
 from vitrail.processes.group import Processes
+from vitrail.recipes import RECIPES
 from vitrail.tasks.dino import Dino, DinoHead, DinoObjective
 from vitrail.tasks.task import Position
 from vitrail.tasks.views import effective_rank, fixed_views, momentum_at, uniformity
 from vitrail.training.config import TrainConfig
+from vitrail.training.optimizer import make_optimizer
 
 SMALL: dict[str, Any] = {"prototypes": 24, "projection_hidden": 20, "bottleneck": 12, "local_size": (14, 7)}
 
@@ -152,21 +155,26 @@ def test_the_teacher_and_the_centre_are_running_means(is_divided: bool) -> None:
 
 
 def test_prototypes_are_frozen_in_the_first_epoch() -> None:
-    objective, batch = make_objective(unit_prototypes=False), make_batch(3)
-    before = {name: weight.detach().clone() for name, weight in objective.head.named_parameters()}
-    for epoch, is_frozen in ((0.0, True), (0.99, True), (1.0, False)):
-        stepped(objective, [batch], Position(0, 10, epoch))
-        for name, weight in objective.head.named_parameters():
-            assert torch.equal(weight, before[name]) is (is_frozen and name.startswith("prototypes.")), (epoch, name)
+    objective = make_objective(unit_prototypes=False)
+    weights = list(objective.head.prototypes.parameters())
+    for epoch, expected in ((0.0, weights), (0.99, weights), (1.0, [])):
+        found = objective.frozen(Position(0, 10, epoch))
+        assert len(weights) == 2 and [id(weight) for weight in found] == [id(weight) for weight in expected]
 
 
 def test_the_temperature_of_the_teacher_warms_up() -> None:
-    task = Dino(target_temperature_start=0.04, target_temperature=0.07, target_temperature_epochs=30.0)
-    for epoch, temperature in ((0.0, 0.04), (15.0, 0.055), (30.0, 0.07), (200.0, 0.07)):
-        assert task.target_temperature_at(epoch) == pytest.approx(temperature)
-    assert Dino().target_temperature_at(0.0) == 0.04
-    objective, batch = make_objective(target_temperature_start=0.5, target_temperature_epochs=2.0), make_batch(2)
-    objective.before_step(Position(0, 10, 1.0))
+    """DINO and iBOT have np.linspace(start, end, epochs), one number for each epoch; DINOv2 one for each step."""
+    fields: dict[str, Any] = {"target_temperature_start": 0.04, "target_temperature": 0.07}
+    for by, length in (("epoch", 30), ("step", 30 * 8)):
+        task = Dino(target_temperature_epochs=30.0, target_temperature_by=by, **fields)
+        expected = [*np.linspace(0.04, 0.07, length), *[0.07] * length]
+        steps = range(0, 60 * 8, 3)
+        found = [task.target_temperature_at(Position(step, 480, step / 8)) for step in steps]
+        assert found == pytest.approx([expected[step if by == "step" else step // 8] for step in steps], rel=1e-12)
+    assert Dino().target_temperature_at(Position(0, 9, 0.0)) == 0.04
+    assert Dino(target_temperature_epochs=1.0, **fields).target_temperature_at(Position(0, 9, 0.0)) == 0.04
+    objective, batch = make_objective(target_temperature_start=0.5, target_temperature_epochs=3.0), make_batch(2)
+    objective.before_step(Position(0, 10, 1.4))
     assert objective(batch).loss.item() == pytest.approx(formula(objective, batch, [0, 1], 0.27)["loss"], rel=2e-5)
 
 
@@ -267,3 +275,14 @@ def test_resnets_and_transformers_are_trained(variant: str) -> None:
     objective = make_objective(variant)
     objective(make_batch(2)).loss.backward()
     assert all(weight.grad.isfinite().all() for weight in objective.parameters() if weight.requires_grad)
+
+
+def test_all_matrices_and_tokens_decay_in_the_published_recipe() -> None:
+    """The rule of `get_params_groups` in facebookresearch/dino: biases and tensors with one axis do not decay."""
+    objective = make_objective(unit_prototypes=False)
+    config = RECIPES["vit-s16-i1k-dino-300"]().optimizer
+    groups = make_optimizer(objective, config).param_groups
+    decays = {id(weight): group["weight_decay"] for group in groups for weight in group["params"]}
+    for name, weight in objective.named_parameters():
+        if weight.requires_grad:
+            assert (decays[id(weight)] == 0.04) is (weight.ndim > 1 and not name.endswith(".bias")), name

@@ -10,12 +10,13 @@ from typing import Any, Self
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitrail.data.batch import Batch
 from vitrail.tasks.regression import RegressionObjective
 from vitrail.tasks.task import LossOutput, Objective
+from vitrail.training import loop
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import Job
 from vitrail.training.loop import train_step
@@ -165,6 +166,43 @@ def test_clipping_scales_down_to_the_limit(make: Callable[..., Any]) -> None:
         factor = min(clip / length, 1)
         for name, gradient in free.items():
             torch.testing.assert_close(clipped[name], gradient * factor, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("of", ["part", "weight"])
+def test_clipping_limits_the_gradients_of_parts_or_weights(of: Any) -> None:
+    """The limit of each weight is that of `clip_gradients` in facebookresearch/dino. DINOv2 limits those of the
+    backbone, in which its mask embedding is, and those of each head."""
+    module = nn.ModuleDict({"network": nn.Linear(3, 2), "head": nn.Linear(2, 4)})
+    module.register_parameter("mask", nn.Parameter(torch.zeros(5)))
+    part = {"network.weight": 0, "network.bias": 0, "mask": 0, "head.weight": 1, "head.bias": 1}
+    before = {}
+    for number, (name, parameter) in enumerate(module.named_parameters()):
+        parameter.grad = torch.sin(number + 0.7 * torch.arange(parameter.numel())).view_as(parameter)
+        before[name] = parameter.grad.double()
+    total = loop._clip(module, 1.2, of)
+    assert total.item() == pytest.approx(norm(before), rel=1e-6)
+    for name, parameter in module.named_parameters():
+        together = {
+            key: one for key, one in before.items() if key == name or (of == "part" and part[key] == part[name])
+        }
+        expected = before[name] * min(1.2 / norm(together), 1)
+        torch.testing.assert_close(parameter.grad, expected.float(), rtol=1e-6, atol=1e-7)
+        assert not torch.equal(expected, before[name]) or norm(together) < 1.2
+
+
+def test_frozen_weights_have_their_first_step_later(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adam divides by the length of the mean gradient, so a first step is as long as the learning rate."""
+    state, job = make(learning_rate=0.01, schedule="constant", warmup=0.0, weight_decay=0.3, clip=0.0)
+    weight = state.objective.network.blocks[0].mlp.up.weight
+    monkeypatch.setattr(state.objective, "frozen", lambda position: [weight] if position.step < 3 else [])
+    first = weight.detach().clone()
+    for _ in range(3):
+        train_step(job, state, next(state.batches))
+        state.step += 1
+    assert torch.equal(weight, first) and not any(value.any() for value in state.optimizer.state[weight].values())
+    train_step(job, state, next(state.batches))
+    moved = (weight.detach() - first * (1 - 0.01 * 0.3)).abs()
+    assert moved.quantile(0.1).item() == pytest.approx(0.01, rel=1e-2) == pytest.approx(moved.max().item(), rel=1e-2)
 
 
 @pytest.mark.parametrize(("clip", "factor"), [(1e-6, 0.2), (4e-6, 0.8), (5e-6, 1.0), (6e-6, 1.0), (0.0, 1.0)])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +82,10 @@ class Dino(ViewTask):
     target_temperature_start: float = setting(0.04, above=0, below=math.inf)
     """Value of the teacher's temperature at the beginning of the run."""
     target_temperature_epochs: float = setting(0.0, least=0)
-    """Number of epochs in which the teacher's temperature changes linearly from its start."""
+    """Number of epochs in which the teacher's temperature changes linearly from its start. The last of them has the
+    final temperature."""
+    target_temperature_by: Literal["epoch", "step"] = "epoch"
+    """Interval after which the teacher's temperature changes: an epoch (DINO, iBOT) or a step (DINOv2)."""
     teacher_momentum: float = setting(0.996, least=0, below=1)
     """Fraction of the teacher's weights that each step keeps at the beginning. It rises to 1 along half a cosine wave.
     Small batches need a higher fraction, such as 0.9995 for 256 images."""
@@ -163,12 +166,15 @@ class Dino(ViewTask):
         self.check_network(getattr(network, "config", None))
         return DinoObjective(network, self)
 
-    def target_temperature_at(self, epoch: float) -> float:
-        """Return the temperature of the teacher after this many epochs."""
-        if epoch >= self.target_temperature_epochs:
-            return self.target_temperature
-        passed = epoch / self.target_temperature_epochs
-        return self.target_temperature_start + passed * (self.target_temperature - self.target_temperature_start)
+    def target_temperature_at(self, position: Position) -> float:
+        """Return the temperature of the teacher in a step."""
+        start, end, epochs = self.target_temperature_start, self.target_temperature, self.target_temperature_epochs
+        if position.epoch >= epochs:
+            return end
+        by_epoch = self.target_temperature_by == "epoch"
+        passed = int(position.epoch) if by_epoch else position.step
+        count = epochs if by_epoch or not passed else epochs * position.step / position.epoch
+        return start + min(passed / max(count - 1, 1), 1) * (end - start)
 
 
 class DinoObjective(ViewObjective):
@@ -193,7 +199,6 @@ class DinoObjective(ViewObjective):
         self.register_buffer("centre", torch.zeros(outputs))
         self.register_buffer("sums", torch.zeros(outputs + 1), persistent=False)
         self.temperature = task.target_temperature
-        self._kept: list[Tensor] = []
 
     def train(self, mode: bool = True) -> DinoObjective:
         """Set the mode of the student. The teacher is always in evaluation mode."""
@@ -207,11 +212,13 @@ class DinoObjective(ViewObjective):
         return self.teacher
 
     def before_step(self, position: Position) -> None:
-        """Set the teacher's temperature, and keep the prototypes while they are frozen."""
-        self.temperature = self.task.target_temperature_at(position.epoch)
+        """Set the teacher's temperature."""
+        self.temperature = self.task.target_temperature_at(position)
         self.sums.zero_()
-        is_frozen = position.epoch < self.task.frozen_epochs
-        self._kept = [weight.detach().clone() for weight in self.head.prototypes.parameters()] if is_frozen else []
+
+    def frozen(self, position: Position) -> list[nn.Parameter]:
+        """Return the prototypes in the first epochs."""
+        return list(self.head.prototypes.parameters()) if position.epoch < self.task.frozen_epochs else []
 
     def forward(self, batch: Batch) -> LossOutput:
         samples, counted = len(batch) // 2, self.counted(batch)
@@ -238,8 +245,6 @@ class DinoObjective(ViewObjective):
     @torch.no_grad()
     def after_step(self, position: Position, processes: Processes) -> None:
         """Update the teacher by the student, and the centre by the mean output of the whole batch."""
-        for weight, kept in zip(self.head.prototypes.parameters(), self._kept, strict=False):
-            weight.copy_(kept)
         momentum = momentum_at(position, self.task.teacher_momentum)
         follow(self.teacher, self.network, momentum)
         follow(self.teacher_head, self.head, momentum)

@@ -7,7 +7,7 @@ steps and the run have no code for any particular task.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -76,6 +76,11 @@ class Objective(nn.Module, ABC):
 
     def before_step(self, position: Position) -> None:
         """Prepare for a step. An objective whose loss depends on the position in the run overrides this method."""
+
+    def frozen(self, position: Position) -> Sequence[nn.Parameter]:
+        """Return the weights that are not trained yet in this step. The optimizer changes neither them nor its means of
+        their gradients. By default there are none."""
+        return ()
 
     @abstractmethod
     def forward(self, batch: Batch) -> LossOutput:

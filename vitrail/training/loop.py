@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from vitrail.data.batch import Batch
 from vitrail.machine import autocast
 from vitrail.processes.group import local, whole
 from vitrail.training.after_step import Run, after_step, begin_phase, leaves_out, measuring, recover
 from vitrail.training.job import Job, use_patch_dropout
+from vitrail.training.optimizer import ClipOf
 from vitrail.training.state import StepFault, TrainState
 
 
@@ -85,10 +88,14 @@ def train_step(job: Job, state: TrainState, batch: Batch) -> dict[str, Tensor]:
     if state.gradients is not None:
         state.gradients.finish()
         metrics = dict(zip(metrics, processes.sum(torch.stack(list(metrics.values())).float()).unbind(), strict=True))
-    metrics["gradient_norm"] = _clip(state.objective, config.optimizer.clip)
+    frozen = state.objective.frozen(position)
+    for parameter in frozen:
+        if parameter.grad is not None:
+            local(parameter.grad).zero_()
+    metrics["gradient_norm"] = _clip(state.objective, config.optimizer.clip, config.optimizer.clip_of)
     try:
         state.faults.check(config.faults, metrics)
-        state.optimizer.step()
+        _update(state.optimizer, frozen)
     finally:
         state.optimizer.zero_grad(set_to_none=True)
     state.objective.after_step(position, processes)
@@ -108,13 +115,33 @@ def _augmented(batch: Batch, job: Job, step: int) -> Batch:
 
 
 @torch.no_grad()
-def _clip(module: nn.Module, largest: float) -> Tensor:
-    """Scale the gradients down to a norm of at most `largest` (0 for no limit). Return the norm before scaling.
+def _clip(module: nn.Module, largest: float, of: ClipOf) -> Tensor:
+    """Scale the gradients down to norms of at most `largest` (0 for no limit). Return the norm of all gradients before
+    scaling.
 
-    As in optax, no small number is added to the norm, and gradients below the limit do not change.
+    As in optax, no small number is added to a norm, and gradients below the limit do not change.
     """
-    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    norm = whole(nn.utils.get_total_norm(gradients, foreach=True))
-    if largest:
-        torch._foreach_mul_([local(gradient) for gradient in gradients], (largest / norm).clamp(max=1))
-    return norm
+    groups: dict[str, list[Tensor]] = {}
+    for name, parameter in module.named_parameters():
+        part, _, rest = name.partition(".")
+        key = {"all": "", "weight": name, "part": part if rest else "network"}[of]
+        if parameter.grad is not None:
+            groups.setdefault(key, []).append(parameter.grad)
+    norms = []
+    for gradients in groups.values():
+        norms.append(whole(nn.utils.get_total_norm(gradients, foreach=True)))
+        if largest:
+            torch._foreach_mul_([local(gradient) for gradient in gradients], (largest / norms[-1]).clamp(max=1))
+    return norms[0] if of == "all" else torch.stack(norms).norm()
+
+
+@torch.no_grad()
+def _update(optimizer: Optimizer, frozen: Sequence[nn.Parameter]) -> None:
+    """Update all weights but the frozen ones. The optimizer's state of those is that before their first update."""
+    kept = [parameter.detach().clone() for parameter in frozen]
+    optimizer.step()
+    for parameter, value in zip(frozen, kept, strict=True):
+        parameter.copy_(value)
+        for moment in optimizer.state.get(parameter, {}).values():
+            if isinstance(moment, Tensor):
+                moment.zero_()

@@ -33,6 +33,8 @@ from vitrail.training.update_rules import (
 
 OptimizerName = Literal["adamw", "sgd", "adafactor", "muon", "lars", "lamb"]
 
+ClipOf = Literal["all", "part", "weight"]
+
 DecayRule = Literal["auto", "decoupled", "coupled", "independent"]
 
 DECAYED = (nn.Linear, nn.Conv2d)
@@ -139,7 +141,10 @@ class OptimizerConfig:
     """Factors of the weight decay by name, as in --learning-rate-factors. Weights without a match do not decay. By
     default weight matrices have the factor 1."""
     clip: float = setting(1.0, least=0)
-    """Largest norm of the gradient over all weights; larger gradients are scaled down. 0 for no limit."""
+    """Largest norm of a gradient; larger gradients are scaled down. 0 for no limit."""
+    clip_of: ClipOf = "all"
+    """Gradients that --clip limits together: those of all weights, those of each part, such as the network and each
+    head beside it (part: DINOv2), or those of each weight (weight: DINO and iBOT)."""
     layer_decay: float = setting(1.0, above=0, most=1)
     """Ratio of each block's learning rate to the rate of the block above. The head has the full rate (2106.08254)."""
     average: float = setting(0.0, least=0, below=1)
