@@ -32,9 +32,11 @@ def test_a_recipe_is_shown_with_its_settings(capsys: pytest.CaptureFixture[str])
     """The printed words are options: they make the recipe out of the defaults."""
     for name in ("plain-vit-s16-90", "demo", "vit-b16-i1k-mae"):
         assert main(["recipes", name]) == 0
-        lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+        out = capsys.readouterr().out
+        lines = [shlex.split(line) for line in out.splitlines() if line.startswith("  --")]
         typed = COMMAND.parse([word for line in lines for word in line])
         recipe = RECIPES[name]()
+        assert all(sentence in out for sentence in getattr(RECIPES[name], "differences", ()))
         made = TrainConfig().override(**{"task": recipe.task.name, "name": recipe.run.name, **typed})
         assert differing_settings([made, recipe]) == [{}, {}], name
     assert main(["recipes", "plain-vit-s16-90", "--json"]) == 0

@@ -202,6 +202,7 @@ def test_every_recipe_says_what_was_published() -> None:
         assert recipe.name == name == recipe().run.name
         assert recipe.result == "not stated" or "%" in recipe.result
         assert recipe.source[0] in "12" and recipe.measured.startswith("on ImageNet")
+        assert all(sentence.endswith(".") for sentence in recipe.differences)
         assert recipe() == recipe(), "a recipe is the same every time"
 
 

@@ -257,6 +257,8 @@ def _show(options: Recipes) -> None:
     console.print(": ".join(filter(None, (row["source"], published))), style="bold", soft_wrap=True)
     for name, value in settings.items():
         console.print(f"  {setting_text(name, value)}", soft_wrap=True)
+    if row["differences"]:
+        console.print("Differences from the publication:", *row["differences"], sep="\n  - ", soft_wrap=True)
     console.print(
         f"All other settings have their defaults, which vitrail train {row['name']} --help-all shows. Options replace "
         f"settings: {row['command']} --seed 1"
@@ -265,13 +267,14 @@ def _show(options: Recipes) -> None:
 
 def _recipes_table(rows: list[dict[str, Any]]) -> Table:
     table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 1, 0, 2))
-    for heading in ("name", "network", "data", "epochs", "result"):
+    for heading in ("name", "network", "data", "epochs", "result", "differs"):
         # A name that is cut off cannot be typed again.
         width = max(len(row["name"]) for row in rows) if heading == "name" else None
-        justify: Literal["left", "right"] = "right" if heading == "epochs" else "left"
+        justify: Literal["left", "right"] = "right" if heading in ("epochs", "differs") else "left"
         table.add_column(heading, justify=justify, header_style="dim", min_width=width)
     for row in rows:
-        table.add_row(row["name"], row["network"], row["data"], f"{row['epochs']:g}", row["result"])
+        epochs, differences = f"{row['epochs']:g}", f"{len(row['differences']) or ''}"
+        table.add_row(row["name"], row["network"], row["data"], epochs, row["result"], differences)
     return table
 
 
@@ -288,6 +291,7 @@ def _recipe_rows() -> list[dict[str, Any]]:
                 "result": paper.result if paper else "",
                 "measured": paper.measured if paper else "",
                 "source": paper.source if paper else "Recipes of this project",
+                "differences": paper.differences if paper else (),
                 "command": f"vitrail train {name}",
             }
         )

@@ -26,6 +26,9 @@ JFT-300M is not public. With `--data`, the data can be in another folder."""
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet's pixels, with which most papers normalise images."""
 
+HELD_OUT = "One percent of the training images is held out, and the publication trains with them."
+"""Difference of recipes whose publication trains with all images."""
+
 FINE_TUNED = "on ImageNet after fine-tuning at 384 pixels"
 
 
@@ -40,6 +43,9 @@ class PaperRecipe:
     """The published accuracy, or a note why there is none."""
     source: str
     """The paper or code, with table and arXiv number."""
+    differences: tuple[str, ...]
+    """Sentences about what differs from the publication, with the effect if it was measured. Empty if nothing is
+    known."""
     measured: str = FINE_TUNED
     """Description of how the accuracy was measured."""
 
@@ -168,7 +174,7 @@ def _augreg_recipe(network: str, data: str, row: AugRegRow) -> PaperRecipe:
         result, source = "not stated", "2106.10270, configs of google-research/big_vision"
     else:
         result, source = f"{row.accuracy:.2f} %", "2106.10270, README of google-research/vision_transformer"
-    return PaperRecipe(f"augreg-{network}-{data}", make, result, source)
+    return PaperRecipe(f"augreg-{network}-{data}", make, result, source, ())
 
 
 AUGREG_RECIPES = (
@@ -183,6 +189,7 @@ PLAIN_RECIPES = tuple(
         functools.partial(plain_vit_s16, epochs),
         f"{accuracy:.1f} %",
         "2205.01580, Table 1",
+        (),
         "on ImageNet's validation split",
     )
     for epochs, accuracy in PLAIN_RESULTS.items()
@@ -220,6 +227,7 @@ BIT_RECIPES = tuple(
         functools.partial(upstream, f"BiT-{network.upper().replace('X', 'x')}", data),
         result,
         "1912.11370, README of google-research/big_transfer",
+        (HELD_OUT,),
         "on ImageNet after fine-tuning by BiT-HyperRule",
     )
     for network, data, result in (
@@ -400,7 +408,7 @@ def _vit_recipe(name: str, row: Table3Row) -> PaperRecipe:
     result = f"{accuracy:.2f} %" + ("" if row.accuracy else " (epochs not stated)")
     make = functools.partial(pretraining, row.variant, row.data, epochs=row.epochs, learning_rate=row.learning_rate)
     table = "6" if row.data == "jft" else "5"
-    return PaperRecipe(name, make, result, f"2010.11929, Tables 3 and {table}")
+    return PaperRecipe(name, make, result, f"2010.11929, Tables 3 and {table}", ())
 
 
 VIT_RECIPES = tuple(_vit_recipe(name, row) for name, row in ROWS.items())

@@ -9,7 +9,7 @@ from vitrail.data.augment.settings import Augment
 from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import ModelConfig
-from vitrail.recipes.papers import DATA, IMAGENET_MEAN, IMAGENET_STD, PaperRecipe
+from vitrail.recipes.papers import DATA, HELD_OUT, IMAGENET_MEAN, IMAGENET_STD, PaperRecipe
 from vitrail.tasks.dino import Dino
 from vitrail.tasks.mae import Mae
 from vitrail.tasks.masked_patches import MaskedPatches
@@ -103,12 +103,6 @@ def beit_i1k() -> TrainConfig:
     the images with 112 x 112 pixels. The optimizer is AdamW with a learning rate of 1.5e-3, a warm-up of 10 epochs, a
     cosine decay to 1e-5 and a weight decay of 0.05. The norm of the gradient is limited to 3. Images are cropped and
     mirrored, and their brightness, contrast and saturation change by up to 40 %.
-
-    Some details differ from the published code. The tokenizer is one of this package (`beit-tokenizer-i1k`), because
-    that of DALL-E does not exist here. The tokenizer sees the network's views at half their size, and not a second
-    scaling of the image. If blocks have fewer than 75 patches, single patches follow. Weights start as in the other
-    recipes. Relative positions have no bias for pairs with the class token, and neither they nor the mask embedding
-    decay.
     """
     return TrainConfig(
         data=DataConfig(spec=DATA["i1k"], validation="train", validation_share=0.01),
@@ -147,12 +141,21 @@ def beit_i1k() -> TrainConfig:
 
 
 TOKEN_RECIPES = (
-    PaperRecipe("beit-tokenizer-i1k", vqvae_i1k, "not stated", "1711.00937, 2110.04627 and 2106.08254"),
+    PaperRecipe("beit-tokenizer-i1k", vqvae_i1k, "not stated", "1711.00937, 2110.04627 and 2106.08254", (HELD_OUT,)),
     PaperRecipe(
         "vit-b16-i1k-beit",
         beit_i1k,
         "83.2 %",
         "2106.08254 and its code, README",
+        (
+            HELD_OUT,
+            "The tokenizer is one of this package (beit-tokenizer-i1k), because that of DALL-E does not exist here.",
+            "The tokenizer sees the network's views at half their size, and not a second scaling of the image.",
+            "If blocks have fewer than 75 patches, single patches follow.",
+            "Weights start as in the supervised recipes.",
+            "Relative positions have no bias for pairs with the class token.",
+            "Neither relative positions nor the mask embedding decay.",
+        ),
         "on ImageNet after fine-tuning at 224 pixels",
     ),
 )
@@ -199,10 +202,6 @@ def dino_i1k(variant: str, epochs: float, batch_size: int, task: dict[str, Any])
     The optimizer is AdamW with a learning rate of 5e-4 per 256 images, a warm-up of 10 epochs and a cosine decay to
     1e-6. The weight decay rises from 0.04 to 0.4. Ten views of an image are processed: two of 224 x 224 pixels with 40
     to 100 % of its area, and eight of 96 x 96 pixels with 5 to 40 %.
-
-    Some details differ from the published code. Blur, random grey and solarisation do not exist here, and colour jitter
-    changes every view instead of 80 % of the views. Step i of n warm-up steps has i / n of the learning rate instead of
-    i / (n - 1), which is 0.004 % less.
     """
     return TrainConfig(
         data=DataConfig(spec=DATA["i1k"], validation="train", validation_share=0.01),
@@ -233,6 +232,13 @@ DINO_RECIPES = tuple(
         partial(dino_i1k, "ViT-S/16", epochs, batch_size, task),
         result,
         "2104.14294 and its code, README",
+        (
+            HELD_OUT,
+            "Views have no blur, no random grey and no solarisation.",
+            "Colour jitter changes every view instead of 80 % of the views.",
+            "Step i of n warm-up steps has i / n of the learning rate instead of i / (n - 1), which is 0.004 % less.",
+            "Weights start as in the supervised recipes.",
+        ),
         "on ImageNet by a linear model of the class tokens of the last four blocks",
     )
     for name, epochs, batch_size, result, task in (  # 8 and 16 GPUs with 64 images each
@@ -278,9 +284,7 @@ def mae_i1k(variant: str) -> TrainConfig:
     """Return the config of the paper's pre-training on ImageNet (2111.06377, table 8), with 1,600 epochs.
 
     The optimizer is AdamW with a learning rate of 1.5e-4 per 256 images, which is 2.4e-3 for batches of 4,096, a
-    warm-up of 40 epochs and a cosine decay. Images are cropped to 20 to 100 % of their area and mirrored. Two details
-    differ from the published code: the patch projection starts as in the other recipes, and tokens have no weight
-    decay.
+    warm-up of 40 epochs and a cosine decay. Images are cropped to 20 to 100 % of their area and mirrored.
     """
     return TrainConfig(
         data=DataConfig(spec=DATA["i1k"], validation="train", validation_share=0.01),
@@ -310,6 +314,7 @@ MAE_RECIPES = tuple(
         partial(mae_i1k, variant),
         result,
         "2111.06377, tables 3 and 8",
+        (HELD_OUT, "Weights start as in the supervised recipes.", "Tokens have no weight decay."),
         "on ImageNet after fine-tuning at 224 pixels",
     )
     for name, variant, result in (
@@ -373,7 +378,7 @@ def masked_patches_jft() -> TrainConfig:
 
 
 MASKED_PATCHES_RECIPES = (
-    PaperRecipe("vit-b16-jft-masked", masked_patches_jft, "79.9 %", "2010.11929, section 4.6 and appendix B.1.2"),
+    PaperRecipe("vit-b16-jft-masked", masked_patches_jft, "79.9 %", "2010.11929, section 4.6 and appendix B.1.2", ()),
 )
 """Recipes of masked patch prediction in the paper."""
 
@@ -408,10 +413,6 @@ def moco_i1k(variant: str, overrides: dict[str, Any]) -> TrainConfig:
 
     The optimizer is AdamW with a learning rate of 1.5e-4 per 256 images, which is 2.4e-3 for batches of 4,096, a
     warm-up of 40 epochs and a cosine decay. The patch projection is not trained.
-
-    Some details differ from the published code. Blur, random grey and solarisation do not exist here, and colour jitter
-    changes every view instead of 80 % of the views. The dense layers have layer norms instead of batch norms, and no
-    norm after the last layer. Norms, biases and tokens do not decay.
     """
     return TrainConfig(
         data=DataConfig(spec=DATA["i1k"], validation="train", validation_share=0.01),
@@ -438,6 +439,14 @@ MOCO_RECIPES = tuple(
         partial(moco_i1k, variant, overrides),
         result,
         "2104.02057 and its code, CONFIG.md",
+        (
+            HELD_OUT,
+            "Views have no blur, no random grey and no solarisation.",
+            "Colour jitter changes every view instead of 80 % of the views.",
+            "The dense layers have layer norms instead of batch norms, and no norm after the last layer.",
+            "Norms, biases and tokens do not decay.",
+            "Weights start as in the supervised recipes.",
+        ),
         "on ImageNet by a linear model of frozen features",
     )
     for name, variant, result, overrides in (
