@@ -85,8 +85,13 @@ def facts(cls: Any, fact: str) -> dict[str, Any]:
     return {name: metadata[fact] for name, metadata in fields.items() if fact in metadata}
 
 
-def bare_names(cls: Any) -> dict[str, str]:
-    """Return a dictionary from bare names to field names of a settings dataclass."""
+def bare_names(cls: Any) -> Mapping[str, str]:
+    """Return the bare names of a settings dataclass with their field names."""
+    return _bare_names(cls)
+
+
+@cache
+def _bare_names(cls: Any) -> Mapping[str, str]:
     return {item.metadata.get("name", item.name): item.name for item in dataclasses.fields(cls)}
 
 

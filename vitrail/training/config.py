@@ -9,8 +9,9 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from vitrail.data.augment.settings import Augment
@@ -415,15 +416,10 @@ class TrainConfig:
         raise_problems(problems)
         return dataclasses.replace(base, **sections)
 
-    def settings(self) -> dict[str, str]:
+    def settings(self) -> Mapping[str, str]:
         """Return a dictionary that maps the bare name of each setting of `override` to the name of the setting's
         section."""
-        found: dict[str, str] = {}
-        for section in dataclasses.fields(self):
-            value = getattr(self, section.name)
-            names = ("variant", *override_fields()) if isinstance(value, ModelConfig) else bare_names(type(value))
-            found |= dict.fromkeys(names, section.name)
-        return found
+        return _sections(tuple((item.name, type(getattr(self, item.name))) for item in dataclasses.fields(self)))
 
     def in_effect(self, name: str) -> Any:
         """Return the value that the run uses for the setting with this bare name. None means that the setting has no
@@ -506,11 +502,21 @@ class TrainConfig:
                     "size; leave both out"
                 )
 
-    def _unknown(self, name: str, known: dict[str, str]) -> str:
+    def _unknown(self, name: str, known: Mapping[str, str]) -> str:
         for task in TASKS.values():
             if name in bare_names(task):
                 return f"{name} is a setting of the task {task.name}, but the task of this run is {self.task.name}"
         return f"unknown field {name!r}; {nearest(name, known)}"
+
+
+@cache
+def _sections(kinds: tuple[tuple[str, type], ...]) -> Mapping[str, str]:
+    """Return the bare names of all settings with their sections, from the names and types of the sections."""
+    found: dict[str, str] = {}
+    for section, kind in kinds:
+        names = ("variant", *override_fields()) if kind is ModelConfig else bare_names(kind)
+        found |= dict.fromkeys(names, section)
+    return found
 
 
 def _task_named(name: Any) -> Task:

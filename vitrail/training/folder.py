@@ -402,7 +402,8 @@ def settings_of(config: TrainConfig) -> dict[str, Any]:
     for section in fields(config):
         value = getattr(config, section.name)
         found += ["variant", *value.overrides] if isinstance(value, ModelConfig) else bare_names(type(value))
-    return {name: config.in_effect(name) for name in found if name not in facts(RunConfig, "of_machine")}
+    of_machine = facts(RunConfig, "of_machine")
+    return {name: config.in_effect(name) for name in found if name not in of_machine}
 
 
 def settings_beside(configs: Sequence[TrainConfig]) -> list[dict[str, Any]]:
