@@ -103,6 +103,7 @@ def test_moco_in_every_detail() -> None:
     assert (task.projection_hidden, task.projection_width, base.task) == (4096, 256, task)
     optimizer = small.optimizer.for_batch_size(4096)
     assert (optimizer.learning_rate, optimizer.weight_decay, optimizer.warmup) == (2.4e-3, 0.1, "40 epochs")
+    assert optimizer.weight_decay_factors == (".*=1",), "torch.optim.AdamW decays all weights"
     assert (small.run.epochs, small.run.batch_size, small.augment.settings.crop_area) == (300, 4096, (0.08, 1.0))
     networks = [network_of(config, 0) for config in (small, base)]
     assert [(network.heads, network.positions, network.pool) for network in networks] == [

@@ -46,11 +46,13 @@ def formula(queries: Tensor, keys: Tensor, samples: list[int], temperature: floa
 
 
 @torch.no_grad()
-def vectors_of(objective: MoCoObjective, images: Tensor) -> tuple[Tensor, Tensor]:
+def vectors_of(objective: MoCoObjective, images: Tensor, counted: list[bool]) -> tuple[Tensor, Tensor]:
     """Return queries and keys of views in consecutive rows, without scaling."""
-    queries = objective.predictor(objective.projection(objective.network.embed(images)))
-    keys = objective.teacher_projection(objective.teacher.embed(images))
-    return queries.unflatten(0, (-1, 2)), keys.unflatten(0, (-1, 2))
+    queries, keys, others = [], [], (torch.tensor(counted), Processes())
+    for views in (images[::2], images[1::2]):
+        queries.append(objective.predictor(objective.projection(objective.network.embed(views), *others), *others))
+        keys.append(objective.teacher_projection(objective.teacher.embed(views), *others))
+    return torch.stack(queries, dim=1), torch.stack(keys, dim=1)
 
 
 @pytest.mark.parametrize("temperature", [0.2, 1.0])
@@ -59,9 +61,10 @@ def test_the_loss_is_the_formula(temperature: float) -> None:
     with torch.no_grad():
         for weight in objective.teacher.parameters():
             weight.mul_(0.9)
-    batch = two_views(5, [True, False, True, True, True])
+    valid = [True, False, True, True, True]
+    batch = two_views(5, valid)
     output = objective(batch)
-    loss, right = formula(*vectors_of(objective, batch.images), [0, 2, 3, 4], temperature)
+    loss, right = formula(*vectors_of(objective, batch.images, valid), [0, 2, 3, 4], temperature)
     assert output.loss.item() == pytest.approx(loss, rel=2e-5)
     assert output.metrics["contrast_accuracy"].item() == pytest.approx(right)
 
@@ -81,11 +84,9 @@ def test_the_running_mean_follows_the_network_but_not_the_predictor() -> None:
     objective, batch = make_objective(teacher_momentum=0.8), two_views(3)
     before = {name: tensor.clone() for name, tensor in objective.state_dict().items()}
     optimizer = torch.optim.SGD([weight for weight in objective.parameters() if weight.requires_grad], lr=0.1)
-    position = Position(step=6, steps=12, epoch=2.0)
-    objective.before_step(position)
     objective(batch).loss.backward()
     optimizer.step()
-    objective.after_step(position, Processes())
+    objective.before_step(Position(step=6, steps=12, epoch=2.0))
     after = objective.state_dict()
     for name in before:
         if name.startswith(("network.", "projection.")):
@@ -111,11 +112,11 @@ def test_a_batch_is_overfitted() -> None:
     objective, batch = make_objective(teacher_momentum=0.9), two_views(6)
     optimizer = torch.optim.Adam([weight for weight in objective.parameters() if weight.requires_grad], lr=5e-3)
     for step in range(80):
+        objective.before_step(Position(step, 80, 0.0))
         optimizer.zero_grad()
         output = objective(batch)
         output.loss.backward()
         optimizer.step()
-        objective.after_step(Position(step, 80, 0.0), Processes())
     assert output.loss.item() < 0.1 and output.metrics["contrast_accuracy"].item() == 1
 
 
@@ -126,7 +127,7 @@ def test_metrics_of_held_out_images_are_the_formulas() -> None:
     found = objective.task.evaluator(objective)(Outputs(bundle, batch_size=3), source, source)
     levels = torch.stack([torch.from_numpy(source[index].image).permute(2, 0, 1) for index in range(7)])
     views = torch.stack(fixed_views(preprocess.normalise(levels), torch.arange(7)), dim=1).flatten(0, 1)
-    loss, right = formula(*vectors_of(objective, views), list(range(7)), 0.2)
+    loss, right = formula(*vectors_of(objective, views, [True] * 7), list(range(7)), 0.2)
     assert found["contrast_loss"] == pytest.approx(loss, rel=1e-4)
     assert found["contrast_accuracy"] == pytest.approx(right)
     assert (found["images"], found["skipped"]) == (7, 0) and {"uniformity", "feature_rank"} <= found.keys()

@@ -15,6 +15,7 @@ from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.evaluation.outputs import Outputs
+from vitrail.processes.group import Processes
 from vitrail.tasks.simclr import SimClr, SimClrObjective, contrast_losses
 from vitrail.tasks.views import effective_rank, fixed_views, uniformity
 from vitrail.training.config import TrainConfig
@@ -31,8 +32,15 @@ def make_objective(task: SimClr | None = None, variant: str = "ViT-Pico/7") -> S
     return SimClrObjective(small_network(variant), task or SimClr())
 
 
+@torch.no_grad()
+def vectors_of(objective: SimClrObjective, images: Tensor, counted: list[bool]) -> Tensor:
+    """Return the projected vectors of views in consecutive rows."""
+    mask = torch.tensor(counted).repeat_interleave(2)
+    return objective.projection(objective.network.embed(images), mask, Processes())
+
+
 def formula(vectors: Tensor, rows: list[int], temperature: float) -> tuple[float, float]:
-    """Return the mean loss and accuracy of these rows, in float64 from the paper's equation 1."""
+    """Return the mean loss of the images of these rows, in float64 from the paper's equation 1, and the accuracy."""
     losses, hits = [], []
     points = [row / row.norm() for row in vectors.double()]
     for i in rows:
@@ -40,16 +48,16 @@ def formula(vectors: Tensor, rows: list[int], temperature: float) -> tuple[float
         partner = i + 1 if i % 2 == 0 else i - 1
         losses.append(-math.log(likeness[partner] / sum(likeness.values())))
         hits.append(float(max(likeness, key=lambda k: likeness[k]) == partner))
-    return sum(losses) / len(losses), sum(hits) / len(hits)
+    return 2 * sum(losses) / len(losses), sum(hits) / len(hits)
 
 
 @pytest.mark.parametrize("temperature", [0.07, 0.5])
 def test_the_loss_is_the_formula(temperature: float) -> None:
     objective = make_objective(SimClr(contrast_temperature=temperature))
-    batch = two_views(5, [True, False, True, True, True])
+    valid = [True, False, True, True, True]
+    batch = two_views(5, valid)
     output = objective(batch)
-    with torch.no_grad():
-        vectors = objective.projection(objective.network.embed(batch.images))
+    vectors = vectors_of(objective, batch.images, valid)
     loss, right = formula(vectors, [0, 1, 4, 5, 6, 7, 8, 9], temperature)
     assert output.loss.item() == pytest.approx(loss, rel=1e-4)
     assert output.metrics["contrast_accuracy"].item() == pytest.approx(right)
@@ -58,10 +66,11 @@ def test_the_loss_is_the_formula(temperature: float) -> None:
 def test_known_losses() -> None:
     """Equal vectors are told apart by chance, and orthogonal pairs of equal vectors almost surely."""
     valid = torch.ones(8, dtype=torch.bool)
-    losses, _ = contrast_losses(torch.ones(8, 4) / 2, valid, 0.1)
-    torch.testing.assert_close(losses, torch.full((8,), math.log(7)))
-    losses, right = contrast_losses(torch.eye(4).repeat_interleave(2, 0), valid, 0.1)
-    torch.testing.assert_close(losses, torch.full((8,), math.log(1 + 6 * math.exp(-10))))
+    equal, apart = torch.ones(8, 4) / 2, torch.eye(4).repeat_interleave(2, 0)
+    losses, _ = contrast_losses(equal, equal, valid, 0.1)
+    torch.testing.assert_close(losses, torch.full((4,), 2 * math.log(7)))
+    losses, right = contrast_losses(apart, apart, valid, 0.1)
+    torch.testing.assert_close(losses, torch.full((4,), 2 * math.log(1 + 6 * math.exp(-10))))
     assert right.all()
 
 
@@ -104,7 +113,7 @@ def test_metrics_of_held_out_images_are_the_formulas() -> None:
     images = preprocess.normalise(levels)
     with torch.no_grad():
         views = torch.stack(fixed_views(images, torch.arange(7)), dim=1).flatten(0, 1)
-        vectors, whole = objective.projection(objective.network.embed(views)), objective.network.embed(images)
+        vectors, whole = vectors_of(objective, views, [True] * 7), objective.network.embed(images)
     loss, right = formula(vectors, list(range(14)), 0.1)
     assert found["contrast_loss"] == pytest.approx(loss, rel=1e-4)
     assert found["contrast_accuracy"] == pytest.approx(right)
@@ -137,8 +146,6 @@ def test_resnets_are_trained_too() -> None:
     objective(two_views(3)).loss.backward()
     assert all(weight.grad.isfinite().all() for weight in objective.parameters())
     assert {name for name in objective.state_dict() if not name.startswith("network.")} == {
-        "projection.0.weight",
-        "projection.0.bias",
-        "projection.2.weight",
-        "projection.2.bias",
+        *(f"projection.{number}.weight" for number in (0, 1, 3, 4, 6, 7)),
+        *(f"projection.{number}.bias" for number in (1, 4)),
     }

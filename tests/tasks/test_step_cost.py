@@ -109,6 +109,6 @@ def test_tensors_of_a_step(name: str, precision: Precision) -> None:
         held += 4 * batch.local.images.numel()
     cost = TASKS[name].step_cost(NETWORK, precision)
     assert weights == NETWORK.parameters() + cost.parameters
-    stated = tensor_bytes(cost.network, count, precision=precision) + count * cost.image_bytes + 16 * cost.parameters
-    stated += cost.fixed_bytes
+    stated = tensor_bytes(cost.network, count, precision=precision) + 16 * cost.parameters + cost.fixed_bytes
+    stated += count * (cost.image_bytes + cost.batch_bytes)
     assert 0.8 * stated < held < 1.06 * stated

@@ -28,7 +28,7 @@ from vitrail.evaluation.evaluators import evaluators_of, measure
 from vitrail.evaluation.head import Accuracy
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.network import HasLayers
-from vitrail.processes.group import join_processes
+from vitrail.processes.group import join_processes, whole
 from vitrail.processes.launch import launch
 from vitrail.recipes import RECIPES
 from vitrail.training import checkpoint, loop
@@ -37,7 +37,9 @@ from vitrail.training import job as forecast
 from vitrail.training import linear_start as linear_head
 from vitrail.training import run as execution
 from vitrail.training.after_step import Run
+from vitrail.training.build import make_network, make_state
 from vitrail.training.config import TrainConfig
+from vitrail.training.job import prepare
 from vitrail.training.run import resume, train
 from vitrail.training.sharding import StreamedCopy
 from vitrail.training.state import TrainState
@@ -218,6 +220,49 @@ def with_faults(config: TrainConfig, marked: Sequence[int], fault: str = "loss")
     splits = config.data.open()
     plain = config.override(variant=None, width=None, depth=None, heads=None, mlp_width=None)
     return train(plain, data=replace(splits, train=Marked(splits.train, marked)), network=Fragile(fault)).metrics
+
+
+def gradients(
+    config: TrainConfig, invalid: Sequence[int] = (), at_once: bool = False
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Return the metrics and the gradients of a step in float64, in which some images of the batch are not decoded.
+
+    If `at_once`, one backward pass computes the gradients of a `BatchObjective` through the features of all parts.
+    """
+    job = prepare(config, processes=join_processes())
+    torch.manual_seed(config.run.seed)
+    network, job, _ = make_network(job, None)
+    state = make_state(job, network)
+    objective: Any = state.objective.double()
+    for one in (objective.network, getattr(objective, "teacher", objective.network)):
+        one.embed = lambda images, plain=one.embed: plain(images.double())
+    batch, first = next(state.batches), 0
+    if job.processes.are_several:
+        first = job.processes.rank * (len(batch) // 2)
+    valid = torch.tensor([first + row // 2 not in invalid for row in range(len(batch))])
+    batch = replace(batch, valid=valid, images=batch.images * valid[:, None, None, None])
+    found: dict[str, list[float]] = {}
+
+    def keep() -> None:
+        for name, parameter in objective.named_parameters():
+            if parameter.grad is not None:
+                found[name] = whole(parameter.grad).flatten().tolist()
+
+    state.optimizer.step = keep  # type: ignore[assignment, method-assign]
+    torch.manual_seed(7 + job.processes.rank)
+    if at_once:
+        objective.before_step(job.position(0))
+        parts = [
+            part.with_images(config.images.normalise)
+            for part in loop._augmented(batch, job, 0).chunks(config.run.accumulation)
+        ]
+        features = [objective.fixed_features(part) | objective.features(part) for part in parts]
+        joined = {name: torch.cat([values[name] for values in features]) for name in features[0]}
+        output = objective.compare(joined, torch.cat([objective.counted(part) for part in parts]), job.processes)
+        output.loss.backward()
+        keep()
+        return {"loss": output.loss.item()}, found
+    return {name: float(value) for name, value in loop.train_step(job, state, batch).items()}, found
 
 
 def on_other_machines(config: TrainConfig, folders: list[Path]) -> None:

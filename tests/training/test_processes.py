@@ -99,6 +99,39 @@ def test_a_teacher_follows_its_student_on_several_processes(
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+CONTRAST: dict[str, dict[str, Any]] = {
+    "simclr": {"projection_width": 8},
+    "moco": {"projection_width": 8, "projection_hidden": 12},
+}
+
+
+@pytest.mark.parametrize(("world", "invalid", "divisions"), [
+    (1, (), [{"accumulation": 8}, {"accumulation": 20}]),
+    (1, (*range(3, 20),), [{"accumulation": 8}]),
+    (2, (0, 7, 8, 19), [{"accumulation": 5}]),
+    pytest.param(2, (0, 7, 8, 19), [{}, {"shard": "full"}, {"shard": "full", "accumulation": 3}],
+                 marks=pytest.mark.slow),
+    (1, (0, 7, 8, 19), [{"accumulation": 4, "stochastic_depth": 0.5, "dropout": 0.3}]),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("task", CONTRAST)
+def test_all_images_of_a_batch_are_compared_in_every_division(
+    task: str, world: int, invalid: tuple[int, ...], divisions: list[dict[str, Any]], three_splits: Path, tmp_path: Path
+) -> None:
+    """With random numbers, a division is compared with a single backward pass through its own parts."""
+    same = {"task": task, "crop_area": (0.3, 1.0), "clip": 0.0, "stochastic_depth": 0.0, "dropout": 0.0}
+    for fields in divisions:
+        config = ranks.config_of(three_splits, tmp_path / "run", **{**same, **CONTRAST[task], **fields})
+        whole = config if "dropout" in fields else config.override(accumulation=1, shard="none")
+        loss, gradients = ranks.gradients(whole, invalid, at_once=True)
+        found = in_processes(world, ranks.gradients, config, invalid) if world > 1 else ()
+        for metrics, ours in [one.result for one in found] or [ranks.gradients(config, invalid)]:
+            assert metrics["loss"] == pytest.approx(loss["loss"], rel=1e-6) and ours.keys() == gradients.keys()
+            largest = max(np.abs(values).max() for values in gradients.values())
+            assert largest > 0.1
+            for name, values in gradients.items():
+                np.testing.assert_allclose(ours[name], values, rtol=0, atol=1e-10 * largest)
+
+
 @pytest.mark.slow
 def test_processes_add_as_parts_of_a_batch_do(three_splits: Path, tmp_path: Path) -> None:
     """Two addends have one sum in either order. Of four, the order of summation decides the rounding, which Adam

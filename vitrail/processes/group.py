@@ -116,6 +116,17 @@ class Processes:
 
         return Later(tensor, wait)
 
+    def sum_with_gradients(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a tensor over all processes, through which gradients pass. The gradient is that of the sum
+        of the losses of all processes."""
+        return _Sum.apply(tensor, self) if self.are_several else tensor  # type: ignore[no-untyped-call]
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """Return the rows of all processes in their order. Gradients pass as in `sum_with_gradients`. All processes
+        must have equally many rows."""
+        parts = [rows if rank == self.rank else torch.zeros_like(rows) for rank in range(self.world)]
+        return self.sum_with_gradients(torch.cat(parts)) if self.are_several else rows
+
     def any_earlier(self, value: bool) -> bool:
         """Return True if any process passed True in the call before this one. A process that is alone gets its own
         value at once.
@@ -300,6 +311,19 @@ class Processes:
                     "from its last checkpoint, or start it with torchrun --max-restarts"
                 )
         return f"{what} of {self.world} processes failed: {(str(error).splitlines() or [''])[0]}"
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over all processes. The gradient of a process's addend is the sum of the gradients of all processes."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, processes: Processes) -> Tensor:
+        ctx.processes = processes
+        return processes.sum(tensor.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.processes.sum(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
 def _appears(store: Any, key: str) -> bool:

@@ -7,7 +7,6 @@ the network embeds them. No labels are needed.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +16,14 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from vitrail.data.batch import Batch
 from vitrail.data.splits import Splits
 from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig
 from vitrail.processes.group import Processes
 from vitrail.settings import setting
-from vitrail.tasks.task import LossOutput, Objective, Position, StepCost, mean_of_counted
-from vitrail.tasks.views import CONTRAST, GROUP, ViewObjective, ViewTask, follow, mean_of, momentum_at
+from vitrail.tasks.contrast import CONTRAST, ContrastObjective, Head
+from vitrail.tasks.task import Objective, Position, StepCost
+from vitrail.tasks.views import ViewTask, follow, mean_of, momentum_at
 
 PUBLISHED_HIDDEN = 4_096
 NARROW, NARROW_HIDDEN = 192, 512
@@ -55,10 +54,11 @@ class MoCo(ViewTask):
     fixed_patches: bool = True
     """True to leave the patch projection of a Vision Transformer as it is, which makes the training more stable."""
 
-    def heads(self, network: AnyConfig) -> tuple[nn.Sequential, nn.Sequential]:
+    def heads(self, network: AnyConfig) -> tuple[Head, Head]:
         """Return a new projection and a new predictor for a network."""
         hidden, last = self.hidden_of(network), self.projection_width
-        return _dense(network.embed_width, hidden, hidden, last), _dense(last, hidden, last)
+        projection = Head(network.embed_width, hidden, hidden, last, scales_last=False)
+        return projection, Head(last, hidden, last, scales_last=False)
 
     def hidden_of(self, network: AnyConfig) -> int:
         """Return the number of hidden units for a network."""
@@ -67,15 +67,14 @@ class MoCo(ViewTask):
     def step_cost(self, network: AnyConfig, precision: FootprintPrecision) -> StepCost:
         """Return the cost of a step, in which the running mean embeds all views as well."""
         with torch.device("meta"):
-            heads = self.heads(network)
-        macs = [sum(layer.weight.numel() for layer in head if isinstance(layer, nn.Linear)) for head in heads]
-        projection, predictor = (sum(weight.numel() for weight in head.parameters()) for head in heads)
+            projection, predictor = self.heads(network)
+        weights, more = (sum(weight.numel() for weight in head.parameters()) for head in (projection, predictor))
         return StepCost(
             network,
-            parameters=projection + predictor,
-            fixed_bytes=4 * (network.parameters() + projection),
-            image_bytes=4 * (9 * self.hidden_of(network) + 6 * self.projection_width),
-            flops=network.inference_flops(network.image_size) + 8 * macs[0] + 6 * macs[1],
+            parameters=weights + more,
+            fixed_bytes=4 * (network.parameters() + weights),
+            batch_bytes=4 * (9 * self.hidden_of(network) + 6 * self.projection_width),
+            flops=network.inference_flops(network.image_size) + 8 * projection.macs + 6 * predictor.macs,
         )
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
@@ -84,13 +83,8 @@ class MoCo(ViewTask):
         return MoCoObjective(network, self)
 
 
-class MoCoObjective(ViewObjective):
-    """A network with a projection and a predictor, and running means of the network and the projection.
-
-    The dense layers have layer norms where the published code has batch norms, so that an image does not depend on the
-    others of its batch. With gradient accumulation, each part of a batch is compared by itself. With several processes,
-    each process compares its own part.
-    """
+class MoCoObjective(ContrastObjective):
+    """A network with a projection and a predictor, and running means of the network and the projection."""
 
     def __init__(self, network: Any, task: MoCo) -> None:
         super().__init__(network)
@@ -105,83 +99,56 @@ class MoCoObjective(ViewObjective):
         """Set the mode of the network. The running mean is always in evaluation mode."""
         super().train(mode)
         self.teacher.eval()
-        self.teacher_projection.eval()
         return self
 
-    def forward(self, batch: Batch) -> LossOutput:
-        counted = self.counted(batch)
-        pairs = -1, 2, self.task.projection_width
-        keys = self.keys(batch.images).reshape(pairs)  # before the activations of the network are in memory
-        queries = self.queries(self.network, batch.images).reshape(pairs)
-        losses, right = key_losses(queries, keys, counted[::2], self.temperature)
-        return LossOutput(
-            mean_of_counted(losses, counted[::2]), {"contrast_accuracy": mean_of_counted(right, counted[::2])}
-        )
-
-    def queries(self, network: Any, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b projected"]:
-        """Return predicted vectors of length 1. `network` is the network in training or a copy of it."""
-        return F.normalize(self.predictor(self.projection(network.embed(images))).float(), dim=1)
-
-    @torch.no_grad()
-    def keys(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b projected"]:
-        """Return vectors of the running mean, of length 1."""
-        return F.normalize(self.teacher_projection(self.teacher.embed(images)).float(), dim=1)
-
-    def after_step(self, position: Position, processes: Processes) -> None:
-        """Update the running mean."""
+    def before_step(self, position: Position) -> None:
+        """Update the running mean by the weights after the last step, with the momentum of this step."""
         momentum = momentum_at(position, self.task.teacher_momentum)
         follow(self.teacher, self.network, momentum)
         follow(self.teacher_projection, self.projection, momentum)
 
-    def compared(
-        self, network: Any, one: Float[Tensor, "b c h w"], other: Float[Tensor, "b c h w"]
-    ) -> Float[Tensor, "b 4 projected"]:
-        """Return the predicted vectors of both views, and those of the running mean."""
-        found = [self.queries(network, one), self.queries(network, other), self.keys(one), self.keys(other)]
-        return torch.stack(found, dim=1)
+    def targets(self, images: Float[Tensor, "b c h w"]) -> dict[str, Float[Tensor, "b width"]]:
+        """Return the embeddings of the running mean."""
+        return {"targets": self.teacher.embed(images)}
 
-    def means(self, rows: Float[Tensor, "n 4 projected"]) -> dict[str, float]:
-        """Return the loss and the accuracy, with views that are compared among groups of 256 images."""
-        losses, right = zip(
-            *(
-                key_losses(group[:, :2], group[:, 2:], torch.ones(len(group), dtype=torch.bool), self.temperature)
-                for group in torch.split(rows, GROUP)
-            ),
-            strict=True,
+    def losses(
+        self, features: dict[str, Tensor], counted: Bool[Tensor, " b"], processes: Processes
+    ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+        """Return the loss and the fraction of found views of each image. Each view has batch norms of its own."""
+        valid = counted[::2]
+        views, targets = (features[name].reshape(len(valid), 2, -1).unbind(1) for name in ("embeddings", "targets"))
+        projected = [self.projection(rows, valid, processes) for rows in views]
+        queries = torch.stack([self.predictor(rows, valid, processes) for rows in projected], dim=1)
+        with torch.no_grad():
+            keys = torch.stack([self.teacher_projection(rows, valid, processes) for rows in targets], dim=1)
+        return key_losses(
+            F.normalize(queries, dim=2),
+            processes.gather_rows(F.normalize(keys, dim=2)),
+            processes.gather_rows(valid.float()) > 0,
+            self.task.contrast_temperature,
+            first=processes.rank * len(valid),
         )
-        return {
-            "contrast_loss": float(torch.cat(losses).double().mean()),
-            "contrast_accuracy": float(torch.cat(right).double().mean()),
-        }
-
-    @property
-    def temperature(self) -> float:
-        """Number that divides the similarities."""
-        return self.task.contrast_temperature
 
 
 def key_losses(
-    queries: Float[Tensor, "b 2 width"], keys: Float[Tensor, "b 2 width"], valid: Bool[Tensor, " b"], temperature: float
+    queries: Float[Tensor, "b 2 width"],
+    keys: Float[Tensor, "n 2 width"],
+    valid: Bool[Tensor, " n"],
+    temperature: float,
+    first: int = 0,
 ) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
     """Return the symmetric loss of each image, and the fraction of its views whose key is the most similar one.
 
-    Each view is compared with the keys of the other views of all valid images. The loss is the sum of both
-    cross-entropies times twice the temperature. Images that are not valid do not change the results of other
-    images, and their own results have no meaning.
+    The keys of the first image are those at `first`. Each view is compared with the keys of the other views of all
+    valid images. The loss is the sum of both cross-entropies times twice the temperature. Images that are not valid do
+    not change the results of other images, and their own results have no meaning.
     """
-    rows = torch.arange(len(queries), device=queries.device)
+    every = torch.arange(len(keys), device=queries.device)
+    rows = every[first : first + len(queries)]
     losses, right = [], []
     for view in range(2):
         logits = queries[:, view] @ keys[:, 1 - view].T / temperature
-        logits = logits.masked_fill(~valid & (rows[:, None] != rows), -torch.inf)
+        logits = logits.masked_fill(~valid & (every != rows[:, None]), -torch.inf)
         losses.append(2 * temperature * F.cross_entropy(logits, rows, reduction="none"))
         right.append((logits.detach().argmax(dim=1) == rows).float())
     return losses[0] + losses[1], (right[0] + right[1]) / 2
-
-
-def _dense(*widths: int) -> nn.Sequential:
-    """Return dense layers of these widths, with a layer norm and ReLU between them."""
-    layers: list[nn.Module] = []
-    for first, last in itertools.pairwise(widths):
-        layers += [nn.Linear(first, last), nn.LayerNorm(last), nn.ReLU()]
-    return nn.Sequential(*layers[:-2])

@@ -15,13 +15,14 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from vitrail.data.batch import Batch
 from vitrail.data.splits import Splits
 from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig
+from vitrail.processes.group import Processes
 from vitrail.settings import setting
-from vitrail.tasks.task import LossOutput, Objective, StepCost, mean_of_counted
-from vitrail.tasks.views import CONTRAST, GROUP, ViewObjective, ViewTask
+from vitrail.tasks.contrast import CONTRAST, ContrastObjective, Head
+from vitrail.tasks.task import Objective, StepCost
+from vitrail.tasks.views import ViewTask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,19 +46,21 @@ class SimClr(ViewTask):
     projection_width: int = setting(128, least=2)
     """Length of the projected vectors that the loss compares."""
 
-    def sizes(self, network: AnyConfig) -> tuple[int, int, int]:
-        """Return the widths of the projection: input, hidden units and output."""
+    def head(self, network: AnyConfig) -> Head:
+        """Return a new projection for a network."""
         width = network.embed_width
-        return width, self.projection_hidden or width, self.projection_width
+        hidden = self.projection_hidden or width
+        return Head(width, hidden, hidden, self.projection_width, scales_last=True, weight_std=0.01)
 
     def step_cost(self, network: AnyConfig, precision: FootprintPrecision) -> StepCost:
         """Return the cost of a step. The similarities of the views are small beside the network."""
-        first, hidden, last = self.sizes(network)
+        with torch.device("meta"):
+            head = self.head(network)
         return StepCost(
             network,
-            parameters=hidden * (first + 1) + last * (hidden + 1),
-            image_bytes=4 * (first + 2 * hidden + 2 * last),
-            flops=6 * hidden * (first + last),
+            parameters=sum(weight.numel() for weight in head.parameters()),
+            batch_bytes=4 * head.peak,
+            flops=6 * head.macs,
         )
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
@@ -66,63 +69,43 @@ class SimClr(ViewTask):
         return SimClrObjective(network, self)
 
 
-class SimClrObjective(ViewObjective):
-    """A network whose embedding is projected by two dense layers. The projection is trained beside the network.
-
-    With gradient accumulation, each part of a batch is compared by itself. With several processes, each process
-    compares its own part.
-    """
+class SimClrObjective(ContrastObjective):
+    """A network whose embedding is projected by three dense layers with batch norms. The projection is trained beside
+    the network."""
 
     def __init__(self, network: Any, task: SimClr) -> None:
         super().__init__(network)
         self.task: SimClr = task
-        first, hidden, last = task.sizes(network.config)
-        self.projection = nn.Sequential(nn.Linear(first, hidden), nn.ReLU(), nn.Linear(hidden, last))
+        self.projection = task.head(network.config)
 
-    def forward(self, batch: Batch) -> LossOutput:
-        vectors = self.project(self.network.embed(batch.images))
-        counted = self.counted(batch)
-        losses, right = contrast_losses(vectors, counted, self.task.contrast_temperature)
-        return LossOutput(mean_of_counted(losses, counted), {"contrast_accuracy": mean_of_counted(right, counted)})
-
-    def project(self, embeddings: Float[Tensor, "b width"]) -> Float[Tensor, "b projected"]:
-        """Return projected vectors of length 1."""
-        return F.normalize(self.projection(embeddings).float(), dim=1)
-
-    def compared(
-        self, network: Any, one: Float[Tensor, "b c h w"], other: Float[Tensor, "b c h w"]
-    ) -> Float[Tensor, "b 2 projected"]:
-        """Return the projected vectors of both views."""
-        return torch.stack([self.project(network.embed(views)) for views in (one, other)], dim=1)
-
-    def means(self, rows: Float[Tensor, "n 2 projected"]) -> dict[str, float]:
-        """Return the loss and the accuracy, with views that are compared among groups of 256 images."""
-        losses, right = [], []
-        for group in torch.split(rows, GROUP):
-            valid = torch.ones(2 * len(group), dtype=torch.bool)
-            loss, hits = contrast_losses(group.flatten(0, 1), valid, self.task.contrast_temperature)
-            losses.append(loss)
-            right.append(hits)
-        return {
-            "contrast_loss": float(torch.cat(losses).double().mean()),
-            "contrast_accuracy": float(torch.cat(right).double().mean()),
-        }
+    def losses(
+        self, features: dict[str, Tensor], counted: Bool[Tensor, " b"], processes: Processes
+    ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+        vectors = F.normalize(self.projection(features["embeddings"], counted, processes), dim=1)
+        others, valid = processes.gather_rows(vectors), processes.gather_rows(counted.float()) > 0
+        first = processes.rank * len(vectors)
+        return contrast_losses(vectors, others, valid, self.task.contrast_temperature, first)
 
 
 def contrast_losses(
-    vectors: Float[Tensor, "b width"], valid: Bool[Tensor, " b"], temperature: float
-) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
-    """Return the loss of each view, and 1 if its partner is the most similar of all other views, else 0.
+    vectors: Float[Tensor, "b width"],
+    others: Float[Tensor, "n width"],
+    valid: Bool[Tensor, " n"],
+    temperature: float,
+    first: int = 0,
+) -> tuple[Float[Tensor, " b//2"], Float[Tensor, " b//2"]]:
+    """Return the loss of each image, and the fraction of its views whose partner is the most similar of all others.
 
-    `vectors` have length 1, and rows 2 k and 2 k + 1 are partners. The loss is the cross-entropy of the softmax of the
-    cosine similarities with all other valid views, divided by the temperature (NT-Xent). Rows that are not valid do not
-    change the results of other rows, and their own results have no meaning.
+    `vectors` have length 1, and are the rows of `others` from `first` on. Rows 2 k and 2 k + 1 are partners. For each
+    of its views, the loss of an image has the cross-entropy of the softmax of the cosine similarities with all other
+    valid views, divided by the temperature (NT-Xent). It is their sum, which is 2 log(n - 1) for n views that are all
+    alike. Rows that are not valid do not change the results of other rows, and their own results have no meaning.
     """
-    rows = torch.arange(len(vectors), device=vectors.device)
-    logits = vectors @ vectors.T / temperature
-    left_out = (rows[:, None] == rows) | ~valid
+    every = torch.arange(len(others), device=vectors.device)
+    rows = every[first : first + len(vectors)]
     partners = rows ^ 1
-    left_out[rows, partners] = False  # partners are valid together, so that no row is empty
-    logits = logits.masked_fill(left_out, -torch.inf)
+    left_out = ((every == rows[:, None]) | ~valid) & (every != partners[:, None])  # so that no row is empty
+    logits = (vectors @ others.T / temperature).masked_fill(left_out, -torch.inf)
     losses = F.cross_entropy(logits, partners, reduction="none")
-    return losses, (logits.detach().argmax(dim=1) == partners).float()
+    right = logits.detach().argmax(dim=1) == partners
+    return losses.view(-1, 2).sum(dim=1), right.float().view(-1, 2).mean(dim=1)

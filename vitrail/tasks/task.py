@@ -31,8 +31,7 @@ from vitrail.tasks.pictures import PictureTable
 from vitrail.weights.bundle import Bundle, OutputKind
 
 
-@dataclass(frozen=True)
-class LossOutput:
+class LossOutput(NamedTuple):
     """The loss and the metrics of a batch, as means over the samples that `Objective.counted` marks. The values stay on
     the device."""
 
@@ -112,6 +111,38 @@ class Objective(nn.Module, ABC):
         return self.network
 
 
+class BatchObjective(Objective):
+    """An objective whose loss compares all samples of a batch with each other.
+
+    The loss and its gradients are those of the whole batch, also with gradient accumulation and with several processes.
+    With accumulation, the features of all parts are computed first and compared once. Then each part is computed again
+    to get its gradients, so that the memory of the network is that of one part (2101.06983).
+    """
+
+    @abstractmethod
+    def features(self, batch: Batch) -> dict[str, Float[Tensor, "b ..."]]:
+        """Return values for each row of a batch that are compared. They depend on this row alone."""
+
+    def fixed_features(self, batch: Batch) -> dict[str, Float[Tensor, "b ..."]]:
+        """Return further values for each row, which have no gradients and are computed once, such as those of a
+        teacher. By default there are none."""
+        return {}
+
+    @abstractmethod
+    def compare(
+        self, features: dict[str, Float[Tensor, "b ..."]], counted: Bool[Tensor, " b"], processes: Processes
+    ) -> LossOutput:
+        """Return the loss of this process's rows, which are compared with the rows of all processes.
+
+        `features` has the values that `features` and `fixed_features` returned. Modules whose outputs depend on several
+        rows, such as batch norms, are called here. `Processes.gather_rows` and `Processes.sum_with_gradients` exchange
+        values with other processes.
+        """
+
+    def forward(self, batch: Batch) -> LossOutput:
+        return self.compare(self.fixed_features(batch) | self.features(batch), self.counted(batch), Processes())
+
+
 class StepCost(NamedTuple):
     """The cost of a training step, for forecasts of its memory and its time."""
 
@@ -124,6 +155,8 @@ class StepCost(NamedTuple):
     """Bytes that do not depend on the number of images, such as those of the weights of a teacher."""
     image_bytes: int = 0
     """Peak bytes per image and view that the step needs beside those of the network."""
+    batch_bytes: int = 0
+    """Further peak bytes per image and view of the whole batch, which accumulation does not reduce."""
     flops: int = 0
     """FLOPs per image and view that the step computes beside those of the network."""
 

@@ -39,16 +39,6 @@ COLLAPSE = (
 )
 """Metrics of the embeddings that show a collapse."""
 
-CONTRAST = (
-    TaskMetric("contrast_loss", higher_is_better=False),
-    TaskMetric("contrast_accuracy", is_fraction=True),
-    *COLLAPSE,
-)
-"""Metrics of tasks that find a view among those of other images."""
-
-GROUP = 256
-"""Number of held-out images whose views are compared with each other. The loss depends on it."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ViewTask(Task):

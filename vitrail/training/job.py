@@ -444,7 +444,7 @@ def _step_bytes(config: TrainConfig, network: AnyConfig) -> int:
     cost = _cost(config, network)
     network = cost.network
     whole = training_bytes(network, rows, size, precision) + rows * cost.image_bytes
-    whole += 16 * cost.parameters + cost.fixed_bytes
+    whole += 16 * cost.parameters + cost.fixed_bytes + config.task.views * run.batch_size * cost.batch_bytes
     if config.optimizer.average:
         whole += 4 * (network.parameters() + cost.parameters)
     if run.checkpoint_activations:

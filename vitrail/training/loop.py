@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,13 @@ from torch.optim import Optimizer
 from vitrail.data.batch import Batch
 from vitrail.machine import autocast
 from vitrail.processes.group import local, whole
+from vitrail.tasks.task import BatchObjective, LossOutput
 from vitrail.training.after_step import Run, after_step, begin_phase, leaves_out, measuring, recover
 from vitrail.training.job import Job, use_patch_dropout
 from vitrail.training.optimizer import ClipOf
 from vitrail.training.state import StepFault, TrainState
+
+T = TypeVar("T")
 
 
 def fit(run: Run, state: TrainState) -> None:
@@ -51,7 +55,8 @@ def train_step(job: Job, state: TrainState, batch: Batch) -> dict[str, Tensor]:
     The batch is augmented as a whole, because its samples are mixed with each other. With accumulation, the augmented
     batch is then processed in parts. Each part is weighted by its fraction of the samples over which the loss is
     averaged, so that the gradients add up to the gradient of the whole batch. Several processes have parts of the batch
-    as well: the weights, the metrics and the gradients are sums over all of them.
+    as well: the weights, the metrics and the gradients are sums over all of them. A `BatchObjective` compares the
+    samples of all parts and of all processes with each other.
 
     Raises `StepFault` if the run checks steps and this one has a fault. The weights and the optimizer then stay as
     they are.
@@ -66,25 +71,13 @@ def train_step(job: Job, state: TrainState, batch: Batch) -> dict[str, Tensor]:
     position = job.position(state.step)
     state.objective.before_step(position)
     parts = _augmented(batch, job, state.step).chunks(config.run.accumulation)
-    is_divided = len(parts) > 1 or processes.are_several
-    counts = [state.objective.counted(part).sum() for part in parts] if is_divided else []
-    total = processes.sum(torch.stack(counts).sum()).clamp(min=1) if counts else None
     metrics: dict[str, Tensor] = {}
-    for number, part in enumerate(parts):
-        with autocast(config.run.precision, job.device):
-            output = state.objective(part.with_images(config.images.normalise))
-        values = {"loss": output.loss, **output.metrics}
-        if total is not None:
-            weight = counts[number] / total
-            values = {name: value * weight for name, value in values.items()}
-        loss = values["loss"]
-        if state.gradients is not None:
-            loss = state.gradients.scaled(loss)
-            if number == len(parts) - 1:
-                state.gradients.begin()
-        loss.backward()
+    for loss, values, is_last in _losses(job, state, parts):
+        if is_last and state.gradients is not None:
+            state.gradients.begin()
+        torch.autograd.backward(loss)
         for name, value in values.items():
-            metrics[name] = metrics[name] + value.detach() if number else value.detach()
+            metrics[name] = metrics[name] + value.detach() if name in metrics else value.detach()
     if state.gradients is not None:
         state.gradients.finish()
         metrics = dict(zip(metrics, processes.sum(torch.stack(list(metrics.values())).float()).unbind(), strict=True))
@@ -102,6 +95,56 @@ def train_step(job: Job, state: TrainState, batch: Batch) -> dict[str, Tensor]:
     if state.average is not None:
         state.average.update()
     return metrics
+
+
+def _losses(job: Job, state: TrainState, parts: list[Batch]) -> Iterator[tuple[Tensor, dict[str, Tensor], bool]]:
+    """Yield losses whose gradients add up to the gradient of a step, each with its addends of the metrics, and True for
+    the last one. The gradients of a loss are computed before the next loss is taken."""
+    objective, processes, config = state.objective, job.processes, job.config
+    is_whole = len(parts) == 1
+    is_divided = processes.are_several or not is_whole
+    counted = [objective.counted(part) for part in parts] if is_divided else []
+    total = processes.sum(torch.cat(counted).sum()).clamp(min=1) if is_divided else None
+
+    def weighted(output: LossOutput, *counted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        values = {"loss": output.loss, **output.metrics}
+        if total is not None:
+            weight = torch.cat(counted).sum() / total
+            values = {name: value * weight for name, value in values.items()}
+        return values["loss"] if state.gradients is None else state.gradients.scaled(values["loss"]), values
+
+    def results(method: Callable[[Batch], T]) -> Iterator[T]:
+        for part in parts:
+            with autocast(config.run.precision, job.device):
+                found = method(part.with_images(config.images.normalise))
+            yield found
+
+    if not is_divided or not isinstance(objective, BatchObjective):
+        for number, output in enumerate(results(objective)):
+            yield *weighted(output, *counted[number : number + 1]), number == len(parts) - 1
+        return
+    features = _joined(results(objective.fixed_features))
+    generators = [job.device] if job.device.type == "cuda" else []
+    with torch.random.fork_rng(generators, enabled=not is_whole), torch.set_grad_enabled(is_whole):
+        compared = _joined(results(objective.features))
+    for values in compared.values() if not is_whole else ():
+        values.requires_grad_()
+    with autocast(config.run.precision, job.device):
+        output = objective.compare(features | compared, torch.cat(counted), processes)
+    yield *weighted(output, *counted), is_whole
+    if is_whole:
+        return
+    sizes = [len(part) for part in counted]
+    gradients = {name: torch.split(values.grad, sizes) for name, values in compared.items() if values.grad is not None}
+    for number, again in enumerate(results(objective.features)):  # with the same random numbers
+        products = [(again[name] * parts[number]).sum() for name, parts in gradients.items()]
+        yield torch.stack(products).sum(), {}, number == len(parts) - 1
+
+
+def _joined(parts: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the values of all parts in one tensor for each name."""
+    first, *others = parts
+    return {name: torch.cat([values, *(other[name] for other in others)]) for name, values in first.items()}
 
 
 def _augmented(batch: Batch, job: Job, step: int) -> Batch:

@@ -127,6 +127,8 @@ def _plan(config: TrainConfig, network: AnyConfig, world: int, gpu: Gpu) -> Scal
     if run.checkpoint_activations:
         kept = checkpointed_bytes(network, config.images.image_size, "bf16")
         flops += 2 * network.macs()  # every block is computed twice
+    if run.accumulation > 1 and cost.batch_bytes:  # a `BatchObjective` computes every part twice
+        flops += network.inference_flops(config.images.image_size)
     copies = 4 + (config.optimizer.average > 0)  # weights, gradients, two moments, mean
     vit = transformer_config(network) if config.start.lora_rank is None else None
     copied = (
@@ -144,7 +146,8 @@ def _plan(config: TrainConfig, network: AnyConfig, world: int, gpu: Gpu) -> Scal
         whole_bytes=weights // 2
         + cost.fixed_bytes
         + (0 if shard == "none" else gathered),  # autocast keeps copies in bf16
-        activation_bytes=images * config.task.views * (kept + footprint.passing + cost.image_bytes),
+        activation_bytes=config.task.views
+        * (images * (kept + footprint.passing + cost.image_bytes) + part * cost.batch_bytes),
         bucket_bytes=weights if shard == "none" and world > 1 else 0,
         sent_within=within,
         sent_between=between,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Shard as AxisShard
 
@@ -21,7 +21,7 @@ from vitrail.models.linear.lora import ADAPTER
 from vitrail.models.network import HasLayers
 from vitrail.models.variants import transformer
 from vitrail.processes.group import Later, Processes, local, whole
-from vitrail.tasks.task import Objective
+from vitrail.tasks.task import BatchObjective, Objective
 from vitrail.training.config import Shard
 from vitrail.training.optimizer import OptimizerConfig
 
@@ -175,6 +175,8 @@ def shard(objective: nn.Module, kind: Shard, device: torch.device, processes: Pr
             reshard_after_forward=True,
             shard_placement_fn=lambda parameter: divided_axis(parameter.shape, shards),
         )
+    for name in ("features", "fixed_features", "compare") if isinstance(objective, BatchObjective) else ():
+        register_fsdp_forward_method(objective, name)
 
 
 def divided_axis(shape: Sequence[int], shards: int) -> AxisShard | None:
