@@ -19,13 +19,14 @@ from rich.text import Text
 
 from vitrail.cli.console import images_bar, print_note
 from vitrail.cli.options import Call, Command, Example
-from vitrail.data.check.findings import Finding, Report, Sizes
+from vitrail.data.check.findings import Finding, Report, Sizes, named_sources
 from vitrail.data.check.images import Progress
-from vitrail.data.check.report import check_data, page
+from vitrail.data.check.report import amount_rows, check_data, page
 from vitrail.data.config import DataConfig
+from vitrail.data.formats.convert import AnnotationFormat, convert
 from vitrail.data.formats.pack import Manifest, pack
 from vitrail.data.source import has_soft_targets
-from vitrail.data.sources import open_data
+from vitrail.data.sources import KINDS, open_data
 from vitrail.data.splits import SLICE, Splits
 from vitrail.errors import ConfigError, DataError, DestinationError, Stopped, plural
 from vitrail.files import check_new_file, saving
@@ -161,6 +162,9 @@ def _show(report: Report, console: Console) -> None:
     _say(console, f"formats  {', '.join(f'{kind} ({count:,})' for kind, count in report.kinds.items()) or 'none'}")
     if report.classes and not report.splits[0].per_class:
         _say(console, f"numbers  {', '.join(report.classes)}")
+    for name, count, share in amount_rows(report):
+        noun = "objects" if report.target_kind == "boxes" else "pixels"
+        _say(console, f"{noun}  {name}: {count:,} ({share})")
     if report.balance is not None:
         balance = report.balance
         _say(
@@ -240,12 +244,14 @@ class Pack:
     """Numeric columns of a table to store as the targets, instead of classes."""
     unlabelled: bool = False
     """Accept data without classes, such as a folder of photographs."""
-    shard_size: str = setting("256MB", metavar="SIZE")
+    to: AnnotationFormat | None = None
+    """Format of a folder to write instead of shards, for data with boxes or masks."""
+    shard_size: str = setting("256MB", metavar="SIZE", excludes="to")
     """Largest size of a shard, such as 256MB, 1GiB or 250000000."""
-    max_side: int | None = None
+    max_side: int | None = setting(None, excludes="to")
     """Largest side in pixels. Larger images are scaled down and saved as JPEG of quality 95; all other images are
     copied unchanged. By default images keep their size."""
-    workers: int = min(16, os.cpu_count() or 1)
+    workers: int = setting(min(16, os.cpu_count() or 1), excludes="to")
     """Number of threads that read and encode images. It does not change the shards."""
 
 
@@ -257,9 +263,10 @@ PACK = Command(
         Example("vitrail data pack photos shards", "Copy a folder of images into shards."),
         Example("vitrail data pack photos shards --max-side 512", "Scale large images down to 512 pixels."),
         Example("vitrail train --data shards", "Train on the shards."),
+        Example("vitrail data pack photos coco --to coco", "Write boxes or masks as a folder in COCO's format."),
     ),
     options=(Pack,),
-    essential={"Data": ("numbers", "unlabelled"), "Settings": ("shard_size", "max_side", "workers")},
+    essential={"Data": ("numbers", "unlabelled"), "Settings": ("to", "shard_size", "max_side", "workers")},
 )
 
 
@@ -275,6 +282,18 @@ def run_pack(call: Call) -> int:
             console,
             "The pseudo labels are soft, but shards store classes: only the most likely class of each image is packed. "
             "To train on the probabilities, use the folder of labels itself.",
+        )
+    if options.to is not None:
+        with images_bar(console) as bar:
+            task = bar.add_task("writing", total=sum(map(len, named_sources(splits).values())))
+            lost = convert(splits, options.destination, options.to, lambda done: bar.update(task, completed=done))
+        for note in lost:
+            print_note(console, note)
+        _say(console, f"The data is in {options.destination}. Look at it: vitrail data check {options.destination}")
+        return 0
+    if splits.target_kind in ("boxes", "mask"):
+        raise ConfigError(
+            f"{splits.title} has {KINDS[splits.target_kind]}, which shards cannot hold; choose a format with --to"
         )
     manifest = _pack(splits, options, shard_size, console, call.arguments)
     _report(manifest, options, console)

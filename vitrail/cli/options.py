@@ -265,7 +265,8 @@ def _with_choice(given: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError("--label-separator is empty; give the text between the labels, such as '|'")
     splits = found["splits"].split(",") if "splits" in found else ()
     separator, keep = found.get("label_separator", ""), found.get("keep_missing_words", False)
-    return given | {"data": with_choice(str(given["data"]), splits, separator, keep_missing=keep)}
+    ignore = found.get("ignore_label", "")
+    return given | {"data": with_choice(str(given["data"]), splits, separator, keep_missing=keep, ignore=ignore)}
 
 
 def _plain(word: str) -> str:
@@ -331,6 +332,9 @@ class DataChoice:
     """Text between several labels in a cell of a table, such as '|' for cat|fox. none: each text is one class."""
     keep_missing_words: bool = False
     """Take words for a missing value in a table, such as None, NA and nan, as names of classes."""
+    ignore_label: str = setting("", metavar="VALUE")
+    """Value in masks, or name of its class, of pixels that have no class, beside 255. By default, unlabelled and void.
+    none: every value is a class."""
 
 
 @dataclass(frozen=True, kw_only=True)

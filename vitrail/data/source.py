@@ -107,16 +107,16 @@ class Samples:
         return len(self.places)
 
     def __getitem__(self, index: int) -> Sample:
-        part, place = self._place(index)
+        part, place = self.place(index)
         reader = self.readers[part]
         return Sample(self.prefixes[part] + reader.key(place), reader.image(place), self.targets[index])
 
     def image(self, index: int) -> bytes | UInt8[np.ndarray, "h w c"]:
-        part, place = self._place(index)
+        part, place = self.place(index)
         return self.readers[part].image(place)
 
     def key(self, index: int) -> str:
-        part, place = self._place(index)
+        part, place = self.place(index)
         return self.prefixes[part] + self.readers[part].key(place)
 
     def target(self, index: int) -> Target:
@@ -128,7 +128,7 @@ class Samples:
 
     def stamp(self, index: int) -> str | None:
         """Return a text that changes when the image of a sample changes, or None if there is no such text."""
-        part, place = self._place(index)
+        part, place = self.place(index)
         reader = self.readers[part]
         identity = getattr(reader, "identity", None)
         own = getattr(reader, "stamp", None)
@@ -137,7 +137,7 @@ class Samples:
     def origin(self, index: int) -> str | None:
         """Return a text that identifies the place that the image of a sample is read from, if its reader knows it. By
         default the text is made from the stamp."""
-        part, place = self._place(index)
+        part, place = self.place(index)
         own = getattr(self.readers[part], "origin", None)
         if own is not None:
             return own(place)
@@ -162,7 +162,8 @@ class Samples:
         own = self.taken(range(self.mixture[0][1]))
         return replace(own, prefixes=tuple(prefix.removeprefix("1:") for prefix in self.prefixes))
 
-    def _place(self, index: int) -> tuple[int, int]:
+    def place(self, index: int) -> tuple[int, int]:
+        """Return the part of a sample, and its place in the reader of this part."""
         return (0 if self.parts is None else int(self.parts[index])), int(self.places[index])
 
 
@@ -292,9 +293,17 @@ class Files:
     `UndecodableImage`, so that training can skip it.
     """
 
-    def __init__(self, root: Path, keys: list[str], inodes: Sequence[int] | Shaped[np.ndarray, " n"]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        keys: list[str],
+        inodes: Sequence[int] | Shaped[np.ndarray, " n"],
+        ids: Sequence[int | str] = (),
+    ) -> None:
         self.root = root
         self.keys = keys
+        self.ids = ids
+        """The number or the name that the data gives each image, or () if it gives none."""
         self.inodes = np.asarray(inodes, dtype=np.uint64)
 
     def key(self, place: int) -> str:
@@ -325,10 +334,14 @@ class Files:
 
 
 def file_samples(
-    root: Path, keys: list[str], inodes: Sequence[int] | Shaped[np.ndarray, " n"], targets: Targets
+    root: Path,
+    keys: list[str],
+    inodes: Sequence[int] | Shaped[np.ndarray, " n"],
+    targets: Targets,
+    ids: Sequence[int | str] = (),
 ) -> Samples:
     """Return the image files below a folder, with one target per file."""
-    return Samples((Files(root, keys, inodes),), range(len(keys)), targets)
+    return Samples((Files(root, keys, inodes, ids),), range(len(keys)), targets)
 
 
 def files_of(source: Source) -> Files | None:

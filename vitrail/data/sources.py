@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -38,9 +38,13 @@ KINDS: dict[TargetKind, str] = {
     "class": "one class per image",
     "classes": "several classes per image",
     "numbers": "numbers",
+    "boxes": "boxes of objects",
+    "mask": "a mask per image",
     "none": "no targets",
 }
 """Names of the target kinds in messages."""
+
+Opener = Callable[[], Splits]
 
 SUBSET = re.compile(r"(?P<location>.+)\[(?P<inside>[^\[\]]*)\]", re.S)
 FRACTION = re.compile(r"\d*\.\d+")
@@ -158,7 +162,7 @@ def open_whole(
             "both must have the same classes in the same order"
         )
     faults = list(splits.faults)
-    if not unlabelled and splits.target_kind != "numbers":
+    if not unlabelled and splits.target_kind not in ("numbers", "boxes", "mask"):
         if len(splits.classes) == 1:
             faults.append(one_class(splits))
         else:
@@ -301,7 +305,12 @@ def _open_folders(request: Request) -> Splits:
 
 def _open_class_folders(request: Request) -> Splits:
     splits = _open_folders(request)
-    return replace(splits, notes=(*splits.notes, *_beside(request.path)))
+    unread = [
+        f"{request.title}: the folders are classes, and {name} in them was not read; to learn boxes or masks, keep the "
+        "pictures and their annotations apart from other folders, or name the file of the annotations"
+        for name, _ in _annotations(request)
+    ]
+    return replace(splits, notes=(*splits.notes, *_beside(request.path), *unread))
 
 
 def _open_table_file(request: Request) -> Splits:
@@ -356,13 +365,45 @@ def _place(request: Request) -> str:
     return request.location if request.is_url else str(request.path)
 
 
-ALL_CHOICES = ("splits", "image", "label", "separator", "keep_missing")
+def _annotations(request: Request) -> list[tuple[str, Opener]]:
+    """Return the formats of boxes and masks that recognise some data, with the functions that open it."""
+    if request.is_url or not request.path.exists():
+        return []
+    root, known, splits = request.path, request.classes, request.choice.splits
+    found: list[tuple[str, Opener]] = []
+    if formats.coco.annotation_files(root):
+        found.append(("COCO's JSON", lambda: formats.coco.open_coco(root, known, splits)))
+    if formats.voc.holds_voc(root):
+        found.append(("Pascal VOC's XML", lambda: formats.voc.open_voc(root, known, splits)))
+    if formats.yolo.holds_yolo(root):
+        found.append(("YOLO's text", lambda: formats.yolo.open_yolo(root, known, splits)))
+    if not found and splits != {} and formats.masks.holds_masks(root):
+        found.append(("masks", lambda: formats.masks.open_masks(root, known, splits, request.choice.ignore)))
+    return found
+
+
+def _open_annotations(request: Request) -> Splits:
+    """Open data with boxes or masks. For a task without labels, the pictures alone."""
+    found = _annotations(request)
+    if len(found) > 1:
+        raise DataError(
+            f"{request.title} has annotations in several formats: {listed([name for name, _ in found])}; name the file "
+            "of one of them as the data, or remove the others"
+        )
+    (name, opened) = found[0]
+    if name != "masks" and request.choice.ignore:
+        raise DataError(f"--ignore-label has no effect on {request.title}, which has boxes and no masks; leave it out")
+    return formats.annotated.open_pictures(request.path, request.choice.splits) if request.unlabelled else opened()
+
+
+OF_TABLES = ("splits", "image", "label", "separator", "keep_missing")
+ALL_CHOICES = (*OF_TABLES, "ignore")
 
 FORMATS = [
     Format(
         lambda request: request.location.startswith("hf:"),
         lambda request: formats.hub.open_hub_data(request.location, request.classes, request.numbers, request.choice),
-        ALL_CHOICES, has_numbers=True, name="hf:ORG/NAME",
+        OF_TABLES, has_numbers=True, name="hf:ORG/NAME",
     ),
     Format(_has_classes, _open_class_folders, ("splits",)),
     Format(
@@ -391,16 +432,17 @@ FORMATS = [
     ),
     Format(lambda request: request.is_folder and is_own_output(request.path), _refuse_own_output, ALL_CHOICES,
            has_numbers=True),
+    Format(_annotations, _open_annotations, ("splits", "ignore")),
     Format(
         lambda request: not request.is_url and formats.parquet.looks_like_parquet(request.path),
         lambda request: formats.parquet.open_parquet(request.path, request.classes, request.numbers, request.choice),
-        ALL_CHOICES, has_numbers=True,
+        OF_TABLES, has_numbers=True,
     ),
     Format(
         lambda request: request.path.suffix.lower() in TABLES and request.path.is_file(), _open_table_file,
-        ALL_CHOICES, has_numbers=True,
+        OF_TABLES, has_numbers=True,
     ),
-    Format(_tables_in, _open_table_folder, ALL_CHOICES, has_numbers=True),
+    Format(_tables_in, _open_table_folder, OF_TABLES, has_numbers=True),
     Format(_inner, _open_inner, ALL_CHOICES, has_numbers=True),
     Format(
         lambda request: request.is_folder and formats.idx.has_idx(request.path),
@@ -475,10 +517,12 @@ def absolute_spec(spec: str) -> str:
     return f"{path.absolute()}{spec[len(location) :]}"
 
 
-def with_choice(spec: str, splits: Sequence[str] = (), separator: str = "", *, keep_missing: bool = False) -> str:
+def with_choice(
+    spec: str, splits: Sequence[str] = (), separator: str = "", *, keep_missing: bool = False, ignore: str = ""
+) -> str:
     """Return the name of the same data with a choice of splits and labels (see `chosen`), before the amount."""
     location, amount = _amount_of(spec)
-    location = chosen(location, splits, separator, keep_missing=keep_missing)
+    location = chosen(location, splits, separator, keep_missing=keep_missing, ignore=ignore)
     return f"{location}[{amount}]" if amount else location
 
 

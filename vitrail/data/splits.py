@@ -242,6 +242,9 @@ def without_training(splits: Splits) -> DataError:
 
 def check_classes(splits: Splits) -> None:
     """Raise `DataError` unless the targets are classes and there are at least two classes."""
+    if splits.target_kind in ("boxes", "mask"):
+        held = "boxes of objects" if splits.target_kind == "boxes" else "masks"
+        raise DataError(f"{splits.title} has {held}, and classification needs one class per image; use other data")
     if splits.target_kind == "numbers":
         raise DataError(
             f"{splits.title} has numbers ({', '.join(splits.classes)}) and no classes; classification needs classes: "
@@ -679,6 +682,7 @@ OPTIONS = {
     "label": "?label=",
     "separator": "--label-separator",
     "keep_missing": "--keep-missing-words",
+    "ignore": "--ignore-label",
 }
 """The option or the word after the name by which a user makes each choice, for messages."""
 
@@ -697,6 +701,8 @@ class Choice:
     """The text between the labels in a cell. "none" if a cell is always one label. None if the user did not choose."""
     keep_missing: bool = False
     """True if words for a missing value, such as None and NA, are names of classes."""
+    ignore: str | None = None
+    """The value in masks, or the name of its class, of pixels that have no class. "none" if all values are classes."""
 
     def refuse_others(self, title: str, *used: str) -> None:
         """Raise `DataError` if something was chosen on which the format of the data does not act."""
@@ -712,7 +718,7 @@ def choice_in(location: str) -> tuple[str, Choice]:
     if not mark or os.path.lexists(location):
         return location, Choice()
     pairs = query.split("&")
-    names = (*SPLITS, "splits", "separator", "missing", *(() if "://" in base else ("image", "label")))
+    names = (*SPLITS, "splits", "separator", "missing", "ignore", *(() if "://" in base else ("image", "label")))
     divided = [pair.partition("=") for pair in pairs]
     ours = [(name, unquote(value)) for name, _, value in divided if name in names]
     others = "&".join(pair for pair, (name, _, _) in zip(pairs, divided, strict=True) if name not in names)
@@ -722,7 +728,7 @@ def choice_in(location: str) -> tuple[str, Choice]:
     if (is_data and (others or not ours)) or not all(value for _, value in ours):
         raise DataError(
             f"{location!r} ends in ?{query}, which chooses nothing; write ?image=COLUMN, ?label=COLUMN, ?train=NAME, "
-            "?separator=TEXT or ?missing=keep, joined by &"
+            "?separator=TEXT, ?missing=keep or ?ignore=VALUE, joined by &"
         )
     values = dict(ours)
     words = [value if name == "splits" else f"{name}={value}" for name, value in ours if name in (*SPLITS, "splits")]
@@ -730,23 +736,26 @@ def choice_in(location: str) -> tuple[str, Choice]:
         raise DataError(f"{location!r} has missing={values['missing']!r}, and the only choice is missing=keep")
     choice = Choice(
         split_names(words) if words else None,
-        values.get("image"), values.get("label"), values.get("separator"), "missing" in values,
+        values.get("image"), values.get("label"), values.get("separator"), "missing" in values, values.get("ignore"),
     )  # fmt: skip
     return f"{base}?{others}" if others else base, choice
 
 
-def chosen(location: str, splits: Iterable[str] = (), separator: str = "", *, keep_missing: bool = False) -> str:
+def chosen(
+    location: str, splits: Iterable[str] = (), separator: str = "", *, keep_missing: bool = False, ignore: str = ""
+) -> str:
     """Return a location with a choice at its end, such as "photos?train=Training&test=Testing" for the words
     "train=Training" and "test=Testing". Raise `ConfigError` for a wrong word, or if the location has such a choice."""
     before = choice_in(location)[1]
     names = split_names(words) if (words := list(splits)) else None
-    given = {"splits": names, "separator": separator, "keep_missing": keep_missing}
+    given = {"splits": names, "separator": separator, "keep_missing": keep_missing, "ignore": ignore}
     for name, value in given.items():
         if (value or value == {}) and getattr(before, name) not in (None, False):
             raise ConfigError(f"{OPTIONS[name]}: {location!r} has this choice already; leave one out")
     pairs = [f"{split}={quote(name, safe='/*')}" for split, some in (names or {}).items() for name in some]
     pairs += ["splits=none"] * (names == {})
     pairs += [f"separator={quote(separator, safe='')}"] * bool(separator) + ["missing=keep"] * keep_missing
+    pairs += [f"ignore={quote(ignore, safe='')}"] * bool(ignore)
     asked = before != Choice() or ("?" in location and "://" in location)
     return location + ("&" if asked else "?") + "&".join(pairs) if pairs else location
 

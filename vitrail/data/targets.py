@@ -15,18 +15,21 @@ import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int64, Shaped
 
 from vitrail.data.faults import Fault, unknown_class
+from vitrail.data.objects import Mask, ObjectRows, Objects
 from vitrail.errors import DataError, listed, nearest, plural
 
-Target = int | tuple[int, ...] | tuple[float, ...] | None
+Target = int | tuple[int, ...] | tuple[float, ...] | Objects | Mask | None
 """The training target of an image. An int is the index of the image's class. A tuple of ints holds the indices of all
 classes of the image, in rising order. A tuple of floats holds the numbers of a regression target, where NaN is an
-unknown number. None means that the image has no target."""
+unknown number. `Objects` are boxes with classes, and a `Mask` has a class for every pixel. None means that the image
+has no target."""
 
 SoftTarget = Float32[np.ndarray, " classes"]
 """The amount of each class of an image, such as the probabilities that a model predicted."""
 
-TargetKind = Literal["class", "classes", "numbers", "none"]
-"""The kind of a source's targets: one class per image, several classes, numbers, or no targets at all."""
+TargetKind = Literal["class", "classes", "numbers", "boxes", "mask", "none"]
+"""The kind of a source's targets: one class per image, several classes, numbers, boxes of objects, a mask of classes,
+or no targets at all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,14 +63,19 @@ class Targets:
     """Names of the classes, or of the numbers."""
     values: Shaped[np.ndarray, ...]
     """The index of the class of each sample, or -1 for no label; the indices of the classes of all samples, one sample
-    after another; or the numbers of each sample (n k), with NaN for an unknown number. Without targets, (n 0)."""
+    after another; or the numbers of each sample (n k), with NaN for an unknown number. Without targets, (n 0). With
+    boxes, the index of the class of each object, one sample after another. With masks, an array of `Mask`."""
     starts: Int64[np.ndarray, " starts"] | None = None
-    """Position in `values` at which the classes of each sample begin, if samples have several classes."""
+    """Position in `values` at which the classes or the objects of each sample begin, if samples can have several."""
     soft: SoftRows | None = None
     """Amounts of classes that training learns instead of the class."""
+    objects: ObjectRows | None = None
+    """The boxes of objects, and what belongs to them."""
+    ids: tuple[int, ...] = ()
+    """The numbers that the data gives its classes, if it gives some. They are lost if names are renumbered."""
 
     def __post_init__(self) -> None:
-        if self.kind in ("class", "classes"):
+        if self.kind in ("class", "classes", "boxes"):
             least = -1 if self.kind == "class" else 0
             wrong = np.flatnonzero((self.values < least) | (self.values >= len(self.names)))
             if len(wrong):
@@ -98,6 +106,15 @@ class Targets:
             several = [class_indices(one) for one in found]
             values = np.fromiter(itertools.chain.from_iterable(several), np.int64)
             return Targets(kind, names, values, np.cumsum([0, *map(len, several)], dtype=np.int64))
+        if kind == "boxes":
+            pictures = [one if isinstance(one, Objects) else Objects.of((), ()) for one in found]
+            values = np.concatenate([np.zeros(0, np.int64), *(one.labels for one in pictures)])
+            starts = np.cumsum([0, *map(len, pictures)], dtype=np.int64)
+            return Targets(kind, names, values, starts, objects=ObjectRows.of(pictures))
+        if kind == "mask":
+            masks = np.empty(len(found), object)
+            masks[:] = found
+            return Targets(kind, names, masks)
         if kind == "none":
             return Targets.unknown(kind, names, len(found))
         nothing = (math.nan,) * len(names)
@@ -111,6 +128,8 @@ class Targets:
             return Targets(kind, names, np.full(count, -1, np.int64))
         if kind == "classes":
             return Targets(kind, names, np.zeros(0, np.int64), np.zeros(count + 1, np.int64))
+        if kind in ("boxes", "mask"):
+            return Targets.of([None] * count, kind, names)
         return Targets(kind, names, np.full((count, len(names) if kind == "numbers" else 0), math.nan))
 
     @staticmethod
@@ -127,9 +146,12 @@ class Targets:
         if not alike:
             moved = [part.renumbered([places[name] for name in part.names], names) for part in moved]
         values = np.concatenate([part.values for part in moved])
-        if kind == "classes":
+        if kind in ("classes", "boxes"):
             sizes = np.concatenate([np.diff(part.starts) for part in moved if part.starts is not None])
-            return Targets(kind, names, values, np.cumsum([0, *sizes.tolist()], dtype=np.int64))
+            objects = [part.objects for part in moved if part.objects is not None]
+            starts = np.cumsum([0, *sizes.tolist()], dtype=np.int64)
+            columns = ObjectRows.joined(objects) if objects else None
+            return Targets(kind, names, values, starts, objects=columns, ids=parts[0].ids if alike else ())
         if not any(part.soft for part in moved):
             return Targets(kind, names, values)
         blocks: list[tuple[np.ndarray, np.ndarray]] = []
@@ -146,8 +168,12 @@ class Targets:
 
     def __getitem__(self, row: int) -> Target:
         if self.starts is not None:
-            start, stop = self.starts[:-1][row], self.starts[1:][row]
+            start, stop = int(self.starts[:-1][row]), int(self.starts[1:][row])
+            if self.objects is not None:
+                return self.objects.objects(row, self.values[start:stop], start, stop)
             return tuple(self.values[start:stop].tolist())
+        if self.kind == "mask":
+            return self.values[row]
         if self.kind == "class":
             label = int(self.values[row])
             return None if label < 0 else label
@@ -165,6 +191,8 @@ class Targets:
         labels, all are known."""
         if self.starts is not None:
             return np.ones(len(self), np.bool_)
+        if self.kind == "mask":
+            return np.array([mask is not None for mask in self.values], np.bool_)
         return self.values >= 0 if self.kind == "class" else ~np.isnan(self.values).all(axis=1)
 
     @property
@@ -185,7 +213,8 @@ class Targets:
         firsts, sizes = self.starts[:-1][chosen], np.diff(self.starts)[chosen]
         starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
         places = np.arange(starts[-1]) + np.repeat(firsts - starts[:-1], sizes)
-        return replace(self, values=self.values[places], starts=starts, soft=soft)
+        objects = None if self.objects is None else self.objects.taken(places, chosen)
+        return replace(self, values=self.values[places], starts=starts, soft=soft, objects=objects)
 
     def renumbered(self, places: Sequence[int], names: tuple[str, ...]) -> Targets:
         """Return the targets with other names: class or number i gets the index `places[i]` among `names`, or is
@@ -198,6 +227,9 @@ class Targets:
             return replace(self, names=names, values=values)
         if self.kind == "none":
             return replace(self, names=names)
+        if self.kind == "mask":
+            masks = [None if one is None else one.renumbered(places) for one in self.values]
+            return Targets.of(masks, "mask", names)
         values, soft = table[self.values], self.soft
         if soft is not None:
             blocks = [(amounts, table[columns]) for amounts, columns in soft.blocks]
@@ -206,10 +238,11 @@ class Targets:
         if self.starts is None:
             return replace(self, names=names, values=values, soft=soft)
         owners = np.repeat(np.arange(len(self)), np.diff(self.starts))
-        order = np.lexsort((values, owners))
+        order = np.lexsort((values, owners)) if self.objects is None else np.arange(len(values))
         order = order[values[order] >= 0]
         starts = np.concatenate([[0], np.cumsum(np.bincount(owners[order], minlength=len(self)), dtype=np.int64)])
-        return replace(self, names=names, values=values[order], starts=starts)
+        objects = None if self.objects is None else self.objects.taken(order)
+        return replace(self, names=names, values=values[order], starts=starts, objects=objects, ids=())
 
     def restricted(self, columns: Sequence[int]) -> Targets:
         """Return the targets for a model that has only the outputs `columns`, in this order."""
@@ -256,7 +289,12 @@ def numbered(count: int) -> tuple[str, ...]:
 
 
 def class_indices(target: Target) -> tuple[int, ...]:
-    """Return the indices of a target's classes: none, one or several. The target must not hold numbers."""
+    """Return the indices of a target's classes: none, one or several. The target must not hold numbers. Those in a mask
+    are not known, because no mask is read."""
+    if isinstance(target, Objects):
+        return tuple(np.unique(target.labels).tolist())
+    if isinstance(target, Mask):
+        return ()
     if isinstance(target, tuple):
         return cast(tuple[int, ...], target)
     return () if target is None else (target,)

@@ -124,9 +124,13 @@ def thumbnail_address(picture: Image.Image) -> Markup:
     scale = SIDE / max(picture.size)
     if scale >= 2:
         picture = picture.resize((picture.width * int(scale), picture.height * int(scale)), Image.Resampling.NEAREST)
-    else:
-        picture = picture.copy()
-        picture.thumbnail((SIDE, SIDE))
+    return large_address(picture, SIDE)
+
+
+def large_address(picture: Image.Image, side: int = 480) -> Markup:
+    """Return an address that contains a picture (mode L or RGB), scaled down to at most `side` pixels."""
+    picture = picture.copy()
+    picture.thumbnail((side, side))
     file = io.BytesIO()
     picture.save(file, "JPEG", quality=85)
     return embedded(file.getvalue(), "jpeg")

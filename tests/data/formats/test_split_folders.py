@@ -152,12 +152,9 @@ def test_a_folder_around_the_data_is_entered_with_a_note(tree: Trees) -> None:
 @pytest.mark.parametrize(
     "paths",
     [
-        ("images/1.png", "masks/1.png"),
-        ("JPEGImages/1.jpg", "Annotations/1.xml", "ImageSets/Main/train.txt"),
         ("images/train/1.png", "labels/train/1.txt", "data.yaml"),
         ("train/images/1.png", "train/labels/1.txt", "valid/images/2.png", "valid/labels/2.txt"),
         ("train2017/1.png", "val2017/2.png", "annotations/instances_train2017.json"),
-        ("VOC2012/JPEGImages/1.jpg", "VOC2012/SegmentationClass/1.png", "VOC2012/Annotations/1.xml"),
     ],
 )
 @pytest.mark.parametrize("unlabelled", [False, True])

@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, get_args
 
@@ -15,9 +15,9 @@ import numpy as np
 from vitrail.data.check.images import Looks, Oddity, State, examine
 from vitrail.data.faults import Fault, Severity
 from vitrail.data.pipeline import skips_allowed
-from vitrail.data.source import Source, target_kind
+from vitrail.data.source import Source, target_kind, truth_of
 from vitrail.data.splits import Splits
-from vitrail.data.targets import Target, class_indices, holds_numbers
+from vitrail.data.targets import Target, TargetKind, class_indices, holds_numbers
 from vitrail.errors import listed, plural
 from vitrail.report.page import printable
 
@@ -63,8 +63,9 @@ class SplitCounts:
     images: int
     looked_at: int
     per_class: tuple[int, ...]
-    """Number of images per class. An image with several labels counts for each label. Empty if the targets are numbers
-    or the split has no targets."""
+    """Number of images per class. An image with several labels counts for each label. With boxes, the number of
+    objects. With masks, the number of checked images that have the class. Empty if the targets are numbers or the split
+    has no targets."""
     unlabelled: int
 
 
@@ -108,6 +109,10 @@ class Report:
     """All findings, the most severe first."""
     notes: tuple[str, ...]
     """The notes from opening the data, for example about a new validation split or skipped files."""
+    target_kind: TargetKind = "class"
+    amounts: dict[str, int] = field(default_factory=dict)
+    """With boxes, the number of checked objects by their size in pixels. With masks, the number of checked pixels of
+    each class, and of those without a class."""
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -163,7 +168,11 @@ def named_sources(splits: Splits) -> dict[str, Source]:
 
 def count(name: str, source: Source, looked_at: int) -> SplitCounts:
     """Count the samples of a split per class, and the samples without a target."""
-    has_classes = target_kind(source) != "numbers"
+    kind = target_kind(source)
+    if kind == "boxes":
+        objects = np.bincount(truth_of(source).values, minlength=len(source.classes))
+        return SplitCounts(name, len(source), looked_at, tuple(objects.tolist()), 0)
+    has_classes = kind not in ("numbers", "mask")
     per_class = [0] * len(source.classes) if has_classes else []
     unlabelled = 0
     for index in range(len(source)):
@@ -177,6 +186,13 @@ def count(name: str, source: Source, looked_at: int) -> SplitCounts:
     return SplitCounts(name, len(source), looked_at, tuple(per_class), unlabelled)
 
 
+def count_masks(counts: SplitCounts, looks: Looks, split: int, classes: int) -> SplitCounts:
+    """Return the counts of a split with masks, with the number of checked images that have each class."""
+    rows = [row for row in np.flatnonzero(looks.split == split).tolist() if row in looks.amounts]
+    present = [looks.amounts[row][:classes] > 0 for row in rows]
+    return replace(counts, per_class=tuple(np.array(present).sum(axis=0).tolist()) if rows else ())
+
+
 def balance_of(train: SplitCounts) -> Balance | None:
     counts = np.array([number for number in train.per_class if number], np.float64)
     if not len(counts):
@@ -185,9 +201,15 @@ def balance_of(train: SplitCounts) -> Balance | None:
     return Balance(int(counts.max()), int(counts.min()), math.exp(float(-(fractions * np.log(fractions)).sum())))
 
 
-def label_findings(classes: Sequence[str], splits: Mapping[str, SplitCounts]) -> Iterator[Finding]:
+def label_findings(
+    classes: Sequence[str], splits: Mapping[str, SplitCounts], kind: TargetKind = "class"
+) -> Iterator[Finding]:
     train = splits["train"]
     if not classes:  # the data was opened as unlabelled
+        return
+    if kind in ("boxes", "mask"):
+        yield from _missing(classes, splits, "objects" if kind == "boxes" else "pixels")
+        yield from _few(classes, train, "object" if kind == "boxes" else "image")
         return
     yield from _unlabelled(splits)
     if not train.per_class:  # numbers
@@ -241,9 +263,61 @@ def _unlabelled(splits: Mapping[str, SplitCounts]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _missing(classes: Sequence[str], splits: Mapping[str, SplitCounts]) -> Iterator[Finding]:
+def _few(classes: Sequence[str], train: SplitCounts, noun: str) -> Iterator[Finding]:
+    """Yield a finding about classes of boxes or masks with few training examples."""
+    counts = zip(classes, train.per_class, strict=False)
+    few = [f"{name} ({number})" for name, number in counts if 0 < number < FEW]
+    if few:
+        yield Finding(
+            "few-examples", "warning", len(few),
+            f"{plural(len(few), 'class')} with fewer than {FEW} training {noun}s: {listed(few)}",
+            "The network hardly learns these classes, and their metrics vary strongly.",
+            "Annotate more of them, or remove these classes.",
+        )  # fmt: skip
+
+
+def target_findings(examined: Examined, kind: TargetKind) -> Iterator[Finding]:
+    """Yield findings about boxes and masks that only a look at the images shows."""
+    looks = examined.looks
+    rows = np.array(sorted(looks.misfits), np.int64)
+    if len(rows):
+        noun = "boxes" if kind == "boxes" else "mask"
+        yield Finding(
+            "misfit", "error", len(rows),
+            f"{plural(len(rows), 'image')} whose {noun} cannot be used: {looks.misfits[int(rows[0])]}",
+            "The run skips these images, and stops if they are more than --max-skipped allows.",
+            "Correct the annotations of these images.",
+            _singles(examined, rows, lambda row: looks.misfits[row]),
+        )  # fmt: skip
+    if kind != "mask" or not looks.amounts:
+        return
+    total = np.sum(list(looks.amounts.values()), axis=0)
+    if 2 * total[-1] > total.sum():
+        yield Finding(
+            "mostly-ignored", "warning", len(looks.amounts),
+            f"{total[-1] / total.sum():.0%} of the pixels have no class",
+            "These pixels are neither learned nor measured.",
+            "If a value is ignored that should be learned, add --ignore-label none or choose another one.",
+        )  # fmt: skip
+
+
+SIZES = ("smaller than 32 x 32 pixels", "up to 96 x 96", "larger")
+"""Sizes of objects as COCO divides them."""
+
+NO_CLASS = "no class"
+
+
+def amounts_of(looks: Looks, classes: Sequence[str], kind: TargetKind) -> dict[str, int]:
+    """Return the number of objects by size, or of pixels by class. Empty for other targets."""
+    if not looks.amounts:
+        return {}
+    total = np.sum(list(looks.amounts.values()), axis=0)
+    return dict(zip(SIZES if kind == "boxes" else (*classes, NO_CLASS), total.tolist(), strict=True))
+
+
+def _missing(classes: Sequence[str], splits: Mapping[str, SplitCounts], noun: str = "images") -> Iterator[Finding]:
     for name, split in splits.items():
-        missing = [one for one, number in zip(classes, split.per_class, strict=True) if not number]
+        missing = [one for one, number in zip(classes, split.per_class, strict=False) if not number]
         if not missing:
             continue
         if name == "train":
@@ -252,11 +326,14 @@ def _missing(classes: Sequence[str], splits: Mapping[str, SplitCounts]) -> Itera
             consequence = f"The {name} accuracy does not cover such a class."
         yield Finding(
             f"missing-in-{name}", "warning", len(missing),
-            f"{plural(len(missing), 'class')} without {name} images: {listed(missing)}",
+            f"{plural(len(missing), 'class')} without {name} {noun}: {listed(missing)}",
             consequence,
-            f"Add {name} images of the class" + (", or remove the class." if name == "train" else "."),
+            f"Add {name} {noun} of the class" + (", or remove the class." if name == "train" else "."),
         )  # fmt: skip
 
+
+FEW = 20
+"""Number of training objects, or of images with a class in their masks, below which a class has few examples."""
 
 FEWEST = 20
 """Smallest number of images for which outliers are searched."""
@@ -297,6 +374,9 @@ class Examined:
         return tuple(self.sources)[self.looks.split[row]]
 
     def label(self, row: int) -> object:
+        """Return the class or the classes of an image. Boxes and masks of two copies are not compared."""
+        if target_kind(self.sources[self.split(row)]) in ("boxes", "mask"):
+            return None
         return self.sources[self.split(row)].target(int(self.looks.index[row]))
 
     def example(self, row: int, detail: str = "") -> FaultExample:
@@ -551,12 +631,14 @@ def quick_check(splits: Splits) -> tuple[str, ...]:
     sources = named_sources(splits)
     counts = {name: count(name, source, 0) for name, source in sources.items()}
     images = ", ".join(f"{len(source):,} {name}" for name, source in sources.items())
-    noun = "number" if splits.target_kind == "numbers" else "class"
+    kind = splits.target_kind
+    noun = "number" if kind == "numbers" else "class"
     line = f"images: {images}; {plural(len(splits.classes), noun) if splits.classes else 'no labels'}"
     if (balance := balance_of(counts["train"])) is not None:
-        line += f" of {balance.smallest:,} to {balance.largest:,} training images each"
+        each = "objects" if kind == "boxes" else "images"
+        line += f" of {balance.smallest:,} to {balance.largest:,} training {each} each"
     looks = _glance(splits.train)
-    found = [*_broken_now(splits.train, looks), *label_findings(splits.classes, counts)]
+    found = [*_broken_now(splits.train, looks), *label_findings(splits.classes, counts, kind)]
     seen = f"checked {plural(len(looks), 'image')}: "
     if (sizes := sizes_of(looks)) is not None:
         (low, high), kinds = (sizes.smallest, sizes.largest), list(kinds_of(looks))

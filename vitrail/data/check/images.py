@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum, IntFlag
 from typing import TypeVar
 
@@ -16,9 +16,11 @@ from jaxtyping import Int, Integer, UInt8
 from PIL import Image
 from PIL.ImageFile import ImageFile
 
+from vitrail.data.objects import Mask, Objects
 from vitrail.data.pipeline import default_threads
 from vitrail.data.pixels.decode import open_file, open_image, to_pil
 from vitrail.data.source import Source
+from vitrail.data.targets import Target
 from vitrail.errors import DataError, UndecodableImage, plural
 
 T = TypeVar("T")
@@ -47,6 +49,9 @@ REASONS = 1000
 
 ORIENTATION = 0x0112
 """The EXIF tag for the orientation of a picture."""
+
+AREAS = (32**2, 96**2)
+"""Areas in pixels from which COCO counts objects as medium and as large."""
 
 LEVELS = np.arange(256, dtype=np.float64)
 
@@ -98,6 +103,11 @@ class Seen:
     """Standard deviation of the grey levels."""
     thumbnails: UInt8[np.ndarray, "8 8"]
     details: UInt8[np.ndarray, "32 32"]
+    amounts: Int[np.ndarray, " k"] | None = None
+    """With boxes, the number of small, medium and large objects. With masks, the number of pixels of each class, and of
+    those without a class."""
+    misfit: str = ""
+    """The reason why the boxes or the mask cannot be those of this image, or an empty text."""
 
 
 class Looks:
@@ -125,6 +135,10 @@ class Looks:
         """Formats and modes. `kind` holds indices into this list."""
         self.reasons: dict[int, str] = {}
         """Reasons why images could not be read or decoded, by row, for the first thousand broken images."""
+        self.amounts: dict[int, Int[np.ndarray, " k"]] = {}
+        """The numbers of objects by size, or of pixels by class, by row."""
+        self.misfits: dict[int, str] = {}
+        """Reasons why boxes or masks cannot be those of their images, by row."""
 
     def __len__(self) -> int:
         return len(self.index)
@@ -147,6 +161,10 @@ class Looks:
             getattr(self, name)[row] = getattr(result, name)
         if self.details is not None:
             self.details[row] = result.details
+        if result.amounts is not None:
+            self.amounts[row] = result.amounts
+        if result.misfit:
+            self.misfits[row] = result.misfit
 
 
 def look_at_all(
@@ -189,11 +207,33 @@ def in_threads(work: Callable[[int], T], places: Sequence[int], threads: int | N
 def examine(source: Source, index: int) -> Seen | tuple[State, str]:
     """Return the result of examining an image of a source, or the reason why it failed."""
     try:
-        return look(source[index].image)
+        sample = source[index]
+        seen = look(sample.image)
+        return _with_target(seen, sample.target, len(source.classes))
     except UndecodableImage as error:
         return State.UNDECODABLE, str(error)
     except DataError as error:
         return State.UNREADABLE, str(error)
+
+
+def _with_target(seen: Seen, target: Target, classes: int) -> Seen:
+    """Return the result with what the image's boxes or mask add to it."""
+    size = seen.height, seen.width
+    if isinstance(target, Mask):
+        try:
+            amounts = np.bincount(target.indices(size).ravel(), minlength=256)
+            return replace(seen, amounts=amounts[[*range(classes), -1]])
+        except UndecodableImage as error:
+            return replace(seen, misfit=str(error))
+    if not isinstance(target, Objects):
+        return seen
+    sides = (target.boxes[:, 2:] - target.boxes[:, :2]) * size[::-1]
+    amounts = np.bincount(np.searchsorted(AREAS, sides.prod(axis=1), side="right"), minlength=len(AREAS) + 1)
+    try:
+        target.check_size(size)
+    except UndecodableImage as error:
+        return replace(seen, amounts=amounts, misfit=str(error))
+    return replace(seen, amounts=amounts)
 
 
 def look(image: bytes | np.ndarray) -> Seen:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,8 +14,10 @@ from vitrail.data.check.findings import (
     FaultExample,
     Finding,
     Report,
+    amounts_of,
     balance_of,
     count,
+    count_masks,
     example,
     image_findings,
     kinds_of,
@@ -23,13 +25,15 @@ from vitrail.data.check.findings import (
     most_severe_first,
     named_sources,
     sizes_of,
+    target_findings,
 )
 from vitrail.data.check.images import MOST_DETAILED, Progress, look_at_all
+from vitrail.data.objects import Mask, Objects, drawn_on
 from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source, target_kind
 from vitrail.data.splits import Splits, drawn, drawn_per_class
 from vitrail.errors import ConfigError, DataError, listed, plural
-from vitrail.report.page import render
+from vitrail.report.page import large_address, printable, render
 
 
 def check_data(
@@ -57,10 +61,15 @@ def check_data(
     looks = look_at_all(list(sources.values()), rows, threads=threads, progress=progress)
     duplicates = find_duplicates(looks, list(sources.values()), threads=threads, progress=progress)
     counts = {name: count(name, source, len(part)) for (name, source), part in zip(sources.items(), rows, strict=True)}
+    kind, examined = splits.target_kind, Examined(sources, looks, duplicates, max_skipped)
+    if kind == "mask":
+        pairs = enumerate(counts.items())
+        counts = {name: count_masks(one, looks, place, len(splits.classes)) for place, (name, one) in pairs}
     found = [
         *(Finding(**vars(fault)) for fault in splits.faults),
-        *image_findings(Examined(sources, looks, duplicates, max_skipped)),
-        *label_findings(splits.classes, counts),
+        *image_findings(examined),
+        *target_findings(examined, kind),
+        *label_findings(splits.classes, counts, kind),
     ]
     notes = list(splits.notes)
     if (looked_at := len(looks)) < (images := sum(map(len, sources.values()))):
@@ -72,11 +81,13 @@ def check_data(
     return Report(
         classes=splits.classes,
         splits=tuple(counts.values()),
-        balance=balance_of(counts["train"]),
+        balance=None if kind in ("boxes", "mask") else balance_of(counts["train"]),
         sizes=sizes_of(looks),
         kinds=kinds_of(looks),
         findings=most_severe_first(found),
         notes=tuple(notes),
+        target_kind=kind,
+        amounts=amounts_of(looks, splits.classes, kind),
     )
 
 
@@ -113,8 +124,11 @@ def page(report: Report, splits: Splits, title: str) -> str:
         counts_title = plural(len(report.classes), "class")
     else:
         counts_title = f"Numbers: {listed(report.classes, 20)}" if report.classes else "No labels"
-    has_classes = bool(splits.train.classes) and target_kind(splits.train) != "numbers"
-    examples = _examples_of_classes(splits.train) if has_classes else {"": _examples(splits.train)}
+    is_drawn = report.target_kind in ("boxes", "mask")
+    has_classes = bool(splits.train.classes) and target_kind(splits.train) != "numbers" and not is_drawn
+    examples: dict[str, list[FaultExample]] = {}
+    if not is_drawn:
+        examples = _examples_of_classes(splits.train) if has_classes else {"": _examples(splits.train)}
     return render(
         "data/check/report.html",
         title=f"Check of {title}",
@@ -137,12 +151,39 @@ def page(report: Report, splits: Splits, title: str) -> str:
         sizes=[(_size(one[:2]), f"{one[2]:,}") for one in report.sizes.common] if report.sizes else [],
         kinds=[(kind, f"{count:,}") for kind, count in report.kinds.items()],
         has_classes=has_classes,
+        counted="objects" if report.target_kind == "boxes" else "images",
         examples=[
             (label, [_shown(one, splits.train) for one in examples[label]]) for label in sorted(examples)[:MOST_CLASSES]
         ],
         hidden_examples=max(len(examples) - MOST_CLASSES, 0),
+        drawn=list(_drawn_examples(splits.train)) if is_drawn else [],
+        amounts=[(name, f"{count:,}", share) for name, count, share in amount_rows(report)],
+        amounts_head="objects" if report.target_kind == "boxes" else "pixels",
         all_classes=classes if len(classes) > MOST_ROWS else [],
     )
+
+
+def amount_rows(report: Report) -> list[tuple[str, int, str]]:
+    """Return the sizes of objects, or the classes in masks, with their numbers and fractions in percent."""
+    total = max(1, sum(report.amounts.values()))
+    return [(name, count, f"{count / total:.1%}") for name, count in report.amounts.items()]
+
+
+MOST_DRAWN = 12
+
+
+def _drawn_examples(train: Source) -> Iterator[tuple[str, str]]:
+    """Yield training images with their boxes or masks, as addresses, and captions. Those that cannot be read are left
+    out."""
+    for index in drawn(train, MOST_DRAWN):
+        sample = train[index]
+        if not isinstance(sample.target, Objects | Mask):
+            continue
+        try:
+            picture = drawn_on(to_pil(sample.image, 3), sample.target, train.classes)
+        except DataError:
+            continue
+        yield large_address(picture), printable(sample.key)
 
 
 def _counts(report: Report, classes: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -7,9 +7,25 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vitrail.data.formats import folder, fractals, hub, idx, parquet, pseudo_labels, table, tar
+    from vitrail.data.formats import (
+        coco,
+        folder,
+        fractals,
+        hub,
+        idx,
+        masks,
+        parquet,
+        pseudo_labels,
+        table,
+        tar,
+        voc,
+        yolo,
+    )
 
-__all__ = ("folder", "fractals", "hub", "idx", "parquet", "pseudo_labels", "table", "tar")
+__all__ = (
+    "annotated", "coco", "folder", "fractals", "hub", "idx", "masks", "parquet", "pseudo_labels", "table", "tar", "voc",
+    "yolo",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> ModuleType:

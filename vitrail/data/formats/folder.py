@@ -76,7 +76,7 @@ def read_folder(
     without a target. Hidden files, hidden folders, the folders of operating systems and the output of Vitrail are
     skipped. Links are followed, but each folder is read only once. Raises `DataError`.
     """
-    scan = _Scan(root)
+    scan = Scan(root)
     if unlabelled:
         images = sorted(scan.images("", set()))
         if not images:
@@ -121,7 +121,7 @@ def read_folder(
     return FolderImages(file_samples(root, keys, inodes, Targets("class", classes, labels)), faults, len(scan.others))
 
 
-class _Scan:
+class Scan:
     """A search for images below a folder, with what it skips."""
 
     def __init__(self, root: Path) -> None:
@@ -481,8 +481,8 @@ def _refuse_targets(root: Path, folders: list[Path]) -> None:
     flat = [name for name in named_splits(names) if has_images(root / name)]
     if targets and (images or flat):
         raise DataError(
-            f"{root} has {targets[0]}/ beside {(images or flat)[0]}/, which is the layout of data with masks or boxes "
-            "(such as Pascal VOC, COCO or YOLO), and classification needs one class per image; put the images of each "
+            f"{root} has {targets[0]}/ beside {(images or flat)[0]}/, which is the layout of data with masks or boxes, "
+            "but no annotations of COCO, YOLO or Pascal VOC were found in it; add them, put the images of each "
             f"class into a folder of its own, name a table of paths and labels, or open {root / (images or flat)[0]} "
             "for a task that needs no labels. If these folders are classes, add --splits none"
         )

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 
 from vitrail.data.pixels.decode import SUFFIXES, format_of, open_file, to_pil
-from vitrail.data.source import Source, fingerprint
+from vitrail.data.source import Sample, Source, fingerprint
 from vitrail.data.splits import SPLITS, Splits
 from vitrail.data.targets import Target
 from vitrail.errors import ConfigError, DataError, Stopped, UndecodableImage, listed
@@ -331,6 +331,13 @@ def _in_order(work: Callable[[int], _Encoded], start: int, stop: int, workers: i
         finally:
             for future in waiting:
                 future.cancel()
+
+
+def encoded(sample: Sample) -> tuple[bytes, str]:
+    """Return the file of a sample's image and its suffix without a dot. An array becomes a PNG."""
+    if isinstance(sample.image, np.ndarray):
+        return _saved(to_pil(sample.image, sample.image.shape[2]), "PNG"), "png"
+    return sample.image, _suffix(sample.key, sample.image)
 
 
 def _encode(source: Source, index: int, max_side: int | None) -> _Encoded:

@@ -1,0 +1,442 @@
+"""Boxes and masks: COCO, YOLO, Pascal VOC and masks are read, refused, checked, and written into each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from vitrail.cli import main
+from vitrail.data.check.report import check_data
+from vitrail.data.formats.convert import convert
+from vitrail.data.objects import IGNORED, Mask, Objects, Runs, drawn
+from vitrail.data.source import Samples
+from vitrail.data.sources import open_data, open_whole
+from vitrail.data.splits import Splits
+from vitrail.data.targets import Targets
+from vitrail.errors import ConfigError, DataError, UndecodableImage
+
+SIZES = [(33, 57), (64, 40), (21, 21)]
+
+
+def picture(path: Path, size: tuple[int, int] = (40, 60)) -> Path:
+    """Write a picture of a height and width with different pixels."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    levels = np.random.default_rng(len(str(path))).integers(0, 255, (*size, 3), np.uint8)
+    Image.fromarray(levels).save(path)
+    return path
+
+
+def coco(root: Path, **changes: Any) -> dict[str, Any]:
+    """Write two pictures and a COCO file whose numbers of categories have gaps, and return its content."""
+    for name in ("a", "b"):
+        picture(root / f"{name}.png")
+    values: dict[str, Any] = {
+        "images": [
+            {"id": 7, "file_name": "a.png", "height": 40, "width": 60},
+            {"id": 3, "file_name": "b.png", "height": 40, "width": 60},
+        ],
+        "categories": [{"id": 90, "name": "toothbrush"}, {"id": 5, "name": "plane"}],
+        "annotations": [
+            {"id": 1, "image_id": 7, "category_id": 90, "bbox": [6, 4, 30, 20], "area": 400.0, "iscrowd": 0},
+            {"id": 2, "image_id": 7, "category_id": 5, "bbox": [0, 0, 60, 40], "iscrowd": 1},
+        ],
+    }
+    values |= changes
+    (root / "_annotations.coco.json").write_text(json.dumps(values))
+    return values
+
+
+def box(*numbers: float, **fields: Any) -> list[dict[str, Any]]:
+    return [{"id": 1, "image_id": 7, "category_id": 5, "bbox": list(numbers), **fields}]
+
+
+def voc(root: Path, objects: str = "", name: str = "a", size: str = "<width>60</width><height>40</height>") -> None:
+    picture(root / f"JPEGImages/{name}.png")
+    path = root / f"Annotations/{name}.xml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"<annotation>\n<size>{size}</size>\n{objects}\n</annotation>")
+
+
+def voc_object(xmin: float, ymin: float, xmax: float, ymax: float, name: str = "cell") -> str:
+    sides = f"<xmin>{xmin}</xmin><ymin>{ymin}</ymin><xmax>{xmax}</xmax><ymax>{ymax}</ymax>"
+    return f"<object><name>{name}</name><bndbox>{sides}</bndbox></object>"
+
+
+def yolo(root: Path, text: str = "0 0.5 0.5 0.2 0.2\n", names: Any = ("one", "two"), **more: Any) -> None:
+    picture(root / "images/train/a.png")
+    (root / "labels/train").mkdir(parents=True, exist_ok=True)
+    (root / "labels/train/a.txt").write_text(text)
+    (root / "data.yaml").write_text(json.dumps({"train": "images/train", "names": list(names), **more}))
+
+
+def masks(root: Path, values: Any, names: str = "sky\nroad\n", size: tuple[int, int] = (40, 60)) -> None:
+    picture(root / "images/train/a.png", size)
+    (root / "masks/train").mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.asarray(values)).save(root / "masks/train/a.png")
+    (root / "classes.txt").write_text(names)
+
+
+def opened(root: Path, **more: Any) -> Splits:
+    return open_data(str(root), validation_share=0.0, **more)
+
+
+def test_coco_is_read_with_its_numbers(tmp_path: Path) -> None:
+    coco(tmp_path)
+    splits = opened(tmp_path)
+    source = splits.train
+    assert isinstance(source, Samples)
+    assert splits.target_kind == "boxes" and splits.classes == ("plane", "toothbrush")
+    assert source.targets.ids == (5, 90) and source.readers[0].ids == [7, 3]  # type: ignore[attr-defined]
+    target = source.target(0)
+    assert isinstance(target, Objects)
+    np.testing.assert_allclose(target.boxes * [60, 40, 60, 40], [[6, 4, 36, 24], [0, 0, 60, 40]])
+    assert target.labels.tolist() == [1, 0] and target.crowd.tolist() == [False, True]
+    assert target.areas[0] * 2400 == pytest.approx(400) and np.isnan(target.areas[1])
+    assert len(source.target(1)) == 0, "a picture without objects is kept"  # type: ignore[arg-type]
+    assert any("without any object" in note for note in splits.notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"categories": []}, "no categories"),
+        ({"categories": None}, "no list of categories"),
+        ({"categories": [{"id": 5, "name": "x"}, {"id": 5, "name": "y"}]}, "two categories have the number 5"),
+        ({"annotations": box(1, 2, 3, 4, category_id=6)}, "of a category that is not listed: .*annotation 1"),
+        ({"annotations": box(1, 2, 3, 4, image_id=99)}, "images that are not listed"),
+        ({"annotations": box(1, 2, float("nan"), 4)}, "not made of numbers"),
+        ({"annotations": box(1, 2, 3, 4, 0.3)}, "rotated"),
+        ({"annotations": box(1, 2, 3, 4, segments_info=[])}, "panoptic"),
+        ({"annotations": []}, "no picture has an object"),
+        ({"images": [{"id": 7, "file_name": "gone.png", "height": 40, "width": 60}]}, "cannot be found: gone.png"),
+    ],
+)
+def test_coco_that_cannot_be_learned_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    coco(tmp_path, **changes)
+    with pytest.raises(DataError, match=words):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "kept", "words"),
+    [
+        ((-5, 10, 20, 10), [[0, 10, 15, 20]], "reaches beyond the picture: "),
+        ((50, 30, 10.3, 10.2), [[50, 30, 60, 40]], "at most 1 %"),
+        ((70, 10, 5, 5), [], "outside of the picture"),
+        ((10, 10, 0, 5), [], "no width or no height"),
+        ((10, 10, -4, 5), [], "no width or no height"),
+    ],
+)
+def test_odd_boxes_are_clipped_or_left_out_and_named(
+    tmp_path: Path, numbers: tuple[float, ...], kept: list[list[float]], words: str
+) -> None:
+    good = [{"id": 2, "image_id": 3, "category_id": 5, "bbox": [0, 0, 9, 9]}]
+    coco(tmp_path, annotations=[*box(*numbers), *good])
+    splits = opened(tmp_path)
+    target = splits.train.target(0)
+    assert isinstance(target, Objects)
+    np.testing.assert_allclose(target.boxes * [60, 40, 60, 40], np.reshape(kept, (-1, 4)))
+    assert any(words in note and "annotation 1" in note for note in splits.notes), splits.notes
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+def test_outlines_of_coco_are_those_of_its_own_program(tmp_path: Path) -> None:
+    """Runs, compressed and as a list, and a polygon, against masks by pycocotools."""
+    tools = pytest.importorskip("pycocotools.mask")
+    pixels = np.zeros((40, 60), np.uint8)
+    pixels[5:20, 7:31] = pixels[11, 50] = 1
+    packed = tools.encode(np.asfortranarray(pixels))
+    lengths = np.flatnonzero(np.diff(np.concatenate([[0], pixels.T.ravel(), [2]])))
+    plain = [int(one) for one in np.diff(np.concatenate([[0], lengths]))]
+    polygon = [10.0, 5.0, 40.0, 8.0, 30.0, 35.0]
+    outlines: list[Any] = [
+        {"size": [40, 60], "counts": packed["counts"].decode()},
+        {"size": [40, 60], "counts": plain},
+        [polygon],
+    ]
+    coco(tmp_path, annotations=[
+        {"id": n, "image_id": 7, "category_id": 5, "segmentation": one} for n, one in enumerate(outlines)
+    ])  # fmt: skip
+    target = opened(tmp_path).train.target(0)
+    assert isinstance(target, Objects)
+    for row in range(2):
+        np.testing.assert_array_equal(target.mask(row, (40, 60)), pixels > 0)
+    np.testing.assert_allclose(target.boxes[0] * [60, 40, 60, 40], [7, 5, 51, 20])
+    np.testing.assert_allclose(target.boxes[2] * [60, 40, 60, 40], [10, 5, 40, 35])
+    np.testing.assert_array_equal(target.mask(2, (40, 60)), tools.decode(tools.frPyObjects([polygon], 40, 60)[0]) > 0)
+
+
+def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:
+    """A labelling program wrote paths of its own storage, and splits have files of the same name."""
+    for split in ("train", "valid"):
+        values = coco(tmp_path / split)
+        values["images"][0]["file_name"] = "upload\\1f\\a.png"
+        (tmp_path / split / "_annotations.coco.json").write_text(json.dumps(values))
+    splits = opened(tmp_path)
+    assert splits.validation is not None
+    assert splits.train.key(0) == "train/a.png" and splits.validation.key(0) == "valid/a.png"
+    coco(tmp_path / "other")
+    (tmp_path / "other/a.png").unlink()
+    for split in ("train", "valid"):
+        (tmp_path / split / "_annotations.coco.json").unlink()
+        (tmp_path / split).rename(tmp_path / f"some-{split[0]}")
+    assert any("COCO's JSON in them was not read" in note for note in opened(tmp_path).notes)
+    with pytest.raises(DataError, match="have this name"):
+        (tmp_path / "other/_annotations.coco.json").rename(tmp_path / "all.json")
+        opened(tmp_path / "all.json")
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (lambda root: voc(root, voc_object(1, 2, 3, 4), size=""), "does not state the size"),
+        (lambda root: voc(root, "<object><name>x</name><robndbox/></object>"), "rotated"),
+        (lambda root: voc(root, voc_object(1, 2, float("nan"), 4)), "not made of numbers: .*a.xml, line 3"),
+        (lambda root: voc(root), "no picture has an object"),
+        (lambda root: yolo(root, "2 0.5 0.5 0.2 0.2\n"), "1 to 2, and YOLO counts from 0"),
+        (lambda root: yolo(root, "0 .5 .5 .2 .2\n7 0.5 0.5 0.2 0.2\n"), r"a.txt, line 2 \(class 7\)"),
+        (lambda root: yolo(root, "0 0.5 0.5 0.2 0.2 0.9\n"), "predictions"),
+        (lambda root: yolo(root, "0 .1 .1 .9 .1 .9 .9 .1 .9\n"), "rotated"),
+        (lambda root: yolo(root, "0 .5 .5 .2 .2\nx .5 .5 .2 .2\n"), "line 2 .x .5"),
+        (lambda root: yolo(root, names=("a",), nc=3), "states nc: 3"),
+        (lambda root: yolo(root, kpt_shape=[17, 3]), "keypoints"),
+        (lambda root: yolo(root, train="elsewhere"), "'elsewhere' is neither a folder"),
+        (lambda root: (yolo(root), coco(root)), "several formats: COCO's JSON, YOLO's text"),
+        (lambda root: masks(root, np.zeros((40, 60), np.uint8), "sky\nsky\n"), "several classes are called sky"),
+        (lambda root: (masks(root, np.zeros((40, 60), np.uint8)), (root / "classes.txt").unlink()), "classes.txt"),
+    ],
+)
+def test_data_that_cannot_be_learned_is_refused(tmp_path: Path, write: Callable[[Path], Any], words: str) -> None:
+    write(tmp_path)
+    with pytest.raises(DataError, match=words):
+        opened(tmp_path)
+
+
+def test_lists_divide_the_pictures_of_voc(tmp_path: Path) -> None:
+    for name in "abcd":
+        voc(tmp_path, voc_object(1, 2, 30, 20) + voc_object(5, 5, 9, 9, "other"), name)
+    picture(tmp_path / "JPEGImages/alone.png")
+    lists = tmp_path / "ImageSets/Main"
+    lists.mkdir(parents=True)
+    for name, pictures in (
+        ("train", "a\nb\n"),
+        ("val", "c\n"),
+        ("trainval", "a\nb\nc\n"),
+        ("cell_train", "a 1\nb -1\n"),
+    ):
+        (lists / f"{name}.txt").write_text(pictures)
+    splits = opened(tmp_path)
+    assert splits.validation is not None
+    assert [len(splits.train), len(splits.validation)] == [2, 1] and splits.classes == ("cell", "other")
+    notes = "\n".join(splits.notes)
+    assert "d.png, which no split contains" in notes and "alone.png" in notes
+    (lists / "val.txt").write_text("b\n")
+    with pytest.raises(DataError, match="training must not see"):
+        opened(tmp_path)
+
+
+def test_yolo_reads_boxes_polygons_lists_and_pictures_without_labels(tmp_path: Path) -> None:
+    yolo(tmp_path, "1 0.5 0.5 0.2 0.4\n0 .1 .1 .9 .2 .5 .8\n", path="/content/data", train="list.txt", val="images/val")
+    picture(tmp_path / "images/val/empty.png")
+    picture(tmp_path / "images/spare/c.png")
+    (tmp_path / "labels/train/lost.txt").write_text("0 .5 .5 .1 .1\n")
+    (tmp_path / "list.txt").write_text("/content/data/images/train/a.png\n")
+    splits = opened(tmp_path)
+    target = splits.train.target(0)
+    assert (isinstance(target, Objects) and splits.validation is None) or len(splits.validation or ()) == 1
+    np.testing.assert_allclose(target.boxes, [[0.4, 0.3, 0.6, 0.7], [0.1, 0.1, 0.9, 0.8]])
+    assert target.outlines[0] is None and len(target.outlines[1][0]) == 3  # type: ignore[index]
+    notes = "\n".join(splits.notes)
+    assert "c.png, which no split contains" in notes and "lost.txt" in notes
+
+
+@pytest.mark.parametrize(
+    ("values", "names", "words"),
+    [
+        (np.full((40, 60), 7, np.uint8), "sky\nroad\n", "holds the value 7"),
+        (np.zeros((40, 60, 3), np.uint8), "sky\nroad\n", "is in colour"),
+        (np.zeros((41, 60), np.uint8), "sky\nroad\n", "60 x 41 pixels .* has 60 x 40"),
+        (np.full((40, 60, 3), 9, np.uint8), "sky 1 2 3\nroad 9 9 8\n", r"colour \(9, 9, 9\) at column 0, row 0"),
+    ],
+)
+def test_masks_that_do_not_fit_are_findings(tmp_path: Path, values: Any, names: str, words: str) -> None:
+    masks(tmp_path, values, names)
+    report = check_data(open_whole(str(tmp_path), tolerant=True).splits(validation_share=0.0))
+    (finding,) = [one for one in report.findings if one.kind == "misfit"]
+    assert finding.severity == "error"
+    with pytest.raises(UndecodableImage, match=words):
+        target = opened(tmp_path).train.target(0)
+        assert isinstance(target, Mask)
+        target.indices((40, 60))
+
+
+def test_masks_hold_numbers_or_colours_and_ignored_values(tmp_path: Path) -> None:
+    values = np.array([[0, 1, 2, 255]] * 40, np.uint8).repeat(15, axis=1)
+    masks(tmp_path / "a", values, "sky\nvoid\nroad\n")
+    colours = np.array([[9, 9, 9], [0, 200, 0], [1, 2, 3], [4, 4, 4]], np.uint8)[[0, 1, 2, 3]]
+    pixels = np.broadcast_to(colours[None].repeat(15, axis=1), (40, 60, 3)).copy()
+    masks(tmp_path / "b", pixels, "sky 9 9 9\nroad: 0,200,0\ntree #1, 2, 3\nvoid(4, 4, 4)\n")
+    expected = {("a", ""): [0, 255, 1, 255], ("a", "none"): [0, 1, 2, 255], ("a", "0"): [255, 0, 1, 255],
+                ("b", ""): [0, 1, 2, 255], ("b", "road"): [0, 255, 1, 2]}  # fmt: skip
+    for (folder, ignored), found in expected.items():
+        spec = f"{tmp_path / folder}" + (f"?ignore={ignored}" if ignored else "")
+        target = opened(Path(spec)).train.target(0)
+        assert isinstance(target, Mask)
+        assert target.indices()[0, ::15].tolist() == found, (folder, ignored)
+    with pytest.raises(DataError, match="neither a value from 0 to 2 nor the name"):
+        opened(Path(f"{tmp_path / 'a'}?ignore=9"))
+
+
+@pytest.mark.parametrize("write", [coco, voc, yolo, lambda root: masks(root, np.zeros((9, 9), np.uint8))])
+def test_tasks_without_labels_use_the_pictures_alone(tmp_path: Path, write: Callable[[Path], Any]) -> None:
+    write(tmp_path)
+    (tmp_path / "classes.txt").unlink(missing_ok=True)
+    splits = opened(tmp_path, unlabelled=True)
+    keys = [splits.train.key(index) for index in range(len(splits.train))]
+    assert splits.target_kind == "none" and {key.rpartition("/")[2][0] for key in keys} <= {"a", "b"}
+    assert not any("masks" in key for key in keys) and "not their boxes or masks" in splits.notes[-1]
+
+
+def test_boxes_of_another_size_are_findings(tmp_path: Path) -> None:
+    voc(tmp_path, voc_object(1, 2, 30, 20), size="<width>40</width><height>60</height>")
+    report = check_data(open_whole(str(tmp_path), tolerant=True).splits(validation_share=0.0))
+    (finding,) = [one for one in report.findings if one.kind == "misfit"]
+    assert "EXIF" in finding.text and "60 x 40" in finding.text
+
+
+outlines = st.sampled_from([None, "polygon", "two", "runs"])
+boxes = st.tuples(*(st.floats(0, 0.45) for _ in range(2)), *(st.floats(0.5, 1) for _ in range(2)))
+
+
+@st.composite
+def objects(draw: st.DrawFn, size: tuple[int, int]) -> Objects:
+    """Objects with boxes of at least a twentieth of the picture, some with outlines."""
+    found = draw(st.lists(boxes, max_size=4))
+    shapes: list[Any] = []
+    for left, top, right, bottom in found:
+        kind = draw(outlines)
+        corners = np.array([(left, top), (right, top), (right, bottom), (left, bottom), (left, (top + bottom) / 2)])
+        both = (corners, corners * 0.5 + 0.25 * (left + right))
+        pixels = drawn((corners,), size)
+        shapes.append({None: None, "polygon": (corners,), "two": both, "runs": Runs.of(pixels)}[kind])
+    crowd = np.array(draw(st.lists(st.booleans(), min_size=len(found), max_size=len(found))), np.bool_)
+    labels = draw(st.lists(st.integers(0, 2), min_size=len(found), max_size=len(found)))
+    more = {"outlines": tuple(shapes)} if any(one is not None for one in shapes) else {}
+    return Objects.of(labels, found, crowd=crowd, size=size, **more)
+
+
+class Drawn:
+    """Pictures in memory, as a source of the user's own has them."""
+
+    classes = ("a cell", "b", "ç")
+    target_kind = "boxes"
+
+    def __init__(self, targets: Sequence[Objects]) -> None:
+        self.targets = targets
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def key(self, index: int) -> str:
+        return f"{index % 2}/p{index // 2}.png"
+
+    def target(self, index: int) -> Objects:
+        return self.targets[index]
+
+    def __getitem__(self, index: int) -> Any:
+        from vitrail.data.source import Sample
+
+        height, width = self.targets[index].size
+        return Sample(self.key(index), np.full((height, width, 3), index, np.uint8), self.targets[index])
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data(), st.sampled_from(["coco", "yolo", "voc"]))
+def test_objects_are_the_same_after_they_were_written_and_read(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, to: Any
+) -> None:
+    first = Objects.of([2], [(0.1, 0.2, 0.9, 0.8)], size=SIZES[0])
+    targets = [first, *(data.draw(objects(size)) for size in SIZES)]
+    folder = tmp_path_factory.mktemp("written") / "data"
+    notes = convert(Splits(Drawn(targets), Drawn([first]), None), folder, to)  # type: ignore[arg-type]
+    splits = opened(folder)
+    order = [splits.train.key(index) for index in range(len(splits.train))]
+    assert len(order) == len(targets) and splits.validation is not None
+    for index, target in enumerate(targets):
+        found = splits.train.target(next(n for n, key in enumerate(order) if f"{index % 2}_p{index // 2}." in key))
+        assert isinstance(found, Objects)
+        kept = np.ones(len(target), np.bool_) if to == "coco" else ~target.crowd
+        names = [Drawn.classes[label] for label in target.labels[kept]]
+        assert [splits.classes[label] for label in found.labels] == names
+        height, width = target.size
+        boxes = target.boxes[kept] * [width, height, width, height]
+        np.testing.assert_allclose(found.boxes * [width, height, width, height], boxes, atol=2e-3)
+        if to == "coco":
+            assert found.crowd.tolist() == target.crowd.tolist()
+            for row, outline in enumerate(target.outlines):
+                mine = found.outlines[row] if found.outlines else None
+                assert type(mine) is type(outline)
+                if isinstance(outline, Runs):
+                    assert mine == outline
+                elif outline is not None:
+                    for one, other in zip(outline, mine or (), strict=True):  # type: ignore[arg-type]
+                        np.testing.assert_allclose(one, other, atol=1e-5)
+    lost = any(target.crowd.any() for target in targets)
+    assert to == "coco" or lost == any("crowd" in note for note in notes)
+
+
+def test_masks_survive_their_own_format_and_cocos(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).choice(np.array([0, 1, 2, 255], np.uint8), (40, 60))
+    masks(tmp_path / "a", values, "sky\nroad\ntree\n")
+    convert(opened(tmp_path / "a"), tmp_path / "b", "masks")
+    target = opened(tmp_path / "b").train.target(0)
+    assert isinstance(target, Mask)
+    np.testing.assert_array_equal(target.indices(), values)
+    convert(opened(tmp_path / "a"), tmp_path / "c", "coco")
+    found = opened(tmp_path / "c").train.target(0)
+    assert isinstance(found, Objects) and found.labels.tolist() == [0, 1, 2]
+    for label in range(3):
+        np.testing.assert_array_equal(found.mask(label, (40, 60)), values == label)
+
+
+def test_targets_of_boxes_are_selected_renumbered_and_joined() -> None:
+    pictures = [Objects.of([1, 0, 1], [(0, 0, 0.1 * n, 1) for n in (1, 2, 3)]), Objects.of([], []),
+                Objects.of([2], [(0, 0, 0.4, 1)])]  # fmt: skip
+    targets = Targets.of(pictures, "boxes", ("a", "b", "c"))
+    assert [str(targets[n]) for n in range(3)] == [str(one) for one in pictures]
+    turned = targets.rows(np.array([2, 0]))
+    assert [str(turned[n]) for n in range(2)] == [str(pictures[2]), str(pictures[0])]
+    fewer = targets.renumbered([-1, 1, 0], ("c", "b"))[0]
+    assert isinstance(fewer, Objects) and fewer.labels.tolist() == [1, 1]
+    np.testing.assert_allclose(fewer.boxes[:, 2], [0.1, 0.3])
+    both = Targets.joined([targets, Targets.of(pictures[:1], "boxes", ("b", "d", "x"))])
+    last = both[3]
+    assert both.names == ("a", "b", "c", "d", "x") and isinstance(last, Objects) and last.labels.tolist() == [3, 1, 3]
+    assert IGNORED == 255
+
+
+def test_the_commands_check_convert_and_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for split in ("train", "valid"):
+        coco(tmp_path / "a" / split)
+    page = tmp_path / "page.html"
+    assert main(["data", "check", str(tmp_path / "a"), "--page", str(page), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["target_kind"] == "boxes" and sum(report["amounts"].values()) == 4
+    assert 'class="maps"' in page.read_text()
+    assert main(["data", "pack", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "yolo"]) == 0
+    assert "crowd" in capsys.readouterr().out
+    assert main(["data", "pack", str(tmp_path / "a"), str(tmp_path / "tar")]) == 2
+    assert "--to" in capsys.readouterr().err
+    assert main(["train", "--data", str(tmp_path / "a"), "--run", str(tmp_path / "run")]) == 2
+    assert "boxes of objects" in capsys.readouterr().err and not (tmp_path / "run").exists()
+    assert main(["data", "check", f"{tmp_path / 'a'}", "--ignore-label", "3", "--page", "None"]) == 2
+    with pytest.raises(ConfigError):
+        open_data(f"{tmp_path / 'a'}?splits=x", validation_share=0.0)

@@ -1,0 +1,267 @@
+"""Boxes and outlines in COCO's JSON: one file per split, with lists of images, categories and annotations.
+
+    annotations/instances_train2017.json    train2017/    ...        or    train/_annotations.coco.json    train/1.jpg
+
+Pictures are found by their names below the folder of the data, wherever they lie. Categories are in the order of their
+numbers, which the data's classes keep.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vitrail.data.faults import OWN_RECORDS, Fault
+from vitrail.data.formats.annotated import AnnotatedPictures, Annotation, Pictures, missing_pictures, object_splits
+from vitrail.data.objects import Outline, Runs
+from vitrail.data.splits import CHOICE, Split, SplitNames, Splits, check_chosen, left_out, split_of
+from vitrail.errors import DataError, listed, plural
+
+HEAD = 1 << 16
+KEYS = re.compile(rb'"(?:images|annotations|categories)"\s*:')
+
+OTHERS = re.compile(r"(captions|person_keypoints|panoptic|image_info|stuff)_", re.I)
+"""Beginnings of COCO's files that hold something else than boxes."""
+
+TITLE = re.compile(r"^(?:instances|annotations?|coco|_)+[-_.]*", re.I)
+"""Beginning of a file's name before that of its split."""
+
+
+def annotation_files(root: Path) -> list[Path]:
+    """Return the COCO files of some data: the file itself, or those in a folder and in the folders in it."""
+    if root.is_file():
+        return [root] if root.suffix.lower() == ".json" and _is_coco(root) else []
+    found = [*root.glob("*.json"), *root.glob("*/*.json")] if root.is_dir() else []
+    return sorted(path for path in found if path.name not in OWN_RECORDS and _is_coco(path))
+
+
+def _is_coco(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEAD).lstrip()
+    except OSError:
+        return False
+    return head.startswith(b"{") and KEYS.search(head) is not None
+
+
+def open_coco(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | None) -> Splits:
+    """Return the splits of COCO files. Raise `DataError` if they cannot be read, or hold something else than boxes."""
+    folder = root if root.is_dir() else root.parent
+    folder = folder.parent if folder.name.lower() in ("annotations", "annotation", "labels") else folder
+    files, notes = _by_split(root, annotation_files(root), chosen)
+    read = {split: _read(path) for split, path in files.items()}
+    first = next(iter(read))
+    categories = _categories(files[first], read[first])
+    for split, path in files.items():
+        if (other := _categories(path, read[split])) != categories:
+            strange = dict(set(other.items()) ^ set(categories.items()))
+            raise DataError(
+                f"{path} and {files[first]} have different categories: {listed(list(strange.values()))}; give both "
+                "files the same numbers and names"
+            )
+    pictures = Pictures(folder)
+    found = {split: _pictures(files[split], one, categories, pictures, split) for split, one in read.items()}
+    return object_splits(
+        f"data {str(root)!r}", pictures, found, list(categories.values()), known, ids=list(categories), notes=notes
+    )
+
+
+def _by_split(
+    root: Path, files: Sequence[Path], chosen: SplitNames | None
+) -> tuple[dict[Split, Path], tuple[str, ...]]:
+    """Return the file of each split, and notes on files that are not read. Raise `DataError` if it is not clear which
+    file that is."""
+    if root.is_file():
+        return {"train": root}, ()
+    others = [path for path in files if OTHERS.match(path.name)]
+    files = [path for path in files if path not in others] or list(files)
+    names = {path: path.relative_to(root).as_posix() for path in files}
+    skipped = left_out(str(root), [path.relative_to(root).as_posix() for path in others if path not in files])
+    if len(files) == 1 and chosen is None:
+        return {"train": files[0]}, skipped
+    found: dict[Split, Path] = {}
+    unnamed = []
+    for path, name in names.items():
+        parent, _, last = name.rpartition("/")
+        split = split_of(name, chosen) or (None if chosen else split_of(f"{parent}/{TITLE.sub('', last)}".strip("/")))
+        if split is None:
+            unnamed.append(name)
+        elif split in found:
+            raise DataError(
+                f"{root} has two COCO files of the {split} split: {names[found[split]]} and {name}; name one of them "
+                f"as the data, or choose: {CHOICE}"
+            )
+        else:
+            found[split] = path
+    if chosen:
+        check_chosen(str(root), chosen, found, list(names.values()))
+        return found, (*skipped, *left_out(str(root), unnamed))
+    if unnamed:
+        raise DataError(
+            f"{root} has several COCO files, and the name of {unnamed[0]} is not that of a split; name one of them as "
+            f"the data, or choose: {CHOICE}"
+        )
+    return found, skipped
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not valid JSON: {error}") from error
+    for name in ("images", "annotations", "categories"):
+        if not isinstance(values, dict) or not isinstance(values.get(name), list):
+            raise DataError(
+                f"{path} has no list of {name}; a file of COCO's boxes has images, annotations and categories"
+            )
+    return values
+
+
+def _categories(path: Path, values: Mapping[str, Any]) -> dict[int, str]:
+    """Return the names of the categories by their numbers, in the order of the numbers."""
+    found: dict[int, str] = {}
+    for one in values["categories"]:
+        if not isinstance(one, dict) or type(one.get("id")) is not int or not isinstance(one.get("name"), str):
+            raise DataError(f"{path}: the category {one!r} has no number (id) and name")
+        if one["id"] in found:
+            raise DataError(f"{path}: two categories have the number {one['id']}: {found[one['id']]} and {one['name']}")
+        found[one["id"]] = one["name"]
+    if not found:
+        raise DataError(f"{path} has no categories, so it does not say what the objects are")
+    return dict(sorted(found.items()))
+
+
+def _pictures(
+    path: Path, values: Mapping[str, Any], categories: Mapping[int, str], pictures: Pictures, split: Split
+) -> AnnotatedPictures:
+    """Return the pictures and objects of a file."""
+    result = AnnotatedPictures()
+    near = path.parent.relative_to(pictures.root).as_posix() if path.parent != pictures.root else ""
+    rows: dict[Any, int] = {}
+    missing: list[str] = []
+    known = set()
+    for one in values["images"]:
+        if not isinstance(one, dict) or "id" not in one or not isinstance(one.get("file_name"), str):
+            raise DataError(f"{path}: the image {one!r} has no number (id) and file_name")
+        if one["id"] in known:
+            raise DataError(f"{path}: two images have the number {one['id']}; give each image its own")
+        known.add(one["id"])
+        key = pictures.find(one["file_name"], near, split)
+        if key is None:
+            missing.append(one["file_name"])
+            continue
+        rows[one["id"]] = len(result.keys)
+        result.keys.append(key)
+        result.ids.append(one["id"])
+        height, width = one.get("height"), one.get("width")
+        if not (isinstance(height, int | float) and isinstance(width, int | float) and height >= 1 and width >= 1):
+            raise DataError(f"{path}: the image {one['file_name']} has no height and width; state both in pixels")
+        result.sizes.append((int(height), int(width)))
+    if len(set(result.keys)) < len(result.keys):
+        twice = [key for key, count in Counter(result.keys).items() if count > 1]
+        raise DataError(f"{path}: several images are the same picture: {listed(twice, 4)}; state each picture once")
+    result.faults += missing_pictures(str(path), missing)
+    places = {number: place for place, number in enumerate(categories)}
+    strange: list[str] = []
+    with_keypoints = 0
+    for number, one in enumerate(values["annotations"]):
+        if not isinstance(one, dict):
+            raise DataError(f"{path}: annotation {number} is not an object with fields")
+        where = f"{path.name}, annotation {one.get('id', number)}"
+        if "segments_info" in one:
+            raise DataError(f"{path} is a panoptic file; only boxes and the outlines of objects are read")
+        row = rows.get(one.get("image_id"))
+        if row is None:
+            if one.get("image_id") not in known:
+                strange.append(f"{where}: image_id {one.get('image_id')!r}")
+            continue
+        with_keypoints += bool(one.get("keypoints"))
+        result.objects.append(_annotation(path, where, one, row, result.sizes[row], places))
+    if strange:
+        result.faults.append(Fault(
+            "unknown-picture", "error", len(strange),
+            f"{path}: {plural(len(strange), 'annotation')} of images that are not listed: {'; '.join(strange[:5])}",
+            "Training refuses the data. This check leaves these annotations out.",
+            "List these images, or remove the annotations.",
+        ))  # fmt: skip
+    if with_keypoints:
+        result.faults.append(Fault(
+            "keypoints", "note", with_keypoints, f"{path}: the keypoints of {plural(with_keypoints, 'object')} are not "
+            "read", "Only boxes and outlines are learned.", "Nothing needs to be done.",
+        ))  # fmt: skip
+    return result
+
+
+def _annotation(
+    path: Path, where: str, one: Mapping[str, Any], row: int, size: tuple[int, int], places: Mapping[int, int]
+) -> Annotation:
+    height, width = size
+    outline = _outline(path, where, one.get("segmentation"), size)
+    box = one.get("bbox")
+    if isinstance(box, list) and len(box) == 5:
+        raise DataError(f"{where}: the box has five numbers, so it is rotated; only upright boxes are read")
+    if not box and outline is not None:
+        left, top, right, bottom = _around(outline)
+    else:
+        x, y, across, down = _four(box)
+        left, top, right, bottom = x / width, y / height, (x + across) / width, (y + down) / height
+    area = one.get("area")
+    is_stated = isinstance(area, int | float) and math.isfinite(area) and area > 0
+    category = one.get("category_id")
+    return Annotation(
+        row,
+        places.get(category, -1) if type(category) is int else -1,
+        (left, top, right, bottom),
+        where,
+        bool(one.get("iscrowd", 0)),
+        float(area) / (width * height) if is_stated and area is not None else math.nan,
+        outline,
+    )
+
+
+def _four(box: Any) -> tuple[float, float, float, float]:
+    """Return the four numbers of a box, or NaN if it does not have them."""
+    if isinstance(box, list) and len(box) == 4 and all(type(one) in (int, float) for one in box):
+        return float(box[0]), float(box[1]), float(box[2]), float(box[3])
+    return math.nan, math.nan, math.nan, math.nan
+
+
+def _outline(path: Path, where: str, value: Any, size: tuple[int, int]) -> Outline | None:
+    """Return the outline of an object: polygons in pixels, run lengths, or none."""
+    if not value:
+        return None
+    if isinstance(value, dict) and isinstance(value.get("size"), list) and "counts" in value:
+        if tuple(value["size"]) != size:
+            raise DataError(
+                f"{where}: the run lengths are of {value['size']} pixels (height, width), and the image has "
+                f"{list(size)}; both must have the same size"
+            )
+        counts = value["counts"]
+        return Runs(size, counts.encode()) if isinstance(counts, str) else Runs.from_lengths(size, counts)
+    if isinstance(value, list) and all(
+        isinstance(part, list) and len(part) % 2 == 0 and all(type(one) in (int, float) for one in part)
+        for part in value
+    ):
+        polygons = [np.array(part, np.float64).reshape(-1, 2) / size[::-1] for part in value if len(part) >= 6]
+        return tuple(polygons) or None
+    raise DataError(f"{where} of {path}: the segmentation is neither polygons [[x, y, ...], ...] nor run lengths")
+
+
+def _around(outline: Outline) -> tuple[float, float, float, float]:
+    """Return the smallest box around an outline."""
+    if isinstance(outline, Runs):
+        rows, columns = (np.flatnonzero(outline.mask().any(axis=axis)) for axis in (1, 0))
+        if not len(rows):
+            return 0.0, 0.0, 0.0, 0.0
+        height, width = outline.size
+        return columns[0] / width, rows[0] / height, (columns[-1] + 1) / width, (rows[-1] + 1) / height
+    corners = np.concatenate(outline)
+    (left, top), (right, bottom) = corners.min(axis=0).tolist(), corners.max(axis=0).tolist()
+    return left, top, right, bottom

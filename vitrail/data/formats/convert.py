@@ -1,0 +1,317 @@
+"""Data with boxes or masks, written in the format of COCO, YOLO or Pascal VOC, or as masks.
+
+Pictures are copied byte for byte. What a format cannot express is counted, and never left out in silence.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+from xml.etree import ElementTree
+
+import numpy as np
+from PIL import Image
+
+from vitrail.data.formats.masks import MOST_CLASSES
+from vitrail.data.formats.pack import encoded
+from vitrail.data.objects import IGNORED, Mask, Objects, Runs
+from vitrail.data.pixels.decode import image_size_of
+from vitrail.data.source import Samples, Source, samples_of
+from vitrail.data.splits import Split, Splits
+from vitrail.errors import DataError, UndecodableImage, listed, plural
+from vitrail.files import check_new_folder, replacing_folder
+
+AnnotationFormat = Literal["coco", "yolo", "voc", "masks"]
+
+NAMES: dict[str, str] = {"train": "train", "validation": "val", "test": "test"}
+"""Names of the splits in folders and files."""
+
+BACKGROUND = "background"
+"""Class of the pixels outside of all objects, if boxes become masks."""
+
+
+def convert(
+    splits: Splits, destination: Path, to: AnnotationFormat, progress: Callable[[int], None] = lambda done: None
+) -> tuple[str, ...]:
+    """Write all splits into a new folder, and return notes on what the format cannot express.
+
+    A class in a mask becomes one object, because a mask does not separate objects. Raise `DataError` if the data has
+    neither boxes nor masks, or if a picture cannot be read, and `DestinationError` if the folder is not empty.
+    """
+    if splits.target_kind not in ("boxes", "mask"):
+        raise DataError(f"{splits.title} has neither boxes nor masks, so it cannot be written as {to}; leave out --to")
+    check_new_folder(destination, (), overwrite=False)
+    named: dict[Split, Source | None] = {"train": splits.train, "validation": splits.validation, "test": splits.test}
+    sources = {
+        NAMES[split]: samples_of(source) for split, source in named.items() if source is not None and len(source)
+    }
+    with replacing_folder("the data", destination, ()) as folder:
+        writer = WRITERS[to](folder, sources)
+        done = 0
+        for split, source in sources.items():
+            stems = _stems(source)
+            for index in range(len(source)):
+                sample = source[index]
+                data, suffix = encoded(sample)
+                try:
+                    size = image_size_of(sample.image)
+                    if isinstance(sample.target, Objects):
+                        sample.target.check_size(size)
+                    target = writer.fitting(sample.target, size)
+                except UndecodableImage as error:
+                    raise DataError(f"{sample.key} of {splits.title}: {error}") from error
+                path = folder / writer.pictures(split) / f"{stems[index]}.{suffix}"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+                writer.write(split, path, size, target, source, index)
+                done += 1
+                progress(done)
+        writer.finish()
+    return tuple(f"{plural(count, noun)} {text}" for (noun, text), count in writer.lost.items())
+
+
+def _stems(source: Samples) -> list[str]:
+    """Return a name for each picture without its suffix. Pictures of different folders keep these in their names."""
+    keys = [Path(source.key(index)) for index in range(len(source))]
+    counts = Counter(key.stem for key in keys)
+    return [key.stem if counts[key.stem] == 1 else "_".join(key.with_suffix("").parts) for key in keys]
+
+
+class _Writer:
+    """Writes the annotations of one picture after another."""
+
+    def __init__(self, folder: Path, sources: Mapping[str, Samples]) -> None:
+        self.folder = folder
+        self.names = next(iter(sources.values())).classes
+        self.splits = tuple(sources)
+        self.lost: Counter[tuple[str, str]] = Counter()
+        """How many things of a kind could not be expressed, by a noun and the rest of a sentence."""
+        self.begin(sources)
+
+    def begin(self, sources: Mapping[str, Samples]) -> None:
+        """Prepare for all splits."""
+
+    def pictures(self, split: str) -> str:
+        """Return the folder of the pictures of a split."""
+        return f"images/{split}"
+
+    def fitting(self, target: Any, size: tuple[int, int]) -> Any:
+        """Return a target in the form that the format expresses."""
+        return objects_of_mask(target, size) if isinstance(target, Mask) else target
+
+    def write(self, split: str, path: Path, size: tuple[int, int], target: Any, source: Samples, index: int) -> None:
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Write what belongs to all pictures."""
+
+    def without_crowds(self, target: Objects) -> Objects:
+        """Return the objects that are not crowds, which only COCO can express."""
+        if target.crowd.any():
+            self.lost["box", "around many objects (a crowd), which only COCO can express, left out"] += int(
+                target.crowd.sum()
+            )
+        kept = np.flatnonzero(~target.crowd)
+        outlines = tuple(target.outlines[row] for row in kept) if target.outlines else ()
+        return replace(
+            target, labels=target.labels[kept], boxes=target.boxes[kept], crowd=target.crowd[kept],
+            areas=target.areas[kept], outlines=outlines,
+        )  # fmt: skip
+
+
+def objects_of_mask(mask: Mask, size: tuple[int, int]) -> Objects:
+    """Return one object for each class in a mask, with the pixels of the class as its outline."""
+    indices = mask.indices(size)
+    labels = [int(label) for label in np.unique(indices) if label != IGNORED]
+    boxes, outlines = [], []
+    for label in labels:
+        pixels = indices == label
+        rows, columns = np.flatnonzero(pixels.any(axis=1)), np.flatnonzero(pixels.any(axis=0))
+        boxes.append((columns[0] / size[1], rows[0] / size[0], (columns[-1] + 1) / size[1], (rows[-1] + 1) / size[0]))
+        outlines.append(Runs.of(pixels))
+    areas = np.array([float((indices == label).mean()) for label in labels], np.float64)
+    return Objects.of(labels, boxes, areas=areas, outlines=tuple(outlines), size=size)
+
+
+class CocoWriter(_Writer):
+    """Writes `annotations/instances_SPLIT.json` and `images/SPLIT`. Numbers of categories and pictures are kept."""
+
+    def begin(self, sources: Mapping[str, Samples]) -> None:
+        ids = next(iter(sources.values())).targets.ids or tuple(range(1, len(self.names) + 1))
+        self.ids = ids
+        categories = [{"id": number, "name": name} for number, name in zip(ids, self.names, strict=True)]
+        self.files: dict[str, dict[str, list[Any]]] = {
+            split: {"images": [], "annotations": [], "categories": categories} for split in sources
+        }
+
+    def write(self, split: str, path: Path, size: tuple[int, int], target: Any, source: Samples, index: int) -> None:
+        file = self.files[split]
+        height, width = size
+        number = image_id(source, index)
+        file["images"].append({"id": number, "file_name": path.name, "height": height, "width": width})
+        for row, label in enumerate(target.labels.tolist()):
+            left, top, right, bottom = (target.boxes[row] * (width, height, width, height)).tolist()
+            area = target.areas[row] * width * height
+            one: dict[str, Any] = {
+                "id": len(file["annotations"]) + 1,
+                "image_id": number,
+                "category_id": self.ids[label],
+                "bbox": [_short(left), _short(top), _short(right - left), _short(bottom - top)],
+                "area": _short((right - left) * (bottom - top) if math.isnan(area) else area),
+                "iscrowd": int(target.crowd[row]),
+            }
+            outline = target.outlines[row] if target.outlines else None
+            if isinstance(outline, Runs):
+                one["segmentation"] = {"size": list(outline.size), "counts": outline.counts.decode()}
+            elif outline is not None:
+                one["segmentation"] = [[_short(x) for x in (part * (width, height)).ravel()] for part in outline]
+            file["annotations"].append(one)
+
+    def finish(self) -> None:
+        (self.folder / "annotations").mkdir()
+        for split, values in self.files.items():
+            path = self.folder / "annotations" / f"instances_{split}.json"
+            path.write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
+
+
+def image_id(source: Samples, index: int) -> int | str:
+    """Return the number or the name that the data gives a picture, or its position, counted from 1."""
+    part, place = source.place(index)
+    ids = getattr(source.readers[part], "ids", ())
+    return ids[place] if ids else index + 1
+
+
+def _short(value: float) -> float:
+    """Return a number of pixels without the digits that are rounding."""
+    return round(float(value), 4)
+
+
+class YoloWriter(_Writer):
+    """Writes `images/SPLIT`, `labels/SPLIT` and `data.yaml`."""
+
+    def begin(self, sources: Mapping[str, Samples]) -> None:
+        import yaml  # type: ignore[import-untyped]
+
+        described = {**{split: f"images/{split}" for split in sources}, "names": dict(enumerate(self.names))}
+        text = yaml.safe_dump(described, sort_keys=False, allow_unicode=True)
+        (self.folder / "data.yaml").write_text(text, encoding="utf-8")
+
+    def write(self, split: str, path: Path, size: tuple[int, int], target: Any, source: Samples, index: int) -> None:
+        target = self.without_crowds(target)
+        lines = []
+        for row, label in enumerate(target.labels.tolist()):
+            outline = target.outlines[row] if target.outlines else None
+            if isinstance(outline, Runs):
+                self.lost["outline", "of pixels instead of polygons, of which YOLO gets the boxes"] += 1
+            elif outline is not None and len(outline) > 1:
+                self.lost["outline", "of several polygons, of which YOLO gets the boxes"] += 1
+            if isinstance(outline, tuple) and len(outline) == 1:
+                numbers = outline[0].ravel().tolist()
+            else:
+                left, top, right, bottom = target.boxes[row].tolist()
+                numbers = [(left + right) / 2, (top + bottom) / 2, right - left, bottom - top]
+            lines.append(" ".join([str(label), *(f"{number:.8g}" for number in numbers)]) + "\n")
+        place = self.folder / "labels" / split / f"{path.stem}.txt"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text("".join(lines), encoding="utf-8")
+
+
+class VocWriter(_Writer):
+    """Writes `JPEGImages`, `Annotations` and `ImageSets/Main`."""
+
+    def begin(self, sources: Mapping[str, Samples]) -> None:
+        stems = [stem for source in sources.values() for stem in _stems(source)]
+        if twice := [stem for stem, count in Counter(stems).items() if count > 1]:
+            raise DataError(
+                f"pictures of several splits have the same names, which VOC cannot express: {listed(twice, 4)}; rename "
+                "them"
+            )
+        self.lists: dict[str, list[str]] = {split: [] for split in sources}
+        (self.folder / "Annotations").mkdir()
+
+    def pictures(self, split: str) -> str:
+        return "JPEGImages"
+
+    def write(self, split: str, path: Path, size: tuple[int, int], target: Any, source: Samples, index: int) -> None:
+        target = self.without_crowds(target)
+        self.lists[split].append(path.stem)
+        root = ElementTree.Element("annotation")
+        _add(root, "filename", path.name)
+        place = ElementTree.SubElement(root, "size")
+        for name, value in (("width", size[1]), ("height", size[0]), ("depth", 3)):
+            _add(place, name, str(value))
+        for row, label in enumerate(target.labels.tolist()):
+            one = ElementTree.SubElement(root, "object")
+            _add(one, "name", self.names[label])
+            for name in ("truncated", "difficult"):
+                _add(one, name, "0")
+            box = ElementTree.SubElement(one, "bndbox")
+            sides = (target.boxes[row] * np.tile(size[::-1], 2)).tolist()
+            for name, value in zip(("xmin", "ymin", "xmax", "ymax"), sides, strict=True):
+                _add(box, name, f"{_short(value):g}")
+            if target.outlines and target.outlines[row] is not None:
+                self.lost["outline", "which VOC's boxes cannot express, left out"] += 1
+        ElementTree.indent(root)
+        ElementTree.ElementTree(root).write(self.folder / "Annotations" / f"{path.stem}.xml", encoding="utf-8")
+
+    def finish(self) -> None:
+        lists = self.folder / "ImageSets" / "Main"
+        lists.mkdir(parents=True)
+        for split, stems in self.lists.items():
+            (lists / f"{split}.txt").write_text("".join(f"{stem}\n" for stem in stems), encoding="utf-8")
+
+
+def _add(parent: ElementTree.Element, name: str, text: str) -> None:
+    ElementTree.SubElement(parent, name).text = text
+
+
+class MaskWriter(_Writer):
+    """Writes `images/SPLIT`, `masks/SPLIT` and `classes.txt`. Pixels outside of all objects are of the class
+    background, and a smaller object covers a larger one."""
+
+    def begin(self, sources: Mapping[str, Samples]) -> None:
+        kinds = {source.target_kind for source in sources.values()}
+        self.first = int("boxes" in kinds)
+        names = [BACKGROUND] * self.first + list(self.names)
+        if len(set(names)) < len(names) or len(names) > MOST_CLASSES:
+            raise DataError(f"{plural(len(names), 'class')} with {BACKGROUND} cannot be written as masks; rename them")
+        (self.folder / "classes.txt").write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
+
+    def fitting(self, target: Any, size: tuple[int, int]) -> Any:
+        if isinstance(target, Mask):
+            return target.indices(size)
+        found = np.zeros(size, np.uint8)
+        found[_any(target, target.crowd, size)] = IGNORED
+        areas = (target.boxes[:, 2:] - target.boxes[:, :2]).prod(axis=1)
+        for row in np.argsort(-areas, kind="stable").tolist():
+            if not target.crowd[row]:
+                found[target.mask(row, size)] = int(target.labels[row]) + self.first
+                if not (target.outlines and target.outlines[row] is not None):
+                    self.lost["object", "without an outline, drawn as a box"] += 1
+        return found
+
+    def write(self, split: str, path: Path, size: tuple[int, int], target: Any, source: Samples, index: int) -> None:
+        place = self.folder / "masks" / split / f"{path.stem}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(target).save(place)
+
+
+def _any(target: Objects, chosen: Any, size: tuple[int, int]) -> Any:
+    """Return the pixels of some objects."""
+    found = np.zeros(size, np.bool_)
+    for row in np.flatnonzero(chosen).tolist():
+        found |= target.mask(row, size)
+    return found
+
+
+WRITERS: dict[AnnotationFormat, type[_Writer]] = {
+    "coco": CocoWriter,
+    "yolo": YoloWriter,
+    "voc": VocWriter,
+    "masks": MaskWriter,
+}

@@ -1,0 +1,196 @@
+"""Masks: a PNG for each picture, with the number of a class in each pixel, or with a colour for each class.
+
+    images/train/1.jpg    masks/train/1.png    classes.txt
+
+Line n of classes.txt, from 0, is the name of the class n. Lines with a colour ("road 128 64 128") make the masks those
+of colours. The value 255 has no class; another one is chosen with --ignore-label.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import UInt8
+from PIL import Image
+
+from vitrail.data.formats.annotated import Pictures, divided, missing_pictures, unlisted_pictures
+from vitrail.data.objects import IGNORED, Mask
+from vitrail.data.source import Samples, file_samples
+from vitrail.data.splits import SPLITS, Split, SplitNames, Splits, split_of, splits_from
+from vitrail.data.targets import Targets, check_names, class_name
+from vitrail.errors import DataError, UndecodableImage, listed, plural
+
+FOLDERS = ("masks", "mask", "segmentationclass", "annotations", "labels", "gtfine", "gt")
+"""Names of folders with masks, in lower case."""
+
+COLOUR = re.compile(r"(?P<name>.*?)[\s,:;#(]+(?P<red>\d{1,3})[\s,]+(?P<green>\d{1,3})[\s,]+(?P<blue>\d{1,3})\)?\s*")
+
+NO_CLASS = frozenset({"unlabelled", "unlabeled", "ignore", "ignored", "void"})
+"""Names, in lower case, of what is not a class. Pixels with it are ignored, unless --ignore-label says otherwise."""
+
+MOST_CLASSES = 255
+
+
+def holds_masks(root: Path) -> bool:
+    """Return True for a folder with a folder of masks beside one of pictures."""
+    return root.is_dir() and _mask_folder(root) is not None
+
+
+def _mask_folder(root: Path) -> Path | None:
+    for name in FOLDERS:
+        for folder in sorted(root.iterdir()):
+            if folder.is_dir() and folder.name.lower() == name and next(folder.rglob("*.png"), None) is not None:
+                return folder
+    return None
+
+
+def open_masks(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | None, ignored: str | None) -> Splits:
+    """Return the splits of pictures with masks. `ignored` is the value or the name without a class, "none" for no such
+    value, or None for 255. Raise `DataError` if the masks and their classes cannot be read."""
+    title = f"data {str(root)!r}"
+    folder = _mask_folder(root)
+    assert folder is not None
+    pictures = Pictures(root)
+    inside = f"{folder.name}/"
+    masks = [key for key in pictures.inodes if key.startswith(inside) and key.lower().endswith(".png")]
+    of_picture: dict[str, str] = {}
+    missing = []
+    for name in masks:
+        place = name.removeprefix(inside)
+        stem = os.path.splitext(place)[0]  # noqa: PTH122 (thousands of names)
+        key = pictures.find(place.rpartition("/")[2].removesuffix(".png"), _beside(pictures, stem), split_of(name))
+        if key is None or key.startswith(inside):
+            missing.append(name)
+        elif key in of_picture:
+            raise DataError(f"{title}: the masks {of_picture[key]} and {name} both belong to {key}; keep one of them")
+        else:
+            of_picture[key] = name
+    names, colours = _classes(root, folder)
+    skipped, notes = _ignored(title, names, ignored)
+    kept = [name for place, name in enumerate(names) if place not in skipped]
+    places = [-1 if place in skipped else kept.index(name) for place, name in enumerate(names)]
+    lists = sorted(root.glob("ImageSets/Segmentation/*.txt"))
+    splits, more = divided(pictures, sorted(of_picture), chosen, lists)
+    sources: dict[Split, Samples] = {}
+    for split, keys in splits.items():
+        found = [
+            Mask(of_picture[key], functools.partial(read_mask, root / of_picture[key], colours), tuple(places))
+            for key in keys
+        ]
+        targets = Targets.of(found, "mask", tuple(kept))
+        if known is not None and set(kept) == set(known):
+            targets = targets.renumbered([known.index(name) for name in kept], known)
+        sources[split] = file_samples(root, keys, [pictures.inodes[key] for key in keys], targets)
+    unlisted = sorted(set(pictures.inodes) - set(of_picture) - set(masks))
+    faults = [
+        *missing_pictures(f"{title}: masks", missing),
+        *unlisted_pictures(title, unlisted, f"no mask in {inside} has their name"),
+    ]
+    if not sources or not any(map(len, sources.values())):
+        raise DataError("\n".join([f"{title} has no picture with a mask", *(fault.text for fault in faults)]))
+    return splits_from({split: sources[split] for split in SPLITS if split in sources}, (*notes, *more), faults)
+
+
+def _beside(pictures: Pictures, stem: str) -> str:
+    """Return the folder of pictures that is divided like the masks, such as images/train for masks/train."""
+    folder = stem.rpartition("/")[0]
+    names = ("images", "image", "imgs", "jpegimages", "leftimg8bit")
+    tops = {key.split("/")[0] for key in pictures.inodes if key.split("/")[0].lower() in names}
+    return "/".join([*sorted(tops)[:1], *([folder] if folder else [])])
+
+
+def _classes(root: Path, folder: Path) -> tuple[list[str], tuple[tuple[int, int, int], ...]]:
+    """Return the names of the classes, and their colours, or () if masks hold numbers."""
+    places = [root / "classes.txt", folder / "classes.txt", root / "labels.txt"]
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        raise DataError(
+            f"{root} has masks but no names of classes; add a classes.txt with the name of a class on each line, in "
+            "the order of the numbers in the masks, from 0"
+        )
+    lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    matches = [COLOUR.fullmatch(line) for line in lines]
+    colours: list[tuple[int, int, int]] = []
+    if lines and all(matches):
+        colours = [(int(m["red"]), int(m["green"]), int(m["blue"])) for m in matches if m is not None]
+        lines = [match["name"] for match in matches if match is not None]
+        if len(set(colours)) < len(colours) or any(max(colour) > 255 for colour in colours):
+            raise DataError(f"{path}: the colours are not different numbers from 0 to 255; correct them")
+    elif any(matches):
+        raise DataError(f"{path}: some lines have a colour and others have none; give every class a colour, or none")
+    names = [class_name(line) for line in lines]
+    check_names(str(path), names)
+    if len(set(names)) < len(names):
+        twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+        raise DataError(f"{path}: several classes are called {listed(twice)}; give each a name of its own")
+    if not 0 < len(names) <= MOST_CLASSES:
+        raise DataError(f"{path} has {plural(len(names), 'name')}; a mask has 1 to {MOST_CLASSES} classes")
+    return names, tuple(colours)
+
+
+def _ignored(title: str, names: Sequence[str], ignored: str | None) -> tuple[set[int], tuple[str, ...]]:
+    """Return the values of masks that have no class, and a note if a name decides about it."""
+    if ignored is None:
+        found = {place for place, name in enumerate(names) if name.lower() in NO_CLASS}
+        notes = tuple(
+            f"{title}: pixels of {names[place]!r} ({place}) have no class, so they are neither learned nor measured; "
+            "to learn it as a class, add --ignore-label none"
+            for place in sorted(found)
+        )
+        return found, notes
+    if ignored == "none" or ignored == str(IGNORED):
+        return set(), ()
+    if ignored in names:
+        return {names.index(ignored)}, ()
+    if ignored.isdecimal() and int(ignored) < len(names):
+        return {int(ignored)}, ()
+    raise DataError(
+        f"{title}: --ignore-label {ignored} is neither a value from 0 to {len(names) - 1} nor the name of a class; the "
+        f"classes are {listed(names, 20)}"
+    )
+
+
+def read_mask(path: Path, colours: tuple[tuple[int, int, int], ...] = ()) -> UInt8[np.ndarray, "h w"]:
+    """Return the values in a mask, or the index of each pixel's colour among `colours`. Raise `UndecodableImage` if the
+    file cannot be read, or holds colours where numbers are expected or the other way round."""
+    try:
+        with Image.open(path) as picture:
+            picture.load()
+            if colours:
+                return _from_colours(path, np.asarray(picture.convert("RGB")), colours)
+            if picture.mode not in ("L", "P", "1", "I", "I;16"):
+                raise UndecodableImage(
+                    f"mask {path} is in colour ({picture.mode}), and numbers of classes are expected; add the colour "
+                    "of each class to classes.txt, such as: road 128 64 128"
+                )
+            values = np.asarray(picture.convert("L") if picture.mode == "1" else picture)
+    except UndecodableImage:
+        raise
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UndecodableImage(f"cannot read mask {path}: {error}") from error
+    if picture.mode == "1":
+        values = (values > 0).astype(np.uint8)
+    if values.max(initial=0) > IGNORED:
+        raise UndecodableImage(f"mask {path} holds the value {values.max()}; the largest is {IGNORED}")
+    return values.astype(np.uint8)
+
+
+def _from_colours(
+    path: Path, pixels: UInt8[np.ndarray, "h w 3"], colours: tuple[tuple[int, int, int], ...]
+) -> UInt8[np.ndarray, "h w"]:
+    codes = pixels.astype(np.int64) @ np.array([1 << 16, 1 << 8, 1])
+    found = np.full(codes.shape, -1, np.int64)
+    for place, (red, green, blue) in enumerate(colours):
+        found[codes == (red << 16) + (green << 8) + blue] = place
+    if (found < 0).any():
+        row, column = (int(place) for place in np.argwhere(found < 0)[0])
+        raise UndecodableImage(
+            f"mask {path} has the colour {tuple(pixels[row, column].tolist())} at column {column}, row {row}, which no "
+            "class has"
+        )
+    return found.astype(np.uint8)

@@ -1,0 +1,134 @@
+"""Boxes in Pascal VOC's XML: a file for each picture.
+
+    Annotations/1.xml    JPEGImages/1.jpg    ImageSets/Main/train.txt        or    train/1.xml    train/1.jpg
+
+Lists in ImageSets/Main divide the pictures into splits, or else the names of folders do. Coordinates are used as they
+are: 0 is the left or upper edge of the picture, as labelling programs of today write it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+from vitrail.data.faults import Fault
+from vitrail.data.formats.annotated import (
+    AnnotatedPictures,
+    Annotation,
+    Pictures,
+    divided,
+    holds_masks,
+    missing_pictures,
+    object_splits,
+    unlisted_pictures,
+)
+from vitrail.data.splits import SplitNames, Splits, split_of
+from vitrail.errors import DataError, plural
+
+FOLDERS = ("annotations", "annotation", "xml", "labels")
+SIDES = ("xmin", "ymin", "xmax", "ymax")
+
+
+def holds_voc(root: Path) -> bool:
+    """Return True for a folder with annotations in XML, in it or in the folders in it."""
+    if not root.is_dir():
+        return False
+    places = [root, *(place for place in sorted(root.iterdir()) if place.is_dir() and not place.name.startswith("."))]
+    return any(next(place.glob("*.xml"), None) is not None for place in places)
+
+
+def open_voc(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | None) -> Splits:
+    """Return the splits of pictures with XML files. Raise `DataError` if a file cannot be read."""
+    folder = root.parent if root.name.lower() in FOLDERS else root
+    title = f"data {str(root)!r}"
+    pictures = Pictures(folder)
+    files = [name for name in pictures.others if name.lower().endswith(".xml")]
+    read = {name: one for name in files if (one := _read(folder / name)) is not None}
+    of_picture: dict[str, str] = {}
+    missing = []
+    for name, one in read.items():
+        stem = name.rpartition("/")[2][:-4]
+        key = pictures.find(stem, name.rpartition("/")[0], split_of(name))
+        key = key or pictures.find(one.findtext("filename", ""), name.rpartition("/")[0], split_of(name))
+        if key is None:
+            missing.append(name)
+        elif key in of_picture:
+            raise DataError(f"{title}: {of_picture[key]} and {name} both belong to the picture {key}; keep one of them")
+        else:
+            of_picture[key] = name
+    lists = sorted(folder.glob("ImageSets/Main/*.txt")) or sorted(folder.glob("ImageSets/*.txt"))
+    splits, notes = divided(pictures, sorted(of_picture), chosen, lists)
+    names = sorted({one.findtext("name", "").strip() for tree in read.values() for one in tree.iter("object")})
+    found = {
+        split: _pictures(folder, [(key, of_picture[key]) for key in keys], read, names)
+        for split, keys in splits.items()
+    }
+    unlisted = sorted(key for key in pictures.inodes if key not in of_picture and not holds_masks(key))
+    first = next(iter(found.values()))
+    first.faults += missing_pictures(f"{title}: annotations in XML", missing)
+    first.faults += unlisted_pictures(title, unlisted, "no XML file belongs to them")
+    return object_splits(title, pictures, found, names, known, notes=notes)
+
+
+def _read(path: Path) -> ElementTree.Element | None:
+    """Return the root of an annotation, or None if the file is another kind of XML."""
+    try:
+        root = ElementTree.parse(path).getroot()
+    except (OSError, ElementTree.ParseError, ValueError, LookupError) as error:
+        raise DataError(f"{path} is not valid XML: {error}") from error
+    return root if root.tag == "annotation" else None
+
+
+def _pictures(
+    folder: Path, pairs: Sequence[tuple[str, str]], read: dict[str, ElementTree.Element], names: Sequence[str]
+) -> AnnotatedPictures:
+    result = AnnotatedPictures()
+    difficult = 0
+    for key, name in pairs:
+        tree = read[name]
+        height, width = (_number(tree.findtext(f"size/{side}")) for side in ("height", "width"))
+        if not (height >= 1 and width >= 1):
+            raise DataError(f"{folder / name} does not state the size of its picture; write its width and height")
+        row = len(result.keys)
+        result.keys.append(key)
+        result.sizes.append((int(height), int(width)))
+        for number, one in enumerate(tree.iter("object")):
+            if one.find("robndbox") is not None:
+                raise DataError(f"{folder / name} has rotated boxes (robndbox); only upright boxes are read")
+            left, top, right, bottom = (_number(one.findtext(f"bndbox/{side}")) for side in SIDES)
+            difficult += one.findtext("difficult", "0").strip() == "1"
+            result.objects.append(
+                Annotation(
+                    row,
+                    names.index(one.findtext("name", "").strip()),
+                    (left / width, top / height, right / width, bottom / height),
+                    f"{name}, line {_line(folder / name, number)}" if _is_odd(left, top, right, bottom) else name,
+                )
+            )
+    if difficult:
+        result.faults.append(Fault(
+            "difficult", "note", difficult, f"{folder}: {plural(difficult, 'object')} marked as difficult",
+            "They are learned and counted as all others.", "Nothing needs to be done.",
+        ))  # fmt: skip
+    return result
+
+
+def _number(text: str | None) -> float:
+    try:
+        return float(text or "")
+    except ValueError:
+        return math.nan
+
+
+def _is_odd(left: float, top: float, right: float, bottom: float) -> bool:
+    return not (0 <= left < right and 0 <= top < bottom)
+
+
+def _line(path: Path, number: int) -> int:
+    """Return the line on which an object of a file begins."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    starts = [match.start() for match in re.finditer(r"<object\b", text)]
+    return text.count("\n", 0, starts[number]) + 1 if number < len(starts) else 1

@@ -1,0 +1,265 @@
+"""Boxes and polygons in YOLO's text: a file for each picture, and a line for each object.
+
+    images/train/1.jpg    labels/train/1.txt    data.yaml           or    1.jpg    1.txt    classes.txt
+
+A line has the number of the class, from 0, and four numbers (centre x, centre y, width, height) or the corners of a
+polygon (x, y, x, y, ...), all as fractions of the picture. A picture without a file has no objects.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml  # type: ignore[import-untyped]
+
+from vitrail.data.faults import Fault
+from vitrail.data.formats.annotated import (
+    AnnotatedPictures,
+    Annotation,
+    Pictures,
+    divided,
+    holds_masks,
+    object_splits,
+    shown,
+)
+from vitrail.data.splits import SPLITS, Split, SplitNames, Splits, left_out
+from vitrail.errors import DataError, listed, plural
+
+NAMES = ("classes.txt", "obj.names", "_darknet.labels", "labels.txt")
+"""Files with the name of a class on each line."""
+
+LINE = re.compile(r"\s*\d+(\.0*)?(\s+-?[\d.]+(e-?\d+)?){4,}\s*", re.I)
+
+
+def holds_yolo(root: Path) -> bool:
+    """Return True for YOLO's description of data, and for a folder with one, or with labels in text."""
+    if root.is_file():
+        return root.suffix.lower() in (".yaml", ".yml") and bool(_described(root))
+    return root.is_dir() and (_description(root) is not None or next(_label_files(root), None) is not None)
+
+
+def _description(root: Path) -> Path | None:
+    """Return the file in a folder that describes the data. Raise `DataError` if there are several."""
+    found = [path for pattern in ("*.yaml", "*.yml") for path in sorted(root.glob(pattern)) if _described(path)]
+    if len(found) > 1:
+        raise DataError(f"{root} has several descriptions of YOLO data: {listed([p.name for p in found])}; name one")
+    return found[0] if found else None
+
+
+def _described(path: Path) -> dict[str, Any]:
+    """Return the content of a description, or nothing if the file is another kind of YAML."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return {}
+    is_one = isinstance(values, dict) and "names" in values and bool({"train", "val", "test", "nc"} & values.keys())
+    return values if is_one else {}
+
+
+def _label_files(root: Path) -> Iterator[Path]:
+    """Yield text files with labels, in a folder of labels or beside pictures with a list of classes."""
+    folders = [root, *(place for place in sorted(root.iterdir()) if place.is_dir())]
+    for folder in folders:
+        named = folder.name.lower() in ("labels", "label") or any((folder / name).is_file() for name in NAMES)
+        for path in [*folder.glob("*.txt"), *folder.glob("*/*.txt"), *folder.glob("labels/*.txt")] if named else ():
+            if path.name not in NAMES and _begins_with_labels(path):
+                yield path
+
+
+def _begins_with_labels(path: Path) -> bool:
+    try:
+        with path.open(encoding="utf-8") as file:
+            return LINE.fullmatch(file.readline(1 << 16)) is not None
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def open_yolo(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | None) -> Splits:
+    """Return the splits of pictures with YOLO's labels. Raise `DataError` if they cannot be read."""
+    description = root if root.is_file() else _description(root)
+    folder = root.parent if root.is_file() else root
+    title = f"data {str(root)!r}"
+    values = _described(description) if description is not None else {}
+    if "kpt_shape" in values:
+        raise DataError(f"{description} describes keypoints (kpt_shape); only boxes and polygons are read")
+    pictures = Pictures(folder)
+    names = _class_names(folder, description, values, pictures.others)
+    splits, notes = _splits(folder, description, values, pictures, chosen)
+    texts = {name for name in pictures.others if name.lower().endswith(".txt")}
+    found = {split: _pictures(folder, keys, texts, len(names)) for split, keys in splits.items()}
+    counts = [found_one for one in found.values() for found_one in one.objects]
+    if counts and all(item.outline is not None and len(item.outline[0]) == 4 for item in counts):  # type: ignore[index]
+        raise DataError(
+            f"{title}: every line has the four corners of a rotated box; only upright boxes and polygons are read"
+        )
+    first = next(iter(found.values()))
+    first.faults += _beyond(title, list(found.values()), names)
+    first.faults += _alone(folder, pictures, texts)
+    return object_splits(title, pictures, found, names, known, notes=notes)
+
+
+def _class_names(folder: Path, description: Path | None, values: Mapping[str, Any], others: Sequence[str]) -> list[str]:
+    names = values.get("names")
+    if isinstance(names, dict):
+        if sorted(names) != list(range(len(names))):
+            raise DataError(f"{description}: the numbers of the names {sorted(names)} are not 0, 1, 2 and so on")
+        names = [names[number] for number in range(len(names))]
+    if names is None:
+        lists = [name for name in others if name.rpartition("/")[2].lower() in NAMES]
+        if not lists:
+            raise DataError(
+                f"{folder} has YOLO's labels but no names of classes; add a classes.txt with a name on each line, or a "
+                "data.yaml"
+            )
+        names = (folder / lists[0]).read_text(encoding="utf-8-sig").splitlines()
+        names = [name.strip() for name in names if name.strip()]
+    if not isinstance(names, list) or not names:
+        raise DataError(f"{description or folder}: names are a list of the names of the classes, and not {names!r}")
+    if "nc" in values and values["nc"] != len(names):
+        raise DataError(f"{description} has {len(names)} names, but states nc: {values['nc']}; correct one of them")
+    return [str(name) for name in names]
+
+
+def _splits(
+    folder: Path,
+    description: Path | None,
+    values: Mapping[str, Any],
+    pictures: Pictures,
+    chosen: SplitNames | None,
+) -> tuple[dict[Split, list[str]], tuple[str, ...]]:
+    """Return the pictures of each split, and notes."""
+    keys = [key for key in pictures.inodes if not holds_masks(key)]
+    if description is not None and chosen is None:
+        stated = {"train": values.get("train"), "validation": values.get("val"), "test": values.get("test")}
+        found: dict[Split, list[str]] = {}
+        for split in SPLITS:
+            value = stated[split]
+            entries = value if isinstance(value, list) else [value] if value else []
+            some = [key for entry in entries for key in _entry(folder, description, values, pictures, keys, str(entry))]
+            if some:
+                found[split] = list(dict.fromkeys(some))
+        return found, left_out(str(folder), sorted(set(keys) - {key for some in found.values() for key in some}))
+    return divided(pictures, keys, chosen)
+
+
+def _entry(
+    folder: Path, description: Path, values: Mapping[str, Any], pictures: Pictures, keys: Sequence[str], entry: str
+) -> list[str]:
+    """Return the pictures of an entry of a description: a folder, or a list of pictures in a file. The description can
+    come from another machine, so the end of a path decides."""
+    base = str(values.get("path", ""))
+    parts = [part for part in f"{base}/{entry}".replace("\\", "/").split("/") if part not in ("", ".", "..")]
+    for first in range(len(parts)):
+        place = "/".join(parts[first:])
+        if (folder / place).is_file() and place.lower().endswith(".txt"):
+            lines = (folder / place).read_text(encoding="utf-8-sig").splitlines()
+            found = {line.strip(): pictures.find(line.strip()) for line in lines if line.strip()}
+            if absent := [line for line, key in found.items() if key is None]:
+                raise DataError(
+                    f"{folder / place} names {plural(len(absent), 'picture')} that cannot be found: {shown(absent)}; "
+                    "add them, or remove their lines"
+                )
+            return [key for key in found.values() if key is not None]
+        if some := [key for key in keys if key.startswith(f"{place}/")]:
+            return some
+    raise DataError(f"{description}: {entry!r} is neither a folder with pictures below {folder} nor a list of pictures")
+
+
+def _label_of(key: str, texts: set[str]) -> str | None:
+    """Return the label file of a picture: in the folder labels instead of images, or else beside the picture."""
+    stem = re.sub(r"\.[^./]*$", ".txt", key)
+    parts = stem.split("/")
+    for place in reversed(range(len(parts) - 1)):
+        if parts[place].lower() in ("images", "image", "imgs", "jpegimages"):
+            for word in ("labels", "label"):
+                if (moved := "/".join([*parts[:place], word, *parts[place + 1 :]])) in texts:
+                    return moved
+    if stem in texts:
+        return stem
+    return moved if (moved := f"labels/{parts[-1]}") in texts else None
+
+
+def _pictures(folder: Path, keys: Sequence[str], texts: set[str], classes: int) -> AnnotatedPictures:
+    result = AnnotatedPictures(list(keys), [(0, 0)] * len(keys))
+    broken: list[str] = []
+    for row, key in enumerate(keys):
+        name = _label_of(key, texts)
+        if name is None:
+            continue
+        for number, line in enumerate(_lines(folder / name), start=1):
+            if not (cells := line.split()):
+                continue
+            where = f"{name}, line {number}"
+            if (found := _annotation(folder / name, row, cells, where, classes)) is None:
+                broken.append(f"{where} ({line.strip()[:60]})")
+            else:
+                result.objects.append(found)
+    if broken:
+        result.faults.append(Fault(
+            "broken-line", "error", len(broken),
+            f"{folder}: {plural(len(broken), 'line')} of labels that cannot be read: {shown(broken)}",
+            "Training refuses the data. This check leaves these lines out.",
+            "Write the number of the class, and then four numbers of a box or the corners of a polygon.",
+        ))  # fmt: skip
+    return result
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+
+
+def _annotation(path: Path, row: int, cells: Sequence[str], where: str, classes: int) -> Annotation | None:
+    """Return the object of a line, or None if the line cannot be read."""
+    try:
+        values = [float(cell) for cell in cells]
+    except ValueError:
+        return None
+    if len(values) == 6:
+        raise DataError(f"{path} has lines of six numbers, which are predictions with a probability and not labels")
+    is_box = len(values) == 5
+    if not (is_box or (len(values) >= 7 and len(values) % 2)) or not values[0].is_integer():
+        return None
+    category = int(values[0]) if 0 <= values[0] < classes else -1
+    where = where if category >= 0 else f"{where} (class {int(values[0])})"
+    if is_box:
+        x, y, width, height = values[1:]
+        return Annotation(row, category, (x - width / 2, y - height / 2, x + width / 2, y + height / 2), where)
+    corners = np.array(values[1:], np.float64).reshape(-1, 2)
+    (left, top), (right, bottom) = corners.min(axis=0).tolist(), corners.max(axis=0).tolist()
+    if not all(map(math.isfinite, values)):
+        left = math.nan
+    return Annotation(row, category, (left, top, right, bottom), where, outline=(corners,))
+
+
+def _beyond(title: str, found: Sequence[AnnotatedPictures], names: Sequence[str]) -> Iterator[Fault]:
+    """Yield a fault that suggests why numbers of classes are beyond the names, if the numbers seem to begin with 1."""
+    unknown = [item.where for one in found for item in one.objects if item.category < 0]
+    numbers = {int(match[1]) for where in unknown if (match := re.search(r"\(class (\d+)\)$", where))}
+    has_first = any(item.category == 0 for one in found for item in one.objects)
+    if numbers == {len(names)} and not has_first:
+        yield Fault(
+            "numbers-from-1", "error", len(unknown),
+            f"{title}: the numbers of classes go from 1 to {len(names)}, and YOLO counts from 0; subtract 1 from all",
+            "Training refuses the data, because every object would get the class after its own.",
+            "Subtract 1 from the number of the class on every line.",
+        )  # fmt: skip
+
+
+def _alone(folder: Path, pictures: Pictures, texts: set[str]) -> Iterator[Fault]:
+    """Yield a fault if label files belong to no picture."""
+    used = {name for key in pictures.inodes if (name := _label_of(key, texts)) is not None}
+    alone = sorted(name for name in texts - used if _begins_with_labels(folder / name))
+    if alone:
+        yield Fault(
+            "labels-without-picture", "warning", len(alone),
+            f"{folder}: {plural(len(alone), 'file')} of labels without a picture of the same name: {shown(alone)}",
+            "These labels are not used.", "Add the pictures, or remove the files.",
+        )  # fmt: skip

@@ -1,0 +1,230 @@
+"""The objects in a picture: their boxes, classes and outlines; and masks, which give every pixel of a picture a class.
+
+Boxes and outlines are fractions of the picture's width and height, so that they do not depend on the size at which a
+picture is decoded. A box is (left, top, right, bottom).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int64, Shaped, UInt8
+from PIL import Image
+
+from vitrail.errors import UndecodableImage
+from vitrail.report.drawing import draw_boxes, draw_mask
+
+Polygon = Float64[np.ndarray, "corners 2"]
+"""The corners (x, y) of a closed line, as fractions of the picture."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The pixels of an object as run lengths, compressed as in COCO: column by column, from the top left."""
+
+    size: tuple[int, int]
+    """Height and width of the picture."""
+    counts: bytes
+
+    def mask(self) -> Bool[np.ndarray, "h w"]:
+        return _coco().decode({"size": list(self.size), "counts": self.counts}).astype(np.bool_)
+
+    @staticmethod
+    def of(mask: Bool[np.ndarray, "h w"]) -> Runs:
+        """Return the run lengths of a mask."""
+        counts = _coco().encode(np.asfortranarray(mask, np.uint8))["counts"]
+        return Runs((mask.shape[0], mask.shape[1]), counts)
+
+    @staticmethod
+    def from_lengths(size: tuple[int, int], lengths: Sequence[int]) -> Runs:
+        """Return run lengths that are a list of numbers, of which the first counts pixels outside of the object."""
+        found = _coco().frPyObjects({"size": list(size), "counts": list(lengths)}, *size)
+        return Runs(size, found["counts"])
+
+
+Outline = tuple[Polygon, ...] | Runs
+"""The outline of an object: polygons, which together cover it, or the pixels themselves."""
+
+
+@dataclass(frozen=True, eq=False)
+class Objects:
+    """The objects in one picture, the target of detection. n can be 0: nothing is in the picture."""
+
+    labels: Int64[np.ndarray, " n"]
+    """The index of the class of each object."""
+    boxes: Float64[np.ndarray, "n 4"]
+    crowd: Bool[np.ndarray, " n"]
+    """True for a box around many objects that were not separated. It is neither learned nor counted as missed."""
+    areas: Float64[np.ndarray, " n"]
+    """Area of each object as a fraction of the picture. NaN if it was not stated: it is then that of the box."""
+    outlines: tuple[Outline | None, ...] = ()
+    """The outline of each object, or () if no object of the data has one."""
+    size: tuple[int, int] = (0, 0)
+    """Height and width of the picture as the annotation states them, or 0 and 0."""
+
+    @staticmethod
+    def of(labels: Sequence[int], boxes: Sequence[Sequence[float | int]], **more: Any) -> Objects:
+        """Return objects with these classes and boxes. None of them is a crowd."""
+        count = len(labels)
+        values = {"crowd": np.zeros(count, np.bool_), "areas": np.full(count, np.nan), **more}
+        return Objects(np.array(labels, np.int64), np.array(boxes, np.float64).reshape(count, 4), **values)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __str__(self) -> str:
+        """Return a text that differs for different objects, for fingerprints of data."""
+        digest = hashlib.sha256(f"{self.size}".encode())
+        for values in (self.labels, self.boxes, self.crowd, self.areas):
+            digest.update(np.ascontiguousarray(values).tobytes())
+        for outline in self.outlines:
+            for part in outline if isinstance(outline, tuple) else () if outline is None else (outline.counts,):
+                digest.update(part if isinstance(part, bytes) else np.ascontiguousarray(part).tobytes())
+        return f"objects {digest.hexdigest()}"
+
+    def check_size(self, size: tuple[int, int]) -> None:
+        """Raise `UndecodableImage` if the picture has another height and width than the annotation states."""
+        if self.size in ((0, 0), size):
+            return
+        turned = ", which is the size before it is turned by its EXIF tag" if self.size == size[::-1] else ""
+        raise UndecodableImage(
+            f"its boxes are of a picture of {self.size[1]} x {self.size[0]} pixels (width x height){turned}, and it "
+            f"has {size[1]} x {size[0]}; correct the annotation"
+        )
+
+    def mask(self, row: int, size: tuple[int, int]) -> Bool[np.ndarray, "h w"]:
+        """Return the mask of an object in a picture of a height and width. Without an outline it is the box."""
+        outline = self.outlines[row] if self.outlines else None
+        if isinstance(outline, Runs):
+            found = Image.fromarray(outline.mask())
+            return np.asarray(found if outline.size == size else found.resize(size[::-1], Image.Resampling.NEAREST))
+        left, top, right, bottom = self.boxes[row].tolist()
+        box = np.array([(left, top), (right, top), (right, bottom), (left, bottom)])
+        return drawn(outline or (box,), size)
+
+
+def drawn(polygons: Sequence[Polygon], size: tuple[int, int]) -> Bool[np.ndarray, "h w"]:
+    """Return the pixels of a picture of a height and width that are in at least one of the polygons, as COCO counts
+    them."""
+    corners = [(polygon * size[::-1]).ravel().tolist() for polygon in polygons]
+    return _coco().decode(_coco().merge(_coco().frPyObjects(corners, *size))).astype(np.bool_)
+
+
+@dataclass(frozen=True, eq=False)
+class ObjectRows:
+    """The columns of the objects of several pictures, one picture after another, and the size of each picture."""
+
+    boxes: Float64[np.ndarray, "m 4"]
+    crowd: Bool[np.ndarray, " m"]
+    areas: Float64[np.ndarray, " m"]
+    sizes: Int64[np.ndarray, "n 2"]
+    outlines: Shaped[np.ndarray, " m"] | None = None
+    """An array of `Outline` or None, or None if no object has an outline."""
+
+    @staticmethod
+    def of(pictures: Sequence[Objects]) -> ObjectRows:
+        """Return the objects of several pictures."""
+        outlines = None
+        if any(one.outlines for one in pictures):
+            found = [outline for one in pictures for outline in one.outlines or (None,) * len(one)]
+            outlines = np.empty(len(found), object)
+            outlines[:] = found
+        return ObjectRows(
+            np.concatenate([np.zeros((0, 4)), *(one.boxes for one in pictures)]),
+            np.concatenate([np.zeros(0, np.bool_), *(one.crowd for one in pictures)]),
+            np.concatenate([np.zeros(0), *(one.areas for one in pictures)]),
+            np.array([one.size for one in pictures], np.int64).reshape(len(pictures), 2),
+            outlines,
+        )
+
+    def objects(self, picture: int, labels: Int64[np.ndarray, " n"], start: int, stop: int) -> Objects:
+        """Return the objects of one picture, which stand from `start` up to `stop`."""
+        part = slice(start, stop)
+        outlines = () if self.outlines is None else tuple(self.outlines[part])
+        height, width = self.sizes[picture].tolist()
+        return Objects(labels, self.boxes[part], self.crowd[part], self.areas[part], outlines, (height, width))
+
+    def taken(self, objects: Int64[np.ndarray, " k"], pictures: Any = slice(None)) -> ObjectRows:
+        """Return some objects, and the sizes of some pictures."""
+        outlines = None if self.outlines is None else self.outlines[objects]
+        return ObjectRows(self.boxes[objects], self.crowd[objects], self.areas[objects], self.sizes[pictures], outlines)
+
+    @staticmethod
+    def joined(parts: Sequence[ObjectRows]) -> ObjectRows:
+        """Return the objects of several data sets, one after another."""
+        outlines = None
+        if any(part.outlines is not None for part in parts):
+            empty = [np.full(len(one.boxes), None, object) if one.outlines is None else one.outlines for one in parts]
+            outlines = np.concatenate(empty)
+        return ObjectRows(
+            np.concatenate([one.boxes for one in parts]),
+            np.concatenate([one.crowd for one in parts]),
+            np.concatenate([one.areas for one in parts]),
+            np.concatenate([one.sizes for one in parts]),
+            outlines,
+        )
+
+
+IGNORED = 255
+"""Index in a mask of a pixel that has no class. It is neither learned nor measured."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """The mask of one picture, the target of segmentation. It is read when it is needed."""
+
+    name: str
+    """Name of the mask in its data, for messages."""
+    read: Callable[[], UInt8[np.ndarray, "h w"]]
+    """Returns the values that the file holds. Raises `UndecodableImage`."""
+    places: tuple[int, ...]
+    """The index of the class of each value in the file, or -1 for one that is ignored."""
+
+    def __str__(self) -> str:
+        return f"mask {self.name} {self.places}"
+
+    def indices(self, size: tuple[int, int] | None = None) -> UInt8[np.ndarray, "h w"]:
+        """Return the class of each pixel, or 255 for a pixel without a class. `size` is that of the picture.
+
+        Raise `UndecodableImage` if the file cannot be read, has another size, or holds a value that is no class.
+        """
+        values = self.read()
+        if size is not None and values.shape != size:
+            raise UndecodableImage(
+                f"mask {self.name} has {values.shape[1]} x {values.shape[0]} pixels (width x height), and its picture "
+                f"has {size[1]} x {size[0]}; both must have the same size"
+            )
+        table = np.full(256, IGNORED, np.int64)
+        table[: len(self.places)] = [IGNORED if place < 0 else place for place in self.places]
+        strange = np.setdiff1d(np.unique(values), [*range(len(self.places)), IGNORED])
+        if len(strange):
+            raise UndecodableImage(
+                f"mask {self.name} holds the value {strange[0]}, but there are {len(self.places)} classes, numbered "
+                f"from 0, and {IGNORED} for pixels without one"
+            )
+        return table[values].astype(np.uint8)
+
+    def renumbered(self, places: Sequence[int]) -> Mask:
+        """Return the mask with other indices of classes: class i gets the index `places[i]`, or is ignored (-1)."""
+        return replace(self, places=tuple(-1 if place < 0 else int(places[place]) for place in self.places))
+
+
+def drawn_on(picture: Image.Image, target: Objects | Mask, names: Sequence[str]) -> Image.Image:
+    """Return a picture with its objects or its mask. Raise `UndecodableImage` if the mask cannot be read."""
+    size = picture.height, picture.width
+    if isinstance(target, Mask):
+        return draw_mask(picture, target.indices(size), len(names))
+    masks = [target.mask(row, size) if outline else None for row, outline in enumerate(target.outlines)]
+    labels = target.labels.tolist()
+    return draw_boxes(picture, target.boxes * np.tile(size[::-1], 2), labels, [names[label] for label in labels], masks)
+
+
+def _coco() -> Any:
+    """Import the run lengths of COCO at their first use."""
+    from faster_coco_eval.core import mask  # type: ignore[import-untyped]
+
+    return mask
