@@ -23,9 +23,8 @@ from tests.checking import begin_test, check_signatures_quickly
 gc.disable()  # until all modules are imported and all tests are collected, because none of that becomes garbage
 check_signatures_quickly()  # before the package is imported
 
-from tests.make import make_colour_folder, make_idx_folder  # noqa: E402
+from tests.make import make_colour_folder, make_idx_folder, tiny_config  # noqa: E402
 from vitrail.models.linear.float32 import VARIABLE  # noqa: E402
-from vitrail.recipes import RECIPES  # noqa: E402
 from vitrail.training.config import TrainConfig  # noqa: E402
 
 settings.register_profile("vitrail", deadline=None, max_examples=40, derandomize=True)
@@ -163,12 +162,6 @@ def tiny(tmp_path: Path) -> Callable[..., TrainConfig]:
     def make(**fields: object) -> TrainConfig:
         if "data" not in fields:
             make_idx_folder(data)
-        defaults = {
-            "data": str(data), "run": str(tmp_path / "run"), "variant": "ViT-Pico/7", "image_size": (28, 28),
-            "steps": 12, "batch_size": 16, "width": 16, "depth": 2, "heads": 2, "mlp_width": 32,
-            "precision": "float32", "float32_products": "mkl", "compute_threads": 1, "device": "cpu", "threads": 2,
-            "evaluations": 3, "checkpoints": 1, "validation_share": 0.1, "keep": "best",
-        }  # fmt: skip
-        return RECIPES["demo"]().override(**{**defaults, **fields})
+        return tiny_config(data, tmp_path / "run", **fields)
 
     return make

@@ -21,6 +21,8 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import AnyConfig, build
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
+from vitrail.recipes import RECIPES
+from vitrail.training.config import TrainConfig
 from vitrail.weights.bundle import Bundle
 
 CLASSES = ("rose", "tulip", "黒い花 / black")
@@ -96,6 +98,17 @@ def vit_fields(draw: st.DrawFn) -> dict[str, Any]:
         "dense_bias": draw(st.booleans()),
         "patch_bias": draw(st.booleans()),
     }
+
+
+def tiny_config(data: Path, run: Path, **fields: object) -> TrainConfig:
+    """Return the config of a run of a tiny network for 28 x 28 images, in float32 on the CPU."""
+    defaults = {
+        "data": str(data), "run": str(run), "variant": "ViT-Pico/7", "image_size": (28, 28), "steps": 12,
+        "batch_size": 16, "width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "precision": "float32",
+        "float32_products": "mkl", "compute_threads": 1, "device": "cpu", "threads": 2, "evaluations": 3,
+        "checkpoints": 1, "validation_share": 0.1, "keep": "best",
+    }  # fmt: skip
+    return RECIPES["demo"]().override(**{**defaults, **fields})
 
 
 # --- models with classes and preprocessing, and their files

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.make import make_idx_folder, tiny_config
 from vitrail.cli import main
-from vitrail.training.config import TrainConfig
 from vitrail.training.log import read_journal
 from vitrail.training.run import train
 
 
+@pytest.fixture(scope="module")
+def trained_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two finished runs, of which one has more steps and is also the worse one."""
+    folder = tmp_path_factory.mktemp("listed")
+    data = make_idx_folder(folder / "data")
+    for name, settings in (("long-name-of-a-run", {"steps": 2}), ("[b]", {"steps": 1, "learning_rate": 0.5})):
+        train(tiny_config(data, folder / "runs" / name, **settings))
+    return folder / "runs"
+
+
 @pytest.fixture
-def runs(tiny: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two finished runs, of which one has more steps and is also the worse one, an unreadable one, and a trial."""
+def runs(trained_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the two runs, an unreadable one, and a trial."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    for name, settings in (("long-name-of-a-run", {"steps": 2}), ("[b]", {"steps": 1, "learning_rate": 0.5})):
-        train(tiny(run=f"runs/{name}", **settings))
+    shutil.copytree(trained_runs, "runs")
     trial = Path("runs/b-trials/learning-rate-0.5-30")
     trial.mkdir(parents=True)
     (trial / "run.json").write_bytes(Path("runs/[b]/run.json").read_bytes())

@@ -24,9 +24,9 @@ from vitrail.training.run import train
 Tiny = Callable[..., TrainConfig]
 
 
-@pytest.fixture
-def finished(tiny: Tiny) -> Path:
-    return train(tiny(steps=3)).folder
+@pytest.fixture(scope="module")
+def finished(small: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(small(tmp_path_factory.mktemp("summary") / "run", steps=3)).folder
 
 
 def rewritten(run: Path, journal: list[dict[str, object]], place: Path) -> Path:
