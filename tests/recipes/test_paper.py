@@ -24,7 +24,7 @@ FAMILIES = {
 }  # fmt: skip
 """A recipe of each kind of transformer, for the fast tests."""
 
-UNLABELLED = ("masked-patches", "mae", "dino", "moco", "vqvae")
+UNLABELLED = ("masked-patches", "mae", "dino", "moco", "simclr", "vqvae")
 """Tasks whose models have no head."""
 
 
@@ -109,6 +109,20 @@ def test_moco_in_every_detail() -> None:
     assert [(network.heads, network.positions, network.pool) for network in networks] == [
         (12, "sincos-2d-mae", "cls")
     ] * 2
+
+
+def test_simclr_in_every_detail() -> None:
+    """The command for ImageNet in the README of google-research/simclr, commit 383d414, and the defaults of run.py. The
+    rate of 0.075 times the root of the batch size is 0.3 per 256 images for a batch of 4,096."""
+    config = PAPER_RECIPES["resnet50-i1k-simclr"]()
+    task: Any = config.task
+    assert (task.contrast_temperature, task.projection_hidden, task.projection_width) == (0.1, None, 128)
+    optimizer = config.optimizer.for_batch_size(4096)
+    assert optimizer.learning_rate == pytest.approx(0.075 * 4096**0.5)
+    assert (optimizer.kind, optimizer.momentum_of, optimizer.momentum_rate) == ("lars", "changes", 0.9)
+    assert (optimizer.weight_decay, optimizer.weight_decay_factors, optimizer.warmup) == (1e-4, (), "10 epochs")
+    assert (config.run.epochs, config.run.batch_size, config.augment.settings.crop_area) == (100, 4096, (0.08, 1.0))
+    assert network_of(config, 0).embed_width == 2048
 
 
 def test_beit_in_every_detail() -> None:

@@ -23,6 +23,7 @@ def _papers() -> Mapping[str, PaperRecipe]:
             *self_supervised.MAE_RECIPES,
             *self_supervised.DINO_RECIPES,
             *self_supervised.MOCO_RECIPES,
+            *self_supervised.SIMCLR_RECIPES,
             *papers.AUGREG_RECIPES,
             *papers.PLAIN_RECIPES,
             *papers.BIT_RECIPES,
