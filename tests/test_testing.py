@@ -31,7 +31,7 @@ from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
 from vitrail.tasks.classification import Classification, ClassificationObjective
 from vitrail.tasks.regression import Regression
-from vitrail.tasks.task import LossOutput
+from vitrail.tasks.task import BatchObjective, LossOutput
 from vitrail.testing import check_evaluator, check_network, check_task
 from vitrail.weights.bundle import Bundle
 
@@ -397,6 +397,17 @@ def broken(make: Callable[[Constant, Batch], Any]) -> type[Classification]:
     return type("Task", (Classification,), {"objective": lambda self, network, splits: objective(network)})
 
 
+class Centred(BatchObjective):
+    """An objective with a fault: its features depend on the other rows of a part."""
+
+    def features(self, batch: Batch) -> dict[str, Tensor]:
+        outputs = self.network.embed(batch.images)
+        return {"outputs": outputs - outputs.mean(dim=0)}
+
+    def compare(self, features: dict[str, Tensor], counted: Tensor, processes: Any) -> LossOutput:
+        return LossOutput(features["outputs"].square().mean(), {})
+
+
 def all_pixels(objective: Constant, batch: Batch) -> LossOutput:
     return LossOutput(objective.network(batch.images).mean() + batch.images.mean(), {})
 
@@ -428,6 +439,10 @@ def counted(outputs: Outputs, train: Any, held_out: Any) -> dict[str, float]:
             "loss must be one finite",
         ),
         (broken(lambda objective, batch: LossOutput(objective.network.norm.weight.sum(), {})), "no gradient reaches"),
+        (
+            type("Task", (Classification,), {"objective": lambda self, network, splits: Centred(network)}),
+            r"features\(\) must compute 'outputs' of each row by itself",
+        ),
         (broken(all_pixels), "an image that cannot be decoded must not change the loss"),
     ],
 )

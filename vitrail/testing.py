@@ -36,7 +36,7 @@ from vitrail.models.network import Features
 from vitrail.models.variants import create
 from vitrail.processes.group import Processes
 from vitrail.settings import from_plain, to_plain
-from vitrail.tasks.task import LossOutput, Objective, Position, Task
+from vitrail.tasks.task import BatchObjective, LossOutput, Objective, Position, Task
 from vitrail.weights.bundle import Bundle, weights_sha256
 
 
@@ -303,6 +303,14 @@ def _check_objective(objective: Objective, batch: Batch) -> None:
     assert isinstance(output, LossOutput), f"an objective must return a LossOutput, not {type(output).__name__}"
     for name, value in {"loss": output.loss, **output.metrics}.items():
         assert value.ndim == 0 and value.isfinite(), f"{name} must be one finite number, not {value}"
+    if isinstance(objective, BatchObjective):
+        with torch.no_grad():
+            whole, part = (objective.eval().features(one) for one in (batch, batch.chunks(2)[0]))
+        objective.train()
+        for name, values in part.items():
+            assert torch.allclose(whole[name][: len(values)], values, rtol=1e-4, atol=1e-5), (
+                f"features() must compute {name!r} of each row by itself; what depends on several rows is for compare()"
+            )
     loss: Tensor = output.loss
     torch.autograd.backward(loss)
     for name, parameter in objective.named_parameters():
