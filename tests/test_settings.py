@@ -6,7 +6,7 @@ import json
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -229,9 +229,10 @@ def test_a_value_out_of_the_range_of_its_field_is_refused(cls: Any) -> None:
         if wrong is None or wrong == -math.inf:
             continue
         kind, _ = without_none(kinds[item])
-        value = (
-            tuple(wrong for _ in range(2)) if get_origin(kind) is tuple else float(wrong) if kind is float else wrong
-        )
+        is_tuple = get_origin(kind) is tuple
+        if float in (kind, *get_args(kind)):
+            wrong = float(wrong)
+        value = (wrong, wrong) if is_tuple else wrong
         with pytest.raises(ConfigError, match=f"(?m)^{name}="):
             cls(**{item: value})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,17 @@ from vitrail.tasks.simclr import SimClr
 from vitrail.tasks.vqvae import VqVae
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.optimizer import OptimizerConfig
+
+BYOL_VIEWS = Augment(
+    flip=True,
+    crop_area=(0.08, 1.0),
+    colour_jitter=(0.4, 0.4, 0.2, 0.1),
+    colour_jitter_probability=0.8,
+    grey=0.2,
+    blur=(1.0, 0.1, 0.5),
+    solarise=(0.0, 0.2, 0.0),
+)
+"""Views of BYOL (2006.07733), with which MoCo v3 and DINO are trained. The third numbers hold for local views."""
 
 
 def vqvae() -> TrainConfig:
@@ -208,7 +220,7 @@ def dino_i1k(variant: str, epochs: float, batch_size: int, task: dict[str, Any])
         task=Dino(local_size=(96, 96), prototypes=65_536, projection_hidden=2048, bottleneck=256, **task),
         model=ModelConfig(variant=variant, overrides={"stochastic_depth": 0.1, "position_resize": "bicubic-offset"}),
         images=Preprocess(image_size=(224, 224), mean=IMAGENET_MEAN, std=IMAGENET_STD, interpolation="bicubic"),
-        augment=Augment(flip=True, crop_area=(0.4, 1.0), colour_jitter=(0.4, 0.4, 0.2, 0.1)),
+        augment=replace(BYOL_VIEWS, crop_area=(0.4, 1.0)),
         optimizer=OptimizerConfig(
             learning_rate=5e-4,
             base_batch_size=256,
@@ -234,8 +246,6 @@ DINO_RECIPES = tuple(
         "2104.14294 and its code, README",
         (
             HELD_OUT,
-            "Views have no blur, no random grey and no solarisation.",
-            "Colour jitter changes every view instead of 80 % of the views.",
             "Step i of n warm-up steps has i / n of the learning rate instead of i / (n - 1), which is 0.004 % less.",
             "Weights start as in the supervised recipes.",
         ),
@@ -419,7 +429,7 @@ def moco_i1k(variant: str, overrides: dict[str, Any]) -> TrainConfig:
         task=MoCo(projection_hidden=4096, projection_width=256),
         model=ModelConfig(variant=variant, overrides={"positions": "sincos-2d-mae", **overrides}),
         images=Preprocess(image_size=(224, 224), mean=IMAGENET_MEAN, std=IMAGENET_STD),
-        augment=Augment(flip=True, crop_area=(0.08, 1.0), colour_jitter=(0.4, 0.4, 0.2, 0.1)),
+        augment=BYOL_VIEWS,
         optimizer=OptimizerConfig(
             learning_rate=1.5e-4,
             base_batch_size=256,
@@ -442,8 +452,6 @@ MOCO_RECIPES = tuple(
         "2104.02057 and its code, CONFIG.md",
         (
             HELD_OUT,
-            "Views have no blur, no random grey and no solarisation.",
-            "Colour jitter changes every view instead of 80 % of the views.",
             "Weights start as in the supervised recipes.",
         ),
         "on ImageNet by a linear model of frozen features",
@@ -492,7 +500,14 @@ def simclr_i1k() -> TrainConfig:
         task=SimClr(contrast_temperature=0.1),
         model=ModelConfig(variant="BiT-R50x1"),
         images=Preprocess(image_size=(224, 224), mean=(0.0,) * 3, std=(1.0,) * 3, interpolation="bicubic"),
-        augment=Augment(flip=True, crop_area=(0.08, 1.0), colour_jitter=(0.8, 0.8, 0.8, 0.2)),
+        augment=Augment(
+            flip=True,
+            crop_area=(0.08, 1.0),
+            colour_jitter=(0.8, 0.8, 0.8, 0.2),
+            colour_jitter_probability=0.8,
+            grey=0.2,
+            blur=(0.5,),
+        ),
         optimizer=OptimizerConfig(
             kind="lars",
             momentum_of="changes",
@@ -516,8 +531,10 @@ SIMCLR_RECIPES = (
         "2002.05709 and its code, README",
         (
             HELD_OUT,
-            "Views have no blur and no random grey.",
-            "Colour jitter changes every view instead of 80 % of the views.",
+            "Colours and blur are Pillow's in whole levels: contrast and saturation refer to the image's grey, not to "
+            "each channel or to HSV, and the blur repeats the border instead of adding black.",
+            "Each blurred view has its own strength, and not all views of a batch the same.",
+            "Boxes of crops follow torchvision's rule and not TensorFlow's.",
             "The network is BiT's ResNet-50 with group norms and standardised weights, not one with batch norms.",
         ),
         "on ImageNet by a linear model of frozen features",

@@ -6,7 +6,7 @@ Each sample is changed independently of the other samples.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -81,7 +81,8 @@ def test_images_equal_the_reference(
 
 
 EVERYTHING: dict[str, Any] = {
-    "shift": 2, "erase": 0.5, "colour_jitter": (0.4, 0.4, 0.4, 0.1), "randaugment_layers": 2,
+    "shift": 2, "erase": 0.5, "colour_jitter": (0.4, 0.4, 0.4, 0.1), "randaugment_layers": 2, "grey": 0.2,
+    "blur": (0.5,), "solarise": (0.3,), "colour_jitter_probability": 0.8,
 }  # fmt: skip
 
 
@@ -125,11 +126,38 @@ def test_the_steps_follow_each_other_in_the_order_stated() -> None:
         return keyed_uniform(3, epochs.numpy(), samples.numpy(), draws=count, first=first)
 
     expected = change(Augment(flip=True, shift=2), images, **key)
-    expected = operations.colour_jitter(expected, draws(Slot.JITTER, 8), EVERYTHING["colour_jitter"])
+    jitter, view = draws(Slot.JITTER, 8), draws(Slot.VIEW, 5)
+    for n in range(20):
+        one = expected[[n]]
+        if view[n, 0] < 0.8:
+            one = operations.colour_jitter(one, jitter[[n]], EVERYTHING["colour_jitter"])
+        if view[n, 1] < 0.2:
+            one = operations.grey(one)
+        if view[n, 2] < 0.5:
+            one = operations.blur(one, (0.1 + 1.9 * view[[n], 4]).astype(np.float32))
+        expected[n] = operations.solarise(one)[0] if view[n, 3] < 0.3 else one[0]
     numbers = draws(Slot.RANDAUGMENT, 8).reshape(20, 2, 4)
     expected = randaugment.randaugment(expected, numbers, magnitude=10.0)
     expected = change(Augment(flip=False, erase=0.5), expected, **key)
     assert torch.equal(change(Augment(**EVERYTHING), images, **key), expected)
+
+
+def test_each_view_has_its_own_probabilities() -> None:
+    """The third and the fourth view have the last number, as local views have."""
+    picture = batch(1, 6, 7)
+    samples = torch.arange(2000).repeat_interleave(4)
+    views = torch.arange(4).repeat(2000)
+    data = replace(make_batch(picture.expand(8000, -1, -1, -1), 0 * samples, samples), views=views)
+    for fields, expected in (
+        ({"blur": (1.0, 0.1, 0.5), "blur_sigma": (0.5, 2.0)}, (1.0, 0.1, 0.5, 0.5)),
+        ({"solarise": (0.0, 0.2)}, (0.0, 0.2, 0.2, 0.2)),
+        ({"grey": 0.2}, (0.2,) * 4),
+        ({"colour_jitter": (0.5, 0.0, 0.0, 0.0), "colour_jitter_probability": 0.8}, (0.8,) * 4),
+    ):
+        found = Augment(flip=False, **cast(dict[str, Any], fields))(data, seed=5).images
+        shares = (found != picture).flatten(1).any(1).view(2000, 4).double().mean(0)
+        for share, chance in zip(shares.tolist(), expected, strict=True):
+            assert abs(share - chance) <= 4 * (chance * (1 - chance) / 2000) ** 0.5 + 0.003, fields
 
 
 def test_all_offsets_appear_about_equally_often_and_half_are_flipped() -> None:
@@ -251,7 +279,8 @@ def test_presets_are_the_papers() -> None:
     "fields",
     [
         {"flip": True}, {"shift": 1}, {"crop_from": (40, 48)}, {"crop_area": (0.5, 1.0)}, {"erase": 0.1},
-        {"colour_jitter": (0.0, 0.0, 0.0, 0.1)}, {"preset": "light1"}, {"mixup": 0.1}, {"cutmix": 1.0},
+        {"colour_jitter": (0.0, 0.0, 0.0, 0.1)}, {"grey": 0.1}, {"blur": (0.1,)}, {"solarise": (0.0, 0.1)},
+        {"preset": "light1"}, {"mixup": 0.1}, {"cutmix": 1.0},
     ],
 )  # fmt: skip
 def test_images_that_differ_from_epoch_to_epoch(fields: dict[str, Any]) -> None:
@@ -337,6 +366,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
      "saturation in [0, 1] and hue in [0, 0.5]"),
     ({"colour_jitter": (0.4, -0.4, 0.4, 0.1)}, "colour_jitter=(0.4, -0.4, 0.4, 0.1) is not brightness, contrast and "
      "saturation in [0, 1] and hue in [0, 0.5]"),
+    ({"blur": (0.5, 1.5)}, "blur=1.5 is not in [0, 1]"),
+    ({"blur_sigma": (2.0, 0.1)}, "blur_sigma=(2.0, 0.1) is not two numbers, the smaller first"),
     ({"shift": -2, "erase": -1.0}, "shift=-2 is less than 0; 0 means none\nerase=-1.0 is not in [0, 1]"),
 ]  # fmt: skip
 

@@ -4,7 +4,6 @@ channels.
 
 from __future__ import annotations
 
-import colorsys
 from collections.abc import Callable
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageEnhance, ImageOps
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torch import Tensor
 
 from vitrail.data.augment import operations
@@ -119,21 +118,54 @@ def test_a_box_is_filled_and_nothing_else() -> None:
     assert torch.equal(operations.fill(images, rows, columns), expected)
 
 
+def turned(picture: Image.Image, turn: float) -> Image.Image:
+    """Turn the hue as torchvision does with a picture of Pillow: by whole levels of 255, which wrap around at 256."""
+    if picture.mode == "L":
+        return picture
+    hue, saturation, value = picture.convert("HSV").split()
+    levels = np.array(hue).astype(int) + int(np.float32(turn) * np.float32(255))
+    moved = Image.fromarray((levels % 256).astype(np.uint8))
+    return Image.merge("HSV", (moved, saturation, value)).convert("RGB")
+
+
 @pytest.mark.parametrize("turn", [-0.5, -0.31, 0.0, 0.05, 1 / 3, 0.5])
-def test_hue_turns_as_colorsys_does(turn: float) -> None:
-    images = pictures(3, 17, 32)
-    turned = operations.hue(images, torch.full((5,), turn)).numpy()
-    pixels = images.permute(0, 2, 3, 1).reshape(-1, 3).numpy() / 255
-    expected = []
-    for pixel in pixels.tolist():
-        h, s, v = colorsys.rgb_to_hsv(*pixel)
-        expected.append(colorsys.hsv_to_rgb((h + turn) % 1, s, v))
-    difference = turned.transpose(0, 2, 3, 1).reshape(-1, 3) - 255 * np.array(expected)
-    assert np.abs(difference).max() < 0.501  # rounding
-    if turn == 0:
-        assert np.array_equal(turned, images)
-    if turn == 1 / 3:
-        assert np.array_equal(turned, images[:, [2, 0, 1]])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_hue_turns_as_on_pillows_images(size: tuple[int, int, int], turn: float) -> None:
+    images = pictures(*size)
+    check(operations.hue(images, torch.full((5,), turn)), images, lambda picture, n: turned(picture, turn))
+
+
+def test_hue_of_every_fifth_level_of_each_colour_equals_pillows() -> None:
+    levels = torch.arange(0, 256, 5, dtype=torch.uint8)
+    images = torch.cartesian_prod(levels, levels, levels).T.reshape(1, 3, len(levels), -1)
+    for turn in (0.0, 0.1, -0.37):
+        check(operations.hue(images, torch.tensor([turn])), images, lambda picture, n: turned(picture, turn))  # noqa: B023
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_blur_grey_and_solarisation_equal_pillows(size: tuple[int, int, int]) -> None:
+    images = pictures(*size)
+    for largest in (2, 9):
+        sigmas = np.random.default_rng(largest).uniform(0.1, largest, 5).astype(np.float32)
+        check(
+            operations.blur(images, sigmas),
+            images,
+            lambda picture, n: picture.filter(ImageFilter.GaussianBlur(float(sigmas[n]))),  # noqa: B023
+        )
+    check(operations.grey(images), images, lambda picture, n: picture.convert("L").convert(picture.mode))
+    check(operations.solarise(images), images, lambda picture, n: ImageOps.solarize(picture))
+
+
+def test_blur_spreads_a_point_with_the_variance_stated() -> None:
+    """The sum of the levels and the variance along each axis are those of a Gaussian, up to the rounding of levels."""
+    images = torch.zeros(1, 1, 41, 39, dtype=torch.uint8)
+    images[0, 0, 14:27, 13:26] = 255
+    found = operations.blur(images, np.array([1.7], np.float32))[0, 0].double()
+    assert abs(found.sum() / (255 * 13 * 13) - 1) < 2e-3
+    for axis, middle in ((0, 20), (1, 19)):
+        line = found.sum(1 - axis)
+        variance = (line * (torch.arange(len(line)) - middle).square()).sum() / line.sum()
+        assert abs(variance - (13**2 - 1) / 12 - 1.7**2) < 0.05
 
 
 def test_grey_images_have_no_colour_to_change() -> None:

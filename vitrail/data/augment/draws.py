@@ -24,6 +24,7 @@ class Slot(IntEnum):
     """The number of draws of RandAugment grows with its layers, so about a million draws are reserved."""
     TENSORFLOW_CROP = 1 << 20
     WINDOW = (1 << 20) + 1024
+    VIEW = (1 << 20) + 1280
     PATCH_ORDER = 1 << 21
     """One draw per patch. About two million draws are reserved for each of the slots of patches."""
     PATCH_SOURCE = 1 << 22

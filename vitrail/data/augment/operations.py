@@ -7,11 +7,11 @@ for the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float32, Float64, Int16, Int64, Shaped, UInt8
+from jaxtyping import Bool, Float32, Float64, Int16, Int32, Int64, Shaped, UInt8
 from torch import Tensor
 
 GREY = 128
@@ -25,6 +25,14 @@ def on_device(array: Shaped[np.ndarray, "*shape"], device: torch.device) -> Tens
     memory that is not pinned."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def changed(images: Images, places: Int64[np.ndarray, " m"], change: Callable[[Tensor, np.ndarray], Tensor]) -> Images:
+    """Return the images with a change of those at `places`. The arguments of `change` are these images and `places`."""
+    if len(places) in (0, len(images)):
+        return change(images, places) if len(places) else images
+    index = on_device(places, images.device)
+    return images.index_copy(0, index, change(images.index_select(0, index), places))
 
 
 def window(
@@ -99,29 +107,100 @@ def smoothed_sum(images: Images) -> Int16[Tensor, "n c h-2 w-2"]:
     return rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:] + 4 * values[:, :, 1:-1, 1:-1]
 
 
-def hue(images: Images, turns: Float32[Tensor, " n"]) -> Images:
-    """Rotate the hue by a fraction of the colour circle, from -1/2 to 1/2, in float32.
+def grey(images: Images) -> Images:
+    """Turn the images grey like Pillow's convert("L"). Images with one channel stay as they are."""
+    return _grey(images).expand(images.shape)
 
-    Images with one channel stay as they are.
+
+def solarise(images: Images) -> Images:
+    """Invert the values from 128 on, like Pillow's ImageOps.solarize."""
+    return torch.where(images < 128, images, 255 - images)
+
+
+def blur(images: Images, sigmas: Float32[np.ndarray, " n"]) -> Images:
+    """Blur like Pillow's ImageFilter.GaussianBlur with the standard deviations `sigmas`, in pixels.
+
+    Pillow approximates a Gaussian by three box blurs of the rows and then of the columns (Gwosdek et al. 2011). The
+    ends of a box have smaller weights than the rest of it. Each of the six results is rounded to whole levels.
     """
-    if images.shape[1] == 1:
-        return images
-    red, green, blue = (images / 255).unbind(1)
-    most, least = images.amax(1) / 255, images.amin(1) / 255
-    spread = most - least
+    weights = on_device(_box_weights(sigmas), images.device)
+    return _in_parts(lambda part, taps: _box_blurred(_box_blurred(part, taps, 3), taps, 2), images, weights)
+
+
+def _in_parts(change: Callable[[Tensor, Tensor], Tensor], images: Images, amounts: Tensor) -> Images:
+    """Apply a change to eight images at a time, because its intermediate results need several times their memory."""
+    cuts = list(range(8, len(images), 8))
+    return torch.cat(
+        [change(*part) for part in zip(images.tensor_split(cuts), amounts.tensor_split(cuts), strict=True)]
+    )
+
+
+def _box_weights(sigmas: Float32[np.ndarray, " n"]) -> Int32[np.ndarray, "n reach"]:
+    """Return the weight of a pixel of the box by its distance from the centre, in units of 2^-24. The arithmetic is
+    Pillow's."""
+    one, variance = np.float32(1), sigmas * sigmas / np.float32(3)
+    length = np.sqrt(12 * variance.astype(np.float64) + 1).astype(np.float32)
+    whole = np.floor((length - one) / 2)
+    next_square = (whole + 1) * (whole + 1)
+    radius = whole + (2 * whole + 1) * (whole * (whole + 1) - 3 * variance) / (6 * (variance - next_square))
+    inner = (np.float32(1 << 24) / (2 * radius + 1)).astype(np.int64)
+    reach = radius.astype(np.int64)
+    end = ((1 << 24) - (2 * reach + 1) * inner) // 2
+    distance = np.arange(reach.max(initial=0) + 2)
+    weights = np.where(distance <= reach[:, None], inner[:, None], 0)
+    return np.where(distance == reach[:, None] + 1, end[:, None], weights).astype(np.int32)
+
+
+def _box_blurred(images: Images, weights: Int32[Tensor, "n reach"], axis: int) -> Images:
+    """Return the images after three box blurs along an axis. The nearest pixel continues an image."""
+    size, reach = images.shape[axis], weights.shape[1] - 1
+    places = torch.arange(-reach, size + reach, device=images.device).clamp_(0, size - 1)
+    for _ in range(3):
+        levels = images.index_select(axis, places).int()
+        taps = [levels.narrow(axis, start, size) for start in range(2 * reach + 1)]
+        total = taps[reach] * weights[:, 0, None, None, None]
+        for distance in range(1, reach + 1):
+            pair = taps[reach - distance] + taps[reach + distance]
+            total += pair.mul_(weights[:, distance, None, None, None])
+        # A sum of more than 31 bits wraps around, and the conversion takes its upper eight bits as unsigned.
+        images = (total.add_(1 << 23) >> 24).to(torch.uint8)
+    return images
+
+
+def hue(images: Images, turns: Float32[Tensor, " n"]) -> Images:
+    """Rotate the hue by a fraction of the colour circle, from -1/2 to 1/2, like torchvision does with Pillow's images.
+
+    Hue and saturation are rounded down to 255 levels, which changes some colours even for a rotation by 0. Images with
+    one channel stay as they are.
+    """
+    return images if images.shape[1] == 1 else _in_parts(_turned, images, turns)
+
+
+def _turned(images: Images, turns: Float32[Tensor, " n"]) -> Images:
+    """Return colour images with another hue. The precision of each step is that of Pillow and C."""
+    red, green, blue = images.unbind(1)
+    most, least = images.amax(1), images.amin(1)
+    value, spread = most.float(), (most - least).float()
     span = torch.where(spread > 0, spread, 1)
+    away = [((value - channel) / span).double() for channel in (red, green, blue)]
     sixth = torch.where(
         most == red,
-        (green - blue) / span,
-        torch.where(most == green, (blue - red) / span + 2, (red - green) / span + 4),
+        away[2] - away[1],
+        torch.where(most == green, 2.0 + away[0] - away[2], 4.0 + away[1] - away[0]),
     )
-    sixth = sixth + 6 * turns[:, None, None]  # from -4 to 8
-    channels = []
-    for start in (5, 3, 1):
-        at = sixth + start
-        at = at - 6 * (at / 6).floor()
-        channels.append(most - spread * torch.minimum(at, 4 - at).clamp(0, 1))
-    return (torch.stack(channels, 1) * 255).round_().to(torch.uint8)
+    angle = (sixth.float().double() / 6 + 1).remainder_(1).float().double().mul_(255).int()
+    angle = torch.where(spread > 0, angle, 0) + (turns * 255).int()[:, None, None] & 255
+    saturation = (spread / value.clamp(min=1)).double().mul_(255).int().float() / 255
+    sector = angle.double() * 6 / 255
+    part = (sector - sector.floor()).float()
+    fades = saturation, saturation * part, saturation * (1 - part.double())
+    levels = torch.stack([most, *((value * (1 - fade.double()) + 0.5).to(torch.uint8) for fade in fades)], 3)
+    order = torch.tensor(SECTORS, device=images.device)[sector.long()]  # n h w 3
+    return levels.gather(3, order).permute(0, 3, 1, 2)
+
+
+SECTORS = ((0, 3, 1), (2, 0, 1), (1, 0, 3), (1, 2, 0), (3, 1, 0), (0, 1, 2), (0, 3, 1))
+"""Places of red, green and blue among the four levels of a sector of the colour circle."""
 
 
 def autocontrast(images: Images, dtype: torch.dtype = torch.float64) -> Images:

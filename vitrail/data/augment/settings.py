@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -76,6 +76,11 @@ baselines" for ViT-S/16 (2205.01580). The presets `augreg-...` also crop, and ch
 does. Apart from mirroring, `augreg-light2` is the complete augmentation of the ViT-S/16 in 2205.01580."""
 
 
+VIEW_DRAWS = 5
+"""Random numbers per image: one each to choose colour jitter, grey, blur and solarisation, and one for the standard
+deviation of the blur."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Augment:
     """Random changes to training images before normalisation. Raise `ConfigError` if a field is out of its range."""
@@ -101,6 +106,21 @@ class Augment:
     colour_jitter: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     """Strength of the random changes of brightness, contrast, saturation and hue. The first three are fractions from 0
     to 1. The fourth, from 0 to 0.5, is the largest rotation of the hue as a fraction of the colour circle."""
+    colour_jitter_probability: float = setting(
+        1.0, least=0, most=1, effect=Effect(lambda own: any(own.colour_jitter), "with --colour-jitter")
+    )
+    """Fraction of the images whose brightness, contrast, saturation and hue are changed."""
+    grey: float = setting(0.0, least=0, most=1)
+    """Probability that an image loses its colours."""
+    blur: tuple[float, ...] = setting((), least=0, most=1)
+    """Probability that an image is blurred: of the first view, the second view and so on. The last number also holds
+    for all further views, such as local views."""
+    blur_sigma: tuple[float, float] = setting(
+        (0.1, 2.0), least=0, below=math.inf, effect=Effect(lambda own: any(own.blur), "with --blur")
+    )
+    """Smallest and largest standard deviation of the blur in pixels."""
+    solarise: tuple[float, ...] = setting((), least=0, most=1)
+    """Probability that the values from 128 on are inverted, for each view as in `blur`."""
     randaugment_layers: int | None = setting(None, least=0, advice="0 means none")
     """Number of RandAugment operations per image; 0 turns RandAugment off."""
     randaugment_magnitude: float | None = setting(
@@ -145,6 +165,8 @@ class Augment:
                 f"colour_jitter={self.colour_jitter} is not brightness, contrast and saturation in [0, 1] and hue in "
                 "[0, 0.5]"
             )
+        if not self.blur_sigma[0] <= self.blur_sigma[1]:
+            yield f"blur_sigma={self.blur_sigma} is not two numbers, the smaller first"
 
     @functools.cached_property
     def settings(self) -> Settings:
@@ -158,8 +180,9 @@ class Augment:
     def is_random(self) -> bool:
         """True if an image can look different from epoch to epoch."""
         chosen = self.settings
-        changes = self.flip, self.shift, self.crop_from, chosen.crop_area, any(self.colour_jitter), self.erase
-        return any((*changes, chosen.randaugment_layers, chosen.mixup, self.cutmix))
+        changes = self.flip, self.shift, self.crop_from, chosen.crop_area, any(self.colour_jitter), self.grey
+        views = any(self.blur), any(self.solarise)
+        return any((*changes, *views, chosen.randaugment_layers, self.erase, chosen.mixup, self.cutmix))
 
     def __call__(self, batch: Batch, *, seed: int, classes: int = 0, size: tuple[int, int] | None = None) -> Batch:
         """Return the batch with augmented images. If mixup or CutMix is on, the batch also has `targets`.
@@ -181,8 +204,9 @@ class Augment:
             images = operations.window(images, self._corners(draw(Slot.WINDOW, 2), size), size)
         if self.flip or self.shift:
             images = self._move(images, draw(Slot.MOVE, 3))
-        if any(self.colour_jitter):
-            images = colour_jitter(images, draw(Slot.JITTER, JITTER_DRAWS), self.colour_jitter)
+        if any((*self.colour_jitter, self.grey, *self.blur, *self.solarise)):
+            views, jitter = np.from_dlpack(batch.views), draw(Slot.JITTER, JITTER_DRAWS)
+            images = self._view_changes(images, views, jitter, draw(Slot.VIEW, VIEW_DRAWS))
         if layers := chosen.randaugment_layers:
             numbers = draw(Slot.RANDAUGMENT, randaugment.DRAWS * layers).reshape(len(batch), layers, -1)
             images = randaugment.randaugment(
@@ -284,6 +308,29 @@ class Augment:
         down_to, across_to = on_device(rows, images.device), on_device(columns, images.device)
         picked = images.permute(0, 2, 3, 1)[batch, down_to[:, :, None], across_to[:, None, :]]  # b h w c
         return picked.permute(0, 3, 1, 2)
+
+    def _view_changes(
+        self,
+        images: UInt8[Tensor, "b c h w"],
+        views: Int64[np.ndarray, " b"],
+        jitter: Float32[np.ndarray, "b 8"],
+        draws: Float32[np.ndarray, "b 5"],
+    ) -> UInt8[Tensor, "b c h w"]:
+        """Change the colours of the images, turn them grey, blur them and solarise them, each with its probability for
+        the image's view."""
+        low, high = self.blur_sigma
+        sigmas = (low + (high - low) * draws[:, 4]).astype(np.float32)
+        jitter_chance = self.colour_jitter_probability if any(self.colour_jitter) else 0.0
+        changes: tuple[tuple[tuple[float, ...], Callable[[Tensor, np.ndarray], Tensor]], ...] = (
+            ((jitter_chance,), lambda part, places: colour_jitter(part, jitter[places], self.colour_jitter)),
+            ((self.grey,), lambda part, places: operations.grey(part)),
+            (self.blur, lambda part, places: operations.blur(part, sigmas[places])),
+            (self.solarise, lambda part, places: operations.solarise(part)),
+        )
+        for number, (chances, change) in enumerate(changes):
+            chance = np.array(chances or (0.0,))[np.minimum(views, max(len(chances) - 1, 0))]
+            images = operations.changed(images, np.flatnonzero(draws[:, number] < chance), change)
+        return images
 
     def _erase(self, images: UInt8[Tensor, "b c h w"], draws: Float32[np.ndarray, "b 5"]) -> UInt8[Tensor, "b c h w"]:
         """Turn random boxes grey. The centre of a box can be anywhere in the image. A box is cut off at the border of
