@@ -506,6 +506,9 @@ def check_known(source: Source, name: str) -> Targets:
     `name` is the name of the evaluator, for the message.
     """
     truth = truth_of(source)
+    if truth.kind in ("boxes", "mask"):
+        held = "boxes" if truth.kind == "boxes" else "masks"
+        raise DataError(f"{name} needs a class or numbers for each image, but this data has {held}")
     if not truth.known.any():
         what, needed = ("known number", "numbers") if truth.kind == "numbers" else ("label", "classes")
         raise DataError(f"none of {len(source):,} images has a {what}, but {name} needs to know their {needed}")

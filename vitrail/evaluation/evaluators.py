@@ -43,6 +43,7 @@ EVALUATORS = Registry[Any](
         "linear": "vitrail.evaluation.frozen:ByLinear",
         "fewshot": "vitrail.evaluation.frozen:ByFewShot",
         "knn": "vitrail.evaluation.frozen:ByNeighbours",
+        "segmentation": "vitrail.evaluation.segmentation:BySegmentation",
     }
 )
 """Classes of evaluators by name. The fields of a class are the settings of the evaluator."""

@@ -1,0 +1,102 @@
+"""Segmentation by a linear layer on frozen patch tokens, and its metrics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from sklearn.metrics import accuracy_score, jaccard_score
+
+from tests.make import make_bundle, randomised
+from vitrail.cli import main
+from vitrail.data.objects import IGNORED
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.evaluation.metrics.mask_metrics import mask_metrics, pixel_confusion
+from vitrail.models.variants import variant_config
+from vitrail.weights.bundle import Bundle
+
+COLOURS = np.array([[20, 40, 200], [200, 30, 30], [240, 240, 60]], np.uint8)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 4))
+def test_metrics_are_those_of_scikit_learn(seed: int, count: int, classes: int) -> None:
+    random = np.random.default_rng(seed)
+    truths = [random.integers(0, classes, (5, 7)).astype(np.uint8) for _ in range(count)]
+    answers = [random.integers(0, classes, (5, 7)) for _ in range(count)]
+    for truth in truths:
+        truth[0, :2] = IGNORED
+    found = mask_metrics(np.stack([pixel_confusion(*pair, classes) for pair in zip(truths, answers, strict=True)]))
+    truth, answer = (np.concatenate([one.ravel() for one in some]) for some in (truths, answers))
+    known = truth != IGNORED
+    expected = jaccard_score(truth[known], answer[known], average="macro")
+    assert found["mean_iou"].value == pytest.approx(expected)
+    assert found["pixel_accuracy"].value == pytest.approx(accuracy_score(truth[known], answer[known]))
+    assert count > 1 or found["mean_iou"].low == pytest.approx(found["mean_iou"].high)
+
+
+def test_a_class_that_is_nowhere_does_not_count() -> None:
+    confusion = pixel_confusion(np.array([[0, 2, 2, 255]], np.uint8), np.array([[0, 2, 0, 1]]), 4)
+    found = mask_metrics(confusion[None], resamples=0)
+    assert found["mean_iou"].value == pytest.approx((1 / 2 + 1 / 2) / 2) and found["mean_iou"].low is None
+    assert found["pixel_accuracy"].value == pytest.approx(2 / 3)
+
+
+def make_scenes(root: Path, split: str, count: int) -> None:
+    """Write pictures of coloured rectangles on a background, with their masks."""
+    random = np.random.default_rng(count)
+    for folder in ("images", "masks"):
+        (root / folder / split).mkdir(parents=True)
+    for number in range(count):
+        mask = np.zeros((48, 60 + number % 3), np.uint8)
+        top, left = random.integers(0, (24, 30))
+        mask[top : top + 24, left : left + 20] = 1
+        mask[:8] = 2
+        noise = random.integers(-15, 15, (*mask.shape, 3))
+        Image.fromarray((COLOURS[mask] + noise).clip(0, 255).astype(np.uint8)).save(
+            root / f"images/{split}/{number}.png"
+        )
+        mask[-1] = IGNORED
+        Image.fromarray(mask).save(root / f"masks/{split}/{number}.png")
+    (root / "classes.txt").write_text("sea\nsail\nsun\n")
+
+
+def test_a_linear_layer_of_patch_tokens_finds_coloured_things(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A network with random weights sees colours. At 4 x 5 pixels a patch, borders stay uncertain."""
+    make_scenes(tmp_path / "data", "train", 12)
+    make_scenes(tmp_path / "data", "test", 5)
+    Image.new("L", (9, 9)).save(tmp_path / "data/masks/test/4.png")
+    make_bundle(num_classes=0, positions="none").save(tmp_path / "model")
+    command = ["evaluate", str(tmp_path / "model"), "--data", str(tmp_path / "data"), "--by", "segmentation"]
+    assert main([*command, "--json", "--head-rate", "0.03"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)["test"]
+    assert found["images"] == 4 and found["skipped"] == 1 and "9 x 9 pixels" in err and "4.png" in err
+    assert found["mean_iou_low"] <= found["mean_iou"] <= found["mean_iou_high"]
+    assert found["mean_iou"] > 0.75 and found["pixel_accuracy"] > 0.9
+    assert found["mean_iou"] == pytest.approx(np.mean([found[f"{name}:iou"] for name in ("sea", "sail", "sun")]))
+    assert main([*command[:-1], "knn"]) == 2
+    assert "this data has masks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["boxes", "network"])
+def test_segmentation_needs_masks_and_patches(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
+    make_scenes(tmp_path / "data", "train", 3)
+    make_scenes(tmp_path / "data", "test", 2)
+    model = tmp_path / "model"
+    data = tmp_path / "data"
+    if what == "network":
+        network = randomised(variant_config("BiT-Pico", num_classes=0, image_size=32))
+        Bundle(network, (), Preprocess(image_size=(32, 32))).save(model)
+    else:
+        make_bundle(num_classes=0).save(model)
+        assert main(["data", "pack", str(data), str(tmp_path / "coco"), "--to", "coco"]) == 0
+        data = tmp_path / "coco"
+    assert main(["evaluate", str(model), "--data", str(data), "--by", "segmentation"]) == 2
+    assert {"boxes": "pictures with masks", "network": "patch tokens"}[what] in capsys.readouterr().err

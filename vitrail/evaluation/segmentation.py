@@ -1,0 +1,228 @@
+"""The evaluator of patch tokens: a linear layer learns the masks of the training pictures from the frozen tokens, and
+predicts those of held-out pictures.
+
+This is the linear protocol of DINOv2 (2304.07193, section 7.4) without augmentation: tokens are normalised by the mean
+and the standard deviation of the training pictures, a tenth of their elements is dropped, and the logits of a linear
+layer are scaled up linearly for the cross-entropy of all pixels. Each whole picture is seen once, scaled to one size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Float16, UInt8
+from torch import Tensor, nn
+
+from vitrail.data.batch import Skipped
+from vitrail.data.objects import IGNORED, Mask
+from vitrail.data.pipeline import evaluation_batches
+from vitrail.data.pixels.decode import image_size_of
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Source, evenly, image_of, subset, target_kind
+from vitrail.errors import ConfigError, DataError, UndecodableImage
+from vitrail.evaluation.metrics.mask_metrics import intersection_over_union, mask_metrics, pixel_confusion
+from vitrail.evaluation.outputs import Outputs
+from vitrail.models.predictor import Predictor
+from vitrail.models.vit_config import ViTConfig
+from vitrail.settings import problems, raise_problems, setting
+
+LOOKED_AT = 50
+"""Number of training pictures whose proportions decide about that of the network's input."""
+
+LARGEST_SCALE = 2.0
+"""Largest factor by which pictures are enlarged, because more patches than pixels tell nothing new."""
+
+BATCH = 8
+"""Pictures in a step."""
+
+DROPOUT = 0.1
+DECAY = 1e-4
+
+CELLS = 4
+"""Number of places per side of a patch at which the masks of training pictures are learned."""
+
+
+@dataclass(frozen=True)
+class BySegmentation:
+    """A linear layer on frozen patch tokens that predicts a class for every pixel."""
+
+    patches: int = setting(1_400, least=1)
+    """Most patches of a picture for segmentation. Pictures are scaled to at most so many, in the median proportion of
+    the training pictures. More patches find smaller things and take longer."""
+    most_pictures: int = setting(1_000, least=1)
+    """Most training pictures for segmentation. From more, so many are taken at equal distances."""
+    learning_epochs: int = setting(20, least=1)
+    """Times that segmentation learns from each training picture."""
+    head_rate: float = setting(1e-3, above=0, below=math.inf)
+    """First learning rate of segmentation, which falls along half a cosine wave."""
+
+    def __post_init__(self) -> None:
+        raise_problems(problems(self))
+
+    def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
+        """Raise `DataError` unless the targets are masks, and `ConfigError` for a network without patch tokens."""
+        _patch_size(outputs)
+        for source in (train, held_out):
+            if target_kind(source) != "mask":
+                raise DataError("segmentation needs pictures with masks, and these have none; choose other data")
+
+    def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
+        """Return the `mean_iou`, the `pixel_accuracy`, and the intersection over union of each class as `NAME:iou`.
+
+        Raise `DataError` if none of the pictures can be used.
+        """
+        return outputs.processes.on_first(lambda: self._measure(outputs, train, held_out), is_long=True)
+
+    def _measure(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
+        learned = subset(train, evenly(len(train), self.most_pictures))
+        if len(learned) < len(train):
+            outputs.note(f"segmentation learns from {len(learned):,} of {len(train):,} training pictures")
+        tokens = Tokens(outputs, self._preprocess(outputs, learned))
+        (height, width), (rows, columns) = tokens.preprocess.image_size, tokens.grid
+        outputs.note(f"segmentation sees pictures with {height} x {width} pixels, in {rows} x {columns} patches")
+        pairs = list(tokens.of(learned))
+        if not pairs:
+            raise DataError(f"none of {len(learned):,} training pictures can be used with its mask")
+        head = self._fitted(tokens, pairs, len(train.classes))
+        found = [
+            pixel_confusion(mask, head(one[None], mask.shape)[0].argmax(dim=0).numpy(), len(train.classes))
+            for one, mask in tokens.of(held_out)
+        ]
+        if not found:
+            raise DataError(f"none of {len(held_out):,} pictures can be used with its mask")
+        confusions = np.stack(found)
+        values: dict[str, float] = {}
+        for name, metric in mask_metrics(confusions).items():
+            ends = {f"{name}_low": metric.low, f"{name}_high": metric.high}
+            values |= {name: metric.value} | {end: value for end, value in ends.items() if value is not None}
+        shares = zip(train.classes, intersection_over_union(confusions.sum(axis=0)).tolist(), strict=True)
+        values |= {f"{name}:iou": share for name, share in shares if not math.isnan(share)}
+        counts = {"training_images": len(pairs), "images": len(found), "skipped": len(held_out) - len(found)}
+        return values | {name: float(count) for name, count in counts.items()}
+
+    def _preprocess(self, outputs: Outputs, learned: Source) -> Preprocess:
+        """Return the preprocessing of whole pictures."""
+        sizes = []
+        for index in evenly(len(learned), LOOKED_AT).tolist():
+            try:
+                sizes.append(image_size_of(image_of(learned, index)))
+            except UndecodableImage:
+                continue
+        if not sizes:
+            raise DataError("none of the first training pictures can be decoded")
+        height, width = np.exp(np.log(np.array(sizes)).mean(axis=0)).tolist()
+        down, across = _patch_size(outputs)
+        scale = min(LARGEST_SCALE, math.sqrt(self.patches * down * across / (height * width)))
+        size = max(1, int(scale * height / down)) * down, max(1, int(scale * width / across)) * across
+        return replace(outputs.bundle.preprocess, image_size=size, resize="squash", crop_share=1.0)
+
+    def _fitted(self, tokens: Tokens, pairs: list[Pair], classes: int) -> SegmentationHead:
+        """Return the head that learns the training pictures."""
+        size = tokens.grid[0] * CELLS, tokens.grid[1] * CELLS
+        masks = torch.stack([_coarse(mask, size) for _, mask in pairs])
+        head = SegmentationHead([one for one, _ in pairs], tokens.grid, classes)
+        optimizer = torch.optim.AdamW(head.parameters(), lr=self.head_rate, weight_decay=DECAY)
+        steps = self.learning_epochs * math.ceil(len(pairs) / BATCH)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        random = torch.Generator().manual_seed(0)
+        for _ in range(self.learning_epochs):
+            for rows in torch.split(torch.randperm(len(pairs), generator=random), BATCH):
+                logits = head(torch.stack([pairs[row][0] for row in rows.tolist()]), size, random)
+                loss = F.cross_entropy(logits, masks[rows].long(), ignore_index=IGNORED)
+                if torch.isfinite(loss):  # it is not if no pixel of these pictures has a class
+                    optimizer.zero_grad()
+                    torch.autograd.backward(loss)
+                    optimizer.step()
+                schedule.step()
+        return head.requires_grad_(False)
+
+
+Pair = tuple[Float16[Tensor, "n d"], UInt8[np.ndarray, "h w"]]
+"""The patch tokens of a picture, and its mask."""
+
+
+class Tokens:
+    """The frozen patch tokens of pictures."""
+
+    def __init__(self, outputs: Outputs, preprocess: Preprocess) -> None:
+        self.outputs = outputs
+        self.preprocess = preprocess
+        down, across = _patch_size(outputs)
+        self.grid = preprocess.image_size[0] // down, preprocess.image_size[1] // across
+
+    def of(self, source: Source) -> Iterator[Pair]:
+        """Yield the tokens and the mask of each picture. Pictures that cannot be used with their masks are skipped."""
+        outputs, done = self.outputs, 0
+        predictor = Predictor(outputs.bundle.network, outputs.feature_precision or outputs.precision)
+        size = outputs.batch_size or BATCH
+        for batch in evaluation_batches(source, self.preprocess, batch_size=size, readers=outputs.readers):
+            for skipped in batch.skipped:
+                outputs.skip(skipped)
+            images = self.preprocess.normalise(batch.images.to(predictor.device))
+            found = predictor.features(images).patches.half().cpu()
+            for row, index in enumerate(batch.samples.tolist()):
+                if batch.valid[row] and (mask := self._mask(source, index)) is not None:
+                    yield found[row], mask
+            done += len(batch)
+            outputs.progress(done, len(source))
+
+    def _mask(self, source: Source, index: int) -> UInt8[np.ndarray, "h w"] | None:
+        target = source.target(index)
+        if not isinstance(target, Mask):
+            return None
+        try:
+            return target.indices(image_size_of(image_of(source, index)))
+        except UndecodableImage as error:
+            self.outputs.skip(Skipped(source.key(index), str(error)))
+            return None
+
+
+class SegmentationHead(nn.Module):
+    """A linear layer on tokens that are normalised by the mean and the standard deviation of those of the training."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, tokens: Sequence[Float16[Tensor, "n d"]], grid: tuple[int, int], classes: int) -> None:
+        super().__init__()
+        spread = [torch.std_mean(one.float(), dim=0, correction=0) for one in tokens]
+        mean = torch.stack([each for _, each in spread]).mean(dim=0)
+        squares = torch.stack([std.square() + (each - mean).square() for std, each in spread]).mean(dim=0)
+        self.register_buffer("mean", mean)
+        self.register_buffer("std", squares.sqrt().clamp(min=1e-6))
+        self.grid = grid
+        self.layer = nn.Linear(len(mean), classes)
+        nn.init.zeros_(self.layer.weight)
+        nn.init.zeros_(self.layer.bias)
+
+    def forward(
+        self, tokens: Float16[Tensor, "b n d"], size: tuple[int, int], dropout: torch.Generator | None = None
+    ) -> Float[Tensor, "b classes h w"]:
+        """Return the logits of each pixel of a picture of a height and width. With `dropout`, a tenth of the elements
+        is dropped."""
+        found = (tokens.float() - self.mean) / self.std
+        if dropout is not None:
+            found = found * (torch.rand(found.shape, generator=dropout) >= DROPOUT) / (1 - DROPOUT)
+        maps = self.layer(found).transpose(1, 2).unflatten(2, self.grid)
+        return F.interpolate(maps, size, mode="bilinear", align_corners=False)
+
+
+def _patch_size(outputs: Outputs) -> tuple[int, int]:
+    """Return the height and width of a patch. Raise `ConfigError` for a network without patch tokens."""
+    config = outputs.bundle.network.config
+    if not isinstance(config, ViTConfig):
+        raise ConfigError("segmentation needs the patch tokens of a Vision Transformer, which this network lacks")
+    return config.patch_size
+
+
+def _coarse(mask: UInt8[np.ndarray, "h w"], size: tuple[int, int]) -> UInt8[Tensor, "rows columns"]:
+    """Return the mask at another size, by the nearest pixels."""
+    rows, columns = (
+        ((np.arange(new) + 0.5) * old / new).astype(np.int64) for old, new in zip(mask.shape, size, strict=True)
+    )
+    return torch.from_numpy(mask[rows[:, None], columns])
