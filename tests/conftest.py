@@ -162,6 +162,6 @@ def tiny(tmp_path: Path) -> Callable[..., TrainConfig]:
     def make(**fields: object) -> TrainConfig:
         if "data" not in fields:
             make_idx_folder(data)
-        return tiny_config(data, tmp_path / "run", **fields)
+        return tiny_config(**{"data": data, "run": tmp_path / "run", **fields})
 
     return make

@@ -100,7 +100,7 @@ def vit_fields(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def tiny_config(data: Path, run: Path, **fields: object) -> TrainConfig:
+def tiny_config(*, data: Path | str, run: Path | str, **fields: object) -> TrainConfig:
     """Return the config of a run of a tiny network for 28 x 28 images, in float32 on the CPU."""
     defaults = {
         "data": str(data), "run": str(run), "variant": "ViT-Pico/7", "image_size": (28, 28), "steps": 12,

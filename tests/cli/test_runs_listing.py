@@ -21,7 +21,7 @@ def trained_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("listed")
     data = make_idx_folder(folder / "data")
     for name, settings in (("long-name-of-a-run", {"steps": 2}), ("[b]", {"steps": 1, "learning_rate": 0.5})):
-        train(tiny_config(data, folder / "runs" / name, **settings))
+        train(tiny_config(data=data, run=folder / "runs" / name, **settings))
     return folder / "runs"
 
 
