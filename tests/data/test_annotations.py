@@ -102,6 +102,8 @@ def test_coco_is_read_with_its_numbers(tmp_path: Path) -> None:
     assert target.areas[0] * 2400 == pytest.approx(400) and np.isnan(target.areas[1])
     assert len(source.target(1)) == 0, "a picture without objects is kept"  # type: ignore[arg-type]
     assert any("without any object" in note for note in splits.notes)
+    picture(tmp_path / "c.png")
+    assert any("no COCO file lists them: c.png" in note for note in opened(tmp_path).notes)
 
 
 @pytest.mark.parametrize(
@@ -291,6 +293,10 @@ def test_masks_hold_numbers_or_colours_and_ignored_values(tmp_path: Path) -> Non
         target = opened(Path(spec)).train.target(0)
         assert isinstance(target, Mask)
         assert target.indices()[0, ::15].tolist() == found, (folder, ignored)
+    (tmp_path / "b/classes.txt").unlink()
+    (tmp_path / "b/labelmap.txt").write_text("# label:color_rgb:parts:actions\nsky:9,9,9::\nroad:0,200,0::\n"
+                                             "tree:1,2,3::\nvoid:4,4,4::\n")  # fmt: skip
+    assert opened(tmp_path / "b").classes == ("sky", "road", "tree")
     with pytest.raises(DataError, match="neither a value from 0 to 2 nor the name"):
         opened(Path(f"{tmp_path / 'a'}?ignore=9"))
 

@@ -19,7 +19,15 @@ from typing import Any
 import numpy as np
 
 from vitrail.data.faults import OWN_RECORDS, Fault
-from vitrail.data.formats.annotated import AnnotatedPictures, Annotation, Pictures, missing_pictures, object_splits
+from vitrail.data.formats.annotated import (
+    AnnotatedPictures,
+    Annotation,
+    Pictures,
+    holds_masks,
+    missing_pictures,
+    object_splits,
+    unlisted_pictures,
+)
 from vitrail.data.objects import Outline, Runs
 from vitrail.data.splits import CHOICE, Split, SplitNames, Splits, check_chosen, left_out, split_of
 from vitrail.errors import DataError, listed, plural
@@ -68,6 +76,10 @@ def open_coco(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | No
             )
     pictures = Pictures(folder)
     found = {split: _pictures(files[split], one, categories, pictures, split) for split, one in read.items()}
+    if root.is_dir():
+        listed_keys = {key for one in found.values() for key in one.keys}
+        unlisted = sorted(key for key in pictures.inodes if key not in listed_keys and not holds_masks(key))
+        found[first].faults += unlisted_pictures(f"data {str(root)!r}", unlisted, "no COCO file lists them")
     return object_splits(
         f"data {str(root)!r}", pictures, found, list(categories.values()), known, ids=list(categories), notes=notes
     )

@@ -3,7 +3,8 @@
     images/train/1.jpg    masks/train/1.png    classes.txt
 
 Line n of classes.txt, from 0, is the name of the class n. Lines with a colour ("road 128 64 128") make the masks those
-of colours. The value 255 has no class; another one is chosen with --ignore-label.
+of colours; so do those of labelmap.txt, which CVAT writes ("road:128,64,128::"). The value 255 has no class.
+--ignore-label chooses another value.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from vitrail.errors import DataError, UndecodableImage, listed, plural
 FOLDERS = ("masks", "mask", "segmentationclass", "annotations", "labels", "gtfine", "gt")
 """Names of folders with masks, in lower case."""
 
-COLOUR = re.compile(r"(?P<name>.*?)[\s,:;#(]+(?P<red>\d{1,3})[\s,]+(?P<green>\d{1,3})[\s,]+(?P<blue>\d{1,3})\)?\s*")
+COLOUR = re.compile(r"(?P<name>.*?)[\s,:;#(]+(?P<red>\d{1,3})[\s,]+(?P<green>\d{1,3})[\s,]+(?P<blue>\d{1,3})[)\s:]*")
 
 NO_CLASS = frozenset({"unlabelled", "unlabeled", "ignore", "ignored", "void"})
 """Names, in lower case, of what is not a class. Pixels with it are ignored, unless --ignore-label says otherwise."""
@@ -106,14 +107,15 @@ def _beside(pictures: Pictures, stem: str) -> str:
 
 def _classes(root: Path, folder: Path) -> tuple[list[str], tuple[tuple[int, int, int], ...]]:
     """Return the names of the classes, and their colours, or () if masks hold numbers."""
-    places = [root / "classes.txt", folder / "classes.txt", root / "labels.txt"]
+    places = [root / "classes.txt", folder / "classes.txt", root / "labels.txt", root / "labelmap.txt"]
     path = next((place for place in places if place.is_file()), None)
     if path is None:
         raise DataError(
             f"{root} has masks but no names of classes; add a classes.txt with the name of a class on each line, in "
             "the order of the numbers in the masks, from 0"
         )
-    lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+    lines = [line for line in lines if line and not line.startswith("# ")]
     matches = [COLOUR.fullmatch(line) for line in lines]
     colours: list[tuple[int, int, int]] = []
     if lines and all(matches):
