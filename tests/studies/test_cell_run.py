@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.make import make_idx_folder
 from tests.studies.measured import cell_result
+from vitrail.data.formats import idx
 from vitrail.errors import DataError, RunError
 from vitrail.experiments.runner import write_result
 from vitrail.studies.cell import DEVICE, StudyCell, make_cell, measure_cell
@@ -18,9 +20,16 @@ from vitrail.training.job import phases_of, run_flops
 from vitrail.weights.bundle import load_bundle
 
 
+@pytest.fixture(scope="module")
+def some_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_idx_folder(tmp_path_factory.mktemp("bundled") / "images", train=400, test=100)
+
+
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_the_cpu(some_images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the CPU, and a part of the bundled images."""
     monkeypatch.setenv(DEVICE, "cpu")
+    monkeypatch.setattr(idx, "BUNDLED", some_images)
 
 
 def tiny(**overrides: object) -> TrainConfig:
@@ -39,7 +48,7 @@ def test_a_cell_is_trained_and_measured_on_the_test_split(tmp_path: Path) -> Non
     folder = tmp_path / cell.name
     folder.mkdir()
     result = measure_cell(folder, cell)
-    assert result.metrics["images"] == 2000 and {"accuracy", "fewshot_1"} <= set(result.metrics)
+    assert result.metrics["images"] == 100 and {"accuracy", "fewshot_1"} <= set(result.metrics)
     assert not any(name.startswith("validation") for name in result.metrics)
     network = load_bundle(folder / "run" / "model").network.config
     config = cell.train_config

@@ -358,8 +358,6 @@ def test_processes_that_open_it_at_once(hub: Hub, parquet: Callable[..., bytes])
     hub.add(NAME, {f"data/train-0000{number}-of-00003.parquet": parquet([0, 1] * 30) for number in range(3)})
     script = f"""
 from vitrail.data.source import fingerprint
-from vitrail.data.splits import Choice
-from vitrail.data.sources import open_whole
 from vitrail.data.formats.hub import open_hub_data
 print(fingerprint(open_hub_data({SPEC!r}, None).train))
 """
