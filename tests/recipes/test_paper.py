@@ -20,7 +20,7 @@ from vitrail.training.schedule import RunLength
 IMAGENET = 1_281_167
 FAMILIES = {
     "vit-b32-jft", "vit-b32-i21k", "vit-b16-i1k", "vit-b16-jft-masked",
-    "vit-s16-i1k-dino-300", "augreg-ti16-i1k", "plain-vit-s16-90",
+    "vit-s16-i1k-dino-300", "vit-s14-i21k-dinov2", "augreg-ti16-i1k", "plain-vit-s16-90",
 }  # fmt: skip
 """A recipe of each kind of transformer, for the fast tests."""
 
@@ -93,6 +93,51 @@ def test_dino_in_every_detail() -> None:
     assert base.augment.settings.crop_area == (0.4, 1.0) and base.images.interpolation == "bicubic"
     network = network_of(base, 0)
     assert (network.pool, network.stochastic_depth, network.parameters()) == ("cls", 0.1, 21_665_664)
+
+
+def test_ibot_and_dinov2_in_every_detail() -> None:
+    """The options of the README of bytedance/ibot, and ssl_default_config.yaml and vitl14.yaml of DINOv2."""
+    ibot, short, long = (
+        PAPER_RECIPES[f"vit-s{name}"]() for name in ("16-i1k-ibot-800", "14-i1k-dinov2", "14-i21k-dinov2")
+    )
+    task: Any = ibot.task
+    assert (task.prototypes, task.local_views, task.local_crop_area, ibot.run.batch_size) == (
+        8192,
+        10,
+        (0.05, 0.25),
+        1024,
+    )
+    assert (task.mask_probability, task.mask_fraction, task.centring, task.koleo_weight) == (0.5, (0.1, 0.5), "mean", 0)
+    assert (
+        ibot.augment.settings.crop_area == (0.25, 1.0)
+        and ibot.optimizer == PAPER_RECIPES["vit-s16-i1k-dino-300"]().optimizer
+    )
+    for config, momentum, prototypes, bottleneck, centring, images in (
+        (short, 0.992, 65_536, 256, "masked-mean", 2048), (long, 0.994, 131_072, 384, "sinkhorn", 3072),
+    ):  # fmt: skip
+        task, steps = config.task, 1250 * images / (IMAGENET if config is short else 14.2e6)
+        assert (task.teacher_momentum, task.prototypes, task.bottleneck, task.patch_bottleneck) == (
+            momentum,
+            prototypes,
+            bottleneck,
+            256,
+        )
+        assert (task.centring, task.separate_patch_head, task.koleo_weight, task.patch_weight) == (
+            centring,
+            config is long,
+            0.1,
+            1,
+        )
+        assert task.frozen_epochs == pytest.approx(steps, rel=0.02)
+        assert task.target_temperature_epochs == pytest.approx(30 * steps, rel=0.02)
+        assert config.run.epochs == pytest.approx((100 if config is short else 500) * steps, rel=0.02)
+    assert (
+        short.optimizer.learning_rate == pytest.approx(4e-3 * (2048 / 1024) ** 0.5)
+        and short.optimizer.layer_decay == 0.9
+    )
+    assert (
+        long.optimizer.learning_rate == pytest.approx(2e-4 * (3072 / 1024) ** 0.5) and long.optimizer.layer_decay == 1
+    )
 
 
 def test_moco_in_every_detail() -> None:
@@ -196,7 +241,8 @@ def test_two_steps(name: str, colour_folder: Path, tmp_path: Path) -> None:
         narrow |= {"depth": 2, "heads": 2, "mlp_width": 48}
         narrow |= {"head_hidden": 32} if "head_hidden" in config.model.overrides else {}
     if config.task.name == "dino":
-        narrow |= {"prototypes": 48, "projection_hidden": 32, "local_size": (16, 16)}
+        local = (14, 14) if config.model.name.endswith("/14") else (16, 16)
+        narrow |= {"prototypes": 48, "projection_hidden": 32, "local_size": local}
     if getattr(config.task, "tokenizer", None):
         narrow |= {"tokenizer": str(make_tokenizer(size=(14, 14)).save(tmp_path / "tokenizer"))}
     side = 28 if config.model.name.endswith("/14") else 64 if name == "augreg-r-ti16-i21k" else 32

@@ -41,6 +41,16 @@ TASKS: dict[str, Task] = {
     "moco": MoCo(projection_hidden=160, projection_width=48, fixed_patches=False),
     "dino": Dino(local_views=4, local_size=(32, 24), prototypes=3000, projection_hidden=160),
     "dino, no local views": Dino(local_views=0, prototypes=500, projection_hidden=64, unit_prototypes=False),
+    "ibot": Dino(local_views=2, local_size=(32, 24), prototypes=700, projection_hidden=160, patch_weight=1.0),
+    "dinov2": Dino(
+        local_views=0,
+        prototypes=900,
+        projection_hidden=100,
+        patch_weight=1.0,
+        separate_patch_head=True,
+        centring="sinkhorn",
+        koleo_weight=0.1,
+    ),
     "vqvae": VqVae(codes=300, code_width=24),
     "vqvae, other decoder": VqVae(
         codes=1000, code_width=8, restart_below=0.2, decoder_width=64, decoder_depth=1, decoder_heads=4

@@ -235,7 +235,9 @@ def gradients(
     state = make_state(job, network)
     objective: Any = state.objective.double()
     for one in (objective.network, getattr(objective, "teacher", objective.network)):
-        one.embed = lambda images, plain=one.embed: plain(images.double())
+        for name in ("embed", "features", "encode"):
+            plain = getattr(one, name)
+            setattr(one, name, lambda images, plain=plain, **fields: plain(images.double(), **fields))
     batch, first = next(state.batches), 0
     if job.processes.are_several:
         first = job.processes.rank * (len(batch) // 2)

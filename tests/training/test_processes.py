@@ -102,6 +102,21 @@ def test_a_teacher_follows_its_student_on_several_processes(
 CONTRAST: dict[str, dict[str, Any]] = {
     "simclr": {"projection_width": 8},
     "moco": {"projection_width": 8, "projection_hidden": 12},
+    "dino": {
+        "centring": "sinkhorn",
+        "patch_weight": 1.0,
+        "separate_patch_head": True,
+        "mask_probability": 0.9,
+        "mask_fraction": (0.2, 0.6),
+        "frozen_epochs": 0.0,
+        "local_views": 3,
+        "local_size": (14, 14),
+        "pool": "cls",
+        "prototypes": 24,
+        "projection_hidden": 20,
+        "bottleneck": 12,
+        "patch_bottleneck": 12,
+    },  # Sinkhorn-Knopp
 }
 
 

@@ -208,61 +208,145 @@ def dino() -> TrainConfig:
     )
 
 
-def dino_i1k(variant: str, epochs: float, batch_size: int, task: dict[str, Any]) -> TrainConfig:
-    """Return the config of a pre-training run of the published code on ImageNet.
+def dino_i1k(
+    epochs: float,
+    batch_size: int,
+    *,
+    data: str = "i1k",
+    crop_area: tuple[float, float] = (0.4, 1.0),
+    patch: int = 16,
+    network: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
+    **task: Any,
+) -> TrainConfig:
+    """Return the config of a pre-training run of the published code on ImageNet with a ViT-S.
 
     The optimizer is AdamW with a learning rate of 5e-4 per 256 images, a warm-up of 10 epochs and a cosine decay to
     1e-6. The weight decay rises from 0.04 to 0.4. Ten views of an image are processed: two of 224 x 224 pixels with 40
-    to 100 % of its area, and eight of 96 x 96 pixels with 5 to 40 %.
+    to 100 % of its area, and eight of 96 x 96 pixels with 5 to 40 %. `network`, `optimizer` and `task` replace fields.
     """
+    overrides = {"stochastic_depth": 0.1, "position_resize": "bicubic-offset", **(network or {})}
+    published: dict[str, Any] = {
+        "learning_rate": 5e-4, "base_batch_size": 256, "end_learning_rate": 1e-6, "warmup": "10 epochs",
+        "warmup_from_zero": True, "weight_decay": 0.04, "end_weight_decay": 0.4,
+        "weight_decay_factors": (r"(?!.*(bias|norm|gamma)).*=1",), "clip": 3.0, "clip_of": "weight",
+    }  # fmt: skip
+    sizes: dict[str, Any] = {"local_size": (96, 96), "prototypes": 65_536, "projection_hidden": 2048, "bottleneck": 256}
     return TrainConfig(
-        data=DataConfig(spec=DATA["i1k"], validation="train", validation_share=0.01),
-        task=Dino(local_size=(96, 96), prototypes=65_536, projection_hidden=2048, bottleneck=256, **task),
-        model=ModelConfig(variant=variant, overrides={"stochastic_depth": 0.1, "position_resize": "bicubic-offset"}),
+        data=DataConfig(spec=DATA[data], validation="train", validation_share=0.01),
+        task=Dino(**{**sizes, **task}),
+        model=ModelConfig(variant=f"ViT-S/{patch}", overrides=overrides),
         images=Preprocess(image_size=(224, 224), mean=IMAGENET_MEAN, std=IMAGENET_STD, interpolation="bicubic"),
-        augment=replace(BYOL_VIEWS, crop_area=(0.4, 1.0)),
-        optimizer=OptimizerConfig(
-            learning_rate=5e-4,
-            base_batch_size=256,
-            schedule="cosine",
-            end_learning_rate=1e-6,
-            warmup="10 epochs",
-            warmup_from_zero=True,
-            weight_decay=0.04,
-            end_weight_decay=0.4,
-            weight_decay_factors=(r"(?!.*(bias|norm)).*=1",),
-            clip=3.0,
-            clip_of="weight",
-        ),
+        augment=replace(BYOL_VIEWS, crop_area=crop_area),
+        optimizer=OptimizerConfig(**{**published, **(optimizer or {})}),
         run=RunConfig(epochs=epochs, batch_size=batch_size, keep="last"),
     )
 
 
+IBOT: dict[str, Any] = {
+    "target_temperature": 0.07, "target_temperature_epochs": 30.0, "unit_prototypes": False, "prototypes": 8192,
+    "local_views": 10, "local_crop_area": (0.05, 0.25), "patch_weight": 1.0, "smallest_block": 16,
+}  # fmt: skip
+"""Settings of iBOT's ViT-S/16, as in the README of its code."""
+
+DINOV2: dict[str, Any] = {
+    "patch": 14, "network": {"layer_scale": 1e-5}, "crop_area": (0.32, 1.0), "local_size": (98, 98),
+    "local_crop_area": (0.05, 0.32), "teacher_momentum": 0.992, "target_temperature": 0.07,
+    "target_temperature_by": "step", "unit_prototypes": False, "koleo_weight": 0.1, "patch_weight": 1.0,
+    "centring": "masked-mean",
+}  # fmt: skip
+"""Settings of DINOv2's ssl_default_config.yaml, which are those of vitl16_short.yaml."""
+
+DINOV2_LARGE: dict[str, Any] = {
+    **DINOV2, "teacher_momentum": 0.994, "prototypes": 131_072, "bottleneck": 384, "separate_patch_head": True,
+    "centring": "sinkhorn",
+}  # fmt: skip
+"""Settings of DINOv2's vitl14.yaml."""
+
+DINOV2_SHORT: dict[str, Any] = {
+    "learning_rate": 4e-3 * 2**0.5, "base_batch_size": None, "layer_decay": 0.9, "clip_of": "part",
+    "learning_rate_factors": (r"patches\..*=0.2",), "warmup": "12500 steps",
+}  # fmt: skip
+"""Learning rate of 4e-3, times the root of the batch size divided by 1,024."""
+
+DINOV2_LONG: dict[str, Any] = {
+    "learning_rate": 2e-4 * 3**0.5, "base_batch_size": None, "warmup": "100000 steps", "end_weight_decay": 0.2,
+    "clip_of": "part", "learning_rate_factors": (r"patches\..*=0.2",),
+}  # fmt: skip
+
+DINO_SOURCE = "2104.14294 and its code, README"
+
+DINO_DIFFERENCES = (
+    HELD_OUT,
+    "Step i of n warm-up steps has i / n of the learning rate instead of i / (n - 1), which is 0.004 % less.",
+    "Weights start as in the supervised recipes.",
+)
+
+DINOV2_DIFFERENCES = (
+    "The publication distils its ViT-S from a larger network. This trains a ViT-S with the settings of the ViT-L.",
+    "Each view draws by itself whether it is masked. The publication masks exactly half of the views of a process.",
+    "Frozen prototypes have no mean gradients. The publication collects these with a learning rate of 0.",
+    "Stochastic depth grows with depth to 0.1. The ViT-L has equal rates of 0.3 or 0.4.",
+    "Durations in epochs of 1,250 steps are those in passes over the data, rounded to two digits.",
+    "The mask embedding has the full learning rate, and that of the first layer in the publication.",
+)
+
 DINO_RECIPES = tuple(
     PaperRecipe(
         name,
-        partial(dino_i1k, "ViT-S/16", epochs, batch_size, task),
+        partial(dino_i1k, epochs, batch_size, **fields),
         result,
-        "2104.14294 and its code, README",
-        (
-            HELD_OUT,
-            "Step i of n warm-up steps has i / n of the learning rate instead of i / (n - 1), which is 0.004 % less.",
-            "Weights start as in the supervised recipes.",
-        ),
+        source,
+        (*DINO_DIFFERENCES, *differences),
         "on ImageNet by a linear model of the class tokens of the last four blocks",
     )
-    for name, epochs, batch_size, result, task in (  # 8 and 16 GPUs with 64 images each
-        ("vit-s16-i1k-dino-100", 100.0, 512, "74.0 % (nearest neighbours: 69.3 %)", {}),
+    for name, epochs, batch_size, result, source, differences, fields in (  # 8, 16 and 32 GPUs with 64 images each
+        ("vit-s16-i1k-dino-100", 100.0, 512, "74.0 % (nearest neighbours: 69.3 %)", DINO_SOURCE, (), {}),
         (
             "vit-s16-i1k-dino-300",
             300.0,
             1024,
             "76.0 % (nearest neighbours: 73.3 %)",
+            DINO_SOURCE,
+            (),
             {"target_temperature": 0.07, "target_temperature_epochs": 30.0, "unit_prototypes": False},
+        ),
+        (
+            "vit-s16-i1k-ibot-800",
+            800.0,
+            1024,
+            "77.9 % (nearest neighbours: 75.2 %)",
+            "2111.07832 and its code, README",
+            (),
+            {"crop_area": (0.25, 1.0), **IBOT},
+        ),
+        (
+            "vit-s14-i1k-dinov2",
+            200.0,
+            2048,
+            "no published result (ViT-L/16 in 100 epochs of 1,250 steps: 82.9 %)",
+            "2304.07193 and its code, vitl16_short.yaml",
+            DINOV2_DIFFERENCES,
+            {"optimizer": DINOV2_SHORT, "target_temperature_epochs": 60.0, "frozen_epochs": 2.0, **DINOV2},
+        ),
+        (
+            "vit-s14-i21k-dinov2",
+            135.0,
+            3072,
+            "no published result (ViT-L/14 on ImageNet-22k: 84.5 %)",
+            "2304.07193 and its code, vitl14.yaml",
+            DINOV2_DIFFERENCES,
+            {
+                "data": "i21k",
+                "optimizer": DINOV2_LONG,
+                "target_temperature_epochs": 8.1,
+                "frozen_epochs": 0.27,
+                **DINOV2_LARGE,
+            },
         ),
     )
 )
-"""Recipes of DINO in the published code."""
+"""Recipes of DINO, iBOT and DINOv2 in the published codes."""
 
 
 # Masked autoencoders: a recipe for small images, and the pre-training of the paper.

@@ -311,7 +311,14 @@ def draw_block_order(batch: Batch, grid: tuple[int, int], count: int, *, seed: i
     return np.take_along_axis(order, later.argsort(axis=1, kind="stable"), axis=1)
 
 
-def draw_blocks(batch: Batch, grid: tuple[int, int], count: int, *, seed: int) -> Bool[np.ndarray, "b rows columns"]:
+def draw_blocks(
+    batch: Batch,
+    grid: tuple[int, int],
+    count: int | Int64[np.ndarray, " b"],
+    *,
+    seed: int,
+    smallest: int | None = None,
+) -> Bool[np.ndarray, "b rows columns"]:
     """Return a mask of blocks of each image, which has at most `count` patches.
 
     The area of a block is uniform between the smallest one and the number of patches that are still missing, and the
@@ -322,9 +329,9 @@ def draw_blocks(batch: Batch, grid: tuple[int, int], count: int, *, seed: int) -
     uniform = keyed_uniform(seed, *batch_key(batch), draws=4 * TRIES, first=Slot.PATCH_BLOCKS).astype(np.float64)
     hidden = np.zeros((len(uniform), rows, columns), bool)
     missing, failures = np.full(len(uniform), count), np.zeros(len(uniform), np.int64)
-    smallest = SMALLEST * rows * columns
+    least = SMALLEST * rows * columns if smallest is None else smallest
     for area, ratio, top, left in uniform.reshape(len(uniform), TRIES, 4).transpose(1, 2, 0):
-        areas, ratios = smallest + area * (missing - smallest), ASPECT ** (1 - 2 * ratio)
+        areas, ratios = least + area * (missing - least), ASPECT ** (1 - 2 * ratio)
         height, width = np.rint(np.sqrt(areas * ratios)), np.rint(np.sqrt(areas / ratios))
         top, left = np.floor(top * (rows - height + 1)), np.floor(left * (columns - width + 1))
         is_inside = _between(rows, top, height)[:, :, None] & _between(columns, left, width)[:, None, :]
