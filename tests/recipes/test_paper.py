@@ -167,6 +167,9 @@ def test_simclr_in_every_detail() -> None:
     assert (optimizer.kind, optimizer.momentum_of, optimizer.momentum_rate) == ("lars", "changes", 0.9)
     assert (optimizer.weight_decay, optimizer.weight_decay_factors, optimizer.warmup) == (1e-4, (), "10 epochs")
     assert (config.run.epochs, config.run.batch_size, config.augment.settings.crop_area) == (100, 4096, (0.08, 1.0))
+    augment = config.augment
+    assert (augment.colour_jitter, augment.colour_jitter_probability) == ((0.8, 0.8, 0.8, 0.2), 0.8)
+    assert (augment.grey, augment.blur, augment.blur_sigma, augment.solarise) == (0.2, (0.5,), (0.1, 2.0), ())
     assert network_of(config, 0).embed_width == 2048
 
 
