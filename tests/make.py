@@ -58,6 +58,7 @@ DIVISORS = {
     "sincos-2d": 4,
     "sincos-2d-mae": 4,
     "relative-bias": 1,
+    "relative-bias-class": 1,
     "relative-keys": 1,
     "rotary-2d": 4,
 }
@@ -72,7 +73,7 @@ def vit_fields(draw: st.DrawFn) -> dict[str, Any]:
     heads = draw(st.integers(1, 4))
     pool = draw(st.sampled_from(["cls", "gap", "map", "cls+gap"]))
     positions = draw(st.sampled_from([*DIVISORS]))
-    inside = positions in ("relative-bias", "relative-keys", "rotary-2d")
+    inside = positions.startswith(("relative", "rotary"))
     places = [None, "every-layer", *(["shared"] if positions != "rotary-2d" else []), *([] if inside else ["stem"])]
     return {
         "image_size": (patch[0] * grid[0], patch[1] * grid[1]),
@@ -84,7 +85,8 @@ def vit_fields(draw: st.DrawFn) -> dict[str, Any]:
         "mlp_width": draw(st.integers(1, 20)),
         "num_classes": draw(st.integers(0, 7)),
         "pool": pool,
-        "class_token": draw(st.sampled_from([None, True, *([False] if pool in ("gap", "map") else [])])),
+        "class_token": positions == "relative-bias-class"
+        or draw(st.sampled_from([None, True, *([False] if pool in ("gap", "map") else [])])),
         "registers": draw(st.integers(0, 2)),
         "head_hidden": draw(st.integers(0, 9)),
         "final_norm": draw(st.sampled_from(["tokens", "pooled"])),

@@ -91,8 +91,14 @@ def equations(
         if layer == 0:
             z = drop(z)
         bias = keys = None
-        if config.positions == "relative-bias":
-            bias = bias_of_pairs(weights["positions.bias"][own], config)[:, seen][:, :, seen]
+        if config.positions.startswith("relative-bias"):
+            bias = bias_of_pairs(weights["positions.bias"][own], config)
+            if config.positions == "relative-bias-class":
+                to_patch, to_class, both = weights["positions.class_bias"][own].T
+                bias[:, 0, config.prefix :] = to_patch[:, None]
+                bias[:, config.prefix :, 0] = to_class[:, None]
+                bias[:, 0, 0] = both
+            bias = bias[:, seen][:, :, seen]
         if config.positions == "relative-keys":
             keys = keys_of_pairs(weights["positions.keys"][own], config)[:, seen][:, :, seen]
         block = f"blocks.{layer}"
@@ -267,7 +273,8 @@ def test_networks_of_any_shape_follow_the_equations(data: st.DataObject) -> None
 PLACES = [
     *((kind, place) for kind in ("none", "learned", "learned-2d", "sincos-2d") for place in (
         "stem", "every-layer", "shared")),
-    ("relative-bias", "every-layer"), ("relative-bias", "shared"), ("relative-keys", "every-layer"),
+    ("relative-bias", "every-layer"), ("relative-bias", "shared"), ("relative-bias-class", "every-layer"),
+    ("relative-bias-class", "shared"), ("relative-keys", "every-layer"),
     ("relative-keys", "shared"), ("rotary-2d", "every-layer"),
 ]  # fmt: skip
 
@@ -504,6 +511,7 @@ STREAMS = [
     *({"positions": kind, "positions_at": place} for kind, place in PLACES),
     {"positions": "none", "pool": "gap"}, {"positions": "rotary-2d", "pool": "map", "qk_norm": True},
     {"positions": "relative-bias", "pool": "gap", "patch_dropout": 0.5},
+    {"positions": "relative-bias-class", "patch_dropout": 0.5},
     {"positions": "relative-keys", "pool": "gap", "patch_dropout": 0.5}, {"registers": 2, "pool": "cls+gap"},
     {"root": RootConfig(stem="3x3+3x3", width=32), "image_size": (24, 20), "pool": "gap", "positions": "none"},
 ]  # fmt: skip
@@ -547,8 +555,9 @@ def watched(network: VisionTransformer) -> list[Tensor]:
 @pytest.mark.parametrize("fields", [{}, {"pool": "gap"}, {"registers": 2, "qk_norm": True, "positions_cover": "all"}])
 def test_dropped_patches_might_never_have_been(kind: str, place: str, fields: dict[str, Any]) -> None:
     """Each image is compared with the equations of a network that has only the prefix and the kept patches."""
+    needs = {"class_token": True} if kind == "relative-bias-class" else {}
     config = small_config(
-        **fields, positions=kind, positions_at=place, patch_dropout=0.5, image_size=(12, 20), norm_eps=1e-3
+        **fields, **needs, positions=kind, positions_at=place, patch_dropout=0.5, image_size=(12, 20), norm_eps=1e-3
     )
     network, images = randomised(config).train(), pictures(config, batch=3)
     passes = watched(network)
@@ -568,7 +577,9 @@ def test_dropped_patches_might_never_have_been(kind: str, place: str, fields: di
         if config.pool == "cls":
             torch.testing.assert_close(features.cls[image], tokens[0], **close)
             torch.testing.assert_close(features.registers[image], tokens[1 : config.prefix], **close)
-        torch.testing.assert_close(embedded[image], tokens[0] if config.pool == "cls" else tokens.mean(0), **close)
+        torch.testing.assert_close(
+            embedded[image], tokens[0] if config.pool == "cls" else tokens[config.prefix :].mean(0), **close
+        )
 
 
 @pytest.mark.parametrize("fields", [{}, {"pool": "gap"}, {"root": RootConfig(stem="3x3+3x3", width=32)}])
@@ -734,6 +745,7 @@ OUT_OF_RANGE: dict[str, tuple[Any, ...]] = {
     "norm_eps": (0.0, math.nan), "head_bias": (math.inf, math.nan),
     "pool": ("avg",), "activation": ("relu",), "final_norm": ("none",), "positions": ("fourier",),
     "attention": ("linear",), "positions_at": ("head",), "positions_cover": ("none",), "position_resize": ("nearest",),
+    "initial_weights": ("zeros",),
 }  # fmt: skip
 RULE = re.compile(
     r"(is less than [01]|is not in \[0, 1\)|is not above 0|is not a finite number)(; 0 means none)?"

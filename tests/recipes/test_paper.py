@@ -9,18 +9,24 @@ from typing import Any
 import pytest
 
 from tests.tasks.books import make_tokenizer
-from vitrail.models.variants import AnyConfig
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.models.variants import AnyConfig, create
 from vitrail.recipes import PAPER_RECIPES
 from vitrail.recipes.papers import ON_I21K, REGULARISATION, TRANSFERS, WEIGHT_DECAYS, augreg
+from vitrail.tasks.mae import MaeObjective
+from vitrail.tasks.masked_patches import MaskedPatchesObjective
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import read_journal
+from vitrail.training.optimizer import make_optimizer
 from vitrail.training.run import train
 from vitrail.training.schedule import RunLength
+from vitrail.weights.bundle import Bundle
 
 IMAGENET = 1_281_167
 FAMILIES = {
     "vit-b32-jft", "vit-b32-i21k", "vit-b16-i1k", "vit-b16-jft-masked",
     "vit-s16-i1k-dino-300", "vit-s14-i21k-dinov2", "augreg-ti16-i1k", "plain-vit-s16-90",
+    "vit-b16-i1k-beit-tuned", "vit-b16-i1k-mae-linear",
 }  # fmt: skip
 """A recipe of each kind of transformer, for the fast tests."""
 
@@ -173,6 +179,26 @@ def test_simclr_in_every_detail() -> None:
     assert network_of(config, 0).embed_width == 2048
 
 
+@pytest.mark.parametrize("name", ["vit-b16-i1k-mae", "vit-b16-i1k-beit"])
+def test_weights_decay_as_published(name: str) -> None:
+    """Matrices, tables and the mask embedding decay in the codes of MAE and BEiT, and so does the class token of MAE.
+    Biases, norms and LayerScale do not."""
+    config = PAPER_RECIPES[name]()
+    fields = {**config.model.overrides, "image_size": (32, 48), "width": 32, "depth": 2, "heads": 2, "num_classes": 0}
+    task = config.task
+    if name.endswith("beit"):
+        task = dataclasses.replace(task, patch_target="pixels", tokenizer=None)  # type: ignore[call-arg]
+    make: Any = MaeObjective if name.endswith("mae") else MaskedPatchesObjective
+    objective = make(create("ViT-B/16", **fields), task)
+    optimizer = make_optimizer(objective, config.optimizer)
+    decays = {id(weight): group["weight_decay"] for group in optimizer.param_groups for weight in group["params"]}
+    for weight_name, weight in objective.named_parameters():
+        is_published = weight_name.endswith("weight") and "norm" not in weight_name
+        is_published |= "positions." in weight_name or "mask_" in weight_name
+        is_published |= weight_name.endswith("prefix.cls") and name.endswith("mae")
+        assert decays[id(weight)] == (0.05 if is_published else 0.0), weight_name
+
+
 def test_beit_in_every_detail() -> None:
     """The options in the code's README for ImageNet-1k, and the defaults of run_beit_pretraining.py."""
     config, tokenizer = PAPER_RECIPES["vit-b16-i1k-beit"](), PAPER_RECIPES["beit-tokenizer-i1k"]()
@@ -186,7 +212,7 @@ def test_beit_in_every_detail() -> None:
     assert (optimizer.beta1, optimizer.beta2, optimizer.weight_decay, optimizer.clip) == (0.9, 0.999, 0.05, 3.0)
     assert config.augment.colour_jitter == (0.4, 0.4, 0.4, 0.0)
     assert (network.layer_scale, network.stochastic_depth, network.has_class_token) == (0.1, 0.1, True)
-    assert (network.positions, network.positions_at) == ("relative-bias", "shared")
+    assert (network.positions, network.positions_at) == ("relative-bias-class", "shared")
     assert config.augment.settings.crop_area == (0.08, 1.0) and config.images.mean == (0.485, 0.456, 0.406)
     coder: Any = tokenizer.task
     assert (coder.codes, coder.code_width, coder.commitment, coder.code_decay) == (8192, 32, 0.25, 0.99)
@@ -194,6 +220,40 @@ def test_beit_in_every_detail() -> None:
     assert (own.width, own.num_blocks, own.heads) == (512, 8, 8)
     assert (tokenizer.optimizer.learning_rate, tokenizer.run.batch_size) == (2e-4, 128)
     assert tokenizer.total_steps(IMAGENET) == 250_000
+
+
+@pytest.mark.parametrize(
+    ("name", "epochs", "batch", "rate", "end", "warmup", "decay", "layers", "depth"),
+    [
+        ("vit-b16-i1k-mae-tuned", 100, 1024, 2e-3, 1e-6, 5, 0.05, 0.65, 0.1),
+        ("vit-l16-i1k-mae-tuned", 50, 1024, 4e-3, 1e-6, 5, 0.05, 0.75, 0.2),
+        ("vit-h14-i1k-mae-tuned", 50, 1024, 4e-3, 1e-6, 5, 0.05, 0.75, 0.3),
+        ("vit-b16-i1k-beit-tuned", 100, 1024, 4e-3, 1e-6, 20, 0.05, 0.65, 0.1),
+        ("vit-b16-i1k-mae-linear", 90, 16_384, 6.4, 0, 10, 0, 1, 0),
+        ("vit-s16-i1k-moco-linear", 90, 1024, 12, 0, 0, 0, 1, 0),
+        ("vit-s16-i1k-dino-300-linear", 100, 1024, 4e-3, 0, 0, 0, 1, 0),
+        ("deit-s16-i1k", 300, 1024, 1e-3, 1e-5, 5, 0.05, 1, 0.1),
+        ("deit-b16-i1k-distilled", 300, 1024, 1e-3, 1e-5, 5, 0.05, 1, 0.1),
+        ("deit3-s16-i1k", 800, 2048, 4e-3, 1e-5, 5, 0.05, 1, 0.05),
+        ("deit3-b16-i1k", 800, 2048, 3e-3, 1e-5, 5, 0.05, 1, 0.2),
+    ],
+)
+def test_second_halves_of_papers(
+    name: str, epochs: int, batch: int, rate: float, end: float, warmup: int, decay: float, layers: float, depth: float
+) -> None:
+    """FINETUNE.md and main_linprobe.py of facebookresearch/mae (efb2a80), get_started_for_image_classification.md of
+    microsoft/unilm (beit, 768a3c8), CONFIG.md of moco-v3 (c349e6e), eval_linear.py of dino (7c446df), and main.py and
+    the READMEs of deit (7e160fe)."""
+    config = PAPER_RECIPES[name]()
+    optimizer = config.optimizer.for_batch_size(batch)
+    assert (config.run.epochs, config.run.batch_size, optimizer.learning_rate) == (epochs, batch, pytest.approx(rate))
+    assert (optimizer.end_learning_rate, optimizer.warmup, optimizer.weight_decay) == (end, f"{warmup} epochs", decay)
+    assert (optimizer.layer_decay, config.model.overrides["stochastic_depth"]) == (layers, depth)
+    settings = config.augment.settings
+    is_linear = name.endswith("linear")
+    assert (settings.mixup, config.augment.cutmix) == ((0, 0) if is_linear else (0.8, 1.0))
+    assert settings.crop_area == (0.08, 1.0) and config.start.train_blocks == (0 if is_linear else None)
+    assert (config.start.init or "").removeprefix("runs/") == ("" if "deit" in name else name.rpartition("-")[0])
 
 
 def test_the_plain_s16_in_every_detail() -> None:
@@ -233,6 +293,15 @@ def test_augregs_grid_can_be_said() -> None:
     assert {row.weight_decay for row in ON_I21K.values()} == set(WEIGHT_DECAYS)
 
 
+def _saved(run: str, classes: int = 0) -> Bundle:
+    """Return a narrow model with the network of a recipe of pre-training, or with classes."""
+    overrides = PAPER_RECIPES[run.removeprefix("runs/")]().model.overrides if run else {}
+    fields = {**overrides, "image_size": (32, 32), "width": 32, "depth": 2, "heads": 2, "mlp_width": 48}
+    network = create("ViT-B/16", **fields, num_classes=classes)
+    names = ("blue", "green", "red")[:classes]
+    return Bundle(network, classes=names, preprocess=Preprocess(image_size=(32, 32)))
+
+
 @pytest.mark.parametrize(
     "name", [name if name in FAMILIES else pytest.param(name, marks=pytest.mark.slow) for name in PAPER_RECIPES]
 )
@@ -248,6 +317,10 @@ def test_two_steps(name: str, colour_folder: Path, tmp_path: Path) -> None:
         narrow |= {"prototypes": 48, "projection_hidden": 32, "local_size": local}
     if getattr(config.task, "tokenizer", None):
         narrow |= {"tokenizer": str(make_tokenizer(size=(14, 14)).save(tmp_path / "tokenizer"))}
+    if config.start.init:
+        narrow = {"init": str(_saved(config.start.init).save(tmp_path / "model"))}
+    if config.task.name == "distillation":
+        narrow |= {"teacher": str(_saved("", 3).save(tmp_path / "teacher"))}
     side = 28 if config.model.name.endswith("/14") else 64 if name == "augreg-r-ti16-i21k" else 32
     config = config.override(
         data=str(colour_folder), run=str(tmp_path / "run"), steps=2, batch_size=6, device="cpu", threads=2,

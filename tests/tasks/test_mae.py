@@ -37,7 +37,17 @@ def places_of(objective: MaeObjective, count: int, patches: int = 12) -> tuple[T
 
 
 @pytest.mark.parametrize(
-    ("patches", "fraction", "removed"), [(196, 0.75, 147), (49, 0.75, 37), (64, 0.75, 48), (20, 0.4, 8), (3, 0.5, 2)]
+    ("patches", "fraction", "removed"),
+    [
+        (196, 0.75, 147),
+        (49, 0.75, 37),
+        (64, 0.75, 48),
+        (20, 0.4, 8),
+        (3, 0.5, 2),
+        (196, 0.9, 177),
+        (35, 0.6, 21),
+        (49, 0.9, 45),
+    ],
 )
 def test_the_count_of_removed_patches_follows_the_fraction(patches: int, fraction: float, removed: int) -> None:
     assert Mae(remove_fraction=fraction).hidden_of(patches) == removed

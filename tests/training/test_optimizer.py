@@ -264,6 +264,24 @@ def test_layer_decay_scales_by_depth(name: str, sizes: dict[str, Any], depth: in
     assert seen[id(next(network.parameters()))][0] == pytest.approx(0.65 ** (depth + 1))
 
 
+def test_layer_decay_is_that_of_mae_and_beit() -> None:
+    """Scales that `get_layer_id_for_vit` of facebookresearch/mae (efb2a80) and `get_num_layer_for_vit` of
+    microsoft/unilm (beit, 768a3c8) give to these weights of three blocks. BEiT's code gives the full rate to a table
+    of relative positions that blocks share, which `learning_rate_factors` can say."""
+    fields = {"image_size": (32, 48), "width": 8, "depth": 3, "heads": 2, "num_classes": 3, "pool": "gap"}
+    network = create("ViT-B/16", **fields, class_token=True, positions="relative-bias-class", positions_at="shared")
+    factor = f"positions\\..*={0.65**-4}"
+    made = make_optimizer(network, OptimizerConfig(layer_decay=0.65, learning_rate_factors=(factor,)))
+    scales = {id(weight): group["scale"] for group in made.param_groups for weight in group["params"]}
+    found = {name: scales[id(weight)] for name, weight in network.named_parameters()}
+    for name, scale in {
+        "prefix.cls": 0.17850625, "patches.projection.weight": 0.17850625, "blocks.0.attention.qkv.weight": 0.274625,
+        "blocks.1.mlp.up.bias": 0.4225, "blocks.2.norm1.weight": 0.65, "norm.weight": 1.0, "head.weight": 1.0,
+        "positions.bias": 1.0, "positions.class_bias": 1.0,
+    }.items():  # fmt: skip
+        assert found[name] == pytest.approx(scale, rel=1e-12), name
+
+
 def test_without_layer_decay_there_are_two_groups() -> None:
     made = make_optimizer(Pair(), OptimizerConfig())
     assert [(group["scale"], len(group["params"])) for group in made.param_groups] == [(1.0, 1), (1.0, 1)]

@@ -18,7 +18,7 @@ from vitrail.models.vit_config import ViTConfig
 SIZES = ("image_size", "patch_size", "channels", "width", "depth", "heads", "mlp_width", "num_classes")
 """Fields that every library can set. All other fields must have the values of the paper, which every library uses."""
 
-NO_MATTER = ("norm_eps", "head_bias", "position_std", "position_resize")
+NO_MATTER = ("norm_eps", "head_bias", "position_std", "position_resize", "initial_weights")
 """Fields that may differ between libraries, because they do not change the number of operations."""
 
 

@@ -271,7 +271,9 @@ def _recipes_table(rows: list[dict[str, Any]]) -> Table:
         # A name that is cut off cannot be typed again.
         width = max(len(row["name"]) for row in rows) if heading == "name" else None
         justify: Literal["left", "right"] = "right" if heading in ("epochs", "differs") else "left"
-        table.add_column(heading, justify=justify, header_style="dim", min_width=width)
+        table.add_column(
+            heading, justify=justify, header_style="dim", min_width=width, no_wrap=heading not in ("network", "data")
+        )
     for row in rows:
         epochs, differences = f"{row['epochs']:g}", f"{len(row['differences']) or ''}"
         table.add_row(row["name"], row["network"], row["data"], epochs, row["result"], differences)
@@ -285,7 +287,7 @@ def _recipe_rows() -> list[dict[str, Any]]:
         rows.append(
             {
                 "name": name,
-                "network": config.model.name,
+                "network": config.start.init or config.model.name,
                 "data": "your own folder" if name == "folder" else config.data.spec,
                 "epochs": config.run.epochs,
                 "result": paper.result if paper else "",

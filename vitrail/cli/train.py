@@ -267,7 +267,8 @@ def _from_data(given: Mapping[str, Any], log: Log, started: float) -> tuple[Trai
 def _config(given: Mapping[str, Any]) -> tuple[TrainConfig, Bundle | None]:
     """Return the config of the run, and the initial model, if there is one.
 
-    The network and the preprocessing of the initial model replace those of the recipe.
+    The network and the preprocessing of the initial model replace those of the recipe, unless the recipe itself starts
+    from a model.
     """
     if "budget" in given:
         raise ConfigError(
@@ -281,12 +282,13 @@ def _config(given: Mapping[str, Any]) -> tuple[TrainConfig, Bundle | None]:
     if "epochs" in given:
         settings.setdefault("steps", None)  # a recipe may count steps
     if (init := given.get("init")) is not None:
-        recipe = replace(recipe, start=replace(recipe.start, init=init), model=ModelConfig())
+        tunes = recipe.start.init is not None
+        recipe = replace(recipe, start=replace(recipe.start, init=init), model=recipe.model if tunes else ModelConfig())
         check_request(recipe.override(**settings))
         from vitrail.weights.load import load  # other layouts, which a run from scratch does not need
 
         initial = load(init, device="cpu")
-        recipe = replace(recipe, images=initial.preprocess)
+        recipe = recipe if tunes else replace(recipe, images=initial.preprocess)
     config = recipe.override(**settings)
     check_effects(given, config)
     return config, initial

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from vitrail.models.attention import AttentionLayer, AttentionPositions
 from vitrail.models.attention.full import in_format_of
 from vitrail.models.blocks import Block, LayerScale, Mlp, SwiGlu, Visit, lecun_normal_, make_blocks
+from vitrail.models.initial_weights import INITIAL_WEIGHTS
 from vitrail.models.linear.dense import Linear
 from vitrail.models.network import (
     Features,
@@ -256,7 +257,7 @@ class VisionTransformer(nn.Module):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """Draw new weights from the distributions of the original code."""
+        """Draw new weights from the distributions that `ViTConfig.initial_weights` names."""
         lecun_normal_(self.patches.projection.weight)
         if self.patches.projection.bias is not None:
             nn.init.zeros_(self.patches.projection.bias)
@@ -276,3 +277,5 @@ class VisionTransformer(nn.Module):
         if self.head is not None:
             nn.init.zeros_(self.head.weight)
             nn.init.constant_(self.head.bias, self.config.head_bias)
+        if self.config.initial_weights != "paper":
+            INITIAL_WEIGHTS[self.config.initial_weights].draw(self)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from vitrail.errors import ConfigError
 from vitrail.models.attention import ATTENTION, AttentionKind
 from vitrail.models.attention.base import attention_name
+from vitrail.models.initial_weights import InitialWeights
 from vitrail.models.linear.dense import ONEDNN
 from vitrail.models.network import (
     Footprint,
@@ -78,7 +79,7 @@ class ViTConfig(NetworkConfig, TransformerConfig):
     """Hidden units of each block's MLP. With "swiglu", the gate and the value each have this many units."""
     num_classes: int = setting(1000, least=0, advice="0 means none")
     """Number of outputs of the head. 0 makes a network without a head."""
-    pool: Pool = "cls"
+    pool: Pool = setting("cls", changes_weights=False)
     """Pooling of tokens for the head: the class token (cls), the mean of the patch tokens (gap), attention pooling
     (map), class token and mean concatenated (cls+gap), or half of the class token and half of the first register
     concatenated (cls+dist), so that the head computes the mean of two heads, as in DeiT (2012.12877)."""
@@ -91,7 +92,7 @@ class ViTConfig(NetworkConfig, TransformerConfig):
     layer."""
     head_bias: float = setting(0.0, above=-math.inf, below=math.inf)
     """Initial value of the head's biases. big_vision uses -10 for the sigmoid loss over very many classes."""
-    final_norm: FinalNorm = "tokens"
+    final_norm: FinalNorm = setting("tokens", changes_weights=False)
     """Input of the final norm: every token before pooling ("tokens"), or the pooled vector ("pooled")."""
     positions: str = setting("learned", choices=POSITIONS)
     """Kind of position embedding: a name of `vitrail.models.positions.POSITIONS`."""
@@ -104,6 +105,9 @@ class ViTConfig(NetworkConfig, TransformerConfig):
     """Interpolation that resizes learned positions to another grid. Each choice reproduces one library."""
     position_std: float = setting(0.02, least=0, advice="0 means none")
     """Standard deviation of initial position embeddings: 0.02 in vision_transformer, width ** -0.5 in big_vision."""
+    initial_weights: InitialWeights = "paper"
+    """Distributions of a new network's weights: those of the original code (paper), or those of MAE (mae), MoCo v3
+    (moco), timm, DINO and DeiT (timm), DINOv2 (dinov2) or BEiT (beit)."""
     activation: Activation = "gelu"
     """Activation of the MLP: exact GELU, the tanh approximation of the original code, or a gated SiLU."""
     layer_scale: float = setting(0.0, least=0, advice="0 means none")

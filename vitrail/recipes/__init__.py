@@ -12,7 +12,7 @@ __all__ = ["PAPER_RECIPES", "RECIPES"]
 
 
 def _papers() -> Mapping[str, PaperRecipe]:
-    from vitrail.recipes import papers, self_supervised
+    from vitrail.recipes import fine_tuning, papers, self_supervised
 
     return {
         recipe.name: recipe
@@ -24,6 +24,9 @@ def _papers() -> Mapping[str, PaperRecipe]:
             *self_supervised.DINO_RECIPES,
             *self_supervised.MOCO_RECIPES,
             *self_supervised.SIMCLR_RECIPES,
+            *fine_tuning.FINE_TUNING_RECIPES,
+            *fine_tuning.LINEAR_RECIPES,
+            *fine_tuning.DEIT_RECIPES,
             *papers.AUGREG_RECIPES,
             *papers.PLAIN_RECIPES,
             *papers.BIT_RECIPES,

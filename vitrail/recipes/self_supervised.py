@@ -31,6 +31,9 @@ BYOL_VIEWS = Augment(
 )
 """Views of BYOL (2006.07733), with which MoCo v3 and DINO are trained. The third numbers hold for local views."""
 
+DECAYED = r"(?!.*norm).*weight"
+"""Pattern of the weights that decay in the codes of MAE and BEiT, apart from tokens and positions."""
+
 
 def vqvae() -> TrainConfig:
     """Return the config of a run that learns tokens of patches from the 10,000 bundled images of Fashion-MNIST.
@@ -131,8 +134,10 @@ def beit_i1k() -> TrainConfig:
             overrides={
                 "pool": "gap",
                 "class_token": True,
-                "positions": "relative-bias",
+                "positions": "relative-bias-class",
                 "positions_at": "shared",
+                "position_std": 0.0,
+                "initial_weights": "beit",
                 "layer_scale": 0.1,
                 "stochastic_depth": 0.1,
             },
@@ -146,6 +151,7 @@ def beit_i1k() -> TrainConfig:
             warmup="10 epochs",
             warmup_from_zero=True,
             weight_decay=0.05,
+            weight_decay_factors=(DECAYED + r"|positions\..*|mask_embedding=1",),
             clip=3.0,
         ),
         run=RunConfig(epochs=800.0, batch_size=2048, keep="last"),
@@ -163,10 +169,9 @@ TOKEN_RECIPES = (
             HELD_OUT,
             "The tokenizer is one of this package (beit-tokenizer-i1k), because that of DALL-E does not exist here.",
             "The tokenizer sees the network's views at half their size, and not a second scaling of the image.",
-            "If blocks have fewer than 75 patches, single patches follow.",
-            "Weights start as in the supervised recipes.",
-            "Relative positions have no bias for pairs with the class token.",
-            "Neither relative positions nor the mask embedding decay.",
+            "If blocks have fewer than 75 patches, single patches follow. In the published code, 33 % of the masks "
+            "have fewer, and the mean is 74.5.",
+            "Colours change after the crop and not before it, so the contrast changes around the mean of the crop.",
         ),
         "on ImageNet after fine-tuning at 224 pixels",
     ),
@@ -225,7 +230,9 @@ def dino_i1k(
     1e-6. The weight decay rises from 0.04 to 0.4. Ten views of an image are processed: two of 224 x 224 pixels with 40
     to 100 % of its area, and eight of 96 x 96 pixels with 5 to 40 %. `network`, `optimizer` and `task` replace fields.
     """
-    overrides = {"stochastic_depth": 0.1, "position_resize": "bicubic-offset", **(network or {})}
+    overrides: dict[str, Any] = {
+        "stochastic_depth": 0.1, "position_resize": "bicubic-offset", "initial_weights": "timm", **(network or {}),
+    }  # fmt: skip
     published: dict[str, Any] = {
         "learning_rate": 5e-4, "base_batch_size": 256, "end_learning_rate": 1e-6, "warmup": "10 epochs",
         "warmup_from_zero": True, "weight_decay": 0.04, "end_weight_decay": 0.4,
@@ -250,8 +257,8 @@ IBOT: dict[str, Any] = {
 """Settings of iBOT's ViT-S/16, as in the README of its code."""
 
 DINOV2: dict[str, Any] = {
-    "patch": 14, "network": {"layer_scale": 1e-5}, "crop_area": (0.32, 1.0), "local_size": (98, 98),
-    "local_crop_area": (0.05, 0.32), "teacher_momentum": 0.992, "target_temperature": 0.07,
+    "patch": 14, "network": {"layer_scale": 1e-5, "initial_weights": "dinov2"}, "crop_area": (0.32, 1.0),
+    "local_size": (98, 98), "local_crop_area": (0.05, 0.32), "teacher_momentum": 0.992, "target_temperature": 0.07,
     "target_temperature_by": "step", "unit_prototypes": False, "koleo_weight": 0.1, "patch_weight": 1.0,
     "centring": "masked-mean",
 }  # fmt: skip
@@ -279,7 +286,6 @@ DINO_SOURCE = "2104.14294 and its code, README"
 DINO_DIFFERENCES = (
     HELD_OUT,
     "Step i of n warm-up steps has i / n of the learning rate instead of i / (n - 1), which is 0.004 % less.",
-    "Weights start as in the supervised recipes.",
 )
 
 DINOV2_DIFFERENCES = (
@@ -384,7 +390,13 @@ def mae_i1k(variant: str) -> TrainConfig:
         data=DataConfig(spec=DATA["i1k"], validation="train", validation_share=0.01),
         task=Mae(decoder_width=512, decoder_depth=8, decoder_heads=16),
         model=ModelConfig(
-            variant=variant, overrides={"pool": "gap", "class_token": True, "positions": "sincos-2d-mae"}
+            variant=variant,
+            overrides={
+                "pool": "gap",
+                "class_token": True,
+                "positions": "sincos-2d-mae",
+                "initial_weights": "mae",
+            },
         ),
         images=Preprocess(image_size=(224, 224), mean=IMAGENET_MEAN, std=IMAGENET_STD, interpolation="bicubic"),
         augment=Augment(flip=True, crop_area=(0.2, 1.0)),
@@ -395,6 +407,7 @@ def mae_i1k(variant: str) -> TrainConfig:
             warmup="40 epochs",
             warmup_from_zero=True,
             weight_decay=0.05,
+            weight_decay_factors=(DECAYED + r"|prefix\.cls|decoder\.mask_token=1",),
             beta2=0.95,
             clip=0.0,
         ),
@@ -408,7 +421,7 @@ MAE_RECIPES = tuple(
         partial(mae_i1k, variant),
         result,
         "2111.06377, tables 3 and 8",
-        (HELD_OUT, "Weights start as in the supervised recipes.", "Tokens have no weight decay."),
+        (HELD_OUT,),
         "on ImageNet after fine-tuning at 224 pixels",
     )
     for name, variant, result in (
@@ -512,7 +525,9 @@ def moco_i1k(variant: str, overrides: dict[str, Any]) -> TrainConfig:
     return TrainConfig(
         data=DataConfig(spec=DATA["i1k"], validation="train", validation_share=0.01),
         task=MoCo(projection_hidden=4096, projection_width=256),
-        model=ModelConfig(variant=variant, overrides={"positions": "sincos-2d-mae", **overrides}),
+        model=ModelConfig(
+            variant=variant, overrides={"positions": "sincos-2d-mae", "initial_weights": "moco", **overrides}
+        ),
         images=Preprocess(image_size=(224, 224), mean=IMAGENET_MEAN, std=IMAGENET_STD),
         augment=BYOL_VIEWS,
         optimizer=OptimizerConfig(
@@ -535,10 +550,7 @@ MOCO_RECIPES = tuple(
         partial(moco_i1k, variant, overrides),
         result,
         "2104.02057 and its code, CONFIG.md",
-        (
-            HELD_OUT,
-            "Weights start as in the supervised recipes.",
-        ),
+        (HELD_OUT,),
         "on ImageNet by a linear model of frozen features",
     )
     for name, variant, result, overrides in (

@@ -11,11 +11,11 @@ from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor, nn
 
 from vitrail.models.blocks import make_blocks
+from vitrail.models.initial_weights import INITIAL_WEIGHTS
 from vitrail.models.linear.dense import Linear
 from vitrail.models.positions import sincos_2d
 from vitrail.models.vit_config import ViTConfig
 from vitrail.processes.group import Processes
-from vitrail.tasks.mae import initialise_decoder
 
 SMOOTHING = 1e-5
 """Number that Laplace smoothing adds to the running count of each code, as in the published code."""
@@ -202,7 +202,7 @@ class GridDecoder(nn.Module):
         self.blocks = make_blocks(config)
         self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
         self.head = Linear(config.width, config.channels * config.patch_size[0] * config.patch_size[1])
-        initialise_decoder(self)
+        INITIAL_WEIGHTS["mae"].draw_dense(self)
 
     def forward(self, codes: Float[Tensor, "b n width"], grid: tuple[int, int]) -> Float[Tensor, "b n pixels"]:
         z = self.embedding(codes).to(self.norm.weight.dtype)  # under autocast, the residual stream stays in float32

@@ -21,8 +21,8 @@ from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
-from vitrail.models.attention import AttentionLayer
-from vitrail.models.blocks import Mlp, SwiGlu, make_blocks
+from vitrail.models.blocks import make_blocks
+from vitrail.models.initial_weights import INITIAL_WEIGHTS
 from vitrail.models.linear.dense import Linear
 from vitrail.models.network import Features, Footprint, FootprintPrecision
 from vitrail.models.positions import sincos_2d
@@ -62,6 +62,11 @@ class Mae(PatchTask):
     """Number of blocks of the decoder. By default 8, or 2 if the network is narrower than 512."""
     decoder_heads: int | None = setting(None, least=1)
     """Number of attention heads of the decoder. By default 16, or those of the network if it is narrower than 512."""
+
+    def hidden_of(self, patches: int) -> int:
+        """Return the number of removed patches. The number of visible ones is rounded down, as in the published
+        code."""
+        return patches - int(patches * (1 - self.remove_fraction))
 
     def check_network(self, network: AnyConfig | None) -> None:
         """Raise `ConfigError` as `PatchTask.check_network`, and if the decoder's sizes do not fit together."""
@@ -227,17 +232,6 @@ class MaeDecoder(nn.Module):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """Draw new weights: matrices as in the blocks of the network, and the mask token with deviation 0.02."""
+        """Draw new weights as the published code does."""
         nn.init.normal_(self.mask_token, std=0.02)
-        initialise_decoder(self)
-
-
-@torch.no_grad()
-def initialise_decoder(decoder: Any) -> None:
-    """Draw new matrices for the `embedding`, the `head` and the blocks of a decoder, as in the network's blocks."""
-    for layer in (decoder.embedding, decoder.head):
-        nn.init.xavier_uniform_(layer.weight)
-        nn.init.zeros_(layer.bias)
-    for module in decoder.modules():
-        if isinstance(module, AttentionLayer | Mlp | SwiGlu):
-            module.initialise()
+        INITIAL_WEIGHTS["mae"].draw_dense(self)

@@ -25,6 +25,7 @@ from vitrail.data.augment.operations import on_device
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
+from vitrail.models.initial_weights import INITIAL_WEIGHTS
 from vitrail.models.network import FootprintPrecision
 from vitrail.models.tokens import Replace, cut_patches
 from vitrail.models.variants import AnyConfig
@@ -226,10 +227,10 @@ class MaskedPatchesObjective(PatchObjective):
         self.measured = ("patch_loss",) if accuracy is None else ("patch_loss", accuracy)
         config: ViTConfig = self.network.config
         self.mask_embedding = nn.Parameter(torch.empty(config.width))
-        nn.init.normal_(self.mask_embedding, std=0.02)
         self.decoder = nn.Linear(config.width, task.outputs_of(config))
-        nn.init.normal_(self.decoder.weight, std=0.02)
-        nn.init.zeros_(self.decoder.bias)
+        draws = INITIAL_WEIGHTS["beit"]
+        draws.token(self.mask_embedding)
+        draws.draw_dense(self.decoder)
 
     def begin(self, preprocess: Preprocess, seed: int) -> None:
         """Prepare as `PatchObjective.begin`, and prepare the tokenizer for images with this preprocessing."""

@@ -359,8 +359,8 @@ RESOLVED = tuple(facts(RunConfig, "resolved"))
 """Settings of which a run records what they mean on its machine, so that it is resumed with the same arithmetic."""
 
 WITHOUT_WEIGHTS = tuple(facts(ViTConfig, "changes_weights"))
-"""Fields of a network's config that do not change its weights. A run that starts from a model can override only
-these."""
+"""Fields of a network's config that do not change its weights, or not always. A run that starts from a model can
+override only these."""
 
 
 @dataclass(frozen=True, kw_only=True)

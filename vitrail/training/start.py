@@ -92,6 +92,11 @@ def fitted(
         if name not in known:
             raise ConfigError(f"{name}={value} is a setting of transformers, but model {init!r} is a ResNet")
     hidden = {"head_hidden": 0} if "head_hidden" in known else {}
+    if overrides and replace(model, **overrides).parameters() != model.parameters():
+        raise ConfigError(
+            f"{', '.join(f'{name}={value!r}' for name, value in overrides.items())} needs other weights than model "
+            f"{init!r} has; leave it out"
+        )
     shape = {"image_size": images.image_size, "channels": images.channels, "num_classes": num_classes}
     return replace(model, **{**shape, **overrides, **hidden})
 

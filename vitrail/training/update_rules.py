@@ -436,7 +436,7 @@ class Lars(UpdateRule):
         changes = list(torch._foreach_mul(self.state_of(weights, "momentum_buffer"), self.kept))
         torch._foreach_add_(changes, updates, alpha=inside)
         self.keep_momentum(weights, "momentum_buffer", changes)
-        super().apply(weights, changes, outside, decay * rate / outside)
+        super().apply(weights, changes, outside, decay * inside)
 
 
 class Lamb(OptaxAdam):

@@ -298,7 +298,7 @@ def test_effective_values_count_where_a_default_depends_on_others() -> None:
 
 
 def test_fields_without_effect_on_predictions_need_no_rule() -> None:
-    free = ("dropout", "stochastic_depth", "patch_dropout", "head_bias", "position_std")
+    free = ("dropout", "stochastic_depth", "patch_dropout", "head_bias", "position_std", "initial_weights")
     table: Table = {item.name: KEPT for item in fields(ViTConfig) if item.name not in free}
     config = ViTConfig(dropout=0.1, stochastic_depth=0.2, patch_dropout=0.3, head_bias=-10.0, position_std=0.5)
     assert carried("theirs", config, table) == []

@@ -8,6 +8,7 @@
 | sincos-2d | sines and cosines of column and row, fixed (2205.01580) | added to patch tokens |
 | sincos-2d-mae | the same with the frequencies of MoCo v3 and MAE (2111.06377) | added to patch tokens |
 | relative-bias | a number for each head and offset between two patches (2103.14030) | added to attention's logits |
+| relative-bias-class | the same, also for pairs with the class token (2106.08254) | added to attention's logits |
 | relative-keys | a key for each row-major offset between two patches (Appendix D.4) | added to attention's logits |
 | rotary-2d | rotation of queries and keys by angles that grow with row and column (2403.13298) | on patch tokens |
 
@@ -27,7 +28,12 @@ from vitrail.models.positions.added import (
     sincos_2d,
 )
 from vitrail.models.positions.embedding import Covered, PositionPlace, PositionResize, Positions, resize_grid
-from vitrail.models.positions.inside import RelativeBias, RelativeKeyPositions, RotaryPositions
+from vitrail.models.positions.inside import (
+    RelativeBias,
+    RelativeBiasWithClass,
+    RelativeKeyPositions,
+    RotaryPositions,
+)
 
 __all__ = [
     "POSITIONS",
@@ -53,6 +59,7 @@ POSITIONS: dict[str, type[Positions]] = {
     "sincos-2d": SinCosPositions,
     "sincos-2d-mae": SinCosMaePositions,
     "relative-bias": RelativeBias,
+    "relative-bias-class": RelativeBiasWithClass,
     "relative-keys": RelativeKeyPositions,
     "rotary-2d": RotaryPositions,
 }

@@ -150,6 +150,9 @@ class TransformerConfig(ABC):
 
     @property
     @abstractmethod
+    def has_class_token(self) -> bool: ...
+    @property
+    @abstractmethod
     def patch_dropout(self) -> float: ...
     @property
     @abstractmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -80,9 +81,13 @@ class RelativeBias(Positions):
         if kept is not None:
             offsets = offsets[kept[:, :, None], kept[:, None, :]]  # b k k
         pairs = table[:, offsets].movedim(-1, -3)  # layers heads n n, or layers b heads k k
-        pairs = F.pad(pairs, (self.prefix, 0, self.prefix, 0))
+        pairs = self._with_prefix(F.pad(pairs, (self.prefix, 0, self.prefix, 0)))
         found = [AttentionPositions(bias=bias) for bias in pairs]
         return found * depth if len(found) == 1 else found
+
+    def _with_prefix(self, pairs: Tensor) -> Tensor:
+        """Return the bias of all pairs of tokens, for which `pairs` is 0 if one of them is no patch."""
+        return pairs
 
     def resized(self, grid: tuple[int, int]) -> dict[str, Tensor]:
         if grid == self.grid:
@@ -96,6 +101,32 @@ class RelativeBias(Positions):
         layers, heads, down, across = bias.shape
         table = bias.reshape(layers, heads, down * across).transpose(1, 2)
         return resize_grid(table, (down, across), (2 * grid[0] - 1, 2 * grid[1] - 1), self.resize)
+
+
+class RelativeBiasWithClass(RelativeBias):
+    """`RelativeBias` with three more numbers for each head, as in BEiT (2106.08254): for the class token that attends
+    to a patch, for a patch that attends to the class token, and for the class token with itself."""
+
+    @classmethod
+    def problems(cls, config: TransformerConfig) -> list[str]:
+        found = super().problems(config)
+        if not config.has_class_token or config.attention != "full":
+            found.append(
+                f"positions={config.positions!r} needs a class token and attention='full'; choose both, or "
+                "positions='relative-bias'"
+            )
+        return found
+
+    def __init__(self, grid: tuple[int, int], heads: int, **settings: Any) -> None:
+        super().__init__(grid, heads, **settings)
+        self.class_bias = nn.Parameter(torch.empty(len(self.bias), heads, 3))
+
+    def _with_prefix(self, pairs: Tensor) -> Tensor:
+        place = torch.arange(pairs.shape[-1], device=pairs.device)
+        is_class, is_patch = (place == 0).to(pairs.dtype), (place >= self.prefix).to(pairs.dtype)
+        groups = torch.stack([is_class[:, None] * is_patch, is_patch[:, None] * is_class, is_class[:, None] * is_class])
+        added = torch.einsum("lhp,pij->lhij", self.class_bias, groups)
+        return pairs + (added if pairs.ndim == added.ndim else added[:, None])  # kept patches differ between images
 
 
 class RotaryPositions(Positions):

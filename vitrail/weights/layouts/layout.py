@@ -329,7 +329,9 @@ SHAPE: Table = {
 }  # fmt: skip
 """Rules that all layouts share: they store all sizes of a Vision Transformer, and only full attention."""
 
-WITHOUT_EFFECT = ("dropout", "stochastic_depth", "skip_dropped", "patch_dropout", "head_bias", "position_std")
+WITHOUT_EFFECT = (
+    "dropout", "stochastic_depth", "skip_dropped", "patch_dropout", "head_bias", "position_std", "initial_weights",
+)  # fmt: skip
 """Fields that only training and initialisation use, so that a file need not store them."""
 
 EFFECTIVE = {"class_token": "has_class_token", "positions_at": "positions_place"}
