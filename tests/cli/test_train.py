@@ -14,6 +14,7 @@ from PIL import Image
 from vitrail.cli import main
 from vitrail.cli.train import recipe_for
 from vitrail.recipes import RECIPES
+from vitrail.recipes.from_data import CONTINUED
 from vitrail.tasks.mae import Mae
 from vitrail.tasks.masked_patches import MaskedPatches
 from vitrail.training.folder import read_record
@@ -205,6 +206,10 @@ def test_the_recipe_of_a_task_is_for_the_bundled_images(task: str) -> None:
 
 
 def test_a_student_has_the_recipe_of_the_data() -> None:
+    continued = recipe_for({"task": "dino", "data": "photos", "init": "model"})
+    assert (
+        continued == RECIPES["folder"]().override(task="dino", **CONTINUED) and continued.optimizer.layer_decay == 0.8
+    )
     assert recipe_for({"task": "distillation"}) == RECIPES["demo"]()
     assert recipe_for({"task": "distillation", "data": "photos"}) == RECIPES["folder"]()
 

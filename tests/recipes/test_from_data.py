@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -283,3 +284,13 @@ def test_colours_of_images_that_cannot_be_decoded_are_skipped() -> None:
 def test_data_without_images_is_refused() -> None:
     with pytest.raises(ConfigError, match="data 'made' has no image"):
         planned(digits, images=0)
+
+
+def test_a_model_is_trained_further_within_the_time(colour_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainConfig().override(data=str(colour_folder), task="dino", **from_data.CONTINUED)
+    images = len(config.data.cut(config.data.open_whole(unlabelled=True)).train)
+    now = time.perf_counter()
+    assert from_data.epochs_within(config, 300.0, started=now) == 10
+    monkeypatch.setattr(from_data, "training_speed", lambda *_: Speed(images / 100, None))
+    assert from_data.epochs_within(config, 300.0, started=now) == pytest.approx(0.92 * 3, rel=0.05)
+    assert from_data.epochs_within(config, 300.0, started=now - 200) == pytest.approx(0.92, rel=0.05)

@@ -82,6 +82,11 @@ def is_chosen(given: Mapping[str, Any]) -> bool:
     return is_plain and ("budget" in given or given["data"] not in RECIPES_OF_DATA)
 
 
+def is_continued(given: Mapping[str, Any]) -> bool:
+    """Return True if a pre-trained model is trained further on images without labels, with settings for that."""
+    return {"init", "data"} <= given.keys() and given.get("task") == "dino" and not {"recipe", "like"} & given.keys()
+
+
 def recipe_for(given: Mapping[str, Any]) -> TrainConfig:
     """Return the settings of the run that --like names, else the named recipe, else the recipe for the data and the
     task.
@@ -97,6 +102,10 @@ def recipe_for(given: Mapping[str, Any]) -> TrainConfig:
     name = given.get("recipe") or for_data
     if name not in RECIPES:
         raise ConfigError(f"recipe {name!r} does not exist; {_instead_of(name, 'data' in given)}")
+    if is_continued(given):
+        from vitrail.recipes.from_data import CONTINUED  # few calls need what it imports
+
+        return RECIPES[name]().override(task="dino", **CONTINUED)
     return RECIPES[name]()
 
 
@@ -237,7 +246,7 @@ def _say_published(log: Log, paper: PaperRecipe, config: TrainConfig) -> None:
 def _requested(call: Call, log: Log) -> tuple[TrainConfig, OpenedData | None, Bundle | None]:
     """Return the config of the run, its data if it is open, and the initial model, if there is one."""
     if not is_chosen(call.options):
-        config, initial = _config(call.options)
+        config, initial = _config(call.options, call.started)
         like = call.options.get("like")
         return config, None if like is None else _data_like(Path(like), config, log), initial
     return *_from_data(call.options, log, call.started), None
@@ -264,20 +273,20 @@ def _from_data(given: Mapping[str, Any], log: Log, started: float) -> tuple[Trai
     return plan.config, data
 
 
-def _config(given: Mapping[str, Any]) -> tuple[TrainConfig, Bundle | None]:
-    """Return the config of the run, and the initial model, if there is one.
+def _config(given: Mapping[str, Any], started: float) -> tuple[TrainConfig, Bundle | None]:
+    """Return the config of the run, and the initial model, if there is one. A budget counts from `started`.
 
     The network and the preprocessing of the initial model replace those of the recipe, unless the recipe itself starts
     from a model.
     """
-    if "budget" in given:
+    if "budget" in given and not is_continued(given):
         raise ConfigError(
             "--budget: only settings that are chosen from the data follow a budget; leave it out, or give --data alone"
         )
     if {"like", "recipe"} <= given.keys():
         raise ConfigError(f"--like: the settings are those of {given['like']}; leave the recipe {given['recipe']} out")
     recipe, initial = recipe_for(given), None
-    settings = {name: value for name, value in given.items() if name not in ("recipe", "like", "plan")}
+    settings = {name: value for name, value in given.items() if name not in ("recipe", "like", "plan", "budget")}
     settings["task"] = task_of(given, recipe.task.name)
     if "epochs" in given:
         settings.setdefault("steps", None)  # a recipe may count steps
@@ -291,6 +300,12 @@ def _config(given: Mapping[str, Any]) -> tuple[TrainConfig, Bundle | None]:
         recipe = recipe if tunes else replace(recipe, images=initial.preprocess)
     config = recipe.override(**settings)
     check_effects(given, config)
+    if "budget" in given and "steps" not in given:
+        from vitrail.recipes.from_data import DEFAULT_SECONDS, epochs_within  # few calls need what they import
+        from vitrail.transfer.facts import seconds_of
+
+        seconds = seconds_of(given["budget"], DEFAULT_SECONDS)
+        config = config.override(epochs=epochs_within(config, seconds, started=started))
     return config, initial
 
 

@@ -75,6 +75,15 @@ FINETUNING_BELOW = 50_000
 """Number of training images below which a pre-trained model is usually the better choice."""
 
 
+CONTINUED: dict[str, Any] = {
+    "learning_rate": 2e-5, "layer_decay": 0.8, "teacher_momentum": 0.99, "local_views": 4, "prototypes": 4096,
+    "projection_hidden": 512, "crop_area": (0.4, 1.0), "flip": True, "colour_jitter": (0.4, 0.4, 0.2, 0.1),
+    "shift": 0, "batch_size": 64, "epochs": 10.0, "evaluations": 1, "keep": "last",
+}  # fmt: skip
+"""Settings of the task dino for a network that is pre-trained already: it changes little, and few prototypes are
+enough. docs/train.md has what was measured."""
+
+
 class Colours(NamedTuple):
     """Colours of the training images, from a few images."""
 
@@ -139,6 +148,16 @@ def plan_for_data(
             f"vitrail finetune MODEL --data {shlex.quote(config.data.spec)}"
         )
     return choices.plan(base)
+
+
+def epochs_within(config: TrainConfig, seconds: float, *, started: float) -> float:
+    """Return the number of epochs, at most that of the config, that this machine trains until the time in seconds after
+    `started` (`time.perf_counter()`) is over. Raise the errors of `train`."""
+    splits = config.data.cut(config.data.open_whole(unlabelled="none" in config.task.targets))
+    speed = training_speed(config, splits, TIME_FOR_SPEED * seconds, seconds).images_per_second
+    left = max(seconds - (time.perf_counter() - started), LEAST_TIME * seconds)
+    epochs = join_processes().from_first(TIME_FOR_STEPS * left * speed / len(splits.train))
+    return min(config.run.epochs, float(f"{epochs:.3g}"))
 
 
 def colours_of(source: Source) -> Colours:
