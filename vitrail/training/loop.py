@@ -149,12 +149,12 @@ def _joined(parts: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def _augmented(batch: Batch, job: Job, step: int) -> Batch:
     """Return the batch after the augmentation of a step. Local views are augmented by themselves."""
-    size, classes, seed = job.config.images.image_size, len(job.splits.classes), job.config.run.seed
-    changed = job.augment_at(step)(batch, seed=seed, classes=classes, size=size)
+    preprocess, classes, seed = job.config.images, len(job.splits.classes), job.config.run.seed
+    changed = job.augment_at(step)(batch, seed=seed, classes=classes, preprocess=preprocess)
     if (local := batch.local) is None:
         return changed
     augment = job.augment_at(step, height=local.images.shape[2])
-    return replace(changed, local=augment(local, seed=seed, classes=classes, size=size))
+    return replace(changed, local=augment(local, seed=seed, classes=classes, preprocess=preprocess))
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vitrail.data.augment import operations, randaugment
-from vitrail.data.augment.draws import Slot, keyed_uniform, tensorflow_crop, torchvision_crop
+from vitrail.data.augment.draws import Slot, erased_box, keyed_uniform, tensorflow_crop, torchvision_crop
 from vitrail.data.augment.settings import PRESETS, Augment
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
@@ -247,6 +247,55 @@ def test_half_of_the_images_lose_a_twentieth() -> None:
     assert erased.max() <= 0.4**2 * 1.1
 
 
+def test_erased_noise_is_standard_after_normalisation() -> None:
+    """Areas are uniform between 2 % and a third, less those of the boxes that do not fit, and values are normal."""
+    count, size = 3000, (24, 36)
+    images, samples = torch.zeros(count, 3, *size, dtype=torch.uint8), torch.arange(count)
+    preprocess = Preprocess(image_size=size, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+    augment = Augment(flip=False, erase=0.25, erase_by="noise")
+    data = make_batch(images, samples // 7, samples)
+    found = augment(data, seed=1, preprocess=preprocess).images
+    part = torch.randperm(count)[:5]
+    alone = make_batch(images[part], data.epochs[part], samples[part])
+    assert torch.equal(augment(alone, seed=1, preprocess=preprocess).images, found[part])
+    mask = (found != 0).all(dim=1)
+    share = mask.double().mean(dim=(1, 2))
+    assert abs((share > 0).double().mean() - 0.25) < 4 * (0.25 * 0.75 / count) ** 0.5
+    assert share[share > 0].min() > 0.01 and share.max() < 0.35
+    areas = [h * w for _, _, h, w in official_boxes(20_000, *size)]
+    assert abs(share[share > 0].mean() - np.mean(areas) / (size[0] * size[1])) < 4 * 0.09 / (0.25 * count) ** 0.5
+    for one in mask[share > 0][:20]:
+        assert one.sum() == one.any(0).sum() * one.any(1).sum(), "a box"
+    values = preprocess.normalise(found).movedim(1, 3)[mask].double()
+    for power, expected in ((1, 0), (2, 1), (3, 0), (4, 3)):
+        assert ((values**power).mean(0) - expected).abs().max() < 6 * 96**0.5 / len(values) ** 0.5
+    assert (values.T.corrcoef() - torch.eye(3)).abs().max() < 6 / len(values) ** 0.5
+
+
+def official_boxes(count: int, height: int, width: int) -> list[tuple[int, int, int, int]]:
+    """Return boxes by the published rule, drawn by a generator. The first box of ten that fits is taken."""
+    random, found = np.random.default_rng(0), []
+    while len(found) < count:
+        area = random.uniform(0.02, 1 / 3) * height * width
+        ratio = np.exp(random.uniform(np.log(0.3), np.log(1 / 0.3)))
+        h, w = round((area * ratio) ** 0.5), round((area / ratio) ** 0.5)
+        if h < height and w < width:
+            found.append((0, 0, h, w))
+    return found
+
+
+def test_a_box_with_given_draws_equals_timms() -> None:
+    """The boxes are those of RandomErasing in pytorch-image-models (aa4b5850) with the same uniform numbers."""
+    draws = [
+        (0.086, 0.237, 0.801, 0.582), (0.094, 0.433, 0.479, 0.16), (0.735, 0.114, 0.391, 0.517),
+        (0.431, 0.587, 0.738, 0.956), (0.284, 0.649, 0.696, 0.293), (0.001, 0.973, 0.298, 0.314),
+    ]  # fmt: skip
+    boxes = [(24, 23, 7, 13), (13, 6, 9, 11), (9, 9, 14, 35), (14, 36, 19, 16), (14, 12, 17, 12), (8, 15, 11, 4)]
+    too_high = (0.999, 0.99, 0.0, 0.0)
+    assert [erased_box(np.array([too_high, one]), 37, 53) for one in draws] == boxes
+    assert erased_box(np.array([too_high]), 37, 53) is None
+
+
 def test_presets_are_the_papers() -> None:
     """The numbers are the layers and magnitude of RandAugment, and alpha of mixup (2106.10270 section 3.3,
     2205.01580)."""
@@ -352,7 +401,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
      "'augreg-strong1', 'augreg-strong2'"),
     ({"crop_rule": "inception"}, "crop_rule='inception' is not one of 'torchvision', 'tensorflow'"),
     ({"randaugment_rule": "timm"}, "randaugment_rule='timm' is not one of 'pillow', 'big-vision'"),
-    ({"mixup_per": "step"}, "mixup_per='step' is not one of 'sample', 'batch'"),
+    ({"mixup_per": "step"}, "mixup_per='step' is not one of 'sample', 'batch', 'timm-batch'"),
     ({"shift": -1}, "shift=-1 is less than 0; 0 means none"),
     ({"erase": 1.5}, "erase=1.5 is not in [0, 1]"),
     ({"randaugment_layers": -2}, "randaugment_layers=-2 is less than 0; 0 means none"),
@@ -433,14 +482,17 @@ def test_a_box_is_cut_out_of_scaled_images_and_placements_follow() -> None:
     data = make_batch(torch.from_numpy(ids).repeat(count, 1, 1, 1), samples * 0, samples)
     augment = Augment(flip=True, crop_from=scaled)
     before = augment.training_preprocess(Preprocess(image_size=size, resize="crop", crop_share=0.9)).placement(scaled)
-    changed = augment(data, seed=5, size=size).images[:, 0].numpy()
+    preprocess = Preprocess(image_size=size)
+    changed = augment(data, seed=5, preprocess=preprocess).images[:, 0].numpy()
     found = augment.placements(data, [before] * count, seed=5, size=size)
     assert all(np.array_equal(image, place.mask(ids)) for image, place in zip(changed, found, strict=True))
     corners, counts = np.unique([(place.top, place.left) for place in found], axis=0, return_counts=True)
     assert corners.tolist() == [[top, left] for top in range(3) for left in range(4)]
     assert np.abs(counts - count / 12).max() < 4 * np.sqrt(count / 12)
     part = slice(7, 8)
-    alone = augment(make_batch(data.images[part], data.epochs[part], samples[part]), seed=5, size=size)
+    alone = augment(
+        make_batch(data.images[part], data.epochs[part], samples[part]), seed=5, preprocess=Preprocess(image_size=size)
+    )
     assert np.array_equal(alone.images[0, 0], changed[7])
 
 

@@ -102,12 +102,21 @@ def test_no_two_uses_share_a_draw() -> None:
     assert Slot.TENSORFLOW_CROP + 4 * 100 < Slot.WINDOW
     assert (
         Slot.WINDOW + 2 < Slot.VIEW
-        and Slot.VIEW + 5 < Slot.PATCH_ORDER
+        and Slot.VIEW + 5 < Slot.ERASED_BOX
+        and Slot.ERASED_BOX + 40 < Slot.PATCH_ORDER
         and Slot.PATCH_ORDER + 10**6 < Slot.PATCH_SOURCE
     )
-    assert Slot.PATCH_SOURCE + 10**6 < Slot.CODE_RESTART and Slot.CODE_RESTART + 10**6 < Slot.PATCH_BLOCKS == max(Slot)
+    assert Slot.PATCH_SOURCE + 10**6 < Slot.CODE_RESTART and Slot.CODE_RESTART + 10**6 < Slot.PATCH_BLOCKS
+    assert Slot.PATCH_BLOCKS + 10**6 < Slot.ERASED_PIXELS == max(Slot)
     large = {Slot.RANDAUGMENT, Slot.TENSORFLOW_CROP, Slot.WINDOW, Slot.VIEW}
-    large |= {Slot.PATCH_ORDER, Slot.PATCH_SOURCE, Slot.CODE_RESTART, Slot.PATCH_BLOCKS}
+    large |= {
+        Slot.ERASED_BOX,
+        Slot.ERASED_PIXELS,
+        Slot.PATCH_ORDER,
+        Slot.PATCH_SOURCE,
+        Slot.CODE_RESTART,
+        Slot.PATCH_BLOCKS,
+    }
     assert {*used, *large} == set(Slot)
 
 

@@ -76,6 +76,38 @@ def test_one_mixup_weight_per_batch(samples: int, views: int, cutmix: float, see
     assert torch.equal(alone[0], together[0]) and torch.equal(alone[1], together[1])
 
 
+@given(
+    samples=st.integers(1, 6), views=st.integers(1, 2), sizes=st.tuples(st.integers(1, 12), st.integers(1, 12)),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_timms_rule_has_one_weight_and_one_box_for_the_reversed_batch(
+    samples: int, views: int, sizes: tuple[int, int], seed: int
+) -> None:
+    """The reference follows the equations of `Mixup` in pytorch-image-models with mode "batch"."""
+    count = samples * views
+    batch = make_batch(count, size=(3, *sizes), views=torch.arange(count) % views)
+    draws = draws_of(count, seed)
+    share = float(symmetric_beta(draws[:1, 1:3], 1.0 if draws[0, 0] < 0.5 else 0.8)[0])
+    mixed = mix(batch, draws, mixup=0.8, cutmix=1.0, classes=CLASSES, mixup_per="timm-batch")
+    images = batch.images.double()
+    other = images.view(samples, views, 3, *sizes).flip(0).reshape(images.shape)
+    expected = share * images + (1 - share) * other
+    if draws[0, 0] < 0.5:
+        spans = []
+        for side, draw in zip(sizes, draws[0, 3:], strict=True):
+            half, centre = int(side * (1 - share) ** 0.5) // 2, int(draw * side)
+            spans.append(slice(max(centre - half, 0), min(centre + half, side)))
+        expected = images.clone()
+        expected[:, :, spans[0], spans[1]] = other[:, :, spans[0], spans[1]]
+        area = (spans[0].stop - spans[0].start) * (spans[1].stop - spans[1].start)
+        share = 1 - area / (sizes[0] * sizes[1])
+    assert mixed.images.dtype == torch.float32 and mixed.targets is not None
+    torch.testing.assert_close(mixed.images.double(), expected, rtol=0, atol=1e-4)
+    labels = torch.nn.functional.one_hot(batch.labels, CLASSES).double()
+    partners = labels.view(samples, views, CLASSES).flip(0).reshape(labels.shape)
+    torch.testing.assert_close(mixed.targets.double(), share * labels + (1 - share) * partners, rtol=0, atol=1e-6)
+
+
 def mix_of(batch: Batch, draws: np.ndarray, cutmix: float, per: Any) -> tuple[torch.Tensor, torch.Tensor]:
     mixed = mix(batch, draws, mixup=0.4, cutmix=cutmix, classes=CLASSES, mixup_per=per)
     assert mixed.targets is not None
@@ -85,7 +117,7 @@ def mix_of(batch: Batch, draws: np.ndarray, cutmix: float, per: Any) -> tuple[to
 @pytest.mark.parametrize("alpha", [0.2, 1.0])
 def test_the_share_kept_is_betas_larger_half(alpha: float) -> None:
     uniform = draws_of(50_000)[:, :2]
-    kept = mixup_shares(uniform, alpha) / 2**16
+    kept = mixup_shares(uniform, alpha)
     assert kept.min() >= 0.5 and kept.max() <= 1
     variance = 1 / (4 * (2 * alpha + 1))  # of Beta(alpha, alpha), which folding at its mean leaves
     spread = (kept - 0.5) ** 2
@@ -163,11 +195,15 @@ def test_nobody_is_mixed_with_a_sample_that_does_not_count(mixup: float, cutmix:
     assert not torch.equal(mixed.images[4], batch.images[4]) and 0 < mixed.targets[4, 0] < 1
 
 
+def whole_parts(shares: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.rint(shares * 2**16)).float() / 2**16
+
+
 def test_given_targets_are_mixed_instead_of_labels() -> None:
     several = (torch.rand(7, 3, generator=torch.Generator().manual_seed(0)) < 0.5).float()
     batch, draws = make_batch(7, labels=torch.full((7,), -1), targets=several), draws_of(7)
     mixed = mix(batch, draws, mixup=1.0, cutmix=0.0, classes=0)
-    kept = torch.from_numpy(mixup_shares(draws[:, 1:3], 1.0) / 2**16).float()[:, None]
+    kept = whole_parts(mixup_shares(draws[:, 1:3], 1.0))[:, None]
     torch.testing.assert_close(mixed.targets, several * kept + several.roll(-1, 0) * (1 - kept))
     assert mixed.valid.all()
 
@@ -198,7 +234,7 @@ def test_mixup_blends_numbers_and_spreads_nothing_unknown() -> None:
     assert batch.counted.tolist() == [True, True, False, True]
     draws = draws_of(4)
     mixed = mix(batch, draws, mixup=0.4, cutmix=0.0, classes=0)
-    share = torch.from_numpy(mixup_shares(draws[:, 1:3], 0.4)).float() / 2**16
+    share = whole_parts(mixup_shares(draws[:, 1:3], 0.4))
     assert mixed.targets[0, 0] == 1.0 * share[0] + 3.0 * (1 - share[0]) and mixed.targets[0, 1].isnan()
     assert mixed.targets[1, 0] == 3.0 and mixed.targets[1, 1].isnan(), "its partner has nothing to give"
     assert torch.equal(mixed.targets[3], targets[3] * share[3] + targets[0] * (1 - share[3]))

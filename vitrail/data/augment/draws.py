@@ -25,11 +25,13 @@ class Slot(IntEnum):
     TENSORFLOW_CROP = 1 << 20
     WINDOW = (1 << 20) + 1024
     VIEW = (1 << 20) + 1280
+    ERASED_BOX = (1 << 20) + 1344
     PATCH_ORDER = 1 << 21
     """One draw per patch. About two million draws are reserved for each of the slots of patches."""
     PATCH_SOURCE = 1 << 22
     CODE_RESTART = 3 << 21
     PATCH_BLOCKS = 1 << 23
+    ERASED_PIXELS = 1 << 24
 
 
 def keyed_uniform(
@@ -69,6 +71,30 @@ def symmetric_beta(uniform: Float[np.ndarray, "b 2"], alpha: float) -> Float64[n
     with np.errstate(divide="ignore", over="ignore"):  # for u near 0 the odds are infinite and the result is 0 or 1
         odds = np.expm1(-np.log(u) / alpha)
         return 0.5 + 0.5 * np.sign(cosine) / np.sqrt(1 + 1 / (odds * cosine**2))
+
+
+def normal(uniform: Float[np.ndarray, " draws"]) -> Float32[np.ndarray, " draws"]:
+    """Return numbers of a standard normal distribution, which are computed from an even number of uniform numbers (Box
+    and Muller 1958)."""
+    radius, angle = uniform.reshape(2, -1).astype(np.float64)
+    point = np.sqrt(-2 * np.log1p(-radius)) * np.stack([np.cos(2 * np.pi * angle), np.sin(2 * np.pi * angle)])
+    return point.flatten().astype(np.float32)
+
+
+def erased_box(draws: Float[np.ndarray, "tries 4"], height: int, width: int) -> Box | None:
+    """Return top, left, height and width of a random box that is erased (1708.04896, with timm's ranges).
+
+    The box covers a uniform fraction of the image's area from 2 % to a third. The logarithm of its aspect ratio
+    (height / width) is uniform within those of 0.3 and 1 / 0.3. The first box is returned that is smaller than the
+    image in both directions, or None.
+    """
+    for share, log_ratio, down, across in draws.astype(np.float64):
+        area = (0.02 + (1 / 3 - 0.02) * share) * height * width
+        ratio = math.exp((1 - 2 * log_ratio) * math.log(0.3))
+        h, w = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if h < height and w < width:
+            return int(down * (height - h + 1)), int(across * (width - w + 1)), h, w
+    return None
 
 
 def _mix(x: UInt64[np.ndarray, "*shape"]) -> UInt64[np.ndarray, "*shape"]:

@@ -2,7 +2,8 @@
 
 The partner of a sample is the next sample of the batch. The partner of the last sample is the first sample. A view is
 mixed with the same view of the partner. The partner depends on the batch, but the mixing weight and the CutMix box
-depend only on the sample, unless one mixup weight is drawn for the whole batch.
+depend only on the sample, unless one mixup weight is drawn for the whole batch. The rule of timm is different: the
+partners are the batch in reverse order, and all samples have the same method, weight and box.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float32, Int64
+from jaxtyping import Bool, Float, Float32, Float64, Int64
 from torch import Tensor
 
 from vitrail.data.augment.draws import symmetric_beta
@@ -20,7 +21,7 @@ from vitrail.data.augment.operations import box_mask, on_device
 from vitrail.data.batch import Batch
 from vitrail.errors import ConfigError
 
-MixupPer = Literal["sample", "batch"]
+MixupPer = Literal["sample", "batch", "timm-batch"]
 
 DRAWS = 5
 """Random numbers per image: one chooses mixup or CutMix, two give the mixing weight, and two give the centre of the
@@ -49,6 +50,10 @@ def mix(
     row determine one mixup weight for the whole batch, as in big_vision. CutMix still has one weight per sample. If
     several processes share a batch, `first` has the random numbers of the batch's first row.
 
+    If `mixup_per` is "timm-batch", the first row determines everything for the whole batch, as in timm (DeiT, MAE,
+    BEiT). The weight of an image can then be the smaller one, images are not rounded, and each process mixes its own
+    samples.
+
     Raise `ConfigError` if the batch has no targets and `classes` is missing, or if CutMix is on for regression.
     """
     if batch.target_kind == "numbers" and cutmix:
@@ -58,17 +63,22 @@ def mix(
         )
     if batch.targets is None and not classes:
         raise ConfigError("mixup and cutmix need the number of classes, or a batch with targets")
+    as_timm = mixup_per == "timm-batch"
+    if as_timm:
+        batch = batch.without_partners()
+        batch = replace(batch, images=batch.images.float())
+        draws = draws[:1].repeat(len(batch), 0)
     weights = draws[:, 1:3]
     if mixup_per == "batch":
         weights = (draws[:1] if first is None else first)[:, 1:3].repeat(len(batch), 0)
     cut = draws[:, 0] < (0.5 if mixup and cutmix else float(bool(cutmix)))
-    mixture = _Mixture(batch)
+    mixture = _Mixture(batch, is_reversed=as_timm)
     if not cut.all():
         blended = np.flatnonzero(~cut)
-        mixture.blend(blended, mixup_shares(weights[blended], mixup))
+        mixture.blend(blended, mixup_shares(weights[blended], mixup, keep_larger=not as_timm))
     if cut.any():
         pasted = np.flatnonzero(cut)
-        mixture.paste(pasted, *cut_boxes(draws[pasted, 1:5], cutmix, *batch.images.shape[2:]))
+        mixture.paste(pasted, *cut_boxes(draws[pasted, 1:5], cutmix, *batch.images.shape[2:], even=as_timm))
     targets = _one_hot(batch.labels, classes) if batch.targets is None else batch.targets
     return replace(batch, images=mixture.images, targets=mixture.mixed(targets), valid=batch.counted)
 
@@ -77,23 +87,29 @@ class _Mixture:
     """The images of a batch while they are mixed with their partners, and the fraction that each image keeps of its
     target."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, *, is_reversed: bool) -> None:
         self.batch = batch
         self.device = batch.images.device
-        self.views = batch.views_per_sample
-        self.usable = batch.counted.roll(-self.views)
+        rows, views = np.arange(len(batch)), batch.views_per_sample
+        self.partners = rows.reshape(-1, views)[::-1].flatten() if is_reversed else np.roll(rows, -views)
+        self.usable = batch.counted[on_device(self.partners, self.device)]
         """True for each image whose partner can be mixed in."""
         self.images = batch.images.clone()
         self.shares = torch.ones(len(batch), device=self.device)
 
-    def blend(self, places: Int64[np.ndarray, " n"], weights: Int64[np.ndarray, " n"]) -> None:
-        """Mix the images at these places by mixup. `weights` are in units of 1 / 65536."""
+    def blend(self, places: Int64[np.ndarray, " n"], weights: Float64[np.ndarray, " n"]) -> None:
+        """Mix the images at these places by mixup. Images of whole levels are mixed in units of 1 / 65536."""
         index, partner = self._pairs(places)
-        kept = torch.where(self.usable[index], on_device(weights, self.device), WHOLE)
-        weight = kept.int()[:, None, None, None]
-        own, other = self.batch.images[index].int(), self.batch.images[partner].int()
-        self.images[index] = ((own * weight + other * (WHOLE - weight) + WHOLE // 2) >> 16).to(torch.uint8)
-        self.shares[index] = kept.float() / WHOLE
+        usable, own, other = self.usable[index], self.batch.images[index], self.batch.images[partner]
+        if self.images.dtype == torch.float32:
+            share = torch.where(usable, on_device(weights.astype(np.float32), self.device), 1)
+            self.images[index] = torch.lerp(other, own, share[:, None, None, None])
+        else:
+            whole = on_device(np.rint(weights * WHOLE).astype(np.int64), self.device)
+            kept = torch.where(usable, whole, WHOLE).int()[:, None, None, None]
+            self.images[index] = ((own.int() * kept + other.int() * (WHOLE - kept) + WHOLE // 2) >> 16).to(torch.uint8)
+            share = kept.flatten().float() / WHOLE
+        self.shares[index] = share
 
     def paste(
         self,
@@ -105,14 +121,16 @@ class _Mixture:
         index, partner = self._pairs(places)
         taken = self.usable[index]
         mask = box_mask(rows, columns, self.device) & taken[:, None, None, None]
-        self.images[index] = torch.where(mask, self.batch.images[partner], self.batch.images[index])
+        self.images[index] = torch.where(mask, self.batch.images[partner], self.batch.images[index]).to(
+            self.images.dtype
+        )
         area = on_device((rows.sum(1) * columns.sum(1)).astype(np.float32), self.device)
         self.shares[index] = 1 - area / (rows.shape[1] * columns.shape[1]) * taken
 
     def mixed(self, targets: Float[Tensor, "b k"]) -> Float[Tensor, "b k"]:
         """Return the targets, mixed like the images."""
         share = self.shares[:, None]
-        mixed = targets * share + targets.roll(-self.views, 0) * (1 - share)
+        mixed = targets * share + targets[on_device(self.partners, self.device)] * (1 - share)
         if self.batch.target_kind != "numbers":
             return mixed
         # 0 x NaN is NaN, so the NaN of a partner that is not mixed in would spread
@@ -120,33 +138,35 @@ class _Mixture:
 
     def _pairs(self, places: Int64[np.ndarray, " n"]) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]:
         """Return the indices of images and of their partners, on the device."""
-        partners = (places + self.views) % len(self.batch)
-        return on_device(places, self.device), on_device(partners, self.device)
+        return on_device(places, self.device), on_device(self.partners[places], self.device)
 
 
-def mixup_shares(uniform: Float32[np.ndarray, "n 2"], alpha: float) -> Int64[np.ndarray, " n"]:
-    """Return the weight of each image in its mixture, in units of 1 / 65536: max(x, 1 - x) with x from Beta(alpha,
-    alpha).
+def mixup_shares(
+    uniform: Float32[np.ndarray, "n 2"], alpha: float, *, keep_larger: bool = True
+) -> Float64[np.ndarray, " n"]:
+    """Return the weight of each image in its mixture: x from Beta(alpha, alpha), or max(x, 1 - x) with `keep_larger`.
 
-    The image has the larger weight and its partner the smaller one, as in big_vision. This does not change the method,
-    because labels are mixed with the same weights.
+    With `keep_larger`, the image has the larger weight and its partner the smaller one, as in big_vision. This does not
+    change the method, because labels are mixed with the same weights.
     """
     share = symmetric_beta(uniform, alpha)
-    return np.rint(np.maximum(share, 1 - share) * WHOLE).astype(np.int64)
+    return np.maximum(share, 1 - share) if keep_larger else share
 
 
 def cut_boxes(
-    uniform: Float32[np.ndarray, "n 4"], alpha: float, height: int, width: int
+    uniform: Float32[np.ndarray, "n 4"], alpha: float, height: int, width: int, *, even: bool = False
 ) -> tuple[Bool[np.ndarray, "n h"], Bool[np.ndarray, "n w"]]:
     """Return masks of the rows and of the columns of the CutMix boxes, which are copied from the partner (1905.04899).
 
     A box has the aspect ratio of the image. Its area is the fraction 1 - lambda of the image's area, with lambda from
-    Beta(alpha, alpha). The centre of the box is uniform in the image. The box is clipped to the image.
+    Beta(alpha, alpha). The centre of the box is uniform in the image. The box is clipped to the image. With
+    `even`, an odd side of a box is one pixel shorter, as in timm.
     """
     side_share = np.sqrt(1 - symmetric_beta(uniform[:, :2], alpha))
     inside = []
     for number, side in enumerate((height, width)):
         length = (side_share * side).astype(np.int64)
+        length -= length % 2 if even else 0
         first = ((uniform[:, 2 + number] * side).astype(np.int64) - length // 2)[:, None]
         inside.append((np.arange(side) >= first) & (np.arange(side) < first + length[:, None]))
     return inside[0], inside[1]

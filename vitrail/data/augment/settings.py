@@ -15,11 +15,11 @@ from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float32, Int64, UInt8
+from jaxtyping import Bool, Float32, Int64, UInt8
 from torch import Tensor
 
 from vitrail.data.augment import mixing, operations, randaugment
-from vitrail.data.augment.draws import CROPS, CropRule, Slot, keyed_uniform
+from vitrail.data.augment.draws import CROPS, CropRule, Slot, erased_box, keyed_uniform, normal
 from vitrail.data.augment.mixing import MixupPer
 from vitrail.data.augment.operations import JITTER_DRAWS, colour_jitter, on_device
 from vitrail.data.augment.randaugment import RandAugmentRule
@@ -136,12 +136,17 @@ class Augment:
     """Code that RandAugment's operations follow. pillow (the default): shifts and boxes are proportional to the image.
     big-vision: exactly as in big_vision, with shifts and boxes of a fixed number of pixels."""
     erase: float = setting(0.0, least=0, most=1)
-    """Probability that a random box of the image turns grey (random erasing, 1708.04896). The box's sides are 10 to
-    40 % of the image's sides."""
+    """Probability that a random box of the image is erased (random erasing, 1708.04896)."""
+    erase_by: Literal["grey", "noise"] = setting("grey", effect=Effect(lambda own: own.erase > 0, "with --erase"))
+    """grey: a grey box, whose sides are 10 to 40 % of the image's sides. noise: as in timm, a box of 2 to 33 % of the
+    image's area becomes noise with the mean and the deviation of the normalisation."""
     mixup: float | None = setting(None, least=0, below=math.inf, advice="0 turns it off")
     """Alpha of the Beta(alpha, alpha) distribution of the mixup weights; 0 turns mixup off."""
-    mixup_per: MixupPer | None = setting(None, effect=Effect(lambda own: own.settings.mixup > 0, "with --mixup"))
-    """Draw one mixup weight per sample (the default) or, as in the papers' code, one per batch."""
+    mixup_per: MixupPer | None = setting(
+        None, effect=Effect(lambda own: own.settings.mixup > 0 or own.cutmix > 0, "with --mixup or --cutmix")
+    )
+    """Draw one mixup weight per sample (the default) or, as in the papers' code, one per batch. timm-batch: one choice
+    of mixup or CutMix, one weight and one box per batch, which is mixed with its reverse order (DeiT, MAE, BEiT)."""
     cutmix: float = setting(0.0, least=0, below=math.inf, advice="0 turns it off")
     """Alpha of CutMix, which pastes a box of another image; 0 turns it off. If mixup is on too, each image gets mixup
     or CutMix with equal probability."""
@@ -184,13 +189,15 @@ class Augment:
         views = any(self.blur), any(self.solarise)
         return any((*changes, *views, chosen.randaugment_layers, self.erase, chosen.mixup, self.cutmix))
 
-    def __call__(self, batch: Batch, *, seed: int, classes: int = 0, size: tuple[int, int] | None = None) -> Batch:
+    def __call__(self, batch: Batch, *, seed: int, classes: int = 0, preprocess: Preprocess | None = None) -> Batch:
         """Return the batch with augmented images. If mixup or CutMix is on, the batch also has `targets`.
 
-        `size` is the height and width of the network's images. If `crop_from` is set, boxes of this size are cut out.
+        `preprocess` is that of the network. If `crop_from` is set, boxes of its image size are cut out. Its mean
+        and deviation are those of the noise of `erase_by`, which are 1/2 without it.
 
         `batch.epochs`, `batch.samples` and `batch.views` are on the CPU and determine the random numbers. The images
-        are uint8, on any device. If the batch has labels but no targets, `classes` sets the number of columns of the
+        are uint8, on any device. They become float32 if noise or mixing as in timm makes levels that are not whole. If
+        the batch has labels but no targets, `classes` sets the number of columns of the
         new targets.
         """
         chosen, images = self.settings, batch.images
@@ -200,8 +207,9 @@ class Augment:
             key = np.from_dlpack(batch.epochs), np.from_dlpack(batch.samples), np.from_dlpack(batch.views)
             return keyed_uniform(seed, *key, draws=draws, first=first)
 
-        if self.crop_from is not None and size is not None:
-            images = operations.window(images, self._corners(draw(Slot.WINDOW, 2), size), size)
+        if self.crop_from is not None and preprocess is not None:
+            corners = self._corners(draw(Slot.WINDOW, 2), preprocess.image_size)
+            images = operations.window(images, corners, preprocess.image_size)
         if self.flip or self.shift:
             images = self._move(images, draw(Slot.MOVE, 3))
         if any((*self.colour_jitter, self.grey, *self.blur, *self.solarise)):
@@ -212,8 +220,11 @@ class Augment:
             images = randaugment.randaugment(
                 images, numbers, magnitude=chosen.randaugment_magnitude, rule=chosen.randaugment_rule
             )
-        if self.erase:
-            images = self._erase(images, draw(Slot.ERASE, 5))
+        if self.erase and self.erase_by == "grey":
+            images = self._erase_grey(images, draw(Slot.ERASE, 5))
+        elif self.erase:
+            is_erased = draw(Slot.ERASE, 1)[:, 0] < self.erase
+            images = self._erase_by_noise(replace(batch, images=images), seed, is_erased, preprocess)
         batch = replace(batch, images=images)
         if self.mixes:
             numbers = draw(Slot.MIX, mixing.DRAWS)
@@ -332,7 +343,32 @@ class Augment:
             images = operations.changed(images, np.flatnonzero(draws[:, number] < chance), change)
         return images
 
-    def _erase(self, images: UInt8[Tensor, "b c h w"], draws: Float32[np.ndarray, "b 5"]) -> UInt8[Tensor, "b c h w"]:
+    def _erase_by_noise(
+        self,
+        batch: Batch,
+        seed: int,
+        is_erased: Bool[np.ndarray, " b"],
+        preprocess: Preprocess | None,
+    ) -> Float32[Tensor, "b c h w"]:
+        """Replace random boxes by noise, whose values after normalisation are from the standard normal distribution."""
+        erased = batch.images.float()
+        channels, height, width = erased.shape[1:]
+        facts = ((0.5,), (0.5,)) if preprocess is None else (preprocess.mean, preprocess.std)
+        mean, std = (255 * np.array(fact, np.float32)[:, None, None] for fact in facts)
+        for row in np.flatnonzero(is_erased):
+            key = [np.from_dlpack(each)[row : row + 1] for each in (batch.epochs, batch.samples, batch.views)]
+            box = erased_box(keyed_uniform(seed, *key, draws=40, first=Slot.ERASED_BOX).reshape(10, 4), height, width)
+            if box is not None:
+                top, left, h, w = box
+                count = channels * h * w
+                noise = normal(keyed_uniform(seed, *key, draws=count + count % 2, first=Slot.ERASED_PIXELS)[0])
+                levels = noise[:count].reshape(channels, h, w) * std + mean
+                erased[row, :, top : top + h, left : left + w] = on_device(levels, erased.device)
+        return erased
+
+    def _erase_grey(
+        self, images: UInt8[Tensor, "b c h w"], draws: Float32[np.ndarray, "b 5"]
+    ) -> UInt8[Tensor, "b c h w"]:
         """Turn random boxes grey. The centre of a box can be anywhere in the image. A box is cut off at the border of
         the image."""
         chance, centre_y, centre_x, size_y, size_x = draws.T[:, :, None]  # each b 1
