@@ -45,7 +45,7 @@ def vqvae() -> TrainConfig:
     Hardware: two CPU cores; any GPU.
     Time: 8 minutes on one core beside other programs, with `--threads 0` (AMD EPYC 9004, 2026-11).
     Result: a mean squared error of 0.040 of the normalised pixels of the 2,000 test images, a perplexity of 236, and
-    all 512 codes used (seed 0, one run).
+    all 512 codes used (seed 0, one run). It was measured when codes began as standard normal numbers with a count of 1.
     """
     return TrainConfig(
         data=DataConfig(spec="bundled", validation_share=0.05, cut_method="threshold"),
@@ -159,7 +159,17 @@ def beit_i1k() -> TrainConfig:
 
 
 TOKEN_RECIPES = (
-    PaperRecipe("beit-tokenizer-i1k", vqvae_i1k, "not stated", "1711.00937, 2110.04627 and 2106.08254", (HELD_OUT,)),
+    PaperRecipe(
+        "beit-tokenizer-i1k",
+        vqvae_i1k,
+        "not stated",
+        "1711.00937, 2110.04627 and 2106.08254",
+        (
+            HELD_OUT,
+            "The error of the pixels is not divided by their variance, which is about 0.3, so the commitment counts "
+            "about three times as much.",
+        ),
+    ),
     PaperRecipe(
         "vit-b16-i1k-beit",
         beit_i1k,
@@ -171,7 +181,8 @@ TOKEN_RECIPES = (
             "The tokenizer sees the network's views at half their size, and not a second scaling of the image.",
             "If blocks have fewer than 75 patches, single patches follow. In the published code, 33 % of the masks "
             "have fewer, and the mean is 74.5.",
-            "Colours change after the crop and not before it, so the contrast changes around the mean of the crop.",
+            "Colours change after the crop instead of before it, and contrast about the mean of the crop. On "
+            "photographs of CamVid, this is a mean difference of 3.0 levels, beside 17.7 of the change itself.",
         ),
         "on ImageNet after fine-tuning at 224 pixels",
     ),

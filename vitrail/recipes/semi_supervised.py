@@ -49,14 +49,17 @@ def noisy_vit_l16_i1k() -> NoisyStudentConfig:
 
     These settings are those of the published code (google-research/noisystudent) for its largest networks:
     probabilities of at least 0.3, 130,000 images of each class, soft labels, 350 epochs of the labelled images,
-    RandAugment with two operations of magnitude 27, and a stochastic depth of 0.2. The paper has 300 million unlabelled
+    RandAugment with two operations of magnitude 27, a stochastic depth of 0.2, and a running mean of the weights with a
+    decay of 0.9999. The paper has 300 million unlabelled
     images, and steps of 2,048 labelled images with 14 unlabelled ones for each. It has three rounds, the last of which
     has 28 for each; only these two numbers were not checked against its text. The recipe has 14 in every round.
 
     These are not published: the network, its optimizer, its weight decay and its learning rate, which are usual for
     Vision Transformers; dropout in all blocks instead of 0.5 before the head; no label smoothing, which the code has
     for labelled images (0.1); training at a single image size. The first teacher is the same network, trained on the
-    labelled images. Every teacher chooses the images anew, but the authors' teachers label images that were chosen
+    labelled images. The loss is the mean over all images of a batch. That of the code is the mean of the labelled ones
+    plus 14 times the mean of the others, which is 15 times as much; the scale has no effect on Adam, which normalises
+    gradients. Every teacher chooses the images anew, but the authors' teachers label images that were chosen
     once.
 
     Command: `vitrail noisy-student vit-l16-i1k --data IMAGENET --unlabelled IMAGES`.
@@ -69,7 +72,7 @@ def noisy_vit_l16_i1k() -> NoisyStudentConfig:
         model=ModelConfig(variant="ViT-L/16", overrides={"dropout": 0.1, "stochastic_depth": 0.2}),
         images=Preprocess(image_size=(224, 224), mean=IMAGENET_MEAN, std=IMAGENET_STD, interpolation="bicubic"),
         augment=Augment(flip=True, crop_area=(0.08, 1.0), randaugment_layers=2, randaugment_magnitude=27.0),
-        optimizer=OptimizerConfig(learning_rate=1e-3, warmup="10000 steps", weight_decay=0.1, clip=1.0),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup="10000 steps", weight_decay=0.1, clip=1.0, average=0.9999),
         run=RunConfig(name="noisy-vit-l16-i1k", steps=350 * images // labelled, batch_size=15 * labelled),
     )
     rounds = Rounds(unlabelled=DATA["jft"], rounds=3, pseudo_ratio=14.0)

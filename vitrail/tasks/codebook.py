@@ -42,18 +42,21 @@ class Codebook(nn.Module):
 
     codes: Tensor
     counts: Tensor
-    """Running mean of the number of vectors of each code in a step."""
+    """Running mean of the number of vectors of each code in a step, which begins at 0."""
     sums: Tensor
-    """Running mean of the sum of the vectors of each code in a step."""
+    """Running mean of the sum of the vectors of each code in a step, which begins at 0."""
+    bias: Tensor
+    """Weight of the zeros with which the running means began."""
 
     def __init__(self, size: int, width: int) -> None:
-        """`size` is the number of codes, and `width` is their length. They begin as standard normal numbers, with a
-        count of 1."""
+        """`size` is the number of codes, and `width` is their length. They begin as uniform numbers with a variance of
+        1 / width, as in the published code."""
         super().__init__()
-        codes = torch.randn(size, width)
-        self.register_buffer("codes", codes)
-        self.register_buffer("counts", torch.ones(size))
-        self.register_buffer("sums", codes.clone())
+        limit = (3 / width) ** 0.5
+        self.register_buffer("codes", torch.empty(size, width).uniform_(-limit, limit))
+        self.register_buffer("counts", torch.zeros(size))
+        self.register_buffer("sums", torch.zeros(size, width))
+        self.register_buffer("bias", torch.ones((), dtype=torch.float64))
         self.begin_step()
 
     def nearest(self, vectors: Float[Tensor, "*shape width"]) -> Int64[Tensor, "*shape"]:
@@ -93,15 +96,18 @@ class Codebook(nn.Module):
     def update(self, processes: Processes, *, decay: float, restart_below: float = 0.0) -> None:
         """Change the codes by the vectors of a step in all processes.
 
-        `decay` is the fraction of the running means that is kept. Afterwards, codes whose count is below
-        `restart_below` times the mean count are replaced by vectors that were offered, as far as there are any, and
-        get the mean count.
+        `decay` is the fraction of the running means that is kept. They are divided by 1 minus their bias, so that the
+        codes of the first step are its mean vectors, and those without a vector are 0. Afterwards, codes whose count is
+        below `restart_below` times the mean count are replaced by vectors that were offered, as far as there are any,
+        and get the mean count.
         """
         for running, step in zip((self.counts, self.sums), self._step(), strict=True):
             running.mul_(decay).add_(processes.sum(step), alpha=1 - decay)
-        total, size = self.counts.sum(), len(self.counts)
-        smoothed = (self.counts + SMOOTHING) / (total + size * SMOOTHING) * total
-        self.codes.copy_(self.sums / smoothed[:, None])
+        self.bias.mul_(decay)
+        counts, sums = self.counts / (1 - self.bias), self.sums / (1 - self.bias)
+        total, size = counts.sum(), len(counts)
+        smoothed = (counts + SMOOTHING) / (total + size * SMOOTHING) * total
+        self.codes.copy_(sums / smoothed[:, None])
         if restart_below and self._offered:
             self._restart(_gathered(torch.cat(self._offered), processes), restart_below)
         self.begin_step()

@@ -43,9 +43,11 @@ class Distillation(Classification):
     teacher_labels: TeacherLabels = "hard"
     """Part of the teacher's predictions that is learned: the most likely class (hard), or all probabilities (soft)."""
     teacher_weight: float = setting(0.5, above=0, most=1)
-    """Weight of the loss with the teacher's predictions. The weight of the loss with the labels is 1 minus this."""
+    """Weight of the loss with the teacher's predictions. The weight of the loss with the labels is 1 minus this. The
+    default is DeiT's for hard labels; for soft labels, its paper has 0.1 and its code 0.5."""
     teacher_temperature: float = setting(3.0, above=0, below=math.inf)
-    """Number by which the logits of teacher and network are divided, for soft labels only."""
+    """Number by which the logits of teacher and network are divided, for soft labels only. The default is that of
+    DeiT's paper; its code has 1."""
 
     def _problems(self) -> Iterator[str]:
         if self.loss == "sigmoid":
@@ -170,7 +172,8 @@ class DistillationObjective(ClassificationObjective):
         """Return the loss of each image between the network's and the teacher's logits.
 
         For hard labels, the loss is the cross-entropy with the teacher's most likely class. For soft labels, it is the
-        squared temperature times the Kullback-Leibler divergence of the softened probabilities (1503.02531).
+        squared temperature times the Kullback-Leibler divergence of the softened probabilities (1503.02531), as in
+        DeiT's paper. DeiT's code also divides it by the number of classes, which is a thousandth on ImageNet.
         """
         if self.task.teacher_labels == "hard":
             return F.cross_entropy(logits, taught.argmax(dim=1), reduction="none")

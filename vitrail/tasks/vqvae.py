@@ -206,7 +206,9 @@ class VqVae(Task):
 class VqVaeObjective(Objective):
     """A network that encodes patches, a codebook, and a decoder that restores the images.
 
-    The loss of an image is the mean squared error of its normalised pixels, plus the weighted commitment. Gradients
+    The loss of an image is the mean squared error of its normalised pixels, plus the weighted commitment. The published
+    code divides the error by the variance of the data, which is the same if pixels are normalised to a variance of 1.
+    Gradients
     pass the codebook unchanged. The codes follow the encoded patches after every step. With gradient accumulation and
     with several processes, they change by the whole batch.
     """

@@ -91,6 +91,8 @@ def plan_by_paper(
 ) -> FinetunePlan:
     """Return the paper's settings for fine-tuning a network with this config and preprocessing.
 
+    The momentum is in float32, while the original code keeps it in bfloat16, with 8 bits instead of 24.
+
     By default, `row` is the row for the number of training images, and `rates` are the rates of the row. `facts.images`
     includes the images that will be held out. If there is only one rate, or `explicit` has a learning rate, no rates
     are tried and no image is held out. Raise `ConfigError` if the data has no training image, or if `explicit` has an
