@@ -27,15 +27,14 @@ IMAGES = Preprocess(
 )  # fmt: skip
 
 TIMM = Augment(
-    flip=True, crop_area=(0.08, 1.0), randaugment_layers=2, randaugment_magnitude=9.0, erase=0.25, mixup=0.8,
-    mixup_per="batch", cutmix=1.0,
+    flip=True, crop_area=(0.08, 1.0), randaugment_layers=2, randaugment_magnitude=9.0, erase=0.25,
+    erase_by="noise", mixup=0.8, mixup_per="timm-batch", cutmix=1.0,
 )  # fmt: skip
 """The augmentation of DeiT in timm: rand-m9-mstd0.5-inc1, erasing, mixup and CutMix."""
 
 OF_TIMM = (
     HELD_OUT,
     "RandAugment has the operations of this package, and its magnitude 9 has no noise of 0.5.",
-    "Each image gets mixup or CutMix, and not the whole batch one of them.",
 )
 """Differences of all recipes with timm's augmentation."""
 
@@ -214,7 +213,7 @@ def deit3(variant: str, side: int, rate: float, drop_path: float) -> TrainConfig
         ),
         augment=Augment(
             flip=True, crop_area=(0.08, 1.0), colour_jitter=(0.3, 0.3, 0.3, 0.0),
-            grey=1 / 3, blur=(1 / 3,), solarise=(1 / 3,), mixup=0.8, mixup_per="batch",
+            grey=1 / 3, blur=(1 / 3,), solarise=(1 / 3,), mixup=0.8, mixup_per="timm-batch",
             cutmix=1.0,
         ),
         optimizer=OptimizerConfig(
@@ -262,8 +261,7 @@ DEIT_RECIPES = (
                 HELD_OUT,
                 "An image turns grey, is solarised and is blurred with probability 1/3 each. The published code does "
                 "one of the three to each image, before its colours change.",
-                "Each image gets mixup or CutMix, and the targets of a mixed image are fractions instead of 1 for both "
-                "classes.",
+                "The targets of a mixed image are fractions instead of 1 for both classes.",
                 "Stochastic depth grows from block to block instead of having one rate.",
                 REPEATED,
                 WARMUP,
