@@ -325,6 +325,7 @@ def test_two_steps(name: str, colour_folder: Path, tmp_path: Path) -> None:
     config = config.override(
         data=str(colour_folder), run=str(tmp_path / "run"), steps=2, batch_size=6, device="cpu", threads=2,
         evaluations=1, checkpoints=1, image_size=(side, side), precision="float32", warmup="1 steps",
+        end_learning_rate=0.0,
         validation_share=0.3, **({"stair_at": ("1 steps",)} if config.optimizer.stair_at else {}), **narrow,
     )  # fmt: skip
     result = train(config)
