@@ -75,7 +75,7 @@ def test_the_journal_has_the_health_of_the_last_step_of_each_report(
 ) -> None:
     config = RECIPES["demo"]().override(
         data=str(three_splits), run=str(tmp_path / "run"), image_size=(28, 28), batch_size=20, steps=4, evaluations=0,
-        precision="float32", keep="last", variant=variant, device="cpu", threads=0,
+        keep="last", variant=variant, device="cpu", threads=0,
     )  # fmt: skip
     train(config)
     steps = [event for event in read_journal(tmp_path / "run" / "journal.jsonl") if event["event"] == "step"]

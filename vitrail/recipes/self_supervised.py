@@ -69,7 +69,8 @@ def beit() -> TrainConfig:
     Hardware: two CPU cores; any GPU.
     Time and result: 12 minutes on one core beside other programs, with `--threads 0`. Of 531 validation images, 20
     nearest neighbours classify 81.4 % (64.8 % with the initial weights), and a linear model 82.5 % (73.4 %), with seed
-    0. The mean colour as the target (the recipe `masked-patches`) has 72.5 and 83.1 %.
+    0. The mean colour as the target (the recipe `masked-patches`) has 72.5 and 83.1 %. Both were measured before the
+    tokenizer's codes and the mask embedding started as published (2026-11-26).
     """
     return TrainConfig(
         data=DataConfig(spec="bundled", validation_share=0.05, cut_method="threshold"),
