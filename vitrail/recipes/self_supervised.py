@@ -230,8 +230,8 @@ def dino_i1k(
     batch_size: int,
     *,
     data: str = "i1k",
-    crop_area: tuple[float, float] = (0.4, 1.0),
     patch: int = 16,
+    augment: dict[str, Any] | None = None,
     network: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
     **task: Any,
@@ -240,7 +240,7 @@ def dino_i1k(
 
     The optimizer is AdamW with a learning rate of 5e-4 per 256 images, a warm-up of 10 epochs and a cosine decay to
     1e-6. The weight decay rises from 0.04 to 0.4. Ten views of an image are processed: two of 224 x 224 pixels with 40
-    to 100 % of its area, and eight of 96 x 96 pixels with 5 to 40 %. `network`, `optimizer` and `task` replace fields.
+    to 100 % of its area, and eight of 96 x 96 pixels with 5 to 40 %. The other arguments replace fields.
     """
     overrides: dict[str, Any] = {
         "stochastic_depth": 0.1, "position_resize": "bicubic-offset", "initial_weights": "timm", **(network or {}),
@@ -256,7 +256,7 @@ def dino_i1k(
         task=Dino(**{**sizes, **task}),
         model=ModelConfig(variant=f"ViT-S/{patch}", overrides=overrides),
         images=Preprocess(image_size=(224, 224), mean=IMAGENET_MEAN, std=IMAGENET_STD, interpolation="bicubic"),
-        augment=replace(BYOL_VIEWS, crop_area=crop_area),
+        augment=replace(BYOL_VIEWS, **{"crop_area": (0.4, 1.0), **(augment or {})}),
         optimizer=OptimizerConfig(**{**published, **(optimizer or {})}),
         run=RunConfig(epochs=epochs, batch_size=batch_size, keep="last"),
     )
@@ -269,12 +269,14 @@ IBOT: dict[str, Any] = {
 """Settings of iBOT's ViT-S/16, as in the README of its code."""
 
 DINOV2: dict[str, Any] = {
-    "patch": 14, "network": {"layer_scale": 1e-5, "initial_weights": "dinov2"}, "crop_area": (0.32, 1.0),
-    "local_size": (98, 98), "local_crop_area": (0.05, 0.32), "teacher_momentum": 0.992, "target_temperature": 0.07,
+    "patch": 14, "network": {"layer_scale": 1e-5, "initial_weights": "dinov2"},
+    "augment": {"crop_area": (0.32, 1.0), "blur": (0.0, 0.9, 0.5)}, "local_size": (98, 98),
+    "local_crop_area": (0.05, 0.32), "teacher_momentum": 0.992, "target_temperature": 0.07,
     "target_temperature_by": "step", "unit_prototypes": False, "koleo_weight": 0.1, "patch_weight": 1.0,
     "centring": "masked-mean",
 }  # fmt: skip
-"""Settings of DINOv2's ssl_default_config.yaml, which are those of vitl16_short.yaml."""
+"""Settings of DINOv2's ssl_default_config.yaml, which are those of vitl16_short.yaml. Its code blurs a view with the
+probability 1 - p, so the views have 0, 0.9 and 0.5 instead of 1, 0.1 and 0.5."""
 
 DINOV2_LARGE: dict[str, Any] = {
     **DINOV2, "teacher_momentum": 0.994, "prototypes": 131_072, "bottleneck": 384, "separate_patch_head": True,
@@ -305,6 +307,7 @@ DINOV2_DIFFERENCES = (
     "Each view draws by itself whether it is masked. The publication masks exactly half of the views of a process.",
     "Frozen prototypes have no mean gradients. The publication collects these with a learning rate of 0.",
     "Stochastic depth grows with depth to 0.1. The ViT-L has equal rates of 0.3 or 0.4.",
+    "The blur is Pillow's. The publication's has a window of 9 pixels.",
     "Durations in epochs of 1,250 steps are those in passes over the data, rounded to two digits.",
     "The mask embedding has the full learning rate, and that of the first layer in the publication.",
 )
@@ -336,7 +339,7 @@ DINO_RECIPES = tuple(
             "77.9 % (nearest neighbours: 75.2 %)",
             "2111.07832 and its code, README",
             (),
-            {"crop_area": (0.25, 1.0), **IBOT},
+            {"augment": {"crop_area": (0.25, 1.0)}, **IBOT},
         ),
         (
             "vit-s14-i1k-dinov2",
