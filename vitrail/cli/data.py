@@ -262,7 +262,6 @@ PACK = Command(
     examples=(
         Example("vitrail data pack photos shards", "Copy a folder of images into shards."),
         Example("vitrail data pack photos shards --max-side 512", "Scale large images down to 512 pixels."),
-        Example("vitrail train --data shards", "Train on the shards."),
         Example("vitrail data pack photos coco --to coco", "Write boxes or masks as a folder in COCO's format."),
     ),
     options=(Pack,),
