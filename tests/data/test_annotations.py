@@ -311,6 +311,29 @@ def test_tasks_without_labels_use_the_pictures_alone(tmp_path: Path, write: Call
     assert not any("masks" in key for key in keys) and "not their boxes or masks" in splits.notes[-1]
 
 
+def test_what_lies_beside_boxes_and_masks_is_named(tmp_path: Path) -> None:
+    """A table wins over masks, and boxes win over both. A file of another kind of XML is no annotation."""
+    masks(tmp_path, np.zeros((40, 60), np.uint8))
+    table = tmp_path / "labels.csv"
+    table.write_text("path,label\nimages/train/a.png,one\n")
+    picture(tmp_path / "images/train/b.png")
+    table.write_text("path,label\nimages/train/a.png,one\nimages/train/b.png,two\n")
+    (tmp_path / "sitemap.xml").write_text("<urlset></urlset>")
+    assert opened(tmp_path).target_kind == "class"
+    voc(tmp_path, voc_object(1, 2, 30, 20), "v")
+    (tmp_path / "sitemap.xml").unlink()
+    splits = opened(tmp_path)
+    notes = "\n".join(splits.notes)
+    assert splits.target_kind == "boxes" and "its masks are not read" in notes and "labels.csv" in notes
+
+
+def test_a_held_out_split_without_objects_is_skipped(tmp_path: Path) -> None:
+    coco(tmp_path / "train")
+    coco(tmp_path / "test", annotations=[])
+    splits = opened(tmp_path)
+    assert splits.test is None and any("the test split is skipped" in note for note in splits.notes)
+
+
 def test_boxes_of_another_size_are_findings(tmp_path: Path) -> None:
     voc(tmp_path, voc_object(1, 2, 30, 20), size="<width>40</width><height>60</height>")
     report = check_data(open_whole(str(tmp_path), tolerant=True).splits(validation_share=0.0))

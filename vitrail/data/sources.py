@@ -308,7 +308,7 @@ def _open_class_folders(request: Request) -> Splits:
     unread = [
         f"{request.title}: the folders are classes, and {name} in them was not read; to learn boxes or masks, keep the "
         "pictures and their annotations apart from other folders, or name the file of the annotations"
-        for name, _ in _annotations(request)
+        for name, _ in _boxes(request)
     ]
     return replace(splits, notes=(*splits.notes, *_beside(request.path), *unread))
 
@@ -365,8 +365,8 @@ def _place(request: Request) -> str:
     return request.location if request.is_url else str(request.path)
 
 
-def _annotations(request: Request) -> list[tuple[str, Opener]]:
-    """Return the formats of boxes and masks that recognise some data, with the functions that open it."""
+def _boxes(request: Request) -> list[tuple[str, Opener]]:
+    """Return the formats of boxes that recognise some data, with the functions that open it."""
     if request.is_url or not request.path.exists():
         return []
     root, known, splits = request.path, request.classes, request.choice.splits
@@ -377,23 +377,39 @@ def _annotations(request: Request) -> list[tuple[str, Opener]]:
         found.append(("Pascal VOC's XML", lambda: formats.voc.open_voc(root, known, splits)))
     if formats.yolo.holds_yolo(root):
         found.append(("YOLO's text", lambda: formats.yolo.open_yolo(root, known, splits)))
-    if not found and splits != {} and formats.masks.holds_masks(root):
-        found.append(("masks", lambda: formats.masks.open_masks(root, known, splits, request.choice.ignore)))
     return found
 
 
-def _open_annotations(request: Request) -> Splits:
-    """Open data with boxes or masks. For a task without labels, the pictures alone."""
-    found = _annotations(request)
+def _has_masks(request: Request) -> bool:
+    return request.is_folder and request.choice.splits != {} and formats.masks.holds_masks(request.path)
+
+
+def _open_boxes(request: Request) -> Splits:
+    """Open data with boxes, with notes on what lies beside them. For a task without labels, the pictures alone."""
+    found = _boxes(request)
     if len(found) > 1:
         raise DataError(
             f"{request.title} has annotations in several formats: {listed([name for name, _ in found])}; name the file "
             "of one of them as the data, or remove the others"
         )
-    (name, opened) = found[0]
-    if name != "masks" and request.choice.ignore:
-        raise DataError(f"--ignore-label has no effect on {request.title}, which has boxes and no masks; leave it out")
-    return formats.annotated.open_pictures(request.path, request.choice.splits) if request.unlabelled else opened()
+    if request.unlabelled:
+        return _open_pictures(request)
+    ((_, opened),) = found
+    splits = opened()
+    notes = [f"{request.title}: its masks are not read, because it has boxes"] if _has_masks(request) else []
+    beside = _beside(request.path) if request.is_folder else ()
+    return replace(splits, notes=(*splits.notes, *notes, *beside))
+
+
+def _open_masks(request: Request) -> Splits:
+    if request.unlabelled:
+        return _open_pictures(request)
+    splits = formats.masks.open_masks(request.path, request.classes, request.choice.splits, request.choice.ignore)
+    return replace(splits, notes=(*splits.notes, *_beside(request.path)))
+
+
+def _open_pictures(request: Request) -> Splits:
+    return formats.annotated.open_pictures(request.path, request.choice.splits)
 
 
 OF_TABLES = ("splits", "image", "label", "separator", "keep_missing")
@@ -432,7 +448,7 @@ FORMATS = [
     ),
     Format(lambda request: request.is_folder and is_own_output(request.path), _refuse_own_output, ALL_CHOICES,
            has_numbers=True),
-    Format(_annotations, _open_annotations, ("splits", "ignore")),
+    Format(_boxes, _open_boxes, ("splits",)),
     Format(
         lambda request: not request.is_url and formats.parquet.looks_like_parquet(request.path),
         lambda request: formats.parquet.open_parquet(request.path, request.classes, request.numbers, request.choice),
@@ -443,6 +459,7 @@ FORMATS = [
         OF_TABLES, has_numbers=True,
     ),
     Format(_tables_in, _open_table_folder, OF_TABLES, has_numbers=True),
+    Format(_has_masks, _open_masks, ("splits", "ignore")),
     Format(_inner, _open_inner, ALL_CHOICES, has_numbers=True),
     Format(
         lambda request: request.is_folder and formats.idx.has_idx(request.path),

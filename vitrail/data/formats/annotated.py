@@ -253,8 +253,14 @@ def object_splits(
         sources[split] = file_samples(pictures.root, one.keys, inodes, targets, one.ids)
     if not any(len(source.targets.values) for source in sources.values()):
         raise DataError("\n".join([f"{title}: no picture has an object", *(fault.text for fault in faults)]))
-    faults += _empty(title, sources)
-    return splits_from({split: sources[split] for split in SPLITS if split in sources}, notes, faults)
+    usable = {
+        split: sources[split]
+        for split in SPLITS
+        if split in sources and (split == "train" or len(sources[split].targets.values))
+    }
+    skipped = [f"{title}: the {split} split is skipped, because it has no object" for split in sources.keys() - usable]
+    faults += _empty(title, usable)
+    return splits_from(usable, (*notes, *skipped), faults)
 
 
 def _unknown(split: Split, targets: Targets, known: tuple[str, ...]) -> Iterator[Fault]:

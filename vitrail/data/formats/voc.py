@@ -33,11 +33,19 @@ SIDES = ("xmin", "ymin", "xmax", "ymax")
 
 
 def holds_voc(root: Path) -> bool:
-    """Return True for a folder with annotations in XML, in it or in the folders in it."""
+    """Return True for a folder with annotations in XML, in it or in the folders in it. The first file decides."""
     if not root.is_dir():
         return False
     places = [root, *(place for place in sorted(root.iterdir()) if place.is_dir() and not place.name.startswith("."))]
-    return any(next(place.glob("*.xml"), None) is not None for place in places)
+    return any(_is_annotation(path) for place in places if (path := next(place.glob("*.xml"), None)) is not None)
+
+
+def _is_annotation(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return b"<annotation" in file.read(1 << 12)
+    except OSError:
+        return False
 
 
 def open_voc(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | None) -> Splits:
