@@ -102,10 +102,11 @@ def vit_fields(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def tiny_config(*, data: Path | str, run: Path | str, **fields: object) -> TrainConfig:
+def tiny_config(*, data: Path | str, run: Path | str | None, **fields: object) -> TrainConfig:
     """Return the config of a run of a tiny network for 28 x 28 images, in float32 on the CPU."""
     defaults = {
-        "data": str(data), "run": str(run), "variant": "ViT-Pico/7", "image_size": (28, 28), "steps": 12,
+        "data": str(data), "run": None if run is None else str(run), "variant": "ViT-Pico/7",
+        "image_size": (28, 28), "steps": 12,
         "batch_size": 16, "width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "precision": "float32",
         "float32_products": "mkl", "compute_threads": 1, "device": "cpu", "threads": 2, "evaluations": 3,
         "checkpoints": 1, "validation_share": 0.1, "keep": "best",
