@@ -85,13 +85,9 @@ def facts(cls: Any, fact: str) -> dict[str, Any]:
     return {name: metadata[fact] for name, metadata in fields.items() if fact in metadata}
 
 
+@cache
 def bare_names(cls: Any) -> Mapping[str, str]:
     """Return the bare names of a settings dataclass with their field names."""
-    return _bare_names(cls)
-
-
-@cache
-def _bare_names(cls: Any) -> Mapping[str, str]:
     return {item.metadata.get("name", item.name): item.name for item in dataclasses.fields(cls)}
 
 

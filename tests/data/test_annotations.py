@@ -117,7 +117,7 @@ def test_coco_is_read_with_its_numbers(tmp_path: Path) -> None:
         ({"annotations": box(1, 2, float("nan"), 4)}, "not made of numbers"),
         ({"annotations": box(1, 2, 3, 4, 0.3)}, "rotated"),
         ({"annotations": box(1, 2, 3, 4, segments_info=[])}, "panoptic"),
-        ({"annotations": []}, "no picture has an object"),
+        ({"annotations": []}, "no image has an object"),
         ({"images": [{"id": 7, "file_name": "gone.png", "height": 40, "width": 60}]}, "cannot be found: gone.png"),
     ],
 )
@@ -130,9 +130,9 @@ def test_coco_that_cannot_be_learned_is_refused(tmp_path: Path, changes: dict[st
 @pytest.mark.parametrize(
     ("numbers", "kept", "words"),
     [
-        ((-5, 10, 20, 10), [[0, 10, 15, 20]], "reaches beyond the picture: "),
+        ((-5, 10, 20, 10), [[0, 10, 15, 20]], "reaches beyond the image: "),
         ((50, 30, 10.3, 10.2), [[50, 30, 60, 40]], "at most 1 %"),
-        ((70, 10, 5, 5), [], "outside of the picture"),
+        ((70, 10, 5, 5), [], "outside of the image"),
         ((10, 10, 0, 5), [], "no width or no height"),
         ((10, 10, -4, 5), [], "no width or no height"),
     ],
@@ -190,7 +190,7 @@ def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:
     for split in ("train", "valid"):
         (tmp_path / split / "_annotations.coco.json").unlink()
         (tmp_path / split).rename(tmp_path / f"some-{split[0]}")
-    assert any("COCO's JSON in them was not read" in note for note in opened(tmp_path).notes)
+    assert any("annotations such as other" in note for note in opened(tmp_path).notes)
     with pytest.raises(DataError, match="have this name"):
         (tmp_path / "other/_annotations.coco.json").rename(tmp_path / "all.json")
         opened(tmp_path / "all.json")
@@ -202,7 +202,7 @@ def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:
         (lambda root: voc(root, voc_object(1, 2, 3, 4), size=""), "does not state the size"),
         (lambda root: voc(root, "<object><name>x</name><robndbox/></object>"), "rotated"),
         (lambda root: voc(root, voc_object(1, 2, float("nan"), 4)), "not made of numbers: .*a.xml, line 3"),
-        (lambda root: voc(root), "no picture has an object"),
+        (lambda root: voc(root), "no image has an object"),
         (lambda root: yolo(root, "2 0.5 0.5 0.2 0.2\n"), "1 to 2, and YOLO counts from 0"),
         (lambda root: yolo(root, "0 .5 .5 .2 .2\n7 0.5 0.5 0.2 0.2\n"), r"a.txt, line 2 \(class 7\)"),
         (lambda root: yolo(root, "0 0.5 0.5 0.2 0.2 0.9\n"), "predictions"),

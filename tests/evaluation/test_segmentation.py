@@ -73,11 +73,13 @@ def test_a_linear_layer_of_patch_tokens_finds_coloured_things(
     make_scenes(tmp_path / "data", "test", 5)
     Image.new("L", (9, 9)).save(tmp_path / "data/masks/test/4.png")
     make_bundle(num_classes=0, positions="none").save(tmp_path / "model")
+    Image.new("RGB", (9, 9)).save(tmp_path / "data/images/train/alone.png")
     command = ["evaluate", str(tmp_path / "model"), "--data", str(tmp_path / "data"), "--by", "segmentation"]
     assert main([*command, "--json", "--head-rate", "0.03"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)["test"]
     assert found["images"] == 4 and found["skipped"] == 1 and "9 x 9 pixels" in err and "4.png" in err
+    assert "alone.png" in err, "what is skipped in the data is said, also if a test split is measured"
     assert found["mean_iou_low"] <= found["mean_iou"] <= found["mean_iou_high"]
     assert found["mean_iou"] > 0.75 and found["pixel_accuracy"] > 0.9
     assert found["mean_iou"] == pytest.approx(np.mean([found[f"{name}:iou"] for name in ("sea", "sail", "sun")]))
@@ -99,4 +101,4 @@ def test_segmentation_needs_masks_and_patches(tmp_path: Path, capsys: pytest.Cap
         assert main(["data", "pack", str(data), str(tmp_path / "coco"), "--to", "coco"]) == 0
         data = tmp_path / "coco"
     assert main(["evaluate", str(model), "--data", str(data), "--by", "segmentation"]) == 2
-    assert {"boxes": "pictures with masks", "network": "patch tokens"}[what] in capsys.readouterr().err
+    assert {"boxes": "images with masks", "network": "patch tokens"}[what] in capsys.readouterr().err

@@ -1,7 +1,7 @@
-"""The objects in a picture: their boxes, classes and outlines; and masks, which give every pixel of a picture a class.
+"""The objects in an image: their boxes, classes and outlines; and masks, which give every pixel of an image a class.
 
-Boxes and outlines are fractions of the picture's width and height, so that they do not depend on the size at which a
-picture is decoded. A box is (left, top, right, bottom).
+Boxes and outlines are fractions of the image's width and height, so that they do not depend on the size at which a
+image is decoded. A box is (left, top, right, bottom).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vitrail.errors import UndecodableImage
 from vitrail.report.drawing import draw_boxes, draw_mask
 
 Polygon = Float64[np.ndarray, "corners 2"]
-"""The corners (x, y) of a closed line, as fractions of the picture."""
+"""The corners (x, y) of a closed line, as fractions of the image."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Runs:
     """The pixels of an object as run lengths, compressed as in COCO: column by column, from the top left."""
 
     size: tuple[int, int]
-    """Height and width of the picture."""
+    """Height and width of the image."""
     counts: bytes
 
     def mask(self) -> Bool[np.ndarray, "h w"]:
@@ -52,7 +52,7 @@ Outline = tuple[Polygon, ...] | Runs
 
 @dataclass(frozen=True, eq=False)
 class Objects:
-    """The objects in one picture, the target of detection. n can be 0: nothing is in the picture."""
+    """The objects in one image, the target of detection. n can be 0: nothing is in the image."""
 
     labels: Int64[np.ndarray, " n"]
     """The index of the class of each object."""
@@ -60,11 +60,11 @@ class Objects:
     crowd: Bool[np.ndarray, " n"]
     """True for a box around many objects that were not separated. It is neither learned nor counted as missed."""
     areas: Float64[np.ndarray, " n"]
-    """Area of each object as a fraction of the picture. NaN if it was not stated: it is then that of the box."""
+    """Area of each object as a fraction of the image. NaN if it was not stated: it is then that of the box."""
     outlines: tuple[Outline | None, ...] = ()
     """The outline of each object, or () if no object of the data has one."""
     size: tuple[int, int] = (0, 0)
-    """Height and width of the picture as the annotation states them, or 0 and 0."""
+    """Height and width of the image as the annotation states them, or 0 and 0."""
 
     @staticmethod
     def of(labels: Sequence[int], boxes: Sequence[Sequence[float | int]], **more: Any) -> Objects:
@@ -87,17 +87,17 @@ class Objects:
         return f"objects {digest.hexdigest()}"
 
     def check_size(self, size: tuple[int, int]) -> None:
-        """Raise `UndecodableImage` if the picture has another height and width than the annotation states."""
+        """Raise `UndecodableImage` if the image has another height and width than the annotation states."""
         if self.size in ((0, 0), size):
             return
         turned = ", which is the size before it is turned by its EXIF tag" if self.size == size[::-1] else ""
         raise UndecodableImage(
-            f"its boxes are of a picture of {self.size[1]} x {self.size[0]} pixels (width x height){turned}, and it "
+            f"its boxes are of an image of {self.size[1]} x {self.size[0]} pixels (width x height){turned}, and it "
             f"has {size[1]} x {size[0]}; correct the annotation"
         )
 
     def mask(self, row: int, size: tuple[int, int]) -> Bool[np.ndarray, "h w"]:
-        """Return the mask of an object in a picture of a height and width. Without an outline it is the box."""
+        """Return the mask of an object in an image of a height and width. Without an outline it is the box."""
         outline = self.outlines[row] if self.outlines else None
         if isinstance(outline, Runs):
             found = Image.fromarray(outline.mask())
@@ -108,7 +108,7 @@ class Objects:
 
 
 def drawn(polygons: Sequence[Polygon], size: tuple[int, int]) -> Bool[np.ndarray, "h w"]:
-    """Return the pixels of a picture of a height and width that are in at least one of the polygons, as COCO counts
+    """Return the pixels of an image of a height and width that are in at least one of the polygons, as COCO counts
     them."""
     corners = [(polygon * size[::-1]).ravel().tolist() for polygon in polygons]
     return _coco().decode(_coco().merge(_coco().frPyObjects(corners, *size))).astype(np.bool_)
@@ -116,7 +116,7 @@ def drawn(polygons: Sequence[Polygon], size: tuple[int, int]) -> Bool[np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class ObjectRows:
-    """The columns of the objects of several pictures, one picture after another, and the size of each picture."""
+    """The columns of the objects of several images, one image after another, and the size of each image."""
 
     boxes: Float64[np.ndarray, "m 4"]
     crowd: Bool[np.ndarray, " m"]
@@ -126,32 +126,32 @@ class ObjectRows:
     """An array of `Outline` or None, or None if no object has an outline."""
 
     @staticmethod
-    def of(pictures: Sequence[Objects]) -> ObjectRows:
-        """Return the objects of several pictures."""
+    def of(images: Sequence[Objects]) -> ObjectRows:
+        """Return the objects of several images."""
         outlines = None
-        if any(one.outlines for one in pictures):
-            found = [outline for one in pictures for outline in one.outlines or (None,) * len(one)]
+        if any(one.outlines for one in images):
+            found = [outline for one in images for outline in one.outlines or (None,) * len(one)]
             outlines = np.empty(len(found), object)
             outlines[:] = found
         return ObjectRows(
-            np.concatenate([np.zeros((0, 4)), *(one.boxes for one in pictures)]),
-            np.concatenate([np.zeros(0, np.bool_), *(one.crowd for one in pictures)]),
-            np.concatenate([np.zeros(0), *(one.areas for one in pictures)]),
-            np.array([one.size for one in pictures], np.int64).reshape(len(pictures), 2),
+            np.concatenate([np.zeros((0, 4)), *(one.boxes for one in images)]),
+            np.concatenate([np.zeros(0, np.bool_), *(one.crowd for one in images)]),
+            np.concatenate([np.zeros(0), *(one.areas for one in images)]),
+            np.array([one.size for one in images], np.int64).reshape(len(images), 2),
             outlines,
         )
 
-    def objects(self, picture: int, labels: Int64[np.ndarray, " n"], start: int, stop: int) -> Objects:
-        """Return the objects of one picture, which stand from `start` up to `stop`."""
+    def objects(self, image: int, labels: Int64[np.ndarray, " n"], start: int, stop: int) -> Objects:
+        """Return the objects of one image, which stand from `start` up to `stop`."""
         part = slice(start, stop)
         outlines = () if self.outlines is None else tuple(self.outlines[part])
-        height, width = self.sizes[picture].tolist()
+        height, width = self.sizes[image].tolist()
         return Objects(labels, self.boxes[part], self.crowd[part], self.areas[part], outlines, (height, width))
 
-    def taken(self, objects: Int64[np.ndarray, " k"], pictures: Any = slice(None)) -> ObjectRows:
-        """Return some objects, and the sizes of some pictures."""
+    def taken(self, objects: Int64[np.ndarray, " k"], images: Any = slice(None)) -> ObjectRows:
+        """Return some objects, and the sizes of some images."""
         outlines = None if self.outlines is None else self.outlines[objects]
-        return ObjectRows(self.boxes[objects], self.crowd[objects], self.areas[objects], self.sizes[pictures], outlines)
+        return ObjectRows(self.boxes[objects], self.crowd[objects], self.areas[objects], self.sizes[images], outlines)
 
     @staticmethod
     def joined(parts: Sequence[ObjectRows]) -> ObjectRows:
@@ -175,7 +175,7 @@ IGNORED = 255
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """The mask of one picture, the target of segmentation. It is read when it is needed."""
+    """The mask of one image, the target of segmentation. It is read when it is needed."""
 
     name: str
     """Name of the mask in its data, for messages."""
@@ -188,14 +188,14 @@ class Mask:
         return f"mask {self.name} {self.places}"
 
     def indices(self, size: tuple[int, int] | None = None) -> UInt8[np.ndarray, "h w"]:
-        """Return the class of each pixel, or 255 for a pixel without a class. `size` is that of the picture.
+        """Return the class of each pixel, or 255 for a pixel without a class. `size` is that of the image.
 
         Raise `UndecodableImage` if the file cannot be read, has another size, or holds a value that is no class.
         """
         values = self.read()
         if size is not None and values.shape != size:
             raise UndecodableImage(
-                f"mask {self.name} has {values.shape[1]} x {values.shape[0]} pixels (width x height), and its picture "
+                f"mask {self.name} has {values.shape[1]} x {values.shape[0]} pixels (width x height), and its image "
                 f"has {size[1]} x {size[0]}; both must have the same size"
             )
         table = np.full(256, IGNORED, np.int64)
@@ -213,14 +213,14 @@ class Mask:
         return replace(self, places=tuple(-1 if place < 0 else int(places[place]) for place in self.places))
 
 
-def drawn_on(picture: Image.Image, target: Objects | Mask, names: Sequence[str]) -> Image.Image:
-    """Return a picture with its objects or its mask. Raise `UndecodableImage` if the mask cannot be read."""
-    size = picture.height, picture.width
+def drawn_on(image: Image.Image, target: Objects | Mask, names: Sequence[str]) -> Image.Image:
+    """Return an image with its objects or its mask. Raise `UndecodableImage` if the mask cannot be read."""
+    size = image.height, image.width
     if isinstance(target, Mask):
-        return draw_mask(picture, target.indices(size), len(names))
+        return draw_mask(image, target.indices(size), len(names))
     masks = [target.mask(row, size) if outline else None for row, outline in enumerate(target.outlines)]
     labels = target.labels.tolist()
-    return draw_boxes(picture, target.boxes * np.tile(size[::-1], 2), labels, [names[label] for label in labels], masks)
+    return draw_boxes(image, target.boxes * np.tile(size[::-1], 2), labels, [names[label] for label in labels], masks)
 
 
 def _coco() -> Any:

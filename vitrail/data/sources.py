@@ -305,12 +305,7 @@ def _open_folders(request: Request) -> Splits:
 
 def _open_class_folders(request: Request) -> Splits:
     splits = _open_folders(request)
-    unread = [
-        f"{request.title}: the folders are classes, and {name} in them was not read; to learn boxes or masks, keep the "
-        "pictures and their annotations apart from other folders, or name the file of the annotations"
-        for name, _ in _boxes(request)
-    ]
-    return replace(splits, notes=(*splits.notes, *_beside(request.path), *unread))
+    return replace(splits, notes=(*splits.notes, *_beside(request.path)))
 
 
 def _open_table_file(request: Request) -> Splits:
@@ -371,11 +366,12 @@ def _boxes(request: Request) -> list[tuple[str, Opener]]:
         return []
     root, known, splits = request.path, request.classes, request.choice.splits
     found: list[tuple[str, Opener]] = []
-    if formats.coco.annotation_files(root):
+    files = formats.annotated.files_beside_images(root)
+    if formats.coco.annotation_files(files):
         found.append(("COCO's JSON", lambda: formats.coco.open_coco(root, known, splits)))
-    if formats.voc.holds_voc(root):
+    if formats.voc.holds_voc(files):
         found.append(("Pascal VOC's XML", lambda: formats.voc.open_voc(root, known, splits)))
-    if formats.yolo.holds_yolo(root):
+    if formats.yolo.holds_yolo(root, files):
         found.append(("YOLO's text", lambda: formats.yolo.open_yolo(root, known, splits)))
     return found
 
@@ -385,7 +381,7 @@ def _has_masks(request: Request) -> bool:
 
 
 def _open_boxes(request: Request) -> Splits:
-    """Open data with boxes, with notes on what lies beside them. For a task without labels, the pictures alone."""
+    """Open data with boxes, with notes on what lies beside them. For a task without labels, the images alone."""
     found = _boxes(request)
     if len(found) > 1:
         raise DataError(
@@ -393,7 +389,7 @@ def _open_boxes(request: Request) -> Splits:
             "of one of them as the data, or remove the others"
         )
     if request.unlabelled:
-        return _open_pictures(request)
+        return _open_images_alone(request)
     ((_, opened),) = found
     splits = opened()
     notes = [f"{request.title}: its masks are not read, because it has boxes"] if _has_masks(request) else []
@@ -403,13 +399,13 @@ def _open_boxes(request: Request) -> Splits:
 
 def _open_masks(request: Request) -> Splits:
     if request.unlabelled:
-        return _open_pictures(request)
+        return _open_images_alone(request)
     splits = formats.masks.open_masks(request.path, request.classes, request.choice.splits, request.choice.ignore)
     return replace(splits, notes=(*splits.notes, *_beside(request.path)))
 
 
-def _open_pictures(request: Request) -> Splits:
-    return formats.annotated.open_pictures(request.path, request.choice.splits)
+def _open_images_alone(request: Request) -> Splits:
+    return formats.annotated.open_images_alone(request.path, request.choice.splits)
 
 
 OF_TABLES = ("splits", "image", "label", "separator", "keep_missing")

@@ -248,7 +248,7 @@ def _measured(
         name, source = splits.held_out
         chosen = {name: source}
         usual = [*notes, "measuring the validation split; use --split all to measure every image"]
-        notes = [] if name == "test" or is_common else usual
+        notes = list(opened.whole.notes) if name == "test" or is_common else usual
     elif split == "all":
         chosen = existing
     elif split in existing:

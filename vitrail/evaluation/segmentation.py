@@ -1,9 +1,9 @@
-"""The evaluator of patch tokens: a linear layer learns the masks of the training pictures from the frozen tokens, and
-predicts those of held-out pictures.
+"""The evaluator of patch tokens: a linear layer learns the masks of the training images from the frozen tokens, and
+predicts those of held-out images.
 
 This is the linear protocol of DINOv2 (2304.07193, section 7.4) without augmentation: tokens are normalised by the mean
-and the standard deviation of the training pictures, a tenth of their elements is dropped, and the logits of a linear
-layer are scaled up linearly for the cross-entropy of all pixels. Each whole picture is seen once, scaled to one size.
+and the standard deviation of the training images, a tenth of their elements is dropped, and the logits of a linear
+layer are scaled up linearly for the cross-entropy of all pixels. Each whole image is seen once, scaled to one size.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import problems, raise_problems, setting
 
 LOOKED_AT = 50
-"""Number of training pictures whose proportions decide about that of the network's input."""
+"""Number of training images whose aspect ratios decide about that of the network's input."""
 
 LARGEST_SCALE = 2.0
-"""Largest factor by which pictures are enlarged, because more patches than pixels tell nothing new."""
+"""Largest factor by which images are enlarged, because more patches than pixels tell nothing new."""
 
 BATCH = 8
-"""Pictures in a step."""
+"""Images in a step."""
 
 DROPOUT = 0.1
 DECAY = 1e-4
 
 CELLS = 4
-"""Number of places per side of a patch at which the masks of training pictures are learned."""
+"""Number of places per side of a patch at which the masks of training images are learned."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class BySegmentation:
     """A linear layer on frozen patch tokens that predicts a class for every pixel."""
 
     patches: int = setting(1_400, least=1)
-    """Most patches of a picture for segmentation. Pictures are scaled to at most so many, in the median proportion of
-    the training pictures. More patches find smaller things and take longer."""
-    most_pictures: int = setting(1_000, least=1)
-    """Most training pictures for segmentation. From more, so many are taken at equal distances."""
+    """Largest number of patches per image for segmentation. Images are scaled to fit, with the mean aspect ratio of the
+    training images. More patches find smaller things and take longer."""
+    most_images: int = setting(1_000, least=1)
+    """Largest number of training images for segmentation. If there are more, evenly spaced ones are used."""
     learning_epochs: int = setting(20, least=1)
-    """Times that segmentation learns from each training picture."""
+    """Number of epochs in which segmentation learns from the training images."""
     head_rate: float = setting(1e-3, above=0, below=math.inf)
     """First learning rate of segmentation, which falls along half a cosine wave."""
 
@@ -69,32 +69,32 @@ class BySegmentation:
         _patch_size(outputs)
         for source in (train, held_out):
             if target_kind(source) != "mask":
-                raise DataError("segmentation needs pictures with masks, and these have none; choose other data")
+                raise DataError("segmentation needs images with masks, and these have none; choose other data")
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return the `mean_iou`, the `pixel_accuracy`, and the intersection over union of each class as `NAME:iou`.
 
-        Raise `DataError` if none of the pictures can be used.
+        Raise `DataError` if none of the images can be used.
         """
         return outputs.processes.on_first(lambda: self._measure(outputs, train, held_out), is_long=True)
 
     def _measure(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        learned = subset(train, evenly(len(train), self.most_pictures))
+        learned = subset(train, evenly(len(train), self.most_images))
         if len(learned) < len(train):
-            outputs.note(f"segmentation learns from {len(learned):,} of {len(train):,} training pictures")
+            outputs.note(f"segmentation learns from {len(learned):,} of {len(train):,} training images")
         tokens = Tokens(outputs, self._preprocess(outputs, learned))
         (height, width), (rows, columns) = tokens.preprocess.image_size, tokens.grid
-        outputs.note(f"segmentation sees pictures with {height} x {width} pixels, in {rows} x {columns} patches")
+        outputs.note(f"segmentation sees images with {height} x {width} pixels, in {rows} x {columns} patches")
         pairs = list(tokens.of(learned))
         if not pairs:
-            raise DataError(f"none of {len(learned):,} training pictures can be used with its mask")
+            raise DataError(f"none of {len(learned):,} training images can be used with its mask")
         head = self._fitted(tokens, pairs, len(train.classes))
         found = [
             pixel_confusion(mask, head(one[None], mask.shape)[0].argmax(dim=0).numpy(), len(train.classes))
             for one, mask in tokens.of(held_out)
         ]
         if not found:
-            raise DataError(f"none of {len(held_out):,} pictures can be used with its mask")
+            raise DataError(f"none of {len(held_out):,} images can be used with its mask")
         confusions = np.stack(found)
         values: dict[str, float] = {}
         for name, metric in mask_metrics(confusions).items():
@@ -106,7 +106,7 @@ class BySegmentation:
         return values | {name: float(count) for name, count in counts.items()}
 
     def _preprocess(self, outputs: Outputs, learned: Source) -> Preprocess:
-        """Return the preprocessing of whole pictures."""
+        """Return the preprocessing of whole images."""
         sizes = []
         for index in evenly(len(learned), LOOKED_AT).tolist():
             try:
@@ -114,7 +114,7 @@ class BySegmentation:
             except UndecodableImage:
                 continue
         if not sizes:
-            raise DataError("none of the first training pictures can be decoded")
+            raise DataError("none of the first training images can be decoded")
         height, width = np.exp(np.log(np.array(sizes)).mean(axis=0)).tolist()
         down, across = _patch_size(outputs)
         scale = min(LARGEST_SCALE, math.sqrt(self.patches * down * across / (height * width)))
@@ -122,7 +122,7 @@ class BySegmentation:
         return replace(outputs.bundle.preprocess, image_size=size, resize="squash", crop_share=1.0)
 
     def _fitted(self, tokens: Tokens, pairs: list[Pair], classes: int) -> SegmentationHead:
-        """Return the head that learns the training pictures."""
+        """Return the head that learns the training images."""
         size = tokens.grid[0] * CELLS, tokens.grid[1] * CELLS
         masks = torch.stack([_coarse(mask, size) for _, mask in pairs])
         head = SegmentationHead([one for one, _ in pairs], tokens.grid, classes)
@@ -134,7 +134,7 @@ class BySegmentation:
             for rows in torch.split(torch.randperm(len(pairs), generator=random), BATCH):
                 logits = head(torch.stack([pairs[row][0] for row in rows.tolist()]), size, random)
                 loss = F.cross_entropy(logits, masks[rows].long(), ignore_index=IGNORED)
-                if torch.isfinite(loss):  # it is not if no pixel of these pictures has a class
+                if torch.isfinite(loss):  # it is not if no pixel of these images has a class
                     optimizer.zero_grad()
                     torch.autograd.backward(loss)
                     optimizer.step()
@@ -143,11 +143,11 @@ class BySegmentation:
 
 
 Pair = tuple[Float16[Tensor, "n d"], UInt8[np.ndarray, "h w"]]
-"""The patch tokens of a picture, and its mask."""
+"""The patch tokens of an image, and its mask."""
 
 
 class Tokens:
-    """The frozen patch tokens of pictures."""
+    """The frozen patch tokens of images."""
 
     def __init__(self, outputs: Outputs, preprocess: Preprocess) -> None:
         self.outputs = outputs
@@ -156,7 +156,7 @@ class Tokens:
         self.grid = preprocess.image_size[0] // down, preprocess.image_size[1] // across
 
     def of(self, source: Source) -> Iterator[Pair]:
-        """Yield the tokens and the mask of each picture. Pictures that cannot be used with their masks are skipped."""
+        """Yield the tokens and the mask of each image. Images that cannot be used with their masks are skipped."""
         outputs, done = self.outputs, 0
         predictor = Predictor(outputs.bundle.network, outputs.feature_precision or outputs.precision)
         size = outputs.batch_size or BATCH
@@ -203,7 +203,7 @@ class SegmentationHead(nn.Module):
     def forward(
         self, tokens: Float16[Tensor, "b n d"], size: tuple[int, int], dropout: torch.Generator | None = None
     ) -> Float[Tensor, "b classes h w"]:
-        """Return the logits of each pixel of a picture of a height and width. With `dropout`, a tenth of the elements
+        """Return the logits of each pixel of an image of a height and width. With `dropout`, a tenth of the elements
         is dropped."""
         found = (tokens.float() - self.mean) / self.std
         if dropout is not None:

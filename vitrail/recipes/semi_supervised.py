@@ -59,8 +59,7 @@ def noisy_vit_l16_i1k() -> NoisyStudentConfig:
     for labelled images (0.1); training at a single image size. The first teacher is the same network, trained on the
     labelled images. The loss is the mean over all images of a batch. That of the code is the mean of the labelled ones
     plus 14 times the mean of the others, which is 15 times as much; the scale has no effect on Adam, which normalises
-    gradients. Every teacher chooses the images anew, but the authors' teachers label images that were chosen
-    once.
+    gradients. Every teacher chooses the images anew, but the authors' teachers label images that were chosen once.
 
     Command: `vitrail noisy-student vit-l16-i1k --data IMAGENET --unlabelled IMAGES`.
     Published result: 88.4 % on ImageNet with EfficientNet-L2 (1911.04252, Table 2). It was not repeated here.

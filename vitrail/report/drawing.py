@@ -1,4 +1,4 @@
-"""Pictures with boxes, outlines and masks drawn on them, each class in a colour of its own."""
+"""Images with boxes, outlines and masks drawn on them, each class in a colour of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, UInt8
 from PIL import Image, ImageDraw, ImageFont
 
 COVER = 0.45
-"""Opacity of a mask over the picture."""
+"""Opacity of a mask over the image."""
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 """Step between the hues of consecutive classes, which keeps any number of them apart."""
@@ -27,17 +27,17 @@ def colour_of(number: int) -> Colour:
 
 
 def draw_boxes(
-    picture: Image.Image,
+    image: Image.Image,
     boxes: Float[np.ndarray, "n 4"],
     classes: Sequence[int],
     texts: Sequence[str] = (),
     masks: Sequence[Bool[np.ndarray, "h w"] | None] = (),
 ) -> Image.Image:
-    """Return the picture with boxes (left, top, right, bottom) in its pixels, in the colours of their classes.
+    """Return the image with boxes (left, top, right, bottom) in its pixels, in the colours of their classes.
 
     `texts` stand at the boxes, and `masks` cover the objects. Larger boxes are drawn first.
     """
-    found = picture.convert("RGB")
+    found = image.convert("RGB")
     order = np.argsort(-(boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1]), kind="stable").tolist()
     for number in order if masks else ():
         if (mask := masks[number]) is not None:
@@ -60,17 +60,17 @@ def draw_boxes(
     return found
 
 
-def draw_mask(picture: Image.Image, mask: UInt8[np.ndarray, "h w"], classes: int) -> Image.Image:
-    """Return the picture under the colours of the classes in a mask. Pixels of other values are not covered."""
+def draw_mask(image: Image.Image, mask: UInt8[np.ndarray, "h w"], classes: int) -> Image.Image:
+    """Return the image under the colours of the classes in a mask. Pixels of other values are not covered."""
     table = np.zeros((256, 3), np.uint8)
     table[:classes] = [colour_of(number) for number in range(classes)]
-    levels = np.asarray(picture.convert("RGB")).astype(np.float32)
+    levels = np.asarray(image.convert("RGB")).astype(np.float32)
     mixed = np.where((mask < classes)[..., None], (1 - COVER) * levels + COVER * table[mask], levels)
     return Image.fromarray(mixed.round().astype(np.uint8))
 
 
-def _covered(picture: Image.Image, mask: Bool[np.ndarray, "h w"], colour: Colour) -> Image.Image:
-    levels = np.array(picture)
+def _covered(image: Image.Image, mask: Bool[np.ndarray, "h w"], colour: Colour) -> Image.Image:
+    levels = np.array(image)
     levels[mask] = ((1 - COVER) * levels[mask] + COVER * np.array(colour)).round().astype(np.uint8)
     return Image.fromarray(levels)
 

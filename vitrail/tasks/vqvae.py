@@ -208,9 +208,8 @@ class VqVaeObjective(Objective):
 
     The loss of an image is the mean squared error of its normalised pixels, plus the weighted commitment. The published
     code divides the error by the variance of the data, which is the same if pixels are normalised to a variance of 1.
-    Gradients
-    pass the codebook unchanged. The codes follow the encoded patches after every step. With gradient accumulation and
-    with several processes, they change by the whole batch.
+    Gradients pass the codebook unchanged. The codes follow the encoded patches after every step. With gradient
+    accumulation and with several processes, they change by the whole batch.
     """
 
     def __init__(self, network: Any, task: VqVae) -> None:

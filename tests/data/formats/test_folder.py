@@ -66,7 +66,7 @@ class _Entries:
 def test_every_suffix_counts_in_any_case(tree: Trees, suffix: str) -> None:
     found = read_folder(tree(f"a/lower{suffix}", f"a/upper{suffix.upper()}", f"a/title{suffix.title()}"))
     source = found.samples
-    assert len(source) == 3 and found.ignored == 0
+    assert len(source) == 3 and len(found.others) == 0
 
 
 @pytest.mark.parametrize("suffix", [".JFIF", ".jpe", ".ppm", ".pgm", ".pnm", ".hif", ".mpo", ".apng", ".dib"])
@@ -110,14 +110,14 @@ def test_hidden_files_and_folders_are_left_out_uncounted(tree: Trees) -> None:
     root = tree("a/1.png", "a/.2.png", "a/.thumbs/3.png", "a/.DS_Store", ".cache/4.png", "a/b/.hidden/5.txt")
     found = read_folder(root)
     source = found.samples
-    assert keys_of(source) == ["a/1.png"] and source.classes == ("a",) and found.ignored == 0
+    assert keys_of(source) == ["a/1.png"] and source.classes == ("a",) and len(found.others) == 0
 
 
 def test_files_that_are_no_images_are_counted(tree: Trees) -> None:
     found = read_folder(tree("a/1.png", "a/notes.txt", "a/x/png", "b/2.png.bak", "b/3.png", "read.me"))
     source = found.samples
     assert keys_of(source) == ["a/1.png", "b/3.png"]
-    assert found.ignored == 3
+    assert len(found.others) == 3
 
 
 def test_a_sample_is_the_file_read_when_asked_for(tree: Trees) -> None:
@@ -170,7 +170,7 @@ def test_folders_of_systems_are_no_classes_and_their_thumbnails_no_images(tree: 
     )  # fmt: skip
     found = read_folder(root)
     source = found.samples
-    assert source.classes == ("a", "b") and keys_of(source) == ["a/1.png", "b/2.png"] and found.ignored == 0
+    assert source.classes == ("a", "b") and keys_of(source) == ["a/1.png", "b/2.png"] and len(found.others) == 0
     (fault,) = found.faults
     assert (fault.kind, fault.severity, fault.count) == ("system-folder", "note", 6)
     assert fault.text == (
@@ -238,7 +238,7 @@ def test_a_link_to_itself_is_skipped(tree: Trees) -> None:
     (root / "a" / "loop").symlink_to("loop")
     found = read_folder(root)
     source = found.samples
-    assert keys_of(source) == ["a/1.png", "b/2.png"] and found.ignored == 1
+    assert keys_of(source) == ["a/1.png", "b/2.png"] and len(found.others) == 1
 
 
 def test_a_link_that_leads_nowhere_is_an_image_that_cannot_be_read(tree: Trees) -> None:

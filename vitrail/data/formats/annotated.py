@@ -1,8 +1,9 @@
-"""What COCO, YOLO and Pascal VOC have in common: pictures found by the names in an annotation, and lists of boxes that
-become the targets of these pictures. Nothing is left out in silence: what cannot be used is a fault of the data."""
+"""The common part of the formats COCO, YOLO and Pascal VOC. It finds image files by the names in annotations, and turns
+lists of boxes into targets. Everything in an annotation that cannot be used becomes a fault of the data."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitrail.data.faults import Fault, Severity, unknown_class
+from vitrail.data.faults import Fault, Severity, is_system_folder, unknown_class
 from vitrail.data.formats.folder import Scan
 from vitrail.data.objects import ObjectRows, Outline
 from vitrail.data.source import Samples, file_samples
@@ -24,41 +25,62 @@ MOST_SHOWN = 5
 """Number of places that a message about a fault names."""
 
 SLIGHT = 0.01
-"""Largest fraction of a picture's side by which a box can reach beyond the picture because of rounding."""
+"""Largest fraction of an image's side by which a box can reach beyond the image because of rounding."""
 
 
 class Annotation(NamedTuple):
     """One object, as a file states it."""
 
-    picture: int
-    """Index of its picture in `AnnotatedPictures.keys`."""
+    image: int
+    """Index of its image in `AnnotatedImages.keys`."""
     category: int
     """Index of its category in the list of categories, or -1 for an unknown one."""
     box: tuple[float, float, float, float]
-    """Left, top, right and bottom, as fractions of the picture."""
+    """Left, top, right and bottom, as fractions of the image."""
     where: str
     """The file and the line or number of the object, for messages."""
     crowd: bool = False
     area: float = float("nan")
-    """Area as a fraction of the picture, or NaN if the file does not state it."""
+    """Area as a fraction of the image, or NaN if the file does not state it."""
     outline: Outline | None = None
 
 
 @dataclass
-class AnnotatedPictures:
-    """The pictures of one split and the objects in them, as read from files."""
+class AnnotatedImages:
+    """The images of one split and the objects in them, as read from files."""
 
     keys: list[str] = field(default_factory=list)
-    """Path of each picture below the root of the data."""
+    """Path of each image below the root of the data."""
     sizes: list[tuple[int, int]] = field(default_factory=list)
-    """Height and width of each picture as its annotation states them, or 0 and 0."""
+    """Height and width of each image as its annotation states them, or 0 and 0."""
     ids: list[int | str] = field(default_factory=list)
-    """The number or the name that the annotation gives each picture, if it gives some."""
+    """The number or the name that the annotation gives each image, if it gives some."""
     objects: list[Annotation] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
 
-class Pictures:
+BESIDE = (".json", ".xml", ".yaml", ".yml")
+"""Suffixes of files that can hold annotations or describe them."""
+
+
+def files_beside_images(root: Path) -> list[Path]:
+    """Return the files that can hold annotations: `root` itself if it is a file, or those in the folder `root` and in
+    the folders directly in it, sorted. Each folder is listed once, because it can hold many images."""
+    if root.is_file():
+        return [root]
+    found = []
+    folders = [str(root)]
+    for number, folder in enumerate(folders):
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.lower().endswith(BESIDE):
+                    found.append(Path(entry.path))
+                elif not number and not is_system_folder(entry.name) and entry.is_dir():
+                    folders.append(entry.path)  # only folders directly in `root` are added
+    return sorted(found)
+
+
+class ImageFiles:
     """The image files below a folder, which annotations name by their paths."""
 
     def __init__(self, root: Path) -> None:
@@ -73,9 +95,9 @@ class Pictures:
             self._named[os.path.splitext(key.rpartition("/")[2])[0].casefold()].append(key)  # noqa: PTH122
 
     def find(self, name: str, near: str = "", split: Split | None = None) -> str | None:
-        """Return the path of the picture that a name or a path of another machine means, or None.
+        """Return the path of the image that a name or a path of another machine means, or None.
 
-        The last part of the name decides. If several pictures have it, the longest common end of the paths decides,
+        The last part of the name decides. If several images have it, the longest common end of the paths decides,
         then the folder `near`, then the split. Raise `DataError` if several remain.
         """
         parts = name.replace("\\", "/").split("/")
@@ -91,8 +113,8 @@ class Pictures:
                 found = [key for key in found if rule(key) == best]
         if len(found) > 1:
             raise DataError(
-                f"{self.root}: the annotations name a picture {name!r}, and {listed(found, 4)} have this name; give "
-                "every picture a name of its own, or write its path into the annotation"
+                f"{self.root}: the annotations name an image {name!r}, and {listed(found, 4)} have this name; give "
+                "every image a name of its own, or write its path into the annotation"
             )
         return found[0] if found else None
 
@@ -101,7 +123,7 @@ MASKS = frozenset({"masks", "mask", "segmentationclass", "segmentationobject"})
 
 
 def holds_masks(key: str) -> bool:
-    """Return True for a picture in a folder of masks."""
+    """Return True for an image in a folder of masks."""
     return not MASKS.isdisjoint(part.lower() for part in key.split("/")[:-1])
 
 
@@ -111,56 +133,56 @@ def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
     return next((count for count, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(one), len(other)))
 
 
-def open_pictures(root: Path, chosen: SplitNames | None) -> Splits:
-    """Return the pictures of data with boxes or masks, which are not read."""
-    pictures = Pictures(root if root.is_dir() else root.parent)
-    splits, notes = divided(pictures, [key for key in pictures.inodes if not holds_masks(key)], chosen)
+def open_images_alone(root: Path, chosen: SplitNames | None) -> Splits:
+    """Return the images of data with boxes or masks, which are not read."""
+    images = ImageFiles(root if root.is_dir() else root.parent)
+    splits, notes = divided(images, [key for key in images.inodes if not holds_masks(key)], chosen)
     sources = {
         split: file_samples(
-            pictures.root, keys, [pictures.inodes[key] for key in keys], Targets.unknown("none", (), len(keys))
+            images.root, keys, [images.inodes[key] for key in keys], Targets.unknown("none", (), len(keys))
         )
         for split, keys in splits.items()
     }
-    return splits_from(sources, (*notes, f"{root}: only the pictures are used, and not their boxes or masks"))
+    return splits_from(sources, (*notes, f"{root}: only the images are used, and not their boxes or masks"))
 
 
 def shown(places: Sequence[str]) -> str:
     return "; ".join(places[:MOST_SHOWN]) + ("; and so on" if len(places) > MOST_SHOWN else "")
 
 
-def missing_pictures(where: str, names: Sequence[str]) -> Iterator[Fault]:
-    """Yield a fault if pictures that an annotation names do not exist."""
+def missing_images(where: str, names: Sequence[str]) -> Iterator[Fault]:
+    """Yield a fault if images that an annotation names do not exist."""
     if names:
         yield Fault(
-            "missing-picture", "error", len(names),
-            f"{where} names {plural(len(names), 'picture')} that cannot be found: {shown(names)}",
-            "Training refuses the data. This check leaves these pictures out.",
-            "Add these pictures, or remove them from the annotations.",
+            "missing-image", "error", len(names),
+            f"{where} names {plural(len(names), 'image')} that cannot be found: {shown(names)}",
+            "Training refuses the data. This check skips these images.",
+            "Add these images, or remove them from the annotations.",
         )  # fmt: skip
 
 
-def unlisted_pictures(where: str, names: Sequence[str], reason: str) -> Iterator[Fault]:
-    """Yield a fault if pictures have no annotation, in a format in which each picture has one."""
+def unlisted_images(where: str, names: Sequence[str], reason: str) -> Iterator[Fault]:
+    """Yield a fault if images have no annotation, in a format in which each image has one."""
     if names:
         yield Fault(
-            "unlisted-picture", "warning", len(names),
-            f"{where}: skipped {plural(len(names), 'picture')}, because {reason}: {shown(names)}",
-            "These pictures are skipped. A picture without objects has an annotation that is empty.",
-            "Annotate these pictures, or remove them.",
+            "unlisted-image", "warning", len(names),
+            f"{where}: skipped {plural(len(names), 'image')}, because {reason}: {shown(names)}",
+            "These images are skipped. An image without objects has an annotation that is empty.",
+            "Annotate these images, or remove them.",
         )  # fmt: skip
 
 
 def divided(
-    pictures: Pictures, keys: Sequence[str], chosen: SplitNames | None, lists: Sequence[Path] = ()
+    images: ImageFiles, keys: Sequence[str], chosen: SplitNames | None, lists: Sequence[Path] = ()
 ) -> tuple[dict[Split, list[str]], tuple[str, ...]]:
-    """Return the annotated pictures `keys` of each split, and notes. Lists of pictures, which are named after splits,
-    divide them, or else the names of folders. Raise `DataError` if only some pictures are in a folder of a split."""
+    """Return the annotated images `keys` of each split, and notes. Lists of images, which are named after splits,
+    divide them, or else the names of folders. Raise `DataError` if only some images are in a folder of a split."""
     named = {path: split_of(path.name, chosen) for path in lists}
     used = {path: split for path, split in named.items() if split is not None and _is_plain(path)}
     if chosen is None and any(path.stem.lower() == "train" for path in used):
         used = {path: split for path, split in used.items() if path.stem.lower() != "trainval"}
     if used and chosen != {}:
-        return _by_lists(pictures, set(keys), used)
+        return _by_lists(images, set(keys), used)
     found: dict[Split, list[str]] = {}
     unnamed = []
     for key in keys:
@@ -173,20 +195,20 @@ def divided(
         return {"train": unnamed}, ()
     if unnamed and not chosen:
         raise DataError(
-            f"{pictures.root} has pictures in folders of splits, like {next(iter(found.values()))[0]}, and others, "
+            f"{images.root} has images in folders of splits, like {next(iter(found.values()))[0]}, and others, "
             f"like {unnamed[0]}; choose the splits: {CHOICE}"
         )
-    return {split: found[split] for split in SPLITS if split in found}, left_out(str(pictures.root), unnamed)
+    return {split: found[split] for split in SPLITS if split in found}, left_out(str(images.root), unnamed)
 
 
 def _is_plain(path: Path) -> bool:
-    """Return True for a list of pictures. Lists of one class have a second column of 1, 0 and -1."""
+    """Return True for a list of images. Lists of one class have a second column of 1, 0 and -1."""
     lines = [line.split() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     return bool(lines) and all(len(line) == 1 for line in lines)
 
 
 def _by_lists(
-    pictures: Pictures, annotated: set[str], lists: Mapping[Path, Split]
+    images: ImageFiles, annotated: set[str], lists: Mapping[Path, Split]
 ) -> tuple[dict[Split, list[str]], tuple[str, ...]]:
     found: dict[Split, list[str]] = {}
     taken: dict[str, Split] = {}
@@ -195,40 +217,40 @@ def _by_lists(
         names = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
         absent = []
         for name in names:
-            key = pictures.find(name)
+            key = images.find(name)
             if key is None or key not in annotated:
                 absent.append(name)
             elif taken.setdefault(key, split) != split:
                 raise DataError(
-                    f"{path}: the picture {name} is also in the list of the {taken[key]} split; training must not see "
+                    f"{path}: the image {name} is also in the list of the {taken[key]} split; training must not see "
                     "held-out images, so remove it from one of the lists"
                 )
             elif key not in found.setdefault(split, []):
                 found[split].append(key)
         if absent:
             notes.append(
-                f"{path}: skipped {plural(len(absent), 'name')} without a picture or without an annotation: "
+                f"{path}: skipped {plural(len(absent), 'name')} without an image or without an annotation: "
                 f"{listed(absent, 4)}"
             )
-    notes += left_out(str(pictures.root), sorted(annotated - set(taken)))
+    notes += left_out(str(images.root), sorted(annotated - set(taken)))
     return {split: found[split] for split in SPLITS if split in found}, tuple(notes)
 
 
 def object_splits(
     title: str,
-    pictures: Pictures,
-    found: Mapping[Split, AnnotatedPictures],
+    images: ImageFiles,
+    found: Mapping[Split, AnnotatedImages],
     categories: Sequence[str],
     known: tuple[str, ...] | None,
     *,
     ids: Sequence[int] = (),
     notes: Iterable[str] = (),
 ) -> Splits:
-    """Return the splits of pictures with boxes.
+    """Return the splits of images with boxes.
 
     `categories` are the names of the categories in the order of their numbers, and `ids` the numbers themselves. With
     `known`, such as the classes of a model, objects of other categories are a fault. Boxes are clipped to their
-    pictures. Raise `DataError` if there is no picture, or no object in any of them.
+    images. Raise `DataError` if there is no image, or no object in any of them.
     """
     names = tuple(class_name(name) for name in categories)
     check_names(title, names)
@@ -237,22 +259,22 @@ def object_splits(
         raise DataError(f"{title}: several categories are called {listed(twice)}; give each a name of its own")
     faults = [fault for one in found.values() for fault in one.faults]
     if not any(one.keys for one in found.values()):
-        raise DataError("\n".join([f"{title} has no pictures that are annotated", *(fault.text for fault in faults)]))
+        raise DataError("\n".join([f"{title} has no images that are annotated", *(fault.text for fault in faults)]))
     sources: dict[Split, Samples] = {}
     for split, one in found.items():
         kept, rows, more = _checked(f"{title}, {split} split" if len(found) > 1 else title, one)
         faults += more
-        owners = np.array([one.objects[place].picture for place in kept], np.int64)
+        owners = np.array([one.objects[place].image for place in kept], np.int64)
         labels = np.array([one.objects[place].category for place in kept], np.int64)
         starts = np.concatenate([[0], np.cumsum(np.bincount(owners, minlength=len(one.keys)), dtype=np.int64)])
         targets = Targets("boxes", names, labels, starts, objects=rows, ids=tuple(ids))
         if known is not None:
             faults += _unknown(split, targets, known)
             targets = targets.renumbered([known.index(name) if name in known else -1 for name in names], known)
-        inodes = [pictures.inodes[key] for key in one.keys]
-        sources[split] = file_samples(pictures.root, one.keys, inodes, targets, one.ids)
+        inodes = [images.inodes[key] for key in one.keys]
+        sources[split] = file_samples(images.root, one.keys, inodes, targets, one.ids)
     if not any(len(source.targets.values) for source in sources.values()):
-        raise DataError("\n".join([f"{title}: no picture has an object", *(fault.text for fault in faults)]))
+        raise DataError("\n".join([f"{title}: no image has an object", *(fault.text for fault in faults)]))
     usable = {
         split: sources[split]
         for split in SPLITS
@@ -273,23 +295,23 @@ def _unknown(split: Split, targets: Targets, known: tuple[str, ...]) -> Iterator
 
 
 def _empty(title: str, sources: Mapping[Split, Samples]) -> Iterator[Fault]:
-    """Yield a note about the pictures without objects, which are kept."""
+    """Yield a note about the images without objects, which are kept."""
     counts = {
         split: int((np.diff(one.targets.starts) == 0).sum())
         for split, one in sources.items()
         if one.targets.starts is not None
     }
     if total := sum(counts.values()):
-        parts = ", ".join(plural(count, f"{split} picture") for split, count in counts.items() if count)
+        parts = ", ".join(plural(count, f"{split} image") for split, count in counts.items() if count)
         yield Fault(
             "without-objects", "note", total, f"{title}: without any object: {parts}",
-            "These pictures are learned as background, and count in the evaluation.",
+            "These images are learned as background, and count in the evaluation.",
             "Nothing needs to be done, unless objects in them were not annotated.",
         )  # fmt: skip
 
 
-def _checked(where: str, one: AnnotatedPictures) -> tuple[list[int], ObjectRows, list[Fault]]:
-    """Return the places of the objects that can be used, by picture, their columns, and the faults of the others."""
+def _checked(where: str, one: AnnotatedImages) -> tuple[list[int], ObjectRows, list[Fault]]:
+    """Return the places of the objects that can be used, by image, their columns, and the faults of the others."""
     objects = one.objects
     boxes = np.array([item.box for item in objects], np.float64).reshape(len(objects), 4)
     finite = np.isfinite(boxes).all(axis=1)
@@ -302,19 +324,19 @@ def _checked(where: str, one: AnnotatedPictures) -> tuple[list[int], ObjectRows,
     usable = finite & known & has_area & ~outside
     cases: tuple[tuple[str, Severity, Any, str, str, str], ...] = (
         ("unknown-category", "error", ~known, "of a category that is not listed",
-         "Training refuses the data, because it is not known what these objects are. This check leaves them out.",
+         "Training refuses the data, because it is not known what these objects are. This check skips them.",
          "Add the category, or correct the objects."),
         ("not-a-number", "error", ~finite, "whose box is not made of numbers",
-         "Training refuses the data. This check leaves these objects out.", "Correct these boxes."),
+         "Training refuses the data. This check skips these objects.", "Correct these boxes."),
         ("empty-box", "warning", finite & ~has_area, "whose box has no width or no height, or ends before it begins",
-         "These objects are left out.", "Correct or remove these boxes."),
-        ("outside-box", "warning", finite & outside, "whose box lies outside of the picture",
-         "These objects are left out.", "Correct these boxes: they may belong to a picture of another size."),
-        ("clipped-box", "warning", beyond > SLIGHT, "whose box reaches beyond the picture",
-         "These boxes are clipped to the picture.", "Correct these boxes, or leave them to be clipped."),
+         "Training does not use these objects.", "Correct or remove these boxes."),
+        ("outside-box", "warning", finite & outside, "whose box lies outside of the image",
+         "Training does not use these objects.", "Correct these boxes: they may belong to an image of another size."),
+        ("clipped-box", "warning", beyond > SLIGHT, "whose box reaches beyond the image",
+         "These boxes are clipped to the image.", "Correct these boxes, or leave them to be clipped."),
         ("slightly-clipped-box", "note", (beyond > 1e-9) & (beyond <= SLIGHT),
-         "whose box reaches beyond the picture by at most 1 % of its side",
-         "These boxes are clipped to the picture.", "Nothing needs to be done."),
+         "whose box reaches beyond the image by at most 1 % of its side",
+         "These boxes are clipped to the image.", "Nothing needs to be done."),
     )  # fmt: skip
     faults = []
     for kind, severity, wrong, text, effect, advice in cases:
@@ -322,7 +344,7 @@ def _checked(where: str, one: AnnotatedPictures) -> tuple[list[int], ObjectRows,
             places = shown([objects[row].where for row in rows[: MOST_SHOWN + 1].tolist()])
             counted = f"{len(rows):,} of {plural(len(objects), 'object')}"
             faults.append(Fault(kind, severity, len(rows), f"{where}: {counted} {text}: {places}", effect, advice))
-    kept = sorted(np.flatnonzero(usable).tolist(), key=lambda row: objects[row].picture)
+    kept = sorted(np.flatnonzero(usable).tolist(), key=lambda row: objects[row].image)
     chosen = [objects[row] for row in kept]
     outlines = None
     if any(item.outline is not None for item in chosen):

@@ -2,7 +2,7 @@
 
     annotations/instances_train2017.json    train2017/    ...        or    train/_annotations.coco.json    train/1.jpg
 
-Pictures are found by their names below the folder of the data, wherever they lie. Categories are in the order of their
+Images are found by their names below the folder of the data, wherever they lie. Categories are in the order of their
 numbers, which the data's classes keep.
 """
 
@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ import numpy as np
 
 from vitrail.data.faults import OWN_RECORDS, Fault
 from vitrail.data.formats.annotated import (
-    AnnotatedPictures,
+    AnnotatedImages,
     Annotation,
-    Pictures,
+    ImageFiles,
+    files_beside_images,
     holds_masks,
-    missing_pictures,
+    missing_images,
     object_splits,
-    unlisted_pictures,
+    unlisted_images,
 )
 from vitrail.data.objects import Outline, Runs
 from vitrail.data.splits import CHOICE, Split, SplitNames, Splits, check_chosen, left_out, split_of
@@ -42,12 +43,10 @@ TITLE = re.compile(r"^(?:instances|annotations?|coco|_)+[-_.]*", re.I)
 """Beginning of a file's name before that of its split."""
 
 
-def annotation_files(root: Path) -> list[Path]:
-    """Return the COCO files of some data: the file itself, or those in a folder and in the folders in it."""
-    if root.is_file():
-        return [root] if root.suffix.lower() == ".json" and _is_coco(root) else []
-    found = [*root.glob("*.json"), *root.glob("*/*.json")] if root.is_dir() else []
-    return sorted(path for path in found if path.name not in OWN_RECORDS and _is_coco(path))
+def annotation_files(files: Iterable[Path]) -> list[Path]:
+    """Return the COCO files among some files."""
+    found = (path for path in files if path.suffix.lower() == ".json" and path.name not in OWN_RECORDS)
+    return [path for path in found if _is_coco(path)]
 
 
 def _is_coco(path: Path) -> bool:
@@ -63,7 +62,7 @@ def open_coco(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | No
     """Return the splits of COCO files. Raise `DataError` if they cannot be read, or hold something else than boxes."""
     folder = root if root.is_dir() else root.parent
     folder = folder.parent if folder.name.lower() in ("annotations", "annotation", "labels") else folder
-    files, notes = _by_split(root, annotation_files(root), chosen)
+    files, notes = _by_split(root, annotation_files(files_beside_images(root)), chosen)
     read = {split: _read(path) for split, path in files.items()}
     first = next(iter(read))
     categories = _categories(files[first], read[first])
@@ -74,14 +73,14 @@ def open_coco(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | No
                 f"{path} and {files[first]} have different categories: {listed(list(strange.values()))}; give both "
                 "files the same numbers and names"
             )
-    pictures = Pictures(folder)
-    found = {split: _pictures(files[split], one, categories, pictures, split) for split, one in read.items()}
+    images = ImageFiles(folder)
+    found = {split: _images(files[split], one, categories, images, split) for split, one in read.items()}
     if root.is_dir():
         listed_keys = {key for one in found.values() for key in one.keys}
-        unlisted = sorted(key for key in pictures.inodes if key not in listed_keys and not holds_masks(key))
-        found[first].faults += unlisted_pictures(f"data {str(root)!r}", unlisted, "no COCO file lists them")
+        unlisted = sorted(key for key in images.inodes if key not in listed_keys and not holds_masks(key))
+        found[first].faults += unlisted_images(f"data {str(root)!r}", unlisted, "no COCO file lists them")
     return object_splits(
-        f"data {str(root)!r}", pictures, found, list(categories.values()), known, ids=list(categories), notes=notes
+        f"data {str(root)!r}", images, found, list(categories.values()), known, ids=list(categories), notes=notes
     )
 
 
@@ -150,12 +149,12 @@ def _categories(path: Path, values: Mapping[str, Any]) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
-def _pictures(
-    path: Path, values: Mapping[str, Any], categories: Mapping[int, str], pictures: Pictures, split: Split
-) -> AnnotatedPictures:
-    """Return the pictures and objects of a file."""
-    result = AnnotatedPictures()
-    near = path.parent.relative_to(pictures.root).as_posix() if path.parent != pictures.root else ""
+def _images(
+    path: Path, values: Mapping[str, Any], categories: Mapping[int, str], images: ImageFiles, split: Split
+) -> AnnotatedImages:
+    """Return the images and objects of a file."""
+    result = AnnotatedImages()
+    near = path.parent.relative_to(images.root).as_posix() if path.parent != images.root else ""
     rows: dict[Any, int] = {}
     missing: list[str] = []
     known = set()
@@ -165,7 +164,7 @@ def _pictures(
         if one["id"] in known:
             raise DataError(f"{path}: two images have the number {one['id']}; give each image its own")
         known.add(one["id"])
-        key = pictures.find(one["file_name"], near, split)
+        key = images.find(one["file_name"], near, split)
         if key is None:
             missing.append(one["file_name"])
             continue
@@ -178,8 +177,8 @@ def _pictures(
         result.sizes.append((int(height), int(width)))
     if len(set(result.keys)) < len(result.keys):
         twice = [key for key, count in Counter(result.keys).items() if count > 1]
-        raise DataError(f"{path}: several images are the same picture: {listed(twice, 4)}; state each picture once")
-    result.faults += missing_pictures(str(path), missing)
+        raise DataError(f"{path}: several entries are of the same image file: {listed(twice, 4)}; state each file once")
+    result.faults += missing_images(str(path), missing)
     places = {number: place for place, number in enumerate(categories)}
     strange: list[str] = []
     with_keypoints = 0
@@ -198,9 +197,9 @@ def _pictures(
         result.objects.append(_annotation(path, where, one, row, result.sizes[row], places))
     if strange:
         result.faults.append(Fault(
-            "unknown-picture", "error", len(strange),
+            "unknown-image", "error", len(strange),
             f"{path}: {plural(len(strange), 'annotation')} of images that are not listed: {'; '.join(strange[:5])}",
-            "Training refuses the data. This check leaves these annotations out.",
+            "Training refuses the data. This check skips these annotations.",
             "List these images, or remove the annotations.",
         ))  # fmt: skip
     if with_keypoints:

@@ -1,12 +1,13 @@
 """Data with boxes or masks, written in the format of COCO, YOLO or Pascal VOC, or as masks.
 
-Pictures are copied byte for byte. What a format cannot express is counted, and never left out in silence.
+Images are copied byte for byte. What a format cannot express is counted, and never left out in silence.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -41,7 +42,7 @@ def convert(
     """Write all splits into a new folder, and return notes on what the format cannot express.
 
     A class in a mask becomes one object, because a mask does not separate objects. Raise `DataError` if the data has
-    neither boxes nor masks, or if a picture cannot be read, and `DestinationError` if the folder is not empty.
+    neither boxes nor masks, or if an image cannot be read, and `DestinationError` if the folder is not empty.
     """
     if splits.target_kind not in ("boxes", "mask"):
         raise DataError(f"{splits.title} has neither boxes nor masks, so it cannot be written as {to}; leave out --to")
@@ -65,7 +66,7 @@ def convert(
                     target = writer.fitting(sample.target, size)
                 except UndecodableImage as error:
                     raise DataError(f"{sample.key} of {splits.title}: {error}") from error
-                path = folder / writer.pictures(split) / f"{stems[index]}.{suffix}"
+                path = folder / writer.images(split) / f"{stems[index]}.{suffix}"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)
                 writer.write(split, path, size, target, source, index)
@@ -76,44 +77,44 @@ def convert(
 
 
 def _stems(source: Samples) -> list[str]:
-    """Return a name for each picture without its suffix. Pictures of different folders keep these in their names."""
+    """Return a name for each image without its suffix. Images of different folders keep these in their names."""
     keys = [Path(source.key(index)) for index in range(len(source))]
     counts = Counter(key.stem for key in keys)
     return [key.stem if counts[key.stem] == 1 else "_".join(key.with_suffix("").parts) for key in keys]
 
 
-class _Writer:
-    """Writes the annotations of one picture after another."""
+class _Writer(ABC):
+    """Writes the annotations of one image after another."""
 
     def __init__(self, folder: Path, sources: Mapping[str, Samples]) -> None:
         self.folder = folder
         self.names = next(iter(sources.values())).classes
-        self.splits = tuple(sources)
         self.lost: Counter[tuple[str, str]] = Counter()
-        """How many things of a kind could not be expressed, by a noun and the rest of a sentence."""
+        """Numbers of things that the format cannot express. A key is a noun and the rest of a sentence about it."""
         self.begin(sources)
 
-    def begin(self, sources: Mapping[str, Samples]) -> None:
+    def begin(self, sources: Mapping[str, Samples]) -> None:  # noqa: B027
         """Prepare for all splits."""
 
-    def pictures(self, split: str) -> str:
-        """Return the folder of the pictures of a split."""
+    def images(self, split: str) -> str:
+        """Return the folder of the images of a split."""
         return f"images/{split}"
 
     def fitting(self, target: Any, size: tuple[int, int]) -> Any:
         """Return a target in the form that the format expresses."""
         return objects_of_mask(target, size) if isinstance(target, Mask) else target
 
+    @abstractmethod
     def write(self, split: str, path: Path, size: tuple[int, int], target: Any, source: Samples, index: int) -> None:
-        raise NotImplementedError
+        """Write the annotation of an image, which lies at `path` and has a height and width."""
 
-    def finish(self) -> None:
-        """Write what belongs to all pictures."""
+    def finish(self) -> None:  # noqa: B027
+        """Write what belongs to all images."""
 
     def without_crowds(self, target: Objects) -> Objects:
         """Return the objects that are not crowds, which only COCO can express."""
         if target.crowd.any():
-            self.lost["box", "around many objects (a crowd), which only COCO can express, left out"] += int(
+            self.lost["box", "around many objects (a crowd), skipped because only COCO can express it"] += int(
                 target.crowd.sum()
             )
         kept = np.flatnonzero(~target.crowd)
@@ -139,7 +140,7 @@ def objects_of_mask(mask: Mask, size: tuple[int, int]) -> Objects:
 
 
 class CocoWriter(_Writer):
-    """Writes `annotations/instances_SPLIT.json` and `images/SPLIT`. Numbers of categories and pictures are kept."""
+    """Writes `annotations/instances_SPLIT.json` and `images/SPLIT`. Numbers of categories and images are kept."""
 
     def begin(self, sources: Mapping[str, Samples]) -> None:
         ids = next(iter(sources.values())).targets.ids or tuple(range(1, len(self.names) + 1))
@@ -180,7 +181,7 @@ class CocoWriter(_Writer):
 
 
 def image_id(source: Samples, index: int) -> int | str:
-    """Return the number or the name that the data gives a picture, or its position, counted from 1."""
+    """Return the number or the name that the data gives an image, or its position, counted from 1."""
     part, place = source.place(index)
     ids = getattr(source.readers[part], "ids", ())
     return ids[place] if ids else index + 1
@@ -228,13 +229,13 @@ class VocWriter(_Writer):
         stems = [stem for source in sources.values() for stem in _stems(source)]
         if twice := [stem for stem, count in Counter(stems).items() if count > 1]:
             raise DataError(
-                f"pictures of several splits have the same names, which VOC cannot express: {listed(twice, 4)}; rename "
+                f"images of several splits have the same names, which VOC cannot express: {listed(twice, 4)}; rename "
                 "them"
             )
         self.lists: dict[str, list[str]] = {split: [] for split in sources}
         (self.folder / "Annotations").mkdir()
 
-    def pictures(self, split: str) -> str:
+    def images(self, split: str) -> str:
         return "JPEGImages"
 
     def write(self, split: str, path: Path, size: tuple[int, int], target: Any, source: Samples, index: int) -> None:
@@ -255,7 +256,7 @@ class VocWriter(_Writer):
             for name, value in zip(("xmin", "ymin", "xmax", "ymax"), sides, strict=True):
                 _add(box, name, f"{_short(value):g}")
             if target.outlines and target.outlines[row] is not None:
-                self.lost["outline", "which VOC's boxes cannot express, left out"] += 1
+                self.lost["outline", "skipped, because VOC has boxes only"] += 1
         ElementTree.indent(root)
         ElementTree.ElementTree(root).write(self.folder / "Annotations" / f"{path.stem}.xml", encoding="utf-8")
 

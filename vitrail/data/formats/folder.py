@@ -61,8 +61,8 @@ class FolderImages(NamedTuple):
     faults: tuple[Fault, ...]
     """Faults of folders that are never data, of folders without images, of images outside of class folders, and of
     skipped files whose content is an image."""
-    ignored: int
-    """Number of files without a suffix of an image format, which are skipped."""
+    others: tuple[str, ...]
+    """Paths of the files without a suffix of an image format, which are skipped."""
 
 
 def read_folder(
@@ -84,7 +84,7 @@ def read_folder(
         faults = (*_other_folders(root, scan.system, scan.own), *unread_images(root, scan.others))
         targets = Targets.unknown("none", (), len(images))
         samples = file_samples(root, [key for key, _ in images], [inode for _, inode in images], targets)
-        return FolderImages(samples, faults, len(scan.others))
+        return FolderImages(samples, faults, tuple(scan.others))
     scan.system, scan.own = _never_data(root)
     never = {*scan.system, *scan.own}
     folders = [name for name in _subfolders(root) if name not in never and not name.startswith(".")]
@@ -118,7 +118,7 @@ def read_folder(
         *unread_images(root, scan.others, empty),
     )
     keys = [key for images in kept.values() for key, _ in images]
-    return FolderImages(file_samples(root, keys, inodes, Targets("class", classes, labels)), faults, len(scan.others))
+    return FolderImages(file_samples(root, keys, inodes, Targets("class", classes, labels)), faults, tuple(scan.others))
 
 
 class Scan:
@@ -547,6 +547,18 @@ def _ambiguous(root: Path, places: Mapping[Split, list[Path]]) -> Iterator[Fault
             )  # fmt: skip
 
 
+LOOKED_INTO = 20
+"""Number of skipped files that are opened to see if they hold annotations."""
+
+
 def _ignored(root: Path, found: FolderImages) -> Iterator[str]:
-    if found.ignored:
-        yield f"{root}: skipped {plural(found.ignored, 'file')} without a suffix of an image format"
+    if not found.others:
+        return
+    yield f"{root}: skipped {plural(len(found.others), 'file')} without a suffix of an image format"
+    beside = [root / name for name in found.others if name.lower().endswith(formats.annotated.BESIDE)][:LOOKED_INTO]
+    if beside and (formats.coco.annotation_files(beside) or formats.voc.holds_voc(beside)):
+        yield (
+            f"{root}: the folders are classes, and annotations such as {beside[0].relative_to(root)} are not read; to "
+            "learn boxes, keep the images and their annotations apart from other folders, or name the file of the "
+            "annotations"
+        )

@@ -1,4 +1,4 @@
-"""Masks: a PNG for each picture, with the number of a class in each pixel, or with a colour for each class.
+"""Masks: a PNG for each image, with the number of a class in each pixel, or with a colour for each class.
 
     images/train/1.jpg    masks/train/1.png    classes.txt
 
@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
-from vitrail.data.formats.annotated import Pictures, divided, missing_pictures, unlisted_pictures
+from vitrail.data.formats.annotated import ImageFiles, divided, missing_images, unlisted_images
 from vitrail.data.objects import IGNORED, Mask
 from vitrail.data.source import Samples, file_samples
 from vitrail.data.splits import SPLITS, Split, SplitNames, Splits, split_of, splits_from
@@ -38,7 +38,7 @@ MOST_CLASSES = 255
 
 
 def holds_masks(root: Path) -> bool:
-    """Return True for a folder with a folder of masks beside one of pictures."""
+    """Return True for a folder with a folder of masks beside one of images."""
     return root.is_dir() and _mask_folder(root) is not None
 
 
@@ -51,57 +51,57 @@ def _mask_folder(root: Path) -> Path | None:
 
 
 def open_masks(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | None, ignored: str | None) -> Splits:
-    """Return the splits of pictures with masks. `ignored` is the value or the name without a class, "none" for no such
+    """Return the splits of images with masks. `ignored` is the value or the name without a class, "none" for no such
     value, or None for 255. Raise `DataError` if the masks and their classes cannot be read."""
     title = f"data {str(root)!r}"
     folder = _mask_folder(root)
     assert folder is not None
-    pictures = Pictures(root)
+    images = ImageFiles(root)
     inside = f"{folder.name}/"
-    masks = [key for key in pictures.inodes if key.startswith(inside) and key.lower().endswith(".png")]
-    of_picture: dict[str, str] = {}
+    masks = [key for key in images.inodes if key.startswith(inside) and key.lower().endswith(".png")]
+    of_image: dict[str, str] = {}
     missing = []
     for name in masks:
         place = name.removeprefix(inside)
         stem = os.path.splitext(place)[0]  # noqa: PTH122 (thousands of names)
-        key = pictures.find(place.rpartition("/")[2].removesuffix(".png"), _beside(pictures, stem), split_of(name))
+        key = images.find(place.rpartition("/")[2].removesuffix(".png"), _beside(images, stem), split_of(name))
         if key is None or key.startswith(inside):
             missing.append(name)
-        elif key in of_picture:
-            raise DataError(f"{title}: the masks {of_picture[key]} and {name} both belong to {key}; keep one of them")
+        elif key in of_image:
+            raise DataError(f"{title}: the masks {of_image[key]} and {name} both belong to {key}; keep one of them")
         else:
-            of_picture[key] = name
+            of_image[key] = name
     names, colours = _classes(root, folder)
     skipped, notes = _ignored(title, names, ignored)
     kept = [name for place, name in enumerate(names) if place not in skipped]
     places = [-1 if place in skipped else kept.index(name) for place, name in enumerate(names)]
     lists = sorted(root.glob("ImageSets/Segmentation/*.txt"))
-    splits, more = divided(pictures, sorted(of_picture), chosen, lists)
+    splits, more = divided(images, sorted(of_image), chosen, lists)
     sources: dict[Split, Samples] = {}
     for split, keys in splits.items():
         found = [
-            Mask(of_picture[key], functools.partial(read_mask, root / of_picture[key], colours), tuple(places))
+            Mask(of_image[key], functools.partial(read_mask, root / of_image[key], colours), tuple(places))
             for key in keys
         ]
         targets = Targets.of(found, "mask", tuple(kept))
         if known is not None and set(kept) == set(known):
             targets = targets.renumbered([known.index(name) for name in kept], known)
-        sources[split] = file_samples(root, keys, [pictures.inodes[key] for key in keys], targets)
-    unlisted = sorted(set(pictures.inodes) - set(of_picture) - set(masks))
+        sources[split] = file_samples(root, keys, [images.inodes[key] for key in keys], targets)
+    unlisted = sorted(set(images.inodes) - set(of_image) - set(masks))
     faults = [
-        *missing_pictures(f"{title}: masks", missing),
-        *unlisted_pictures(title, unlisted, f"no mask in {inside} has their name"),
+        *missing_images(f"{title}: masks", missing),
+        *unlisted_images(title, unlisted, f"no mask in {inside} has their name"),
     ]
     if not sources or not any(map(len, sources.values())):
-        raise DataError("\n".join([f"{title} has no picture with a mask", *(fault.text for fault in faults)]))
+        raise DataError("\n".join([f"{title} has no image with a mask", *(fault.text for fault in faults)]))
     return splits_from({split: sources[split] for split in SPLITS if split in sources}, (*notes, *more), faults)
 
 
-def _beside(pictures: Pictures, stem: str) -> str:
-    """Return the folder of pictures that is divided like the masks, such as images/train for masks/train."""
+def _beside(images: ImageFiles, stem: str) -> str:
+    """Return the folder of images that is divided like the masks, such as images/train for masks/train."""
     folder = stem.rpartition("/")[0]
     names = ("images", "image", "imgs", "jpegimages", "leftimg8bit")
-    tops = {key.split("/")[0] for key in pictures.inodes if key.split("/")[0].lower() in names}
+    tops = {key.split("/")[0] for key in images.inodes if key.split("/")[0].lower() in names}
     return "/".join([*sorted(tops)[:1], *([folder] if folder else [])])
 
 
@@ -161,21 +161,21 @@ def read_mask(path: Path, colours: tuple[tuple[int, int, int], ...] = ()) -> UIn
     """Return the values in a mask, or the index of each pixel's colour among `colours`. Raise `UndecodableImage` if the
     file cannot be read, or holds colours where numbers are expected or the other way round."""
     try:
-        with Image.open(path) as picture:
-            picture.load()
+        with Image.open(path) as image:
+            image.load()
             if colours:
-                return _from_colours(path, np.asarray(picture.convert("RGB")), colours)
-            if picture.mode not in ("L", "P", "1", "I", "I;16"):
+                return _from_colours(path, np.asarray(image.convert("RGB")), colours)
+            if image.mode not in ("L", "P", "1", "I", "I;16"):
                 raise UndecodableImage(
-                    f"mask {path} is in colour ({picture.mode}), and numbers of classes are expected; add the colour "
+                    f"mask {path} is in colour ({image.mode}), and numbers of classes are expected; add the colour "
                     "of each class to classes.txt, such as: road 128 64 128"
                 )
-            values = np.asarray(picture.convert("L") if picture.mode == "1" else picture)
+            values = np.asarray(image.convert("L") if image.mode == "1" else image)
     except UndecodableImage:
         raise
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UndecodableImage(f"cannot read mask {path}: {error}") from error
-    if picture.mode == "1":
+    if image.mode == "1":
         values = (values > 0).astype(np.uint8)
     if values.max(initial=0) > IGNORED:
         raise UndecodableImage(f"mask {path} holds the value {values.max()}; the largest is {IGNORED}")

@@ -1,29 +1,29 @@
-"""Boxes in Pascal VOC's XML: a file for each picture.
+"""Boxes in Pascal VOC's XML: a file for each image.
 
     Annotations/1.xml    JPEGImages/1.jpg    ImageSets/Main/train.txt        or    train/1.xml    train/1.jpg
 
-Lists in ImageSets/Main divide the pictures into splits, or else the names of folders do. Coordinates are used as they
-are: 0 is the left or upper edge of the picture, as labelling programs of today write it.
+Lists in ImageSets/Main divide the images into splits, or else the names of folders do. Coordinates are used as they
+are: 0 is the left or upper edge of the image, as labelling programs of today write it.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
 from vitrail.data.faults import Fault
 from vitrail.data.formats.annotated import (
-    AnnotatedPictures,
+    AnnotatedImages,
     Annotation,
-    Pictures,
+    ImageFiles,
     divided,
     holds_masks,
-    missing_pictures,
+    missing_images,
     object_splits,
-    unlisted_pictures,
+    unlisted_images,
 )
 from vitrail.data.splits import SplitNames, Splits, split_of
 from vitrail.errors import DataError, plural
@@ -32,12 +32,13 @@ FOLDERS = ("annotations", "annotation", "xml", "labels")
 SIDES = ("xmin", "ymin", "xmax", "ymax")
 
 
-def holds_voc(root: Path) -> bool:
-    """Return True for a folder with annotations in XML, in it or in the folders in it. The first file decides."""
-    if not root.is_dir():
-        return False
-    places = [root, *(place for place in sorted(root.iterdir()) if place.is_dir() and not place.name.startswith("."))]
-    return any(_is_annotation(path) for place in places if (path := next(place.glob("*.xml"), None)) is not None)
+def holds_voc(files: Iterable[Path]) -> bool:
+    """Return True if annotations in XML are among some files. The first XML file of each folder decides."""
+    first: dict[Path, Path] = {}
+    for path in files:
+        if path.suffix.lower() == ".xml":
+            first.setdefault(path.parent, path)
+    return any(map(_is_annotation, first.values()))
 
 
 def _is_annotation(path: Path) -> bool:
@@ -49,36 +50,35 @@ def _is_annotation(path: Path) -> bool:
 
 
 def open_voc(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | None) -> Splits:
-    """Return the splits of pictures with XML files. Raise `DataError` if a file cannot be read."""
+    """Return the splits of images with XML files. Raise `DataError` if a file cannot be read."""
     folder = root.parent if root.name.lower() in FOLDERS else root
     title = f"data {str(root)!r}"
-    pictures = Pictures(folder)
-    files = [name for name in pictures.others if name.lower().endswith(".xml")]
+    images = ImageFiles(folder)
+    files = [name for name in images.others if name.lower().endswith(".xml")]
     read = {name: one for name in files if (one := _read(folder / name)) is not None}
-    of_picture: dict[str, str] = {}
+    of_image: dict[str, str] = {}
     missing = []
     for name, one in read.items():
         stem = name.rpartition("/")[2][:-4]
-        key = pictures.find(stem, name.rpartition("/")[0], split_of(name))
-        key = key or pictures.find(one.findtext("filename", ""), name.rpartition("/")[0], split_of(name))
+        key = images.find(stem, name.rpartition("/")[0], split_of(name))
+        key = key or images.find(one.findtext("filename", ""), name.rpartition("/")[0], split_of(name))
         if key is None:
             missing.append(name)
-        elif key in of_picture:
-            raise DataError(f"{title}: {of_picture[key]} and {name} both belong to the picture {key}; keep one of them")
+        elif key in of_image:
+            raise DataError(f"{title}: {of_image[key]} and {name} both belong to the image {key}; keep one of them")
         else:
-            of_picture[key] = name
+            of_image[key] = name
     lists = sorted(folder.glob("ImageSets/Main/*.txt")) or sorted(folder.glob("ImageSets/*.txt"))
-    splits, notes = divided(pictures, sorted(of_picture), chosen, lists)
+    splits, notes = divided(images, sorted(of_image), chosen, lists)
     names = sorted({one.findtext("name", "").strip() for tree in read.values() for one in tree.iter("object")})
     found = {
-        split: _pictures(folder, [(key, of_picture[key]) for key in keys], read, names)
-        for split, keys in splits.items()
+        split: _images(folder, [(key, of_image[key]) for key in keys], read, names) for split, keys in splits.items()
     }
-    unlisted = sorted(key for key in pictures.inodes if key not in of_picture and not holds_masks(key))
+    unlisted = sorted(key for key in images.inodes if key not in of_image and not holds_masks(key))
     first = next(iter(found.values()))
-    first.faults += missing_pictures(f"{title}: annotations in XML", missing)
-    first.faults += unlisted_pictures(title, unlisted, "no XML file belongs to them")
-    return object_splits(title, pictures, found, names, known, notes=notes)
+    first.faults += missing_images(f"{title}: annotations in XML", missing)
+    first.faults += unlisted_images(title, unlisted, "no XML file belongs to them")
+    return object_splits(title, images, found, names, known, notes=notes)
 
 
 def _read(path: Path) -> ElementTree.Element | None:
@@ -90,16 +90,16 @@ def _read(path: Path) -> ElementTree.Element | None:
     return root if root.tag == "annotation" else None
 
 
-def _pictures(
+def _images(
     folder: Path, pairs: Sequence[tuple[str, str]], read: dict[str, ElementTree.Element], names: Sequence[str]
-) -> AnnotatedPictures:
-    result = AnnotatedPictures()
+) -> AnnotatedImages:
+    result = AnnotatedImages()
     difficult = 0
     for key, name in pairs:
         tree = read[name]
         height, width = (_number(tree.findtext(f"size/{side}")) for side in ("height", "width"))
         if not (height >= 1 and width >= 1):
-            raise DataError(f"{folder / name} does not state the size of its picture; write its width and height")
+            raise DataError(f"{folder / name} does not state the size of its image; write its width and height")
         row = len(result.keys)
         result.keys.append(key)
         result.sizes.append((int(height), int(width)))

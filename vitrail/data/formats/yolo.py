@@ -1,16 +1,17 @@
-"""Boxes and polygons in YOLO's text: a file for each picture, and a line for each object.
+"""Boxes and polygons in YOLO's text: a file for each image, and a line for each object.
 
     images/train/1.jpg    labels/train/1.txt    data.yaml           or    1.jpg    1.txt    classes.txt
 
 A line has the number of the class, from 0, and four numbers (centre x, centre y, width, height) or the corners of a
-polygon (x, y, x, y, ...), all as fractions of the picture. A picture without a file has no objects.
+polygon (x, y, x, y, ...), all as fractions of the image. An image without a file has no objects.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ import yaml  # type: ignore[import-untyped]
 
 from vitrail.data.faults import Fault
 from vitrail.data.formats.annotated import (
-    AnnotatedPictures,
+    AnnotatedImages,
     Annotation,
-    Pictures,
+    ImageFiles,
     divided,
     holds_masks,
     object_splits,
@@ -36,11 +37,11 @@ NAMES = ("classes.txt", "obj.names", "_darknet.labels", "labels.txt")
 LINE = re.compile(r"\s*\d+(\.0*)?(\s+-?[\d.]+(e-?\d+)?){4,}\s*", re.I)
 
 
-def holds_yolo(root: Path) -> bool:
-    """Return True for YOLO's description of data, and for a folder with one, or with labels in text."""
-    if root.is_file():
-        return root.suffix.lower() in (".yaml", ".yml") and bool(_described(root))
-    return root.is_dir() and (_description(root) is not None or next(_label_files(root), None) is not None)
+def holds_yolo(root: Path, files: Iterable[Path]) -> bool:
+    """Return True if `files`, which are `root` or lie in it, have a description of YOLO data, or if there are labels in
+    text in `root`."""
+    described = (path for path in files if path in (root, root / path.name) and _described(path))
+    return next(described, None) is not None or (root.is_dir() and next(_label_files(root), None) is not None)
 
 
 def _description(root: Path) -> Path | None:
@@ -53,6 +54,8 @@ def _description(root: Path) -> Path | None:
 
 def _described(path: Path) -> dict[str, Any]:
     """Return the content of a description, or nothing if the file is another kind of YAML."""
+    if path.suffix.lower() not in (".yaml", ".yml"):
+        return {}
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
@@ -62,11 +65,11 @@ def _described(path: Path) -> dict[str, Any]:
 
 
 def _label_files(root: Path) -> Iterator[Path]:
-    """Yield text files with labels, in a folder of labels or beside pictures with a list of classes."""
+    """Yield text files with labels, in a folder of labels or beside images with a list of classes."""
     folders = [root, *(place for place in sorted(root.iterdir()) if place.is_dir())]
     for folder in folders:
         named = folder.name.lower() in ("labels", "label") or any((folder / name).is_file() for name in NAMES)
-        for path in [*folder.glob("*.txt"), *folder.glob("*/*.txt"), *folder.glob("labels/*.txt")] if named else ():
+        for path in itertools.chain(folder.glob("*.txt"), folder.glob("*/*.txt")) if named else ():
             if path.name not in NAMES and _begins_with_labels(path):
                 yield path
 
@@ -80,18 +83,18 @@ def _begins_with_labels(path: Path) -> bool:
 
 
 def open_yolo(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | None) -> Splits:
-    """Return the splits of pictures with YOLO's labels. Raise `DataError` if they cannot be read."""
+    """Return the splits of images with YOLO's labels. Raise `DataError` if they cannot be read."""
     description = root if root.is_file() else _description(root)
     folder = root.parent if root.is_file() else root
     title = f"data {str(root)!r}"
     values = _described(description) if description is not None else {}
     if "kpt_shape" in values:
         raise DataError(f"{description} describes keypoints (kpt_shape); only boxes and polygons are read")
-    pictures = Pictures(folder)
-    names = _class_names(folder, description, values, pictures.others)
-    splits, notes = _splits(folder, description, values, pictures, chosen)
-    texts = {name for name in pictures.others if name.lower().endswith(".txt")}
-    found = {split: _pictures(folder, keys, texts, len(names)) for split, keys in splits.items()}
+    images = ImageFiles(folder)
+    names = _class_names(folder, description, values, images.others)
+    splits, notes = _splits(folder, description, values, images, chosen)
+    texts = {name for name in images.others if name.lower().endswith(".txt")}
+    found = {split: _images(folder, keys, texts, len(names)) for split, keys in splits.items()}
     counts = [found_one for one in found.values() for found_one in one.objects]
     if counts and all(item.outline is not None and len(item.outline[0]) == 4 for item in counts):  # type: ignore[index]
         raise DataError(
@@ -99,8 +102,8 @@ def open_yolo(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | No
         )
     first = next(iter(found.values()))
     first.faults += _beyond(title, list(found.values()), names)
-    first.faults += _alone(folder, pictures, texts)
-    return object_splits(title, pictures, found, names, known, notes=notes)
+    first.faults += _alone(folder, images, texts)
+    return object_splits(title, images, found, names, known, notes=notes)
 
 
 def _class_names(folder: Path, description: Path | None, values: Mapping[str, Any], others: Sequence[str]) -> list[str]:
@@ -129,28 +132,28 @@ def _splits(
     folder: Path,
     description: Path | None,
     values: Mapping[str, Any],
-    pictures: Pictures,
+    images: ImageFiles,
     chosen: SplitNames | None,
 ) -> tuple[dict[Split, list[str]], tuple[str, ...]]:
-    """Return the pictures of each split, and notes."""
-    keys = [key for key in pictures.inodes if not holds_masks(key)]
+    """Return the images of each split, and notes."""
+    keys = [key for key in images.inodes if not holds_masks(key)]
     if description is not None and chosen is None:
         stated = {"train": values.get("train"), "validation": values.get("val"), "test": values.get("test")}
         found: dict[Split, list[str]] = {}
         for split in SPLITS:
             value = stated[split]
             entries = value if isinstance(value, list) else [value] if value else []
-            some = [key for entry in entries for key in _entry(folder, description, values, pictures, keys, str(entry))]
+            some = [key for entry in entries for key in _entry(folder, description, values, images, keys, str(entry))]
             if some:
                 found[split] = list(dict.fromkeys(some))
         return found, left_out(str(folder), sorted(set(keys) - {key for some in found.values() for key in some}))
-    return divided(pictures, keys, chosen)
+    return divided(images, keys, chosen)
 
 
 def _entry(
-    folder: Path, description: Path, values: Mapping[str, Any], pictures: Pictures, keys: Sequence[str], entry: str
+    folder: Path, description: Path, values: Mapping[str, Any], images: ImageFiles, keys: Sequence[str], entry: str
 ) -> list[str]:
-    """Return the pictures of an entry of a description: a folder, or a list of pictures in a file. The description can
+    """Return the images of an entry of a description: a folder, or a list of images in a file. The description can
     come from another machine, so the end of a path decides."""
     base = str(values.get("path", ""))
     parts = [part for part in f"{base}/{entry}".replace("\\", "/").split("/") if part not in ("", ".", "..")]
@@ -158,20 +161,20 @@ def _entry(
         place = "/".join(parts[first:])
         if (folder / place).is_file() and place.lower().endswith(".txt"):
             lines = (folder / place).read_text(encoding="utf-8-sig").splitlines()
-            found = {line.strip(): pictures.find(line.strip()) for line in lines if line.strip()}
+            found = {line.strip(): images.find(line.strip()) for line in lines if line.strip()}
             if absent := [line for line, key in found.items() if key is None]:
                 raise DataError(
-                    f"{folder / place} names {plural(len(absent), 'picture')} that cannot be found: {shown(absent)}; "
+                    f"{folder / place} names {plural(len(absent), 'image')} that cannot be found: {shown(absent)}; "
                     "add them, or remove their lines"
                 )
             return [key for key in found.values() if key is not None]
         if some := [key for key in keys if key.startswith(f"{place}/")]:
             return some
-    raise DataError(f"{description}: {entry!r} is neither a folder with pictures below {folder} nor a list of pictures")
+    raise DataError(f"{description}: {entry!r} is neither a folder with images below {folder} nor a list of images")
 
 
 def _label_of(key: str, texts: set[str]) -> str | None:
-    """Return the label file of a picture: in the folder labels instead of images, or else beside the picture."""
+    """Return the label file of an image: in the folder labels instead of images, or else beside the image."""
     stem = re.sub(r"\.[^./]*$", ".txt", key)
     parts = stem.split("/")
     for place in reversed(range(len(parts) - 1)):
@@ -184,8 +187,8 @@ def _label_of(key: str, texts: set[str]) -> str | None:
     return moved if (moved := f"labels/{parts[-1]}") in texts else None
 
 
-def _pictures(folder: Path, keys: Sequence[str], texts: set[str], classes: int) -> AnnotatedPictures:
-    result = AnnotatedPictures(list(keys), [(0, 0)] * len(keys))
+def _images(folder: Path, keys: Sequence[str], texts: set[str], classes: int) -> AnnotatedImages:
+    result = AnnotatedImages(list(keys), [(0, 0)] * len(keys))
     broken: list[str] = []
     for row, key in enumerate(keys):
         name = _label_of(key, texts)
@@ -203,7 +206,7 @@ def _pictures(folder: Path, keys: Sequence[str], texts: set[str], classes: int) 
         result.faults.append(Fault(
             "broken-line", "error", len(broken),
             f"{folder}: {plural(len(broken), 'line')} of labels that cannot be read: {shown(broken)}",
-            "Training refuses the data. This check leaves these lines out.",
+            "Training refuses the data. This check skips these lines.",
             "Write the number of the class, and then four numbers of a box or the corners of a polygon.",
         ))  # fmt: skip
     return result
@@ -239,7 +242,7 @@ def _annotation(path: Path, row: int, cells: Sequence[str], where: str, classes:
     return Annotation(row, category, (left, top, right, bottom), where, outline=(corners,))
 
 
-def _beyond(title: str, found: Sequence[AnnotatedPictures], names: Sequence[str]) -> Iterator[Fault]:
+def _beyond(title: str, found: Sequence[AnnotatedImages], names: Sequence[str]) -> Iterator[Fault]:
     """Yield a fault that suggests why numbers of classes are beyond the names, if the numbers seem to begin with 1."""
     unknown = [item.where for one in found for item in one.objects if item.category < 0]
     numbers = {int(match[1]) for where in unknown if (match := re.search(r"\(class (\d+)\)$", where))}
@@ -253,13 +256,13 @@ def _beyond(title: str, found: Sequence[AnnotatedPictures], names: Sequence[str]
         )  # fmt: skip
 
 
-def _alone(folder: Path, pictures: Pictures, texts: set[str]) -> Iterator[Fault]:
-    """Yield a fault if label files belong to no picture."""
-    used = {name for key in pictures.inodes if (name := _label_of(key, texts)) is not None}
+def _alone(folder: Path, images: ImageFiles, texts: set[str]) -> Iterator[Fault]:
+    """Yield a fault if label files belong to no image."""
+    used = {name for key in images.inodes if (name := _label_of(key, texts)) is not None}
     alone = sorted(name for name in texts - used if _begins_with_labels(folder / name))
     if alone:
         yield Fault(
-            "labels-without-picture", "warning", len(alone),
-            f"{folder}: {plural(len(alone), 'file')} of labels without a picture of the same name: {shown(alone)}",
-            "These labels are not used.", "Add the pictures, or remove the files.",
+            "labels-without-image", "warning", len(alone),
+            f"{folder}: {plural(len(alone), 'file')} of labels without an image of the same name: {shown(alone)}",
+            "These labels are not used.", "Add the images, or remove the files.",
         )  # fmt: skip

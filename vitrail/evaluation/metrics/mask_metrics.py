@@ -1,4 +1,4 @@
-"""Metrics of segmentation: intersection over union and pixel accuracy, from a confusion matrix for each picture."""
+"""Metrics of segmentation: intersection over union and pixel accuracy, from a confusion matrix for each image."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from vitrail.evaluation.metrics.intervals import Metric, interval, resampled_mea
 def pixel_confusion(
     truth: UInt8[np.ndarray, "h w"], predicted: Int64[np.ndarray, "h w"], classes: int
 ) -> Int64[np.ndarray, "classes classes"]:
-    """Return the number of pixels of each true class (rows) and predicted class (columns). Pixels whose true class is
-    not known are left out."""
+    """Return the number of pixels of each true class (rows) and predicted class (columns). Pixels
+    without a true class are not counted."""
     known = truth != IGNORED
     pairs = truth[known].astype(np.int64) * classes + predicted[known]
     return np.bincount(pairs, minlength=classes**2).reshape(classes, classes)
@@ -30,10 +30,10 @@ def intersection_over_union(
 
 
 def mask_metrics(confusions: Int64[np.ndarray, "n k k"], *, resamples: int = 1000, seed: int = 0) -> dict[str, Metric]:
-    """Return the mean intersection over union (`mean_iou`) and the pixel accuracy of n pictures, with bootstrap
-    intervals over the pictures.
+    """Return the mean intersection over union (`mean_iou`) and the pixel accuracy of n images, with bootstrap
+    intervals over the images.
 
-    All pixels of all pictures are counted together, as usual. Classes that are neither true nor predicted in a resample
+    All pixels of all images are counted together, as usual. Classes that are neither true nor predicted in a resample
     are skipped in that resample.
     """
     count, classes, _ = confusions.shape
