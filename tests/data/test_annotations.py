@@ -334,6 +334,16 @@ def test_a_held_out_split_without_objects_is_skipped(tmp_path: Path) -> None:
     assert splits.test is None and any("the test split is skipped" in note for note in splits.notes)
 
 
+def test_a_sample_of_masks_says_nothing_about_classes_in_others(tmp_path: Path) -> None:
+    for number in range(4):
+        masks(tmp_path, np.full((40, 60), number % 2, np.uint8))
+        for folder in ("images", "masks"):
+            (tmp_path / folder / "train/a.png").rename(tmp_path / folder / f"train/{number}.png")
+    splits = open_whole(str(tmp_path), tolerant=True).splits(validation_share=0.0)
+    kinds = [{one.kind for one in check_data(splits, sample=count).findings} for count in (1, None)]
+    assert "few-examples" in kinds[1] and not {"few-examples", "missing-in-train"} & kinds[0]
+
+
 def test_boxes_of_another_size_are_findings(tmp_path: Path) -> None:
     voc(tmp_path, voc_object(1, 2, 30, 20), size="<width>40</width><height>60</height>")
     report = check_data(open_whole(str(tmp_path), tolerant=True).splits(validation_share=0.0))

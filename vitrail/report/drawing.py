@@ -69,6 +69,20 @@ def draw_mask(image: Image.Image, mask: UInt8[np.ndarray, "h w"], classes: int) 
     return Image.fromarray(mixed.round().astype(np.uint8))
 
 
+def draw_legend(names: Sequence[str], across: int = 4) -> Image.Image:
+    """Return an image of the colours of classes with their names, in columns."""
+    font = ImageFont.load_default(14)
+    width = max(24 + round(font.getlength(name)) for name in names) + 16
+    down = math.ceil(len(names) / across)
+    found = Image.new("RGB", (width * min(across, len(names)), 22 * down), "white")
+    pen = ImageDraw.Draw(found)
+    for number, name in enumerate(names):
+        left, top = number // down * width, number % down * 22
+        pen.rectangle((left, top + 3, left + 16, top + 18), fill=colour_of(number))
+        pen.text((left + 24, top + 2), name, fill="black", font=font)
+    return found
+
+
 def _covered(image: Image.Image, mask: Bool[np.ndarray, "h w"], colour: Colour) -> Image.Image:
     levels = np.array(image)
     levels[mask] = ((1 - COVER) * levels[mask] + COVER * np.array(colour)).round().astype(np.uint8)

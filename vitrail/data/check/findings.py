@@ -207,6 +207,8 @@ def label_findings(
     train = splits["train"]
     if not classes:  # the data was opened as unlabelled
         return
+    if kind == "mask" and any(split.looked_at < split.images for split in splits.values()):
+        return  # the classes in the other masks are not known
     if kind in ("boxes", "mask"):
         yield from _missing(classes, splits, "objects" if kind == "boxes" else "pixels")
         yield from _few(classes, train, "object" if kind == "boxes" else "image")

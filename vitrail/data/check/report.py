@@ -33,6 +33,7 @@ from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source, target_kind
 from vitrail.data.splits import Splits, drawn, drawn_per_class
 from vitrail.errors import ConfigError, DataError, listed, plural
+from vitrail.report.drawing import draw_legend
 from vitrail.report.page import large_address, printable, render
 
 
@@ -151,12 +152,15 @@ def page(report: Report, splits: Splits, title: str) -> str:
         sizes=[(_size(one[:2]), f"{one[2]:,}") for one in report.sizes.common] if report.sizes else [],
         kinds=[(kind, f"{count:,}") for kind, count in report.kinds.items()],
         has_classes=has_classes,
-        counted="objects" if report.target_kind == "boxes" else "images",
+        counted={"boxes": "objects", "mask": "the checked images that have the class"}.get(
+            report.target_kind, "images"
+        ),
         examples=[
             (label, [_shown(one, splits.train) for one in examples[label]]) for label in sorted(examples)[:MOST_CLASSES]
         ],
         hidden_examples=max(len(examples) - MOST_CLASSES, 0),
         drawn=list(_drawn_examples(splits.train)) if is_drawn else [],
+        legend=large_address(draw_legend(report.classes), 1200) if report.target_kind == "mask" else None,
         amounts=[(name, f"{count:,}", share) for name, count, share in amount_rows(report)],
         amounts_head="objects" if report.target_kind == "boxes" else "pixels",
         all_classes=classes if len(classes) > MOST_ROWS else [],
