@@ -362,9 +362,9 @@ def test_the_loss_of_masked_patches_is_the_formula(fields: dict[str, Any]) -> No
 
 
 def test_masks_have_the_sizes_of_the_published_samplers() -> None:
-    """Of 8,000 views, iBOT's sampler (bytedance/ibot, da316d8) masks 57.3 of 196 patches on average, with a standard
-    deviation of 23.1, and none of 50.6 % of them. DINOv2's (facebookresearch/dinov2, b8931f7) reaches 94 % of masks of
-    26 of 256 patches exactly, and 99.8 % of the patches."""
+    """The published samplers were run. iBOT's (bytedance/ibot, da316d8) drew masks for 8,000 views of 196 patches, and
+    50.6 % of the views had none. The others had 57.3 masked patches on average (standard deviation 23.1). DINOv2's
+    (facebookresearch/dinov2, b8931f7) drew masks for 26 of 256 patches, and 94 % of them had exactly 26."""
     batch = batch_of(torch.zeros(3000, 1, 1, 1))
     found = draw_masks(Dino(smallest_block=16), batch, (14, 14), seed=3).sum(axis=1)
     assert (found == 0).mean() == pytest.approx(0.5, abs=0.03) and found.max() <= 98

@@ -381,7 +381,7 @@ def _has_masks(request: Request) -> bool:
 
 
 def _open_boxes(request: Request) -> Splits:
-    """Open data with boxes, with notes on what lies beside them. For a task without labels, the images alone."""
+    """Open data with boxes, with notes on other data in the folder. A task without labels gets the images alone."""
     found = _boxes(request)
     if len(found) > 1:
         raise DataError(

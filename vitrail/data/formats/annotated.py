@@ -102,14 +102,14 @@ class ImageFiles:
         """
         parts = name.replace("\\", "/").split("/")
         found = [key for key in self._named.get(parts[-1].casefold(), ()) if not holds_masks(key)]
-        rules: tuple[Callable[[str], object], ...] = (
+        rules: tuple[Callable[[str], int], ...] = (
             lambda key: _common_end(key.split("/"), parts),
             lambda key: key.startswith(f"{near}/") if near else "/" not in key,
             lambda key: split is not None and split_of(key.rpartition("/")[0]) == split,
         )
         for rule in rules:
             if len(found) > 1:
-                best = max(map(rule, found))  # type: ignore[type-var]
+                best = max(map(rule, found))
                 found = [key for key in found if rule(key) == best]
         if len(found) > 1:
             raise DataError(

@@ -1,6 +1,6 @@
 """Data with boxes or masks, written in the format of COCO, YOLO or Pascal VOC, or as masks.
 
-Images are copied byte for byte. What a format cannot express is counted, and never left out in silence.
+Images are copied byte for byte. `convert` returns notes with the number of things that a format cannot express.
 """
 
 from __future__ import annotations
