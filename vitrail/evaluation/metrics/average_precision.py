@@ -1,0 +1,156 @@
+"""COCO's average precision of boxes and of masks, with bootstrap intervals over the pictures."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Float64, Int64
+
+from vitrail.data.objects import Objects, Runs
+from vitrail.evaluation.metrics.intervals import Metric, interval
+
+MOST_BOXES = 100
+"""Largest number of boxes of a picture that count, those with the highest scores."""
+
+SIZES = ("all", "small", "medium", "large")
+"""Sizes of objects: areas below 32 x 32 pixels are small, those of at least 96 x 96 large."""
+
+
+@dataclass(frozen=True, eq=False)
+class Detections:
+    """The objects that a model finds in one picture."""
+
+    boxes: Float[np.ndarray, "n 4"]
+    """Left, top, right and bottom, as fractions of the picture."""
+    scores: Float[np.ndarray, " n"]
+    labels: Int64[np.ndarray, " n"]
+    masks: tuple[Runs, ...] = ()
+    """The pixels of each object, at the size of the picture. () for a model of boxes."""
+
+
+@dataclass(frozen=True)
+class PrecisionReport:
+    """Average precisions. Those of sizes or classes without a true object are None."""
+
+    precision: Metric
+    """Mean over classes and over the thresholds 0.5, 0.55 ... 0.95 of the intersection over union (AP)."""
+    precision_50: Metric
+    precision_75: Metric
+    by_size: dict[str, float | None]
+    """The mean over thresholds and classes for small, medium and large objects."""
+    by_class: tuple[float | None, ...]
+    """The mean over thresholds of each class."""
+
+
+def average_precision(
+    truths: Sequence[Objects],
+    found: Sequence[Detections],
+    sizes: Sequence[tuple[int, int]],
+    classes: int,
+    *,
+    of_masks: bool = False,
+    resamples: int = 200,
+    seed: int = 0,
+) -> PrecisionReport:
+    """Return the average precision of pictures of these heights and widths.
+
+    Crowds are ignored as in COCO: boxes that cover them are neither right nor wrong. The values are pycocotools'.
+    A resample draws the pictures with replacement, and each drawn copy counts as a picture.
+    """
+    from faster_coco_eval import COCOeval_faster  # type: ignore[import-untyped]
+    from faster_coco_eval.faster_eval_api_cpp import COCOevalAccumulate  # type: ignore[import-untyped]
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        true, predicted = _datasets(truths, found, sizes, classes, of_masks=of_masks)
+        evaluation = COCOeval_faster(
+            true, predicted, "segm" if of_masks else "bbox", print_function=_quiet, separate_eval=True
+        )
+        evaluation.params.maxDets = [1, 10, MOST_BOXES]
+        evaluation.evaluate()
+    params, images = evaluation._paramsEval, evaluation._evalImgs_cpp
+    whole = _precisions(COCOevalAccumulate(params, images))
+    count, areas = len(truths), len(SIZES)
+    table = np.arange(classes * areas * count).reshape(classes, areas, count)
+    random = np.random.default_rng(seed)
+    resampled = np.empty((resamples, 3))
+    for row in resampled:
+        drawn = table[:, :, random.integers(0, count, count)].ravel().tolist()
+        row[:] = _means(_precisions(COCOevalAccumulate(params, [images[place] for place in drawn])))
+    values = _means(whole)
+    metrics = [interval(float(value), column) for value, column in zip(values, resampled.T, strict=True)]
+    by_size = {name: _mean(whole[:, :, :, place]) for place, name in enumerate(SIZES) if place}
+    by_class = tuple(_mean(whole[:, :, label, 0]) for label in range(classes))
+    return PrecisionReport(*metrics, by_size, by_class)
+
+
+def _datasets(
+    truths: Sequence[Objects],
+    found: Sequence[Detections],
+    sizes: Sequence[tuple[int, int]],
+    classes: int,
+    *,
+    of_masks: bool,
+) -> tuple[Any, Any]:
+    """Return the true and the predicted objects in the form of COCO's program."""
+    from faster_coco_eval import COCO  # type: ignore[import-untyped]
+
+    images = [{"id": n, "height": height, "width": width} for n, (height, width) in enumerate(sizes, start=1)]
+    categories = [{"id": label + 1, "name": str(label)} for label in range(classes)]
+    annotations: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    for number, (truth, one, size) in enumerate(zip(truths, found, sizes, strict=True), start=1):
+        scale = np.tile(size[::-1], 2).astype(np.float64)
+        for row, label in enumerate(truth.labels.tolist()):
+            box = _corner_and_sides(truth.boxes[row] * scale)
+            area = truth.areas[row] * size[0] * size[1]
+            item: dict[str, Any] = {
+                "id": len(annotations) + 1, "image_id": number, "category_id": label + 1, "bbox": box,
+                "area": box[2] * box[3] if np.isnan(area) else float(area), "iscrowd": int(truth.crowd[row]),
+            }  # fmt: skip
+            if of_masks:
+                runs = Runs.of(truth.mask(row, size))
+                item["segmentation"] = {"size": list(runs.size), "counts": runs.counts}
+            annotations.append(item)
+        best = np.argsort(-one.scores, kind="stable")[:MOST_BOXES].tolist()
+        for row in best:
+            box = _corner_and_sides(one.boxes[row].astype(np.float64) * scale)
+            item = {
+                "image_id": number, "category_id": int(one.labels[row]) + 1, "bbox": box,
+                "score": float(one.scores[row]),
+            }  # fmt: skip
+            if of_masks:
+                item["segmentation"] = {"size": list(one.masks[row].size), "counts": one.masks[row].counts}
+            results.append(item)
+    true = COCO({"images": images, "categories": categories, "annotations": annotations}, print_function=_quiet)
+    empty = {"images": images, "categories": categories, "annotations": []}
+    return true, true.loadRes(results) if results else COCO(empty, print_function=_quiet)
+
+
+def _quiet(*_: object) -> None:
+    """Print nothing."""
+
+
+def _corner_and_sides(box: Float64[np.ndarray, " 4"]) -> list[float]:
+    left, top, right, bottom = box.tolist()
+    return [left, top, right - left, bottom - top]
+
+
+def _precisions(accumulated: dict[str, Any]) -> Float64[np.ndarray, "thresholds recalls classes areas"]:
+    """Return the precision at each threshold, recall, class and size, for the largest number of boxes. It is -1 where
+    there is no true object."""
+    return np.array(accumulated["precision"]).reshape(accumulated["counts"])[..., -1]
+
+
+def _means(precisions: Float64[np.ndarray, "thresholds recalls classes areas"]) -> list[float]:
+    """Return the means over all thresholds, and at 0.5 and 0.75, of all sizes. They are 0 if nothing is true."""
+    return [_mean(some[..., 0]) or 0.0 for some in (precisions, precisions[:1], precisions[5:6])]
+
+
+def _mean(values: Float64[np.ndarray, ...]) -> float | None:
+    known = values[values > -1]
+    return float(known.mean()) if len(known) else None
