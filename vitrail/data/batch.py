@@ -9,11 +9,12 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int64, Shaped
+from jaxtyping import Bool, Float, Int64, Shaped, UInt8
 from torch import Tensor
 
+from vitrail.data.objects import IGNORED, Mask, Objects
 from vitrail.data.pixels.decode import decode, image_size_of
-from vitrail.data.pixels.geometry import Box
+from vitrail.data.pixels.geometry import Box, Jitter, Placement
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, image_of, soft_target_of
 from vitrail.data.targets import Target, TargetKind, class_indices
@@ -51,6 +52,14 @@ class Batch:
     targets: Float[Tensor, "b k"] | None = None
     """Amount of each class, or the numbers of a regression target. An unknown number is NaN. If every image has at most
     one class, no targets are soft and no images are mixed, `targets` is None and `labels` contains the targets."""
+    boxes: Float[Tensor, "b m 4"] | None = None
+    """With boxes, left, top, right and bottom of the objects of each image in pixels of `images`. Images with fewer
+    than m objects have boxes of zeros at the end."""
+    box_labels: Int64[Tensor, "b m"] | None = None
+    """The class of each object, -1 where there is none, and -2 for one that is neither learned nor wrong to find: a
+    crowd, or an object of which less than a quarter is seen."""
+    masks: UInt8[Tensor, "b h w"] | None = None
+    """With masks, the class of each pixel of `images`, or 255 for a pixel without a class."""
     target_kind: TargetKind = "class"
     has_soft_targets: bool = False
     """True if the source has soft targets. `targets` then holds the amounts of all images, and `labels` their most
@@ -140,15 +149,16 @@ class Batch:
         ]
 
 
-ON_DEVICE = ("images", "labels", "valid", "targets")
+ON_DEVICE = ("images", "labels", "valid", "targets", "boxes", "box_labels", "masks")
 
 
 @runtime_checkable
 class Crop(Protocol):
-    """A function that chooses the box of an image for training."""
+    """A function that chooses the box or the scale of an image for training."""
 
-    def __call__(self, epoch: int, sample: int, height: int, width: int, *, view: int) -> Box:
-        """Return top, left, height and width of the box, in pixels of an image of `height` x `width` pixels."""
+    def __call__(self, epoch: int, sample: int, height: int, width: int, *, view: int) -> Box | Jitter:
+        """Return top, left, height and width of the box, in pixels of an image of `height` x `width` pixels, or the
+        scale and the place of the whole image."""
         ...
 
 
@@ -205,14 +215,20 @@ class Loader:
         place = self.first + index
         target = self.source.target(place)
         skipped = None
+        dense: dict[str, np.ndarray] = {}
         try:
             pixels, local = self._pixels(epoch, place)
+            if isinstance(target, Objects | Mask):
+                dense = self._dense(epoch, place, target)
         except UndecodableImage as error:
             pixels, local = _black(self.preprocess, self.views), []
             if self.local is not None:
                 local = _black(self.local.preprocess, self.local.count)
             skipped = Skipped(self.source.key(place), str(error))
+            if isinstance(target, Objects | Mask):
+                dense = nothing_of(target, self.preprocess)
         return {
+            **dense,
             "images": pixels, "valid": skipped is None, "samples": place, "epochs": epoch, "local": local,
             "labels": target if isinstance(target, int) else -1, "skipped": skipped,
             "targets": self._values(place, target),
@@ -234,6 +250,16 @@ class Loader:
             return pixels, []
         views = range(self.views, self.views + local.count)
         return pixels, self._cut(image, epoch, place, local.preprocess, local.crop, views)
+
+    def _dense(self, epoch: int, place: int, target: Objects | Mask) -> dict[str, np.ndarray]:
+        """Return the boxes and their labels, or the mask, at the places of the pixels."""
+        size = image_size_of(image_of(self.source, place))
+        box = None if self.crop is None else self.crop(epoch, place, *size, view=0)
+        placement = self.preprocess.placement(size, box)
+        if isinstance(target, Mask):
+            return {"masks": placement.mask(target.indices(size), IGNORED)}
+        target.check_size(size)
+        return placed(target, placement)
 
     def _whole(self, image: bytes | np.ndarray) -> np.ndarray:
         """Return the pixels of an image without a random box."""
@@ -268,6 +294,29 @@ class Loader:
         return amounts
 
 
+SEEN = 0.25
+"""Smallest fraction of the area of a box in the network's input for which an object is learned."""
+
+
+def placed(objects: Objects, placement: Placement) -> dict[str, np.ndarray]:
+    """Return the boxes in pixels of the network's input, and their labels as `Batch` has them. Objects that are not
+    seen at all are left out."""
+    whole = objects.boxes * np.tile(placement.image[::-1], 2)
+    boxes = placement.boxes(whole)
+    scale = placement.scaled[0] / placement.box[2] * placement.scaled[1] / placement.box[3]
+    areas = (whole[:, 2:] - whole[:, :2]).prod(axis=1) * scale
+    seen = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1) / areas.clip(min=1e-12)
+    labels = np.where(objects.crowd | (seen < SEEN), -2, objects.labels)
+    return {"boxes": boxes[seen > 0].astype(np.float32), "box_labels": labels[seen > 0]}
+
+
+def nothing_of(target: Objects | Mask, preprocess: Preprocess) -> dict[str, np.ndarray]:
+    """Return what `Batch` has for an image that cannot be used."""
+    if isinstance(target, Mask):
+        return {"masks": np.full(preprocess.image_size, IGNORED, np.uint8)}
+    return {"boxes": np.zeros((0, 4), np.float32), "box_labels": np.zeros(0, np.int64)}
+
+
 def _black(preprocess: Preprocess, views: int) -> list[np.ndarray]:
     """Return black pixels for each view of an image that cannot be decoded."""
     return [np.zeros((preprocess.channels, *preprocess.image_size), np.uint8)] * views
@@ -291,6 +340,15 @@ def _stacked(parts: Sequence[dict[str, Any]], name: str, first: int) -> dict[str
     }
     columns["views"] = np.tile(np.arange(first, first + views), len(parts))
     columns["images"] = np.stack([pixels for part in parts for pixels in part[name]])
+    if "boxes" in parts[0]:
+        most = max(len(part["boxes"]) for part in parts)
+        columns["boxes"] = np.zeros((len(parts), most, 4), np.float32)
+        columns["box_labels"] = np.full((len(parts), most), -1, np.int64)
+        for row, part in enumerate(parts):
+            columns["boxes"][row, : len(part["boxes"])] = part["boxes"]
+            columns["box_labels"][row, : len(part["boxes"])] = part["box_labels"]
+    if "masks" in parts[0]:
+        columns["masks"] = np.stack([part["masks"] for part in parts])
     if parts[0]["targets"] is not None:
         columns["targets"] = np.stack([part["targets"] for part in parts]).repeat(views, 0)
     return columns

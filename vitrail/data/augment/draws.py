@@ -10,6 +10,8 @@ from typing import Literal, Protocol
 import numpy as np
 from jaxtyping import Float, Float32, Float64, Int64, UInt64
 
+from vitrail.data.pixels.geometry import Box, Jitter
+
 
 class Slot(IntEnum):
     """Number of the first draw of each augmentation. The draws of an augmentation must end before the first draw of the
@@ -109,10 +111,17 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 CropRule = Literal["torchvision", "tensorflow"]
 
-Box = tuple[int, int, int, int]
-
 TRIES = 10
 """Largest number of boxes that torchvision's rule draws. If none of them fits, a centred box is used."""
+
+
+def jitter(
+    seed: int, epoch: int, sample: int, height: int, width: int, *, scale: tuple[float, float], view: int = 0
+) -> Jitter:
+    """Return a random scale, uniform within `scale`, and a random place of the whole image."""
+    share, down, across, _ = _draws(seed, epoch, sample, view, 1, Slot.CROP)[0].astype(np.float64).tolist()
+    return Jitter(scale[0] + (scale[1] - scale[0]) * share, down, across)
+
 
 TENSORFLOW_TRIES = 100
 TRIES_AT_ONCE = 10

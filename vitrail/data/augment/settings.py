@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float32, Int64, UInt8
 from torch import Tensor
 
 from vitrail.data.augment import mixing, operations, randaugment
-from vitrail.data.augment.draws import CROPS, CropRule, Slot, erased_box, keyed_uniform, normal
+from vitrail.data.augment.draws import CROPS, CropRule, Slot, erased_box, jitter, keyed_uniform, normal
 from vitrail.data.augment.mixing import MixupPer
 from vitrail.data.augment.operations import JITTER_DRAWS, colour_jitter, on_device
 from vitrail.data.augment.randaugment import RandAugmentRule
@@ -76,6 +76,9 @@ baselines" for ViT-S/16 (2205.01580). The presets `augreg-...` also crop, and ch
 does. Apart from mirroring, `augreg-light2` is the complete augmentation of the ViT-S/16 in 2205.01580."""
 
 
+CUTS = ("crop_from", "crop_area", "scale_jitter")
+"""Settings that choose what is seen of an image."""
+
 VIEW_DRAWS = 5
 """Random numbers per image: one each to choose colour jitter, grey, blur and solarisation, and one for the standard
 deviation of the blur."""
@@ -98,6 +101,9 @@ class Augment:
     crop_from: tuple[int, int] | None = None
     """Height and width in pixels to which whole training images are scaled, before a random box of the network's image
     size is cut out of each (BiT, 1912.11370). By default no such box is cut."""
+    scale_jitter: tuple[float, float] | None = None
+    """Smallest and largest scale of whole images beside the one at which they just fit (large-scale jitter,
+    2012.07177), such as 0.5 2 for boxes and masks. Larger images are cut, and smaller ones are padded."""
     flip: bool = True
     """Mirror half of the images left to right."""
     shift: int = setting(0, least=0, advice="0 means none")
@@ -158,11 +164,11 @@ class Augment:
         yield from problems(self)
         if self.crop_area is not None and not 0 < self.crop_area[0] <= self.crop_area[1] <= 1:
             yield f"crop_area={self.crop_area} is not two fractions in (0, 1], the smaller first"
-        if self.crop_from is not None and self.settings.crop_area is not None:
-            yield (
-                f"crop_from={self.crop_from} and crop_area={self.settings.crop_area} both cut boxes out of images; "
-                "choose one"
-            )
+        cuts = {name: getattr(self.settings if name == "crop_area" else self, name) for name in CUTS}
+        if len(given := [f"{name}={value}" for name, value in cuts.items() if value is not None]) > 1:
+            yield f"{' and '.join(given)} choose what is seen of an image in different ways; choose one"
+        if self.scale_jitter is not None and not 0 < self.scale_jitter[0] <= self.scale_jitter[1] < math.inf:
+            yield f"scale_jitter={self.scale_jitter} is not two numbers above 0, the smaller first"
         if len(self.colour_jitter) != 4 or not (
             all(0 <= strength <= 1 for strength in self.colour_jitter) and self.colour_jitter[3] <= 0.5
         ):
@@ -185,9 +191,9 @@ class Augment:
     def is_random(self) -> bool:
         """True if an image can look different from epoch to epoch."""
         chosen = self.settings
-        changes = self.flip, self.shift, self.crop_from, chosen.crop_area, any(self.colour_jitter), self.grey
-        views = any(self.blur), any(self.solarise)
-        return any((*changes, *views, chosen.randaugment_layers, self.erase, chosen.mixup, self.cutmix))
+        cuts = self.crop_from, self.scale_jitter, chosen.crop_area
+        changes = self.flip, self.shift, any(self.colour_jitter), self.grey, any(self.blur), any(self.solarise)
+        return any((*cuts, *changes, chosen.randaugment_layers, self.erase, chosen.mixup, self.cutmix))
 
     def __call__(self, batch: Batch, *, seed: int, classes: int = 0, preprocess: Preprocess | None = None) -> Batch:
         """Return the batch with augmented images. If mixup or CutMix is on, the batch also has `targets`.
@@ -212,6 +218,7 @@ class Augment:
             images = operations.window(images, corners, preprocess.image_size)
         if self.flip or self.shift:
             images = self._move(images, draw(Slot.MOVE, 3))
+            batch = self._with_moved_targets(batch, draw(Slot.MOVE, 3))
         if any((*self.colour_jitter, self.grey, *self.blur, *self.solarise)):
             views, jitter = np.from_dlpack(batch.views), draw(Slot.JITTER, JITTER_DRAWS)
             images = self._view_changes(images, views, jitter, draw(Slot.VIEW, VIEW_DRAWS))
@@ -244,7 +251,9 @@ class Augment:
         return bool(self.settings.mixup or self.cutmix)
 
     def crop(self, seed: int) -> Crop | None:
-        """Return the function that draws the box of an image, or None if no crop is made."""
+        """Return the function that draws the box or the scale of an image, or None if whole images are seen."""
+        if self.scale_jitter is not None:
+            return functools.partial(jitter, seed, scale=self.scale_jitter)
         area = self.settings.crop_area
         return None if area is None else self.crop_of(seed, area)
 
@@ -319,6 +328,23 @@ class Augment:
         down_to, across_to = on_device(rows, images.device), on_device(columns, images.device)
         picked = images.permute(0, 2, 3, 1)[batch, down_to[:, :, None], across_to[:, None, :]]  # b h w c
         return picked.permute(0, 3, 1, 2)
+
+    def _with_moved_targets(self, batch: Batch, draws: Float32[np.ndarray, "b 3"]) -> Batch:
+        """Return the batch with its boxes and masks at the places of the moved images."""
+        if batch.masks is not None:
+            batch = replace(batch, masks=self._move(batch.masks[:, None], draws)[:, 0])
+        if batch.boxes is None:
+            return batch
+        height, width = batch.images.shape[2:]
+        boxes, device = batch.boxes, batch.boxes.device
+        if self.flip:
+            left, top, right, bottom = boxes.unbind(dim=2)
+            mirrored = torch.stack([width - right, top, width - left, bottom], dim=2)
+            boxes = torch.where(on_device(draws[:, :1, None] < 0.5, device), mirrored, boxes)
+        down, across = ((draws[:, 1:] * (2 * self.shift + 1)).astype(np.int64) - self.shift).T
+        moves = np.stack([across, down, across, down], axis=1)[:, None].astype(np.float32)
+        limits = torch.tensor([width, height, width, height], dtype=torch.float32, device=device)
+        return replace(batch, boxes=(boxes - on_device(moves, device)).clamp(min=0).minimum(limits))
 
     def _view_changes(
         self,

@@ -19,6 +19,17 @@ Size = tuple[int, int]
 Box = tuple[int, int, int, int]
 """Top, left, height and width of a part of an image, in pixels of the upright image at its full size."""
 
+
+class Jitter(NamedTuple):
+    """A random scale and place of a whole picture in the network's input (large-scale jitter, 2012.07177)."""
+
+    scale: float
+    """Factor beside the scale at which the picture just fits into the input."""
+    down: float
+    """Place of the window, from 0 (the upper end) to 1 (the lower end)."""
+    across: float
+
+
 NEARLY_WHOLE = 1e-9
 """Largest relative rounding error of a quotient that counts as an integer. For example, 224 / (224 / 232) is not
 exactly 232."""
@@ -189,6 +200,15 @@ class Placement:
                 f"values of shape {values.shape} do not belong to an image of {self.image[0]} x {self.image[1]} "
                 "(height, width); their last two dimensions must be its height and width"
             )
+
+
+def place_jittered(old: Size, new: Size, jitter: Jitter) -> Placement:
+    """Return the placement of a picture that is scaled as `jitter` says. The window is cut out of the scaled picture,
+    or extends beyond it."""
+    ratio = min(new[0] / old[0], new[1] / old[1]) * jitter.scale
+    scaled = max(1, round(old[0] * ratio)), max(1, round(old[1] * ratio))
+    top, left = round(jitter.down * (scaled[0] - new[0])), round(jitter.across * (scaled[1] - new[1]))
+    return Placement(old, (0, 0, *old), scaled, new, top, left)
 
 
 def scaled_side(side: int, share: float) -> int:

@@ -15,7 +15,15 @@ from PIL import Image
 from torch import Tensor
 
 from vitrail.data.pixels.decode import Opened, decode, open_image, pixel_limit
-from vitrail.data.pixels.geometry import Box, Placement, Resize, place, place_like_big_vision
+from vitrail.data.pixels.geometry import (
+    Box,
+    Jitter,
+    Placement,
+    Resize,
+    place,
+    place_jittered,
+    place_like_big_vision,
+)
 from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.settings import problems, raise_problems, setting
 
@@ -124,7 +132,11 @@ class Preprocess:
         return replace(self, **GEOMETRIES[geometry])
 
     def pixels(
-        self, image: bytes | np.ndarray | Image.Image, box: Box | None = None, *, whole_levels: bool = False
+        self,
+        image: bytes | np.ndarray | Image.Image,
+        box: Box | Jitter | None = None,
+        *,
+        whole_levels: bool = False,
     ) -> Pixels:
         """Decode, crop and scale an image by `placement`. The image is an encoded file, an array or a Pillow image.
 
@@ -143,12 +155,15 @@ class Preprocess:
             array = array.astype(np.float32)
         return np.ascontiguousarray(array)
 
-    def placement(self, size: tuple[int, int], box: Box | None = None) -> Placement:
+    def placement(self, size: tuple[int, int], box: Box | Jitter | None = None) -> Placement:
         """Return the placement of an image of this height and width.
 
-        If `box` is given, that box of the image is scaled to the network's size, and `resize` and `crop_share` are
-        ignored. Training draws random boxes. Raise `ConfigError` if `box` does not lie in the image.
+        If `box` is given, that box of the image is scaled to the network's size, or the whole image as the jitter says,
+        and `resize` and `crop_share` are ignored. Training draws both at random. Raise `ConfigError` if `box` does not
+        lie in the image.
         """
+        if isinstance(box, Jitter):
+            return place_jittered(size, self.image_size, box)
         if box is None:
             found = place if self.resampler == "pillow" else place_like_big_vision
             return found(size, self.image_size, self.resize, self.crop_share)
@@ -167,7 +182,7 @@ class Preprocess:
         scale = _constant(tuple(255 * value for value in self.std), images.device)
         return (images.float() * scale + mean).round().clamp(0, 255).long()
 
-    def _fit(self, opened: Opened, box: Box | None) -> np.ndarray:
+    def _fit(self, opened: Opened, box: Box | Jitter | None) -> np.ndarray:
         """Return the scaled and cropped image, or a box of it, with shape h w or h w c."""
         placement = self.placement(opened.size, box)
         height, width = placement.scaled
@@ -186,7 +201,8 @@ class Preprocess:
             part = down + top / shrink, right + left / shrink, taken[0] / shrink, taken[1] / shrink
             picture = self._scaled(picture, part, placement.scaled)
         else:
-            picture = picture if box is None else picture.crop((left, top, left + taken[1], top + taken[0]))
+            if box is not None and not isinstance(box, Jitter):
+                picture = picture.crop((left, top, left + taken[1], top + taken[0]))
             if self.resampler != "pillow":
                 return self._like_tensorflow(np.asarray(picture), placement)
             picture = self._scaled(picture, None, placement.scaled)

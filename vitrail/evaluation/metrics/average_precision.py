@@ -82,10 +82,10 @@ def average_precision(
         drawn = table[:, :, random.integers(0, count, count)].ravel().tolist()
         row[:] = _means(_precisions(COCOevalAccumulate(params, [images[place] for place in drawn])))
     values = _means(whole)
-    metrics = [interval(float(value), column) for value, column in zip(values, resampled.T, strict=True)]
+    mean, at_50, at_75 = (interval(value, column) for value, column in zip(values, resampled.T, strict=True))
     by_size = {name: _mean(whole[:, :, :, place]) for place, name in enumerate(SIZES) if place}
     by_class = tuple(_mean(whole[:, :, label, 0]) for label in range(classes))
-    return PrecisionReport(*metrics, by_size, by_class)
+    return PrecisionReport(mean, at_50, at_75, by_size, by_class)
 
 
 def _datasets(
@@ -97,7 +97,7 @@ def _datasets(
     of_masks: bool,
 ) -> tuple[Any, Any]:
     """Return the true and the predicted objects in the form of COCO's program."""
-    from faster_coco_eval import COCO  # type: ignore[import-untyped]
+    from faster_coco_eval import COCO
 
     images = [{"id": n, "height": height, "width": width} for n, (height, width) in enumerate(sizes, start=1)]
     categories = [{"id": label + 1, "name": str(label)} for label in range(classes)]

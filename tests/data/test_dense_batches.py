@@ -1,0 +1,132 @@
+"""Boxes and masks move with the pixels: what is drawn into a picture stays under its box and its mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vitrail.data.augment.settings import Augment
+from vitrail.data.batch import Batch, Loader, as_batch, collate
+from vitrail.data.objects import IGNORED, Mask, Objects
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Sample
+from vitrail.errors import ConfigError
+
+LEVELS = np.array([0, 90, 170, 250], np.uint8)
+"""Grey levels of the background and of three classes."""
+
+
+class Scenes:
+    """Pictures of bright rectangles of odd sizes, with boxes or with masks."""
+
+    classes = ("a", "b", "c")
+
+    def __init__(self, kind: str, seed: int, count: int = 4) -> None:
+        random = np.random.default_rng(seed)
+        self.target_kind, self.samples = kind, []
+        for number in range(count):
+            size = int(random.integers(50, 99)), int(random.integers(60, 99))
+            canvas, boxes, labels = np.zeros(size, np.uint8), [], []
+            for label in range(3):  # side by side, so that none covers another
+                left = label * size[1] // 3 + 10
+                right = int(random.integers(left + 4, (label + 1) * size[1] // 3 - 3)) if label < 2 else size[1] - 10
+                left = min(left, right - 4)
+                top = int(random.integers(10, size[0] - 20))
+                bottom = int(random.integers(top + 6, size[0] - 10))
+                if random.uniform() < 0.8:
+                    canvas[top:bottom, left:right] = label + 1
+                    boxes.append([left / size[1], top / size[0], right / size[1], bottom / size[0]])
+                    labels.append(label)
+            target: Any = Objects.of(labels, boxes, size=size)
+            if kind == "mask":
+                target = Mask(str(number), lambda canvas=canvas: canvas, (IGNORED - 256, 0, 1, 2))
+            self.samples.append(Sample(str(number), LEVELS[canvas][..., None].repeat(3, axis=2), target))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.samples[index]
+
+    def key(self, index: int) -> str:
+        return self.samples[index].key
+
+    def target(self, index: int) -> Any:
+        return self.samples[index].target
+
+
+def batch_of(scenes: Scenes, augment: Augment, preprocess: Preprocess, seed: int) -> Batch:
+    loader = Loader(scenes, preprocess, scenes.target_kind, augment.crop(seed), whole_levels=True)  # type: ignore[arg-type]
+    batch = as_batch(collate([loader(index, index) for index in range(len(scenes))]), scenes.target_kind)  # type: ignore[arg-type]
+    return augment(batch, seed=seed, classes=3)
+
+
+AUGMENTS = {
+    "none": Augment(flip=False),
+    "mirrored and shifted": Augment(flip=True, shift=5),
+    "scaled": Augment(flip=True, scale_jitter=(0.4, 2.0)),
+    "cropped": Augment(flip=False, crop_area=(0.3, 1.0)),
+}
+PADDED = Preprocess(image_size=(64, 50), resize="pad", pad_value=(0,), interpolation="nearest")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(list(AUGMENTS)))
+def test_boxes_are_where_their_objects_are(seed: int, name: str) -> None:
+    batch = batch_of(Scenes("boxes", seed), AUGMENTS[name], PADDED, seed)
+    assert batch.boxes is not None and batch.box_labels is not None and batch.boxes.shape[:2] == batch.box_labels.shape
+    for image, boxes, labels in zip(batch.images, batch.boxes, batch.box_labels, strict=True):
+        for label in range(3):
+            rows, columns = np.nonzero(image[0].numpy() == LEVELS[label + 1])
+            found = boxes[labels == label]
+            for left, top, right, bottom in found.tolist():
+                if min(right - left, bottom - top) > 2:
+                    ends = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+                    assert ends == pytest.approx([left, top, right, bottom], abs=1.51), name
+            if not len(found) and not (labels == -2).any():
+                assert len(rows) == 0, "what is seen has a box"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(list(AUGMENTS)))
+def test_masks_are_where_their_pixels_are(seed: int, name: str) -> None:
+    batch = batch_of(Scenes("mask", seed), AUGMENTS[name], PADDED, seed)
+    assert batch.masks is not None and batch.masks.shape == (4, 64, 50)
+    table = torch.full((256,), IGNORED, dtype=torch.uint8)
+    for label in range(3):
+        table[int(LEVELS[label + 1])] = label
+    seen = table[batch.images[:, 0].long()]
+    differ = (seen != batch.masks).float().mean()
+    assert differ < 0.03, "only by the rounding of nearest pixels"
+
+
+def test_objects_that_are_hardly_seen_are_not_learned_and_crowds_neither() -> None:
+    target = Objects.of([0, 1, 2], [(0, 0, 1, 1), (0.1, 0.1, 0.2, 0.2), (0.8, 0.8, 0.9, 0.9)],
+                        crowd=np.array([False, True, False]))  # fmt: skip
+    from vitrail.data.batch import placed
+
+    found = placed(target, Preprocess(image_size=(20, 20)).placement((100, 100), (0, 0, 40, 40)))
+    assert found["box_labels"].tolist() == [-2, -2], "a sixth of the first is seen, the second is a crowd"
+    np.testing.assert_allclose(found["boxes"], [[0, 0, 20, 20], [5, 5, 10, 10]])
+
+
+def test_an_annotation_of_another_size_skips_its_picture() -> None:
+    scenes = Scenes("boxes", 0)
+    scenes.samples[1] = Sample("1", np.zeros((7, 9, 3), np.uint8), scenes.samples[1].target)
+    batch = batch_of(scenes, AUGMENTS["none"], PADDED, 0)
+    assert batch.valid.tolist() == [True, False, True, True] and "correct the annotation" in batch.skipped[0].reason
+    assert batch.box_labels is not None and (batch.box_labels[1] == -1).all()
+    parts = batch.chunks(3)
+    assert [len(part) for part in parts] == [2, 1, 1] and parts[0].boxes is not None and len(parts[0].boxes) == 2
+
+
+def test_only_one_setting_chooses_what_is_seen() -> None:
+    with pytest.raises(ConfigError, match=r"crop_area=.* and scale_jitter=.* choose what is seen"):
+        Augment(crop_area=(0.5, 1.0), scale_jitter=(0.5, 2.0))
+    with pytest.raises(ConfigError, match=r"scale_jitter=.* is not two numbers above 0"):
+        Augment(scale_jitter=(0.0, 2.0))
