@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from vitrail.training.run import RunResult
     from vitrail.training.run import resume as resume
     from vitrail.training.run import train as train
+    from vitrail.weights.answers import NumberPrediction as NumberPrediction
+    from vitrail.weights.answers import Prediction as Prediction
     from vitrail.weights.bundle import Bundle as Bundle
-    from vitrail.weights.bundle import NumberPrediction as NumberPrediction
-    from vitrail.weights.bundle import Prediction as Prediction
     from vitrail.weights.load import convert as convert
     from vitrail.weights.load import load as load
 
@@ -38,8 +38,8 @@ __all__ = [
 _HOMES = {
     "RECIPES": "vitrail.recipes",
     "Bundle": "vitrail.weights.bundle",
-    "NumberPrediction": "vitrail.weights.bundle",
-    "Prediction": "vitrail.weights.bundle",
+    "NumberPrediction": "vitrail.weights.answers",
+    "Prediction": "vitrail.weights.answers",
     "RunResult": "vitrail.training.run",
     "TrainConfig": "vitrail.training.config",
     "create": "vitrail.models.variants",

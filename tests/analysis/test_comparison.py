@@ -21,7 +21,8 @@ from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.metrics.intervals import mcnemar
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.variants import create
-from vitrail.weights.bundle import Bundle, OutputKind
+from vitrail.weights.answers import OutputKind
+from vitrail.weights.bundle import Bundle
 
 COLOURS = ("blue", "green", "red")
 VIT = {"variant": "ViT-Pico/4", "width": 8, "depth": 2, "heads": 2, "mlp_width": 8}

@@ -14,7 +14,7 @@ from tests.analysis.networks import images_of, make
 from vitrail.analysis.faithfulness import randomised_weights, rank_correlation, saliency_curves
 from vitrail.analysis.saliency import SaliencyMaps, attention_rollout, class_relevance
 from vitrail.errors import ConfigError
-from vitrail.weights.bundle import OutputKind
+from vitrail.weights.answers import OutputKind
 
 
 def maps_of(values: np.ndarray) -> SaliencyMaps:

@@ -24,7 +24,8 @@ from vitrail.data.sources import open_whole
 from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError
 from vitrail.evaluation.outputs import Outputs
-from vitrail.weights.bundle import Bundle, OutputKind
+from vitrail.weights.answers import OutputKind
+from vitrail.weights.bundle import Bundle
 
 
 @pytest.fixture(scope="module")

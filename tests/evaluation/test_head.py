@@ -30,7 +30,8 @@ from vitrail.models.vit import VisionTransformer
 from vitrail.tasks.classification import ClassificationObjective
 from vitrail.training.config import TrainConfig
 from vitrail.training.run import train
-from vitrail.weights.bundle import Bundle, OutputKind
+from vitrail.weights.answers import OutputKind
+from vitrail.weights.bundle import Bundle
 
 PREPROCESS = Preprocess(image_size=(14, 14), channels=1, mean=(0.3,), std=(0.4,))
 

@@ -29,7 +29,8 @@ from vitrail.export.program import describe
 from vitrail.models.linear.lora import add_adapters, merged
 from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.variants import variant_config
-from vitrail.weights.bundle import Bundle, NumberPrediction
+from vitrail.weights.answers import NumberPrediction
+from vitrail.weights.bundle import Bundle
 
 
 @pytest.mark.slow

@@ -20,7 +20,8 @@ from vitrail.export.int8 import Int8
 from vitrail.models.predictor import Predictor
 from vitrail.models.variants import AnyConfig, build
 from vitrail.models.vit_config import ViTConfig
-from vitrail.weights.bundle import Bundle, Prediction
+from vitrail.weights.answers import Prediction
+from vitrail.weights.bundle import Bundle
 
 CLASSES = ("rose", "tulip", "黒い花 / black")
 

@@ -29,7 +29,8 @@ from vitrail.training.log import Log
 from vitrail.training.page import MAX_POINTS, HeldOutExample
 from vitrail.training.run import train
 from vitrail.transfer.report import write_report
-from vitrail.weights.bundle import Bundle, Prediction
+from vitrail.weights.answers import Prediction
+from vitrail.weights.bundle import Bundle
 
 EVIL = "<script>alert('1 & 2')<"
 LONG = "y" * 200

@@ -18,7 +18,8 @@ from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.adapt import adapted, in_colour, with_reduction
-from vitrail.weights.bundle import Bundle, Prediction
+from vitrail.weights.answers import Prediction
+from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import convert, load
 
 

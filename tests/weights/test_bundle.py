@@ -35,7 +35,8 @@ from vitrail.files import recover_folder
 from vitrail.models.predictor import Predictor
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
-from vitrail.weights.bundle import Bundle, NumberPrediction, Prediction, load_bundle, rank, read_image, write_bundle
+from vitrail.weights.answers import NumberPrediction, Prediction, rank
+from vitrail.weights.bundle import Bundle, load_bundle, read_image, write_bundle
 from vitrail.weights.load import convert
 
 

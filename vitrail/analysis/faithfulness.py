@@ -23,7 +23,7 @@ from vitrail.analysis.tracing import transformer_of
 from vitrail.errors import ConfigError
 from vitrail.evaluation.metrics.intervals import Metric, mean_interval
 from vitrail.models.predictor import Predictor
-from vitrail.weights.bundle import OutputKind, probabilities_of
+from vitrail.weights.answers import OutputKind, probabilities_of
 
 STEPS = 10
 """Default number of steps in which all patches are deleted or inserted."""

@@ -20,7 +20,8 @@ from vitrail.data.check.images import MAX_LOOKS, colour_note
 from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.machine import Precision
 from vitrail.settings import setting
-from vitrail.weights.bundle import AnyPrediction, Bundle, NumberPrediction, Prediction
+from vitrail.weights.answers import AnyPrediction, NumberPrediction, Prediction
+from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
 TOP = 3
@@ -139,6 +140,7 @@ def _plain(path: Path, result: AnyPrediction | UndecodableImage) -> dict[str, ob
         return {"image": str(path), "error": str(result)}
     if isinstance(result, NumberPrediction):
         return {"image": str(path), "numbers": dict(zip(result.names, result.values, strict=True))}
+    assert isinstance(result, Prediction)
     ranking = dict(result.ranking)
     return {"image": str(path), "label": result.label, "probability": result.probability, "probabilities": ranking}
 

@@ -40,7 +40,8 @@ from vitrail.training.folder import check_request, read_record, settings_beside
 from vitrail.training.job import check_columns, prepare
 from vitrail.training.log import Log
 from vitrail.training.run import RunResult, resume, train
-from vitrail.weights.bundle import Bundle, Prediction
+from vitrail.weights.answers import Prediction
+from vitrail.weights.bundle import Bundle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,14 +375,13 @@ def _examples(result: RunResult) -> Table:
     table = Table(title="A few held-out images", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for column in ("image", "true", "predicted"):
         table.add_column(column)
-    if result.bundle.output != "numbers":
+    if result.bundle.output in ("softmax", "sigmoid"):
         table.add_column("probability", justify="right")
         table.add_column("")
     for example in result.examples:
         guess = example.prediction
         if not isinstance(guess, Prediction):
-            numbers = (f"{name} {value:.4g}" for name, value in zip(guess.names, guess.values, strict=True))
-            table.add_row(escape(example.path.name), escape(example.label), escape(", ".join(numbers)))
+            table.add_row(escape(example.path.name), escape(example.label), escape(guess.text))
             continue
         mark = "[green]right[/]" if example.right else "[red]wrong[/]"
         table.add_row(

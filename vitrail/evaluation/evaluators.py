@@ -11,7 +11,7 @@ from vitrail.errors import ConfigError, nearest
 from vitrail.evaluation.outputs import Outputs
 from vitrail.registry import Registry
 from vitrail.settings import from_plain
-from vitrail.weights.bundle import OutputKind
+from vitrail.weights.answers import OutputKind
 
 
 @runtime_checkable
@@ -43,13 +43,16 @@ EVALUATORS = Registry[Any](
         "linear": "vitrail.evaluation.frozen:ByLinear",
         "fewshot": "vitrail.evaluation.frozen:ByFewShot",
         "knn": "vitrail.evaluation.frozen:ByNeighbours",
+        "detection": "vitrail.evaluation.detection:ByDetection",
         "segmentation": "vitrail.evaluation.segmentation:BySegmentation",
     }
 )
 """Classes of evaluators by name. The fields of a class are the settings of the evaluator."""
 
 
-BY_HEAD: dict[OutputKind, str] = {"softmax": "accuracy", "sigmoid": "accuracy", "numbers": "regression"}
+BY_HEAD: dict[OutputKind, str] = {
+    "softmax": "accuracy", "sigmoid": "accuracy", "numbers": "regression", "boxes": "detection", "mask": "segmentation",
+}  # fmt: skip
 """Name of the evaluator that measures a model's own head, for each meaning of the outputs."""
 
 

@@ -18,7 +18,7 @@ from vitrail.evaluation.metrics.intervals import Metric
 from vitrail.evaluation.metrics.numbers import StreamingAccuracy, StreamingErrors
 from vitrail.evaluation.metrics.report import absent_note, regression_report, report
 from vitrail.evaluation.outputs import Outputs
-from vitrail.weights.bundle import OutputKind
+from vitrail.weights.answers import OutputKind
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class Outputs(Pass):
         def both(batch: Batch, outputs: Tensor) -> None:
             nonlocal rows
             take(batch, outputs)
-            if rows is not None and outputs.shape[1] != len(source.classes):
+            if rows is not None and outputs.shape[1:] != (len(source.classes),):
                 rows = None  # the outputs of this task do not belong to the classes one by one
             elif rows is not None:
                 rows.take(batch, outputs)

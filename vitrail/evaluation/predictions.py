@@ -19,7 +19,8 @@ from vitrail.errors import BundleError, ConfigError
 from vitrail.machine import Precision
 from vitrail.models.cost import prediction_batch
 from vitrail.processes.group import Processes
-from vitrail.weights.bundle import Bundle, OutputKind
+from vitrail.weights.answers import OutputKind
+from vitrail.weights.bundle import Bundle
 
 
 @dataclass(eq=False)
@@ -144,7 +145,7 @@ class Rows:
     def take(self, batch: Batch, outputs: Tensor) -> None:
         """Add a batch. Raise `ConfigError` if its number of outputs is not the source's number of classes."""
         count = self.logits.shape[1]
-        if outputs.shape[1] != count:
+        if outputs.shape[1:] != (count,):
             raise ConfigError(f"the model has {outputs.shape[1]:,} outputs, but the data has {count:,} classes")
         valid = batch.valid.cpu()
         rows = slice(self.filled, self.filled + int(valid.sum()))

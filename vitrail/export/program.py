@@ -15,7 +15,8 @@ from vitrail.errors import ConfigError, ExportFailed, nearest
 from vitrail.export.resizing import Resizing, check_resizing
 from vitrail.models.positions import POSITIONS
 from vitrail.models.predictor import Predictor
-from vitrail.weights.bundle import Bundle, probabilities_of
+from vitrail.weights.answers import probabilities_of
+from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported import Contents, ExportedNetwork, Interface, input_dtype
 
 EXAMPLES = 2

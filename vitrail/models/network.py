@@ -209,8 +209,9 @@ class Network(Protocol):
         `drop_hidden` removes the hidden layer before the head. All other tensors are shared.
         """
 
-    def __call__(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
-        """Return logits, or the embedding if the network has no head."""
+    def __call__(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b ..."]:
+        """Return logits, or the embedding if the network has no head. A head of boxes or masks returns several rows for
+        each image."""
 
     def features(self, images: Float[Tensor, "b c h w"]) -> Features:
         """Return the tokens of the images."""
@@ -290,7 +291,8 @@ def with_weights(network: AnyModule, config: Any, weights: dict[str, Tensor]) ->
 
 def with_new_head(network: AnyModule, num_classes: int, *, drop_hidden: bool = False) -> AnyModule:
     """Return the same network with a new head, whose weights are 0 and whose biases are the config's `head_bias`. The
-    head has the device and the number format of the network's first weight.
+    weights of a head of boxes or masks are random. The head has the device and the number format of the network's
+    first weight.
 
     All other modules are copied with what the user has changed, such as activations, hooks and frozen weights. Raises
     `ConfigError` if a copy would use modules of this network.
@@ -303,11 +305,14 @@ def with_new_head(network: AnyModule, num_classes: int, *, drop_hidden: bool = F
     made.head = _part_of(network, config, "head")
     if made.head is not None:
         like = next(network.parameters())
-        weights = {
-            "weight": like.new_zeros(num_classes, config.head_inputs),
-            "bias": like.new_full((num_classes,), config.head_bias),
-        }
-        made.head.load_state_dict(weights, assign=True)
+        if isinstance(made.head, nn.Linear):
+            weights = {
+                "weight": like.new_zeros(num_classes, config.head_inputs),
+                "bias": like.new_full((num_classes,), config.head_bias),
+            }
+            made.head.load_state_dict(weights, assign=True)
+        else:
+            made.head.to_empty(device=like.device).to(like.dtype).initialise()
         made.head.requires_grad_(True).train(network.training)
     return cast(AnyModule, made)
 

@@ -68,11 +68,11 @@ class Predictor:
         """Format of matrix products: "int8", "bf16" or "float32"."""
         return self._precision
 
-    def __call__(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
+    def __call__(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b ..."]:
         """Return logits, as `logits` does."""
         return self.logits(images)
 
-    def logits(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
+    def logits(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b ..."]:
         """Return what `network(images)` returns."""
         with self._context():
             return self._network(images)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from vitrail.models.attention import AttentionLayer, AttentionPositions
 from vitrail.models.attention.full import in_format_of
 from vitrail.models.blocks import Block, LayerScale, Mlp, SwiGlu, Visit, lecun_normal_, make_blocks
+from vitrail.models.heads import DenseHead
 from vitrail.models.initial_weights import INITIAL_WEIGHTS
 from vitrail.models.linear.dense import Linear
 from vitrail.models.network import (
@@ -37,7 +38,7 @@ from vitrail.models.network import (
 from vitrail.models.reduction import Removal, TokenReduction
 from vitrail.models.resnet import HybridRoot
 from vitrail.models.tokens import AttentionPool, PatchEmbedding, Patches, PrefixTokens, Replace, pool
-from vitrail.models.vit_config import ViTConfig
+from vitrail.models.vit_config import ViTConfig, make_head
 from vitrail.settings import from_plain
 
 
@@ -75,7 +76,7 @@ class VisionTransformer(nn.Module):
             else None
         )
         self.head_hidden = Linear(config.embed_width, config.head_hidden) if config.head_hidden else None
-        self.head = Linear(config.head_inputs, config.num_classes) if config.num_classes else None
+        self.head = make_head(config)
         if not self.norm.weight.is_meta:  # on "meta", weights are loaded later; drawing imports the compiler
             self.initialise()
 
@@ -113,8 +114,11 @@ class VisionTransformer(nn.Module):
             return self.positions(z)
         return self.positions(z, patches.grid, layer, patches.kept)
 
-    def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
-        """Return logits, or the inputs of the head if the network has no head."""
+    def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b ..."]:
+        """Return logits, or the inputs of the head if the network has no head. A head of another kind than "pooled"
+        returns the outputs of `vitrail.models.heads`."""
+        if isinstance(self.head, DenseHead):
+            return self.head(self.features(images))
         x = self.head_inputs(images)
         return x if self.head is None else self.head(x)
 
@@ -274,7 +278,9 @@ class VisionTransformer(nn.Module):
         if self.head_hidden is not None:
             lecun_normal_(self.head_hidden.weight)
             nn.init.zeros_(self.head_hidden.bias)
-        if self.head is not None:
+        if isinstance(self.head, DenseHead):
+            self.head.initialise()
+        elif isinstance(self.head, Linear):
             nn.init.zeros_(self.head.weight)
             nn.init.constant_(self.head.bias, self.config.head_bias)
         if self.config.initial_weights != "paper":

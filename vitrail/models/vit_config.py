@@ -7,11 +7,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+from torch import nn
+
 from vitrail.errors import ConfigError
 from vitrail.models.attention import ATTENTION, AttentionKind
 from vitrail.models.attention.base import attention_name
+from vitrail.models.heads import HEADS, DenseHead
 from vitrail.models.initial_weights import InitialWeights
-from vitrail.models.linear.dense import ONEDNN
+from vitrail.models.linear.dense import ONEDNN, Linear
 from vitrail.models.network import (
     Footprint,
     FootprintPrecision,
@@ -79,6 +82,9 @@ class ViTConfig(NetworkConfig, TransformerConfig):
     """Hidden units of each block's MLP. With "swiglu", the gate and the value each have this many units."""
     num_classes: int = setting(1000, least=0, advice="0 means none")
     """Number of outputs of the head. 0 makes a network without a head."""
+    head_kind: str = setting("pooled", changes_weights=False, choices=("pooled", *HEADS))
+    """Kind of head: a linear layer of the pooled tokens (pooled), or a name of `vitrail.models.heads.HEADS`, whose
+    outputs are boxes or the classes of patches. The task chooses it."""
     pool: Pool = setting("cls", changes_weights=False)
     """Pooling of tokens for the head: the class token (cls), the mean of the patch tokens (gap), attention pooling
     (map), class token and mean concatenated (cls+gap), or half of the class token and half of the first register
@@ -197,6 +203,16 @@ class ViTConfig(NetworkConfig, TransformerConfig):
         return self.head_hidden or self.embed_width
 
     @property
+    def dense_head(self) -> type[DenseHead] | None:
+        """The class that `head_kind` names, or None if the head reads the pooled tokens or if there is no head."""
+        return HEADS[self.head_kind] if self.num_classes and self.head_kind != "pooled" else None
+
+    @property
+    def reads_class_token(self) -> bool:
+        """True if the head reads the class token alone, so that the last block can skip the other tokens."""
+        return self.pool == "cls" and self.dense_head is None
+
+    @property
     def positions_place(self) -> PositionPlace:
         """`positions_at`, or the default of the position embedding if `positions_at` is None."""
         return self.positions_at or POSITIONS[self.positions].default_place
@@ -266,7 +282,7 @@ class ViTConfig(NetworkConfig, TransformerConfig):
         if self.pool == "map":
             attention_pool = width + 4 * width * (width + 1) + 2 * width + self._mlp_parameters(bias=True)
         hidden = self.head_hidden * (self.embed_width + 1)
-        head = self.num_classes * (self.head_inputs + 1)
+        head = weights_of(lambda: make_head(self))
         shared = self._counted[1]
         return (
             root + stem + self.prefix * width + shared + self.block_parameters() + norm + attention_pool + hidden + head
@@ -312,7 +328,7 @@ class ViTConfig(NetworkConfig, TransformerConfig):
         if trained_blocks is None:
             first = root_first_macs(root, config.channels, size) if root else _stem_macs(config, patches)
             return 2 * (3 * forward - first + again)
-        head = config.num_classes * config.head_inputs
+        head = _head_macs(config)
         if not trained_blocks:  # the lowest trained layer has no gradient of its input
             return 2 * (forward + (2 * head + config.head_hidden * config.embed_width if config.head_hidden else head))
         below = _stem_macs(config, patches) + sum(_block_macs(config, block, n) for block in range(frozen))
@@ -378,11 +394,21 @@ def _misfits(config: ViTConfig) -> list[str]:
         found.append(f"pool={config.pool!r} needs a class token: class_token=False does not fit")
     if config.pool == "cls+dist" and not config.registers:
         found.append("pool='cls+dist' reads the first register: registers=0 does not fit; choose registers=1")
+    if config.head_kind in HEADS:
+        found += HEADS[config.head_kind].problems(config)
     try:
         config.grid_of(*config.image_size)
     except ConfigError as error:
         found.append(str(error))
     return found
+
+
+def make_head(config: ViTConfig) -> nn.Module | None:
+    """Return the head that a config describes, with random weights, or None."""
+    dense = config.dense_head
+    if dense is not None:
+        return dense(config)
+    return Linear(config.head_inputs, config.num_classes) if config.num_classes else None
 
 
 def _misfits_of_attention(config: ViTConfig) -> list[str]:
@@ -456,8 +482,13 @@ def _macs(config: ViTConfig, patches: int) -> int:
     blocks = sum(_block_macs(config, block, n) for block in range(config.num_blocks))
     attention_pool = _attention_pool_macs(config, n)
     hidden = config.head_hidden * config.embed_width
-    head = config.num_classes * config.head_inputs
+    head = _head_macs(config)
     return root + _stem_macs(config, patches) + blocks + attention_pool + hidden + head
+
+
+def _head_macs(config: ViTConfig) -> int:
+    dense = config.dense_head
+    return config.num_classes * config.head_inputs if dense is None else dense.macs(config)
 
 
 def _block_macs(config: ViTConfig, block: int, n: int) -> int:
@@ -471,7 +502,7 @@ def _unread_macs(config: ViTConfig, n: int) -> int:
     The head reads only the class token, so the other tokens need only keys and values. Reversible blocks compute all
     tokens, because the backward pass needs them.
     """
-    if config.pool != "cls" or config.reversible:
+    if not config.reads_class_token or config.reversible:
         return 0
     attention = config.attention_in(config.num_blocks - 1)
     return attention.macs(n, n) - attention.macs(n, 1) + (n - 1) * _mlp_macs(config)
@@ -482,7 +513,7 @@ def _frozen_macs(config: ViTConfig, trained: range, n: int) -> int:
     These gradients are not computed if only blocks are trained."""
     found = 0.0
     for block in trained:
-        reads_one = block == config.num_blocks - 1 and config.pool == "cls" and not config.reversible
+        reads_one = block == config.num_blocks - 1 and config.reads_class_token and not config.reversible
         shared = config.attention_in(block).macs_of_shared_weights(n, 1 if reads_one else n)
         found += shared * (1 - config.depth_rate(block) * config.skip_dropped)
     return round(found)
@@ -528,7 +559,7 @@ def _activations(config: ViTConfig, precision: FootprintPrecision) -> int:
     each = bytes_each(precision)
     patches = config.kept_of(math.prod(config.grid))
     n, width = patches + config.prefix, config.width
-    read = 1 if config.pool == "cls" else n
+    read = 1 if config.reads_class_token else n
     stem = patches * math.prod(config.patch_size) * config._stem_channels
     kept = each * stem
     last = config.num_blocks - 1
@@ -537,6 +568,8 @@ def _activations(config: ViTConfig, precision: FootprintPrecision) -> int:
     else:
         kept += sum(_block_bytes(config, block, n, n if block < last else read, precision) for block in range(last + 1))
     kept += 4 * read * (width + 2) if config.final_norm == "tokens" else 4 * config.embed_width
+    if (dense := config.dense_head) is not None:
+        kept += 4 * dense.kept_values(config)
     if config.dropout:
         kept += 4 * n * width
     if config.patch_dropout:
@@ -587,7 +620,7 @@ def _passing_bytes(config: ViTConfig, precision: FootprintPrecision) -> int:
     whole = stream + max(mlp, attention)
     if config.reversible:  # what one block keeps, both streams before it, and the gradients of both
         return whole + _block_bytes(config, 0, n, n, precision) + 12 * n * width
-    if config.pool != "cls":
+    if not config.reads_class_token:
         return whole
     keys_and_values = each * 2 * n * width
     return max(keys_and_values, whole - _block_bytes(config, config.num_blocks - 1, n, 1, precision))

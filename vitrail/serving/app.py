@@ -41,7 +41,7 @@ from vitrail.serving.protocol_v2 import (
 )
 from vitrail.serving.service import Refused, Service
 from vitrail.serving.watch import Watcher
-from vitrail.weights.bundle import rank
+from vitrail.weights.answers import rank
 
 EXPOSED = ("X-Model", "X-Model-SHA256", HEADER, "Retry-After")
 """Headers of answers that pages of other origins may read."""

@@ -17,7 +17,8 @@ from vitrail.models.predictor import Predictor
 from vitrail.serving.batching import Batcher, Compute, Run, choose_batch, choose_threads
 from vitrail.serving.monitoring import Metrics
 from vitrail.serving.settings import ServeSettings
-from vitrail.weights.bundle import Bundle, finite, weights_sha256
+from vitrail.weights.answers import finite
+from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.exported import ExportedNetwork, input_dtype, output_names
 
 Task = Literal["classes", "embedding"]

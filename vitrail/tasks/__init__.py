@@ -12,6 +12,7 @@ TASKS = Registry[type[Task]](
     {
         "classification": "vitrail.tasks.classification:Classification",
         "regression": "vitrail.tasks.regression:Regression",
+        "detection": "vitrail.tasks.detection:Detection",
         "masked-patches": "vitrail.tasks.masked_patches:MaskedPatches",
         "mae": "vitrail.tasks.mae:Mae",
         "distillation": "vitrail.tasks.distillation:Distillation",

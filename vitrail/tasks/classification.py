@@ -19,7 +19,7 @@ from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.head import Accuracy
 from vitrail.settings import setting
 from vitrail.tasks.task import LossOutput, Objective, Task, TaskMetric, drawn_samples, mean_of_counted
-from vitrail.weights.bundle import OutputKind
+from vitrail.weights.answers import OutputKind
 
 Loss = Literal["softmax", "sigmoid"]
 """Loss of classification: softmax for classes that exclude each other, or sigmoid for one yes-or-no question per

@@ -29,7 +29,8 @@ from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import raise_problems
 from vitrail.tasks.pictures import ROWS, Picture, PictureTable, decoded, paste_patches, picture_of, spread
 from vitrail.tasks.task import LossOutput, Objective, Task, mean_of_counted
-from vitrail.weights.bundle import Bundle, OutputKind
+from vitrail.weights.answers import OutputKind
+from vitrail.weights.bundle import Bundle
 
 EVALUATION_SEED = 0
 """Seed of the hidden patches of held-out images. It is fixed, so that the losses of all runs can be compared."""

@@ -21,7 +21,7 @@ from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.head import NumberErrors
 from vitrail.settings import setting
 from vitrail.tasks.task import LossOutput, Objective, Task, TaskMetric, drawn_samples, mean_of_counted
-from vitrail.weights.bundle import OutputKind
+from vitrail.weights.answers import OutputKind
 
 NumberLoss = Literal["squared", "huber"]
 

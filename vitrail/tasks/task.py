@@ -28,7 +28,8 @@ from vitrail.processes.group import Processes
 from vitrail.settings import problems, raise_problems
 from vitrail.tasks.own_model import OwnModel, has_known_architecture
 from vitrail.tasks.pictures import PictureTable
-from vitrail.weights.bundle import Bundle, OutputKind
+from vitrail.weights.answers import OutputKind
+from vitrail.weights.bundle import Bundle
 
 
 class LossOutput(NamedTuple):
@@ -93,10 +94,11 @@ class Objective(nn.Module, ABC):
         resumed run continues with those.
         """
 
-    def counted(self, batch: Batch) -> Bool[Tensor, " b"]:
-        """Return a mask of the samples over which the loss is averaged. By default these are the decoded samples.
+    def counted(self, batch: Batch) -> Bool[Tensor, " b"] | Float[Tensor, " b"]:
+        """Return a mask of the samples over which the loss is averaged, or how much each of them counts. By default
+        these are the decoded samples.
 
-        With gradient accumulation, each part of a batch is weighted by its number of these samples, so that the
+        With gradient accumulation, each part of a batch is weighted by its sum of these values, so that the
         gradients add up to the gradient of the whole batch. An objective that skips other samples besides the
         undecodable ones overrides this method.
         """
@@ -202,6 +204,8 @@ class Task(ABC):
     """The task's name in `TASKS`, on the command line and in run.json."""
     targets: ClassVar[tuple[TargetKind, ...]]
     """Kinds of targets that the task can learn from. With "none", it also learns from images without any target."""
+    head_kinds: ClassVar[tuple[str, ...]] = ("pooled",)
+    """Kinds of heads that the task trains (`ViTConfig.head_kind`). The first one is used unless the user chooses."""
     views: ClassVar[int] = 1
     """Number of augmented views of each image in a batch."""
     averages_weights: ClassVar[bool] = False

@@ -16,7 +16,8 @@ from vitrail.errors import ConfigError, UserError, listed
 from vitrail.models.cost import prediction_bytes
 from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig
-from vitrail.weights.bundle import Bundle, OutputKind, weights_sha256
+from vitrail.weights.answers import OutputKind
+from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.exported import ExportedNetwork
 from vitrail.weights.load import load
 

@@ -28,7 +28,8 @@ from vitrail.models.variants import AnyConfig
 from vitrail.processes.group import local
 from vitrail.tasks.pictures import PictureTable, neighbour_table
 from vitrail.tasks.task import Objective, Position, Task, TaskMetric
-from vitrail.weights.bundle import Bundle, OutputKind
+from vitrail.weights.answers import OutputKind
+from vitrail.weights.bundle import Bundle
 
 EVALUATION_SEED = 0
 """Seed of the views of held-out images. It is fixed, so that the losses of all runs can be compared."""

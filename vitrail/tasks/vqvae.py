@@ -37,7 +37,8 @@ from vitrail.tasks.patches import batch_key, unfit_parts
 from vitrail.tasks.pictures import ROWS, Picture, PictureTable, decoded, picture_of, spread
 from vitrail.tasks.task import LossOutput, Objective, Position, StepCost, Task, TaskMetric, mean_of_counted
 from vitrail.tasks.tokenizer import Tokenizer, all_tokens
-from vitrail.weights.bundle import Bundle, OutputKind
+from vitrail.weights.answers import OutputKind
+from vitrail.weights.bundle import Bundle
 
 
 @dataclass(frozen=True, kw_only=True)

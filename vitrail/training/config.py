@@ -475,6 +475,15 @@ class TrainConfig:
                     f"{name}={alpha} mixes the labels of images, which the task {self.task.name} does not learn; leave "
                     f"{name} out"
                 )
+        if {"boxes", "mask"} & set(self.task.targets):
+            chosen, augment = self.augment.settings, self.augment
+            fixed = {"mixup": chosen.mixup, "cutmix": augment.cutmix, "randaugment_layers": chosen.randaugment_layers}
+            for name, value in {**fixed, "erase": augment.erase, "crop_from": augment.crop_from}.items():
+                if value:
+                    yield (
+                        f"{name}={value} changes images in a way that boxes and masks do not follow, so it cannot be "
+                        f"used with the task {self.task.name}; leave it out"
+                    )
         if self.task.views > 1 and not self.augment.is_random:
             yield (
                 f"task={self.task.name!r} compares {self.task.views} views of each image, which are all equal without "

@@ -41,7 +41,7 @@ from vitrail.training.folder import FORMAT
 from vitrail.training.log import check_trackers
 from vitrail.training.schedule import RunLength, Schedule
 from vitrail.training.sharding import shard_problems
-from vitrail.training.start import Origin, check_choice, fitted
+from vitrail.training.start import Origin, check_choice, fitted, head_kind_of
 from vitrail.training.state import TrainState
 from vitrail.weights.bundle import Bundle, check_loadable
 
@@ -302,10 +302,12 @@ def network_config_of(
     """Return the config of the run's network: that of the model to start from, or of its record, or of the settings."""
     images = config.images
     if model is not None:
-        return fitted(model.network.config, config.start.init, images, config.model.overrides, num_classes)
+        return fitted(model.network.config, config.start.init, images, config.model.overrides, num_classes, config.task)
     if origin is not None:
         return origin.network
-    return config.model.resolve(num_classes=num_classes, image_size=images.image_size, channels=images.channels)
+    made = config.model.resolve(num_classes=num_classes, image_size=images.image_size, channels=images.channels)
+    kind: Any = head_kind_of(made, config.model.overrides, config.task)
+    return replace(made, **kind)
 
 
 def _fixed_threads(run: RunConfig, precision: TrainingPrecision, device: torch.device) -> int | None:

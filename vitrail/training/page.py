@@ -26,7 +26,8 @@ from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import inside_link, settings_of
 from vitrail.training.log import numbers_of, read_journal
-from vitrail.weights.bundle import AnyPrediction, Bundle, Prediction
+from vitrail.weights.answers import AnyPrediction, Prediction
+from vitrail.weights.bundle import Bundle
 
 MAX_POINTS = 300
 """Maximum number of points of a line, about one per pixel. If there are more, neighbouring points are averaged."""
@@ -164,8 +165,7 @@ class HeldOutExample:
         if isinstance(guess, Prediction):
             predicted, rest = guess.label, [f"{guess.probability:.1%}"]
         else:
-            predicted = ", ".join(f"{name} {value:.4g}" for name, value in zip(guess.names, guess.values, strict=True))
-            rest = []
+            predicted, rest = guess.text, []
         with Image.open(self.path) as picture:
             return picture.convert("RGB"), [
                 f"true: {shorten(self.label, MAX_NAME)}", f"predicted: {shorten(predicted, MAX_NAME)}", *rest

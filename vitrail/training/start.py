@@ -12,6 +12,7 @@ from torch import nn
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, RunError, plural
 from vitrail.models.blocks import StochasticDepth
+from vitrail.models.linear.dense import Linear
 from vitrail.models.linear.lora import add_adapters, check_adapters
 from vitrail.models.network import with_weights
 from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build
@@ -19,6 +20,7 @@ from vitrail.settings import from_plain, to_plain
 from vitrail.tasks.task import Task
 from vitrail.training.config import StartConfig
 from vitrail.weights.adapt import adapted
+from vitrail.weights.answers import OutputKind
 from vitrail.weights.bundle import Bundle, weights_sha256
 
 
@@ -75,9 +77,10 @@ def open_again(start: StartConfig, run: str, sha256: str) -> Bundle:
 
 
 def fitted(
-    model: AnyConfig, init: str | None, images: Preprocess, overrides: Mapping[str, Any], num_classes: int
+    model: AnyConfig, init: str | None, images: Preprocess, overrides: Mapping[str, Any], num_classes: int, task: Task
 ) -> AnyConfig:
-    """Return the config of a model's network, changed to the run's images and to a new head for `num_classes` classes.
+    """Return the config of a model's network, changed to the run's images and to a new head of the task for
+    `num_classes` classes.
 
     A grey model can take images of three channels. Raises `ConfigError` for any other number of channels, and for
     overrides that the model's architecture does not have.
@@ -88,6 +91,8 @@ def fitted(
             f"channels={model.channels}, which also converts the images"
         )
     known = {item.name for item in fields(model)}
+    kind = head_kind_of(model, overrides, task)
+    overrides = {name: value for name, value in overrides.items() if name != "head_kind"}
     for name, value in overrides.items():
         if name not in known:
             raise ConfigError(f"{name}={value} is a setting of transformers, but model {init!r} is a ResNet")
@@ -98,7 +103,29 @@ def fitted(
             f"{init!r} has; leave it out"
         )
     shape = {"image_size": images.image_size, "channels": images.channels, "num_classes": num_classes}
-    return replace(model, **{**shape, **overrides, **hidden})
+    return replace(model, **{**shape, **overrides, **hidden, **kind})
+
+
+def head_kind_of(model: AnyConfig, overrides: Mapping[str, Any], task: Task) -> dict[str, Any]:
+    """Return the kind of the head that a run trains, as a field of the config of its network: that of the overrides, or
+    that of the model if the task trains it, or else the usual one of the task. A ResNet has no such field.
+
+    Raise `ConfigError` if the task or the network does not have the kind.
+    """
+    own = getattr(model, "head_kind", "pooled")
+    kind = overrides.get("head_kind", own if own in task.head_kinds else task.head_kinds[0])
+    if kind not in task.head_kinds:
+        raise ConfigError(
+            f"head_kind={kind!r} is not one that the task {task.name} trains: {', '.join(map(repr, task.head_kinds))}"
+        )
+    if hasattr(model, "head_kind"):
+        return {"head_kind": kind}
+    if kind != "pooled":
+        raise ConfigError(
+            f"the task {task.name} needs patch tokens, which a ResNet does not have; choose a Vision Transformer or a "
+            "hybrid"
+        )
+    return {}
 
 
 def network_from(
@@ -122,7 +149,9 @@ def network_from(
         config = replace(bundle.network.config, **settings)
         bundle = replace(bundle, network=with_weights(bundle.network, config, bundle.network.state_dict()))
     resized = adapted(bundle, image_size=images.image_size)
-    same = bundle.classes == names and (bundle.output == "numbers") == (task.output == "numbers")
+    kind = head_kind_of(bundle.network.config, overrides, task)
+    same = bundle.classes == names and _meaning(bundle.output) == _meaning(task.output)
+    same = same and all(getattr(bundle.network.config, name) == value for name, value in kind.items())
     numbered = task.output != "numbers" and names == tuple(map(str, range(len(names))))
     kept = same and not numbered and not start.new_head
     if not names:
@@ -132,16 +161,24 @@ def network_from(
     elif kept:
         headed, note = resized, f"the head of model {start.init!r} is kept, because its outputs are the same"
     else:
-        headed = adapted(adapted(resized, num_classes=0, drop_head_hidden=True), classes=names)
+        bare = adapted(resized, num_classes=0, drop_head_hidden=True)
+        with_kind = with_weights(bare.network, replace(bare.network.config, **kind), bare.network.state_dict())
+        headed = adapted(replace(bare, network=with_kind, output=task.output), classes=names)
         note = f"the new head has {plural(len(names), task.output_noun)}"
-        if not start.linear_head:
+        if not start.linear_head and headed.network.config.num_classes and isinstance(headed.network.head, Linear):
             note += "; its weights start at zero"
         if same and numbered:
             note += ", because the classes have numbers instead of names, which may mean other things in the model"
     with torch.device("meta"):
-        network = build(replace(headed.network.config, **overrides))
+        network = build(replace(headed.network.config, **{**overrides, **kind}))
     network.load_state_dict({name: tensor.clone() for name, tensor in headed.network.state_dict().items()}, assign=True)
     return network, kept, (*resized.notes, note)
+
+
+def _meaning(output: OutputKind) -> OutputKind:
+    """Return the meaning of outputs, of which a head of the same kind can have another: softmax and sigmoid are both
+    scores of classes."""
+    return "softmax" if output == "sigmoid" else output
 
 
 # The choice of the weights that are trained: all, the last blocks, the head, or low-rank adapters.

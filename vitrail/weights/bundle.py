@@ -15,6 +15,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vitrail.cores import following_cores
+from vitrail.data.pixels.decode import image_size_of
+from vitrail.data.pixels.geometry import Placement
 from vitrail.data.pixels.preprocess import Pixels, Preprocess
 from vitrail.errors import BundleError, ConfigError, DataError, UndecodableImage, nearest
 from vitrail.machine import Precision, pick_device
@@ -22,6 +24,18 @@ from vitrail.models.cost import prediction_batch
 from vitrail.models.predictor import Predictor
 from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build
 from vitrail.settings import from_plain, to_plain
+from vitrail.weights.answers import (
+    DENSE,
+    OUTPUT_NOUNS,
+    AnyPrediction,
+    NumberPrediction,
+    OutputKind,
+    class_masks,
+    finite,
+    found_objects,
+    probabilities_of,
+    rank,
+)
 from vitrail.weights.saved import (
     DESCRIPTION,
     OPTIONAL,
@@ -37,40 +51,6 @@ ImageLike = str | Path | bytes | np.ndarray | Image.Image
 
 Images = Sequence[ImageLike] | np.ndarray | Image.Image
 """A list of images, one Pillow image, or an array of one image or of n images (`image_list`)."""
-
-OutputKind = Literal["softmax", "sigmoid", "numbers"]
-"""Meaning of a network's outputs. "softmax": logits of classes that exclude each other. "sigmoid": one yes-or-no logit
-per class. "numbers": numbers in the units of the training data."""
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The classes that a model predicts for one image."""
-
-    label: str
-    """The likeliest class."""
-    probability: float
-    """Probability of the likeliest class, in [0, 1]."""
-    ranking: tuple[tuple[str, float], ...]
-    """The `top` likeliest classes with their probabilities, the likeliest first. By default all classes."""
-
-
-@dataclass(frozen=True)
-class NumberPrediction:
-    """The numbers that a model predicts for one image, in the units of the training data."""
-
-    names: tuple[str, ...]
-    values: tuple[float, ...]
-
-    def __getitem__(self, name: str) -> float:
-        """Return the number with this name. Raise `KeyError` if the model has no number of this name."""
-        if name not in self.names:
-            raise KeyError(name)
-        return self.values[self.names.index(name)]
-
-
-AnyPrediction = Prediction | NumberPrediction
-
 
 if TYPE_CHECKING:
     LoadedNetwork = AnyNetwork  # an exported network refuses by name what it cannot do, so callers need not ask
@@ -114,6 +94,12 @@ class Bundle:
         if len(self.classes) != config.num_classes:
             raise BundleError(
                 f"there are {len(self.classes)} class names, but the network has {config.num_classes} outputs"
+            )
+        is_dense = getattr(config, "head_kind", "pooled") != "pooled"
+        if self.classes and is_dense != (self.output in DENSE):
+            raise BundleError(
+                f"output={self.output!r} does not fit the head of the network, which is of the kind "
+                f"{getattr(config, 'head_kind', 'pooled')!r}"
             )
         for name, choices in (("output", get_args(OutputKind)), ("precision", get_args(Precision))):
             if getattr(self, name) not in choices:
@@ -159,8 +145,9 @@ class Bundle:
         """Return one prediction per image, in the order of the images. `images` is a list, one image (a Pillow image,
         or an array of (h, w), (h, w, 1) or (h, w, 3)), or an array of n images, (n, h, w, 1) or (n, h, w, 3).
 
-        A prediction is a `Prediction` of classes, or a `NumberPrediction` if the model's output is "numbers". A
-        `Prediction` ranks the `top` likeliest classes, or all classes if `top` is None. Matrix products are computed in
+        A prediction is a `Prediction` of classes, or a `NumberPrediction`, `Detections` or a `MaskPrediction` if the
+        model's output is "numbers", "boxes" or "mask". A `Prediction` ranks the `top` likeliest classes, or all classes
+        if `top` is None. Matrix products are computed in
         `precision`, by default the bundle's own. "auto" is bf16 on processors with matrix units for bf16, else float32.
         bf16 is faster and changes probabilities slightly (docs/performance.md). The default `batch_size` follows from
         the network's arithmetic and memory. The number of compute threads follows the cores that other programs leave,
@@ -185,7 +172,11 @@ class Bundle:
                 if broken and undecodable == "raise":
                     raise broken[0]
                 pixels = [item for item in loaded if not isinstance(item, UndecodableImage)]
-                predictions = iter(self.answers(predictor.logits(self.inputs(pixels)), top) if pixels else ())
+                placements = self.placements(
+                    [image for image, item in zip(batch, loaded, strict=True) if not isinstance(item, UndecodableImage)]
+                )
+                outputs = predictor.logits(self.inputs(pixels)) if pixels else torch.empty(0)
+                predictions = iter(self.answers(outputs, top, placements) if pixels else ())
                 results += [item if isinstance(item, UndecodableImage) else next(predictions) for item in loaded]
                 adapt_threads()
         return results
@@ -210,16 +201,32 @@ class Bundle:
         return self.preprocess.normalise(torch.from_numpy(np.stack([*pixels])).to(self.device))
 
     def probabilities(self, logits: Float[Tensor, "b classes"]) -> Float[Tensor, "b classes"]:
-        """Return the probability of every class. Raise `ConfigError` if the model's output is "numbers"."""
+        """Return the probability of every class. Raise `ConfigError` for a model of numbers, boxes or masks."""
         return probabilities_of(logits, self.output)
 
-    def answers(self, outputs: Float[Tensor, "b outputs"], top: int | None = None) -> Sequence[AnyPrediction]:
-        """Return the prediction of each row of the network's outputs, as `predict` does. Raise `BundleError` for
-        outputs that are not finite, and `ConfigError` for a `top` that is out of range."""
+    def placements(self, images: Sequence[ImageLike]) -> Sequence[Placement]:
+        """Return where images that can be decoded lie in the network's input. Only models of boxes and masks need it:
+        for others the list is empty."""
+        if self.output not in DENSE:
+            return ()
+        read = (read_image(image) if isinstance(image, str | Path) else image for image in images)
+        return [self.preprocess.placement(image_size_of(image)) for image in read]
+
+    def answers(
+        self, outputs: Float[Tensor, b * outputs], top: int | None = None, placements: Sequence[Placement] = ()
+    ) -> Sequence[AnyPrediction]:
+        """Return the prediction of each row of the network's outputs, as `predict` does. Models of boxes and masks need
+        the `placements` of the images. Raise `BundleError` for outputs that are not finite, and `ConfigError` for a
+        `top` that is out of range."""
         count = self._count(top)
         outputs = finite(outputs.float().cpu())
         if self.output == "numbers":
             return [NumberPrediction(self.classes, tuple(row)) for row in outputs.tolist()]
+        if self.output in DENSE:
+            config: Any = self.network.config
+            if self.output == "boxes":
+                return found_objects(config.dense_head, outputs, self.classes, placements)
+            return class_masks(config.dense_head, outputs, self.classes, placements, config.grid)
         return rank(self.probabilities(outputs), self.classes, count)
 
     def save(self, path: str | Path, *, overwrite: bool = False, stored: StoredFormat = "float32") -> Path:
@@ -263,8 +270,10 @@ class Bundle:
         """Return the number of classes that a prediction ranks."""
         if top is None:
             return len(self.classes)
-        if self.output == "numbers":
-            raise ConfigError(f"top={top} ranks classes, but this model predicts numbers; leave top out")
+        if self.output not in ("softmax", "sigmoid"):
+            raise ConfigError(
+                f"top={top} ranks classes, but this model predicts {OUTPUT_NOUNS[self.output]}; leave top out"
+            )
         if not 1 <= top <= len(self.classes):
             raise ConfigError(f"top={top} is out of range, because this model has {len(self.classes)} classes")
         return top
@@ -274,24 +283,6 @@ class Bundle:
             return self.preprocess.pixels(read_image(image) if isinstance(image, str | Path) else image)
         except UndecodableImage as error:
             return UndecodableImage(f"{image} {error}") if isinstance(image, str | Path) else error
-
-
-def probabilities_of(logits: Tensor, output: OutputKind) -> Tensor:
-    """Return the probability of every class from the logits of a network with outputs of this meaning. Raise
-    `ConfigError` for numbers, which have no probabilities."""
-    if output == "numbers":
-        raise ConfigError("this model predicts numbers, which have no probabilities; use predict")
-    return torch.softmax(logits, dim=1) if output == "softmax" else torch.sigmoid(logits)
-
-
-def finite(outputs: Float[Tensor, "b n"]) -> Float[Tensor, "b n"]:
-    """Return the outputs of a model. Raise `BundleError` if one of them is not finite."""
-    if wrong := int((~outputs.isfinite().all(dim=1)).sum()):
-        raise BundleError(
-            f"the model's outputs are not finite for {wrong:,} of {len(outputs):,} images; its weights are damaged, or "
-            "its training diverged"
-        )
-    return outputs
 
 
 def load_bundle(path: str | Path, *, device: str = "auto") -> Bundle:
@@ -465,24 +456,3 @@ def image_list(images: Images) -> Sequence[ImageLike]:
         "paths, encoded files, uint8 arrays or Pillow images, or one Pillow image, or a uint8 array of (h, w), "
         "(h, w, 1), (h, w, 3) or, for n images, (n, h, w, 1) or (n, h, w, 3)"
     )
-
-
-def rank(probabilities: Float[Tensor, "b classes"], classes: tuple[str, ...], count: int) -> list[Prediction]:
-    """Return the `count` likeliest classes of each row. Equally likely classes keep the order of `classes`."""
-    predictions = []
-    for row in probabilities:
-        values, order = _largest(row, count)
-        ranking = tuple((classes[index], value) for index, value in zip(order, values, strict=True))
-        predictions.append(Prediction(*ranking[0], ranking))
-    return predictions
-
-
-def _largest(row: Float[Tensor, " n"], count: int) -> tuple[list[float], list[int]]:
-    """Return the largest values, largest first, and their indices. Equal values keep the order of their indices."""
-    if count == len(row):
-        values, order = row.sort(descending=True, stable=True)
-        return values.tolist(), order.tolist()
-    # `topk` returns equal values in any order, so it only gives the threshold. Comparisons with NaN are false.
-    candidates = (~(row < row.topk(count).values[-1])).nonzero()[:, 0]
-    values, order = row[candidates].sort(descending=True, stable=True)
-    return values[:count].tolist(), candidates[order[:count]].tolist()

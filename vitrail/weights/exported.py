@@ -28,7 +28,8 @@ from vitrail.errors import BundleError, ConfigError
 from vitrail.models.variants import AnyConfig
 from vitrail.registry import optional_module
 from vitrail.settings import to_plain
-from vitrail.weights.bundle import Bundle, OutputKind, read_described, weights_sha256
+from vitrail.weights.answers import OutputKind
+from vitrail.weights.bundle import Bundle, read_described, weights_sha256
 
 # --- the hash
 

@@ -23,7 +23,7 @@ from vitrail.evaluation.metrics.classes import (
     fit_temperature,
     per_sample,
 )
-from vitrail.weights.bundle import OutputKind
+from vitrail.weights.answers import OutputKind
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])

@@ -20,7 +20,8 @@ from vitrail.data.pixels.decode import to_pil
 from vitrail.data.pixels.geometry import Placement
 from vitrail.errors import BundleError
 from vitrail.models.vit import VisionTransformer
-from vitrail.weights.bundle import Bundle, NumberPrediction
+from vitrail.weights.answers import NumberPrediction, Prediction
+from vitrail.weights.bundle import Bundle
 
 MAX_BYTES = 5_000_000
 """Default of the largest size of a page."""
@@ -140,7 +141,7 @@ class Explainer:
             assert isinstance(numbers, NumberPrediction)
             return tuple(zip(numbers.names, numbers.values, strict=True))
         (found,) = bundle.predict([image], top=min(self._top, len(bundle.classes)))
-        assert not isinstance(found, NumberPrediction)
+        assert isinstance(found, Prediction)
         return found.ranking
 
 

@@ -21,10 +21,10 @@ Box = tuple[int, int, int, int]
 
 
 class Jitter(NamedTuple):
-    """A random scale and place of a whole picture in the network's input (large-scale jitter, 2012.07177)."""
+    """A random scale and place of a whole image in the network's input (large-scale jitter, 2012.07177)."""
 
     scale: float
-    """Factor beside the scale at which the picture just fits into the input."""
+    """Factor beside the scale at which the image just fits into the input."""
     down: float
     """Place of the window, from 0 (the upper end) to 1 (the lower end)."""
     across: float
@@ -203,7 +203,7 @@ class Placement:
 
 
 def place_jittered(old: Size, new: Size, jitter: Jitter) -> Placement:
-    """Return the placement of a picture that is scaled as `jitter` says. The window is cut out of the scaled picture,
+    """Return the placement of a image that is scaled as `jitter` says. The window is cut out of the scaled image,
     or extends beyond it."""
     ratio = min(new[0] / old[0], new[1] / old[1]) * jitter.scale
     scaled = max(1, round(old[0] * ratio)), max(1, round(old[1] * ratio))

@@ -27,7 +27,8 @@ from vitrail.evaluation.features.cache import Entry, Identity, Kept, data_finger
 from vitrail.evaluation.predictions import Pass
 from vitrail.machine import Precision, resolve_precision
 from vitrail.models.predictor import Predictor
-from vitrail.weights.bundle import Bundle, finite
+from vitrail.weights.answers import finite
+from vitrail.weights.bundle import Bundle
 
 Layer = Literal["embedding", "head-inputs"]
 """Layer of a network whose outputs are the features. The two layers differ if the network has a hidden layer before its

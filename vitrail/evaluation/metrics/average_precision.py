@@ -1,4 +1,4 @@
-"""COCO's average precision of boxes and of masks, with bootstrap intervals over the pictures."""
+"""COCO's average precision of boxes and of masks, with bootstrap intervals over the images."""
 
 from __future__ import annotations
 
@@ -9,28 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Bool, Float64
 
 from vitrail.data.objects import Objects, Runs
 from vitrail.evaluation.metrics.intervals import Metric, interval
-
-MOST_BOXES = 100
-"""Largest number of boxes of a picture that count, those with the highest scores."""
+from vitrail.models.heads.dense_head import MOST_BOXES
+from vitrail.weights.answers import Detections
 
 SIZES = ("all", "small", "medium", "large")
 """Sizes of objects: areas below 32 x 32 pixels are small, those of at least 96 x 96 large."""
-
-
-@dataclass(frozen=True, eq=False)
-class Detections:
-    """The objects that a model finds in one picture."""
-
-    boxes: Float[np.ndarray, "n 4"]
-    """Left, top, right and bottom, as fractions of the picture."""
-    scores: Float[np.ndarray, " n"]
-    labels: Int64[np.ndarray, " n"]
-    masks: tuple[Runs, ...] = ()
-    """The pixels of each object, at the size of the picture. () for a model of boxes."""
 
 
 @dataclass(frozen=True)
@@ -50,23 +37,22 @@ class PrecisionReport:
 def average_precision(
     truths: Sequence[Objects],
     found: Sequence[Detections],
-    sizes: Sequence[tuple[int, int]],
     classes: int,
     *,
     of_masks: bool = False,
     resamples: int = 200,
     seed: int = 0,
 ) -> PrecisionReport:
-    """Return the average precision of pictures of these heights and widths.
+    """Return the average precision of images, from the true objects of each and those that were found.
 
     Crowds are ignored as in COCO: boxes that cover them are neither right nor wrong. The values are pycocotools'.
-    A resample draws the pictures with replacement, and each drawn copy counts as a picture.
+    A resample draws the images with replacement, and each drawn copy counts as a image.
     """
     from faster_coco_eval import COCOeval_faster  # type: ignore[import-untyped]
     from faster_coco_eval.faster_eval_api_cpp import COCOevalAccumulate  # type: ignore[import-untyped]
 
     with contextlib.redirect_stdout(io.StringIO()):
-        true, predicted = _datasets(truths, found, sizes, classes, of_masks=of_masks)
+        true, predicted = _datasets(truths, found, classes, of_masks=of_masks)
         evaluation = COCOeval_faster(
             true, predicted, "segm" if of_masks else "bbox", print_function=_quiet, separate_eval=True
         )
@@ -88,10 +74,42 @@ def average_precision(
     return PrecisionReport(mean, at_50, at_75, by_size, by_class)
 
 
+def best_threshold(truths: Sequence[Objects], found: Sequence[Detections]) -> float:
+    """Return the score above which the objects that were found have the best F1 at an overlap of 0.5. It is 0.5 if no
+    object was found rightly."""
+    scores, hits, total = [np.zeros(0)], [np.zeros(0, np.bool_)], 0
+    for truth, one in zip(truths, found, strict=True):
+        total += int((~truth.crowd).sum())
+        scores.append(one.scores)
+        hits.append(_hits(truth, one))
+    order = np.argsort(-np.concatenate(scores), kind="stable")
+    sorted_scores, right = np.concatenate(scores)[order], np.cumsum(np.concatenate(hits)[order])
+    if not len(right) or not right[-1]:
+        return 0.5
+    last = np.append(sorted_scores[1:] < sorted_scores[:-1], True)  # a threshold takes all of equal scores
+    f1 = np.where(last, 2 * right / (np.arange(1, len(right) + 1) + total), 0)
+    return float(sorted_scores[int(f1.argmax())])
+
+
+def _hits(truth: Objects, found: Detections) -> Bool[np.ndarray, " n"]:
+    """Return which of the found objects are right: the first one that overlaps a true object of its class."""
+    boxes = truth.boxes * np.tile(found.size[::-1], 2)
+    free = ~truth.crowd
+    hits = np.zeros(len(found), np.bool_)
+    for row in np.argsort(-found.scores, kind="stable").tolist():
+        starts, ends = np.maximum(boxes[:, :2], found.boxes[row, :2]), np.minimum(boxes[:, 2:], found.boxes[row, 2:])
+        common = (ends - starts).clip(min=0).prod(axis=1)
+        areas = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1) + (found.boxes[row, 2:] - found.boxes[row, :2]).prod()
+        overlap = np.where(free & (truth.labels == found.labels[row]), common / (areas - common).clip(min=1e-12), 0)
+        if len(overlap) and overlap.max() >= 0.5:
+            hits[row] = True
+            free[overlap.argmax()] = False
+    return hits
+
+
 def _datasets(
     truths: Sequence[Objects],
     found: Sequence[Detections],
-    sizes: Sequence[tuple[int, int]],
     classes: int,
     *,
     of_masks: bool,
@@ -99,12 +117,12 @@ def _datasets(
     """Return the true and the predicted objects in the form of COCO's program."""
     from faster_coco_eval import COCO
 
-    images = [{"id": n, "height": height, "width": width} for n, (height, width) in enumerate(sizes, start=1)]
+    images = [{"id": n, "height": one.size[0], "width": one.size[1]} for n, one in enumerate(found, start=1)]
     categories = [{"id": label + 1, "name": str(label)} for label in range(classes)]
     annotations: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
-    for number, (truth, one, size) in enumerate(zip(truths, found, sizes, strict=True), start=1):
-        scale = np.tile(size[::-1], 2).astype(np.float64)
+    for number, (truth, one) in enumerate(zip(truths, found, strict=True), start=1):
+        size, scale = one.size, np.tile(one.size[::-1], 2).astype(np.float64)
         for row, label in enumerate(truth.labels.tolist()):
             box = _corner_and_sides(truth.boxes[row] * scale)
             area = truth.areas[row] * size[0] * size[1]
@@ -118,7 +136,7 @@ def _datasets(
             annotations.append(item)
         best = np.argsort(-one.scores, kind="stable")[:MOST_BOXES].tolist()
         for row in best:
-            box = _corner_and_sides(one.boxes[row].astype(np.float64) * scale)
+            box = _corner_and_sides(one.boxes[row])
             item = {
                 "image_id": number, "category_id": int(one.labels[row]) + 1, "bbox": box,
                 "score": float(one.scores[row]),

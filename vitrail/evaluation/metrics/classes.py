@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Float32, Float64, Int64, UInt8
 
 from vitrail.errors import ConfigError, DataError
-from vitrail.weights.bundle import OutputKind
+from vitrail.weights.answers import OutputKind
 
 
 def check_labels(labels: Int64[np.ndarray, " n"], num_classes: int) -> None:

@@ -21,7 +21,8 @@ from vitrail.errors import BundleError, ConfigError
 from vitrail.files import replacing_folder, write_json
 from vitrail.models.positions import PositionResize
 from vitrail.models.vit_config import Activation, ViTConfig
-from vitrail.weights.bundle import Bundle, OutputKind
+from vitrail.weights.answers import OutputKind
+from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.huggingface_preprocess import PREPROCESS, preprocess_of, preprocessor_config
 from vitrail.weights.layouts.layout import (
     KEPT,

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.data.objects import Objects, Runs, drawn
-from vitrail.evaluation.metrics.average_precision import Detections, average_precision
+from vitrail.evaluation.metrics.average_precision import average_precision, best_threshold
+from vitrail.weights.answers import Detections
 
 CLASSES = 3
+NAMES = ("a", "b", "c")
 
 
 def pictures(seed: int, count: int) -> tuple[list[Objects], list[Detections], list[tuple[int, int]]]:
@@ -37,7 +39,8 @@ def pictures(seed: int, count: int) -> tuple[list[Objects], list[Detections], li
             Runs.of(drawn((np.array([(b[0], b[1]), (b[2], b[1]), (b[2], b[3]), (b[0], b[3])]),), size)) for b in moved
         )
         scores = random.integers(0, 5, boxes) / 5
-        found.append(Detections(moved, scores, random.integers(0, CLASSES, boxes), masks))
+        moved = moved * np.tile(size[::-1], 2)
+        found.append(Detections(NAMES, moved, scores, random.integers(0, CLASSES, boxes), size, masks))
         sizes.append(size)
     return truths, found, sizes
 
@@ -63,7 +66,7 @@ def by_pycocotools(
                 "segmentation": {"size": [height, width], "counts": runs.counts},
             })  # fmt: skip
         for row in range(len(one.scores)):
-            left, top, right, bottom = one.boxes[row] * scale
+            left, top, right, bottom = one.boxes[row]
             results.append({
                 "image_id": number, "category_id": int(one.labels[row]), "score": one.scores[row],
                 "bbox": [left, top, right - left, bottom - top],
@@ -91,7 +94,7 @@ def test_values_are_those_of_pycocotools(seed: int, kind: str) -> None:
     truths, found, sizes = pictures(seed, 7)
     if not any(len(one.scores) for one in found):
         return
-    report = average_precision(truths, found, sizes, CLASSES, of_masks=kind == "segm", resamples=5)
+    report = average_precision(truths, found, CLASSES, of_masks=kind == "segm", resamples=5)
     stats, classes = by_pycocotools(truths, found, sizes, kind)
     theirs = [None if value == -1 else value for value in stats.tolist()]
     ours = [report.precision.value, report.precision_50.value, report.precision_75.value, *report.by_size.values()]
@@ -101,14 +104,46 @@ def test_values_are_those_of_pycocotools(seed: int, kind: str) -> None:
         assert value == (pytest.approx(known.mean()) if len(known) else None)
 
 
+def test_the_threshold_has_the_best_f1_of_all_scores() -> None:
+    truths, found, _ = pictures(5, 12)
+    best = best_threshold(truths, found)
+
+    def f1(threshold: float) -> float:
+        right = total = count = 0
+        for truth, one in zip(truths, found, strict=True):
+            free = [row for row in range(len(truth)) if not truth.crowd[row]]
+            total += len(free)
+            for item in sorted(one.above(threshold), key=lambda item: -item.score):
+                count += 1
+                overlaps = {row: overlap(truth.boxes[row] * np.tile(one.size[::-1], 2), item.box) for row in free
+                            if NAMES[truth.labels[row]] == item.label}  # fmt: skip
+                if overlaps and max(overlaps.values()) >= 0.5:
+                    right += 1
+                    free.remove(max(overlaps, key=overlaps.__getitem__))
+        return 2 * right / (count + total)
+
+    assert f1(best) == pytest.approx(max(f1(score) for score in (0.0, 0.2, 0.4, 0.6, 0.8)))
+    assert best_threshold(truths, [one.taken(np.zeros(0, np.int64)) for one in found]) == 0.5
+
+
+def overlap(first: Any, second: Any) -> float:
+    width, height = (min(first[k + 2], second[k + 2]) - max(first[k], second[k]) for k in (0, 1))
+    common = max(width, 0) * max(height, 0)
+    areas = ((box[2] - box[0]) * (box[3] - box[1]) for box in (first, second))
+    return float(common / (sum(areas) - common))
+
+
 def test_perfect_and_empty_answers_and_their_intervals() -> None:
     truths, _, sizes = pictures(3, 9)
     truths = [Objects.of(one.labels.tolist(), one.boxes.tolist(), size=one.size) for one in truths]
-    perfect = [Detections(one.boxes, np.ones(len(one)), one.labels) for one in truths]
-    nothing = [Detections(np.zeros((0, 4)), np.zeros(0), np.zeros(0, np.int64)) for _ in truths]
-    best = average_precision(truths, perfect, sizes, CLASSES, resamples=20).precision
+    perfect = [
+        Detections(NAMES, one.boxes * np.tile(size[::-1], 2), np.ones(len(one)), one.labels, size)
+        for one, size in zip(truths, sizes, strict=True)
+    ]
+    nothing = [one.taken(np.zeros(0, np.int64)) for one in perfect]
+    best = average_precision(truths, perfect, CLASSES, resamples=20).precision
     assert (best.value, best.low, best.high) == pytest.approx((1, 1, 1))
-    assert average_precision(truths, nothing, sizes, CLASSES, resamples=0).precision.value == 0
-    half = [one if n % 2 else nothing[0] for n, one in enumerate(perfect)]
-    some = average_precision(truths, half, sizes, CLASSES, resamples=50).precision
+    assert average_precision(truths, nothing, CLASSES, resamples=0).precision.value == 0
+    half = [one if n % 2 else nothing[n] for n, one in enumerate(perfect)]
+    some = average_precision(truths, half, CLASSES, resamples=50).precision
     assert some.low is not None and some.high is not None and some.low < some.value < some.high

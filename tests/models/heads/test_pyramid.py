@@ -1,0 +1,63 @@
+"""The head of boxes: where its cells are, what it costs, and which of its boxes are kept."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import vitrail
+from vitrail.errors import ConfigError
+from vitrail.models.heads.pyramid import best_boxes, cells_of, overlaps
+
+
+def test_a_network_of_boxes_fulfils_the_contract() -> None:
+    network = vitrail.create("ViT-Pico/8", num_classes=3, image_size=(24, 40), head_kind="pyramid", depth=2)
+    outputs = network(torch.zeros(2, 3, 24, 40))
+    assert outputs.shape == (2, 4 * 15 + 15 + 2 * 3, 4 + 3) and outputs.dtype == torch.float32
+    assert network.config.parameters() == sum(weight.numel() for weight in network.parameters())
+    assert network(torch.zeros(1, 3, 16, 56)).shape == (1, 4 * 14 + 14 + 4, 7)
+    bare = network.with_head(0)
+    assert bare.head is None and torch.equal(bare.features(torch.ones(1, 3, 24, 40)).patches,
+                                             network.features(torch.ones(1, 3, 24, 40)).patches)  # fmt: skip
+    assert (
+        network.with_head(5).head is not network.head and network.with_head(5)(torch.zeros(1, 3, 24, 40)).shape[2] == 9
+    )
+
+
+def test_first_boxes_lie_around_their_cells() -> None:
+    network = vitrail.create("ViT-Pico/8", num_classes=1, image_size=(40, 24), head_kind="pyramid")
+    boxes = network.eval()(torch.zeros(1, 3, 40, 24))[0, :, :4]
+    places, sides = cells_of((5, 3), torch.device("cpu"))
+    assert places[0].tolist() == pytest.approx([0.25 / 3, 0.25 / 5]) and places[-1].tolist() == pytest.approx(
+        [3 / 3, 5 / 5]
+    )
+    middles = (boxes[:, :2] + boxes[:, 2:]) / 2
+    reach = (boxes[:, 2:] - boxes[:, :2]) * torch.tensor([3, 5]) / sides[:, None]
+    assert (middles - places).abs().max() < 0.3 and reach.min() > 1 and reach.max() < 6
+
+
+@pytest.mark.parametrize("field", [{"head_hidden": 5}, {"patch_dropout": 0.5}, {"cut_uneven": True}])
+def test_settings_that_lose_patches_are_refused(field: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="does not fit head_kind='pyramid'"):
+        vitrail.create("ViT-Pico/8", num_classes=1, image_size=(40, 24), head_kind="pyramid", **field)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6))
+def test_kept_boxes_are_those_of_a_plain_suppression(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    starts = random.uniform(0, 0.6, (30, 2))
+    boxes = torch.tensor(np.concatenate([starts, starts + random.uniform(0.1, 0.4, (30, 2))], axis=1))
+    scores = torch.tensor(random.uniform(size=(30, 2)))
+    found = best_boxes(boxes, scores)
+    kept: list[tuple[float, int, int]] = []
+    for score, row, label in sorted(((float(scores[r, k]), r, k) for r in range(30) for k in range(2)), reverse=True):
+        same = [other for _, other, its in kept if its == label]
+        if all(float(overlaps(boxes[row : row + 1], boxes[other : other + 1])) <= 0.6 for other in same):
+            kept.append((score, row, label))
+    assert found.scores.tolist() == pytest.approx([score for score, _, _ in kept])
+    assert found.labels.tolist() == [label for _, _, label in kept]
+    torch.testing.assert_close(found.boxes, boxes[[row for _, row, _ in kept]])

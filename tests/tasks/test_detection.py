@@ -1,0 +1,87 @@
+"""The task detection: which cells learn from an object, and that a network learns a few drawn images by heart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import vitrail
+from vitrail.data.batch import Batch
+from vitrail.models.heads.pyramid import cells_of
+from vitrail.tasks.detection import Detection, DetectionObjective, assign, focal, giou_loss
+
+TASK = Detection(cells_per_object=5)
+
+
+def test_losses_of_boxes_and_scores_are_those_of_their_publications() -> None:
+    boxes = torch.tensor([[0.0, 0, 2, 2], [0, 0, 1, 1], [0, 0, 0, 0]])
+    others = torch.tensor([[1.0, 1, 3, 3], [2, 0, 3, 1], [0, 0, 0, 0]])
+    expected = [1 - 1 / 7 + 2 / 9, 1 + 1 / 3, 1]  # by hand: the smallest box around both is 3 x 3, then 3 x 1
+    assert giou_loss(boxes, others).tolist() == pytest.approx(expected)
+    logits, targets = torch.tensor([[0.3, -2.0]]).double(), torch.tensor([[0.7, 0.0]]).double()
+    probability = 1 / (1 + (-logits).exp())
+    entropy = -(targets * probability.log() + (1 - targets) * (1 - probability).log())
+    torch.testing.assert_close(focal(logits, targets), (probability - targets) ** 2 * entropy)
+
+
+def test_the_best_cells_inside_an_object_learn_it() -> None:
+    places, _ = cells_of((4, 6), torch.device("cpu"))
+    truth = torch.tensor([[0.0, 0.0, 0.5, 0.5], [0.45, 0.5, 1.0, 1.0], [0.9, 0.0, 1.0, 0.1]])
+    boxes = torch.cat([places - 0.2, places + 0.2], dim=1)
+    scores = torch.full((len(places), 2), 0.1)
+    scores[3, 1] = 0.9
+    labels = torch.tensor([1, 0, -2])
+    found = assign(boxes, scores, places, truth, labels, TASK)
+    takes = found.quality > 0
+    assert 0 < int(takes.sum()) <= 10
+    for place, box, row in zip(places[takes], found.boxes[takes], found.scores[takes], strict=True):
+        assert (place > box[:2]).all() and (place < box[2:]).all(), "cells learn only objects that contain them"
+        assert (row > 0).tolist() == ([False, True] if box[0] == 0 else [True, False])
+    assert found.scores.max() <= 1 and torch.equal(found.scores.sum(dim=1), found.quality)
+    ignored = ((places > truth[2, :2]) & (places < truth[2, 2:])).all(dim=1)
+    assert not found.counted[ignored & ~takes].any() and found.counted[~ignored].all()
+    empty = assign(boxes, scores, places, truth[:0], labels[:0], TASK)
+    assert empty.counted.all() and not empty.scores.any()
+
+
+def test_an_object_smaller_than_a_cell_is_learned() -> None:
+    places, _ = cells_of((3, 3), torch.device("cpu"))
+    boxes = torch.cat([places - 0.1, places + 0.1], dim=1)
+    tiny = torch.tensor([[0.51, 0.52, 0.515, 0.53]])
+    found = assign(boxes, torch.full((len(places), 1), 0.1), places, tiny, torch.tensor([0]), TASK)
+    assert int((found.quality > 0).sum()) == 1
+
+
+def batch_of(images: int, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.rand(images, 3, 2, generator=generator) * 20
+    boxes = torch.cat([starts, starts + 4 + torch.rand(images, 3, 2, generator=generator) * 12], dim=2)
+    labels = torch.randint(-2, 2, (images, 3), generator=generator)
+    pixels = torch.rand(images, 3, 24, 40, generator=generator)
+    numbers = torch.arange(images)
+    return Batch(
+        pixels, torch.full((images,), -1), torch.arange(images) != 1, numbers, torch.zeros_like(numbers),
+        boxes=boxes, box_labels=labels, target_kind="boxes",
+    )  # fmt: skip
+
+
+def gradients(objective: DetectionObjective, loss: Tensor) -> list[Tensor]:
+    return [*torch.autograd.grad(loss, [*objective.parameters()], allow_unused=True)]
+
+
+def test_parts_of_a_batch_have_the_loss_of_the_whole() -> None:
+    torch.manual_seed(0)
+    network: Any = vitrail.create("ViT-Pico/8", num_classes=2, image_size=(24, 40), head_kind="pyramid", depth=1)
+    objective = DetectionObjective(network.eval().double(), Detection())
+    batch = replace(batch_of(5), images=batch_of(5).images.double())
+    whole = objective(batch).loss
+    parts = batch.chunks(3)
+    amounts = [objective.counted(part).sum() for part in parts]
+    loss = torch.stack([objective(part).loss * amount for part, amount in zip(parts, amounts, strict=True)]).sum()
+    torch.testing.assert_close(loss / torch.stack(amounts).sum(), whole)
+    assert int(objective.counted(batch)[1]) == 0, "an image that cannot be decoded does not count"
+    assert all(one is None or one.isfinite().all() for one in gradients(objective, whole))

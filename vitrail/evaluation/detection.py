@@ -1,0 +1,111 @@
+"""The evaluator of boxes: COCO's average precision of the objects that a model finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from vitrail.data.batch import Batch
+from vitrail.data.objects import Objects
+from vitrail.data.source import Source, image_of, target_kind
+from vitrail.errors import ConfigError, DataError
+from vitrail.evaluation.metrics.average_precision import average_precision, best_threshold
+from vitrail.evaluation.outputs import Outputs
+from vitrail.settings import problems, raise_problems, setting
+from vitrail.weights.answers import Detections
+
+
+class FoundInSource(NamedTuple):
+    """The true objects of the images of a source, and those that a model finds."""
+
+    indices: list[int]
+    """The places of the images in the source. Images that cannot be used are left out."""
+    truths: list[Objects]
+    found: list[Detections]
+    is_finite: bool
+    """False if an output of the model is not finite. `found` is then empty."""
+
+
+@dataclass(frozen=True)
+class ByDetection:
+    """Average precision of the boxes that a model finds, with intervals (`average_precision`)."""
+
+    bootstrap: int = setting(200, least=0)
+    """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
+
+    def __post_init__(self) -> None:
+        raise_problems(problems(self))
+
+    def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
+        """Raise `ConfigError` if the model does not predict boxes, and `DataError` if the data has none or has other
+        classes."""
+        if target_kind(held_out) != "boxes":
+            raise DataError("detection needs boxes of objects, and this data has none; choose other data")
+        bundle = outputs.bundle
+        if bundle.output != "boxes":
+            raise ConfigError(
+                "detection measures boxes, and this model predicts none; fine-tune it on data with boxes "
+                "(vitrail finetune)"
+            )
+        if bundle.classes != tuple(held_out.classes):
+            raise DataError(
+                f"the model finds {', '.join(bundle.classes)}, but the objects of this data are "
+                f"{', '.join(held_out.classes)}; both must have the same names in the same order"
+            )
+
+    def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
+        """Return `average_precision` over the thresholds from 0.5 to 0.95, `average_precision_50` and
+        `average_precision_75`, with their intervals; `NAME:average_precision` of each class and of small, medium and
+        large objects; and the `score_threshold` with the best F1 at an overlap of 0.5."""
+        self.check(outputs, train, held_out)
+        seen = objects_in(outputs, held_out)
+        counts = {"images": float(len(seen.indices)), "skipped": float(len(held_out) - len(seen.indices))}
+        if not seen.is_finite:
+            return {"average_precision": float("nan"), **counts}
+        report = average_precision(seen.truths, seen.found, len(held_out.classes), resamples=self.bootstrap)
+        values: dict[str, float] = {}
+        names = {
+            "average_precision": "precision",
+            "average_precision_50": "precision_50",
+            "average_precision_75": "precision_75",
+        }
+        for name, field in names.items():
+            metric = getattr(report, field)
+            values[name] = metric.value
+            if metric.low is not None and metric.high is not None:
+                values |= {f"{name}_low": metric.low, f"{name}_high": metric.high}
+        parts = [*report.by_size.items(), *zip(held_out.classes, report.by_class, strict=True)]
+        values |= {f"{name}:average_precision": value for name, value in parts if value is not None}
+        values["score_threshold"] = best_threshold(seen.truths, seen.found)
+        return values | counts
+
+
+def objects_in(outputs: Outputs, source: Source) -> FoundInSource:
+    """Return the true objects of the images of a source, and those that the model finds. Images that cannot be decoded
+    or whose annotation has another size are skipped."""
+    seen = FoundInSource([], [], [], is_finite=True)
+    is_finite = True
+
+    def take(batch: Batch, made: Tensor) -> None:
+        nonlocal is_finite
+        valid = batch.valid.cpu()
+        places = batch.samples[valid].tolist()
+        made = made.cpu()[valid]
+        is_finite = is_finite and bool(made.isfinite().all())
+        if not is_finite or not places:
+            return
+        placements = outputs.bundle.placements([image_of(source, place) for place in places])
+        seen.indices.extend(places)
+        seen.found.extend(outputs.bundle.answers(made, placements=placements))  # type: ignore[arg-type]
+        seen.truths.extend(truth_at(source, place) for place in places)
+
+    outputs.each_batch(source, take)
+    return seen if is_finite else FoundInSource([], [], [], is_finite=False)
+
+
+def truth_at(source: Source, place: int) -> Objects:
+    """Return the objects of an image. An image without a target has none."""
+    target = source.target(place)
+    return target if isinstance(target, Objects) else Objects.of([], [])

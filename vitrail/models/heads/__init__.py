@@ -1,0 +1,17 @@
+"""Heads that compute outputs from all tokens of an image, such as boxes or a class for each patch, by name."""
+
+from __future__ import annotations
+
+from vitrail.models.heads.dense_head import DenseHead
+from vitrail.registry import Registry
+
+__all__ = ["HEADS", "DenseHead"]
+
+HEADS = Registry[type[DenseHead]](
+    {
+        "patches": "vitrail.models.heads.patch_classes:PatchClasses",
+        "pyramid": "vitrail.models.heads.pyramid:Pyramid",
+    }
+)
+"""Every kind of head by its name in `ViTConfig.head_kind`. The kind "pooled" is a linear layer of the pooled vector and
+is not in this table."""

@@ -1,0 +1,77 @@
+"""The contract of heads that compute outputs from all tokens of an image."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from vitrail.models.network import Features
+
+NEEDED: dict[str, Any] = {"head_hidden": 0, "patch_dropout": 0.0, "reduction": None, "cut_uneven": False}
+"""Fields of a config with the values that these heads need, because every patch of the image has outputs."""
+
+
+class FoundBoxes(NamedTuple):
+    """Boxes in one image, those with the highest scores first: at most `MOST_BOXES`."""
+
+    boxes: Float[Tensor, "n 4"]
+    """Left, top, right and bottom, as fractions of the network's input."""
+    scores: Float[Tensor, " n"]
+    labels: Int64[Tensor, " n"]
+
+
+MOST_BOXES = 100
+"""Largest number of boxes of an image, as COCO's average precision counts them."""
+
+
+class DenseHead(nn.Module, ABC):
+    """A head with several rows of outputs for an image, such as boxes or the classes of patches. A subclass is a row of
+    `vitrail.models.heads.HEADS`, and is made from the config of its network (`ViTConfig`)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+
+    @abstractmethod
+    def forward(self, features: Features) -> Float[Tensor, "b rows outputs"]:
+        """Return the outputs of images with these tokens, in float32."""
+
+    @abstractmethod
+    def initialise(self) -> None:
+        """Draw new weights."""
+
+    @classmethod
+    def objects(cls, outputs: Float[Tensor, "b rows outputs"]) -> list[FoundBoxes]:
+        """Return the boxes that the outputs of each image mean. Only heads of boxes have this method."""
+        raise NotImplementedError(cls.__name__)
+
+    @classmethod
+    def class_maps(
+        cls, outputs: Float[Tensor, "b rows outputs"], grid: tuple[int, int]
+    ) -> Float[Tensor, "b classes h w"]:
+        """Return a map of logits for each class, which covers the network's input. `grid` has the rows and columns of
+        patches. Only heads of masks have this method."""
+        raise NotImplementedError(cls.__name__)
+
+    @classmethod
+    def problems(cls, config: Any) -> Iterator[str]:
+        """Yield a message for each field of the config that does not fit the head."""
+        for name, needed in NEEDED.items():
+            if (value := getattr(config, name)) != needed:
+                yield (
+                    f"{name}={value} does not fit head_kind={config.head_kind!r}, whose outputs need every patch; "
+                    f"choose {needed}"
+                )
+
+    @classmethod
+    @abstractmethod
+    def macs(cls, config: Any) -> int:
+        """Return the multiply-accumulates for an image of `config.image_size`."""
+
+    @classmethod
+    @abstractmethod
+    def kept_values(cls, config: Any) -> int:
+        """Return about how many values per image the backward pass needs."""

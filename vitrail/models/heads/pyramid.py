@@ -1,0 +1,159 @@
+"""A head for boxes: a class and four distances for every cell of a small pyramid of feature maps.
+
+The pyramid is made from the last tokens alone (ViTDet, 2203.16527): half the patch size, the patch size, and twice the
+patch size. Each cell predicts one box, as in FCOS (1904.01355), so the head learns from a few hundred images, where
+queries need many epochs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from vitrail.models.heads.dense_head import MOST_BOXES, DenseHead, FoundBoxes
+from vitrail.models.network import Features
+
+WIDTH = 128
+"""Channels of the feature maps."""
+
+GROUPS = 16
+"""Groups of the norms (1803.08494), which do not depend on the number of images."""
+
+LAYERS = 2
+"""Convolutions before the last one, for classes and for distances."""
+
+PRIOR = 0.01
+"""Probability of each class at the beginning (RetinaNet, 1708.02002)."""
+
+OVERLAP = 0.6
+"""Intersection over union above which two boxes of one class are the same object."""
+
+CANDIDATES = 1000
+"""Number of boxes of an image among which those that overlap are sought."""
+
+FIRST_DISTANCE = 1.5
+"""Distance from a cell to each side of its box at the beginning, in cells."""
+
+
+class Pyramid(DenseHead):
+    """Boxes from three feature maps, of which the finest has four cells for a patch.
+
+    A row of the output is a cell: left, top, right and bottom of its box as fractions of the input, and a logit of each
+    class. The rows of the finest map come first, in row-major order.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.up = nn.ConvTranspose2d(config.width, WIDTH, 2, stride=2)
+        self.same = nn.Conv2d(config.width, WIDTH, 1)
+        self.down = nn.Conv2d(config.width, WIDTH, 2, stride=2)
+        self.norms = nn.ModuleList(nn.GroupNorm(GROUPS, WIDTH) for _ in range(3))
+        self.class_tower, self.box_tower = _tower(), _tower()
+        self.class_logits = nn.Conv2d(WIDTH, config.num_classes, 3, padding=1)
+        self.distances = nn.Conv2d(WIDTH, 4, 3, padding=1)
+
+    def forward(self, features: Features) -> Float[Tensor, "b cells outputs"]:
+        grid = rows, columns = features.grid
+        image = features.patches.transpose(1, 2).reshape(len(features.patches), -1, rows, columns)
+        even = F.pad(image, (0, columns % 2, 0, rows % 2), mode="replicate")
+        maps = [
+            norm(each)
+            for norm, each in zip(self.norms, (self.up(image), self.same(image), self.down(even)), strict=True)
+        ]
+        outputs = torch.cat([self._of_map(each) for each in maps], dim=1)
+        places, sides = cells_of(grid, outputs.device)
+        reach = F.softplus(outputs[..., :4]) * sides[:, None] / outputs.new_tensor([columns, rows, columns, rows])
+        boxes = torch.cat([places - reach[..., :2], places + reach[..., 2:]], dim=2)
+        return torch.cat([boxes, outputs[..., 4:]], dim=2)
+
+    def _of_map(self, features: Float[Tensor, "b width h w"]) -> Float[Tensor, "b cells outputs"]:
+        """Return four numbers for the distances and the logits of the classes, for each cell of a map."""
+        found = self.distances(self.box_tower(features)), self.class_logits(self.class_tower(features))
+        return torch.cat(found, dim=1).float().flatten(2).transpose(1, 2)
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d | nn.ConvTranspose2d | nn.GroupNorm):
+                module.reset_parameters()
+        starts = -math.log((1 - PRIOR) / PRIOR), math.log(math.expm1(FIRST_DISTANCE))
+        for last, start in zip((self.class_logits, self.distances), starts, strict=True):
+            assert last.bias is not None
+            nn.init.normal_(last.weight, std=0.01)
+            nn.init.constant_(last.bias, start)
+
+    @classmethod
+    def objects(cls, outputs: Float[Tensor, "b cells outputs"]) -> list[FoundBoxes]:
+        return [best_boxes(image[:, :4], image[:, 4:].sigmoid()) for image in outputs]
+
+    @classmethod
+    def macs(cls, config: Any) -> int:
+        rows, columns = config.grid
+        patches, coarse = rows * columns, -(-rows // 2) * -(-columns // 2)
+        first = config.width * WIDTH * (4 * patches + patches + 4 * coarse)
+        each = 9 * WIDTH * (2 * LAYERS * WIDTH + config.num_classes + 4)
+        return first + each * (4 * patches + patches + coarse)
+
+    @classmethod
+    def kept_values(cls, config: Any) -> int:
+        rows, columns = config.grid
+        cells = 5 * rows * columns + -(-rows // 2) * -(-columns // 2)
+        return config.width * rows * columns + cells * WIDTH * (2 + 6 * LAYERS)
+
+
+def cells_of(grid: tuple[int, int], device: torch.device) -> tuple[Float[Tensor, "cells 2"], Float[Tensor, " cells"]]:
+    """Return the centre (x, y) of each row's cell, as fractions of an input with this grid of patches, and the side of
+    the cell in patches."""
+    rows, columns = grid
+    places, sides = [], []
+    for side, height, width in (
+        (0.5, 2 * rows, 2 * columns),
+        (1.0, rows, columns),
+        (2.0, -(-rows // 2), -(-columns // 2)),
+    ):
+        down = (torch.arange(height, device=device) + 0.5) * (side / rows)
+        across = (torch.arange(width, device=device) + 0.5) * (side / columns)
+        places.append(torch.stack([across.repeat(height), down.repeat_interleave(width)], dim=1))
+        sides.append(torch.full((height * width,), side, device=device))
+    return torch.cat(places), torch.cat(sides)
+
+
+def best_boxes(boxes: Float[Tensor, "n 4"], scores: Float[Tensor, "n classes"]) -> FoundBoxes:
+    """Return the boxes with the highest scores. Of boxes of one class that overlap by more than `OVERLAP`, only the one
+    with the highest score stays (non-maximum suppression)."""
+    values, places = scores.flatten().topk(min(CANDIDATES, scores.numel()))
+    boxes, labels = boxes[places // scores.shape[1]], places % scores.shape[1]
+    apart = boxes + 2 * labels[:, None]  # boxes of different classes never overlap
+    same = overlaps(apart, apart) > OVERLAP
+    kept: list[int] = []
+    left = torch.ones(len(values), dtype=torch.bool)
+    for place in range(len(values)):
+        if left[place]:
+            kept.append(place)
+            left &= ~same[place]
+            if len(kept) == MOST_BOXES:
+                break
+    chosen = torch.tensor(kept, dtype=torch.int64)
+    return FoundBoxes(boxes[chosen].clamp(0, 1), values[chosen], labels[chosen])
+
+
+def overlaps(first: Float[Tensor, "n 4"], second: Float[Tensor, "m 4"]) -> Float[Tensor, "n m"]:
+    """Return the intersection over union of each pair of boxes."""
+    ends = torch.minimum(first[:, None, 2:], second[None, :, 2:]) - torch.maximum(
+        first[:, None, :2], second[None, :, :2]
+    )
+    common = ends.clamp(min=0).prod(dim=2)
+    areas = [(each[:, 2:] - each[:, :2]).clamp(min=0).prod(dim=1) for each in (first, second)]
+    return common / (areas[0][:, None] + areas[1][None] - common).clamp(min=1e-12)
+
+
+def _tower() -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for _ in range(LAYERS):
+        layers += [nn.Conv2d(WIDTH, WIDTH, 3, padding=1, bias=False), nn.GroupNorm(GROUPS, WIDTH), nn.SiLU()]
+    return nn.Sequential(*layers)

@@ -1,0 +1,217 @@
+"""What a model answers about an image: classes, numbers, boxes of objects, or a class for every pixel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float64, Int64, UInt8
+from torch import Tensor
+
+from vitrail.data.objects import Runs
+from vitrail.data.pixels.geometry import Placement
+from vitrail.errors import BundleError, ConfigError
+from vitrail.models.heads import DenseHead
+
+OutputKind = Literal["softmax", "sigmoid", "numbers", "boxes", "mask"]
+"""Meaning of a network's outputs. "softmax": logits of classes that exclude each other. "sigmoid": one yes-or-no logit
+per class. "numbers": numbers in the units of the training data. "boxes": objects with boxes. "mask": a class for every
+pixel."""
+
+DENSE: tuple[OutputKind, ...] = ("boxes", "mask")
+"""Outputs that belong to places in the image."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The classes that a model predicts for one image."""
+
+    label: str
+    """The likeliest class."""
+    probability: float
+    """Probability of the likeliest class, in [0, 1]."""
+    ranking: tuple[tuple[str, float], ...]
+    """The `top` likeliest classes with their probabilities, the likeliest first. By default all classes."""
+
+
+@dataclass(frozen=True)
+class NumberPrediction:
+    """The numbers that a model predicts for one image, in the units of the training data."""
+
+    names: tuple[str, ...]
+    values: tuple[float, ...]
+
+    def __getitem__(self, name: str) -> float:
+        """Return the number with this name. Raise `KeyError` if the model has no number of this name."""
+        if name not in self.names:
+            raise KeyError(name)
+        return self.values[self.names.index(name)]
+
+    @property
+    def text(self) -> str:
+        """The numbers with their names."""
+        return ", ".join(f"{name} {value:.4g}" for name, value in zip(self.names, self.values, strict=True))
+
+
+class FoundObject(NamedTuple):
+    """An object that a model finds in an image."""
+
+    label: str
+    score: float
+    """How sure the model is, in [0, 1]."""
+    box: tuple[float, float, float, float]
+    """Left, top, right and bottom in pixels of the image."""
+
+
+@dataclass(frozen=True, eq=False)
+class Detections:
+    """The objects that a model finds in one image, those with the highest scores first."""
+
+    names: tuple[str, ...]
+    """The classes of the model."""
+    boxes: Float64[np.ndarray, "n 4"]
+    """Left, top, right and bottom in pixels of the upright image."""
+    scores: Float64[np.ndarray, " n"]
+    labels: Int64[np.ndarray, " n"]
+    """Indices in `names`."""
+    size: tuple[int, int]
+    """Height and width of the image."""
+    masks: tuple[Runs, ...] = ()
+    """The pixels of each object. () for a model of boxes."""
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def __iter__(self) -> Iterator[FoundObject]:
+        for box, score, label in zip(self.boxes.tolist(), self.scores.tolist(), self.labels.tolist(), strict=True):
+            yield FoundObject(self.names[label], score, tuple(box))
+
+    @property
+    def text(self) -> str:
+        """The numbers of objects of each class, such as "dog: 1, cat: 3"."""
+        return counted_objects(self.names, self.labels)
+
+    def above(self, score: float) -> Detections:
+        """Return the objects with at least this score."""
+        return self.taken(np.flatnonzero(self.scores >= score))
+
+    def taken(self, rows: Int64[np.ndarray, " k"]) -> Detections:
+        """Return the objects in these rows."""
+        masks = tuple(self.masks[row] for row in rows.tolist()) if self.masks else ()
+        return Detections(self.names, self.boxes[rows], self.scores[rows], self.labels[rows], self.size, masks)
+
+
+@dataclass(frozen=True, eq=False)
+class MaskPrediction:
+    """The class that a model predicts for every pixel of one image."""
+
+    names: tuple[str, ...]
+    """The classes of the model."""
+    indices: UInt8[np.ndarray, "h w"]
+    """The index of the class of each pixel of the upright image."""
+
+    @property
+    def text(self) -> str:
+        """The classes that cover the largest parts of the image, with their fractions."""
+        return ", ".join(f"{name} {share:.0%}" for name, share in list(self.shares().items())[:LARGEST_PARTS])
+
+    def shares(self) -> dict[str, float]:
+        """Return the fraction of the pixels of each class that occurs, the largest first."""
+        counts = np.bincount(self.indices.ravel(), minlength=len(self.names)) / self.indices.size
+        order = np.argsort(-counts, kind="stable").tolist()
+        return {self.names[label]: float(counts[label]) for label in order if counts[label]}
+
+
+LARGEST_PARTS = 4
+"""Number of classes that a short text about a mask names."""
+
+
+def counted_objects(names: Sequence[str], labels: Int64[np.ndarray, " n"]) -> str:
+    """Return the number of objects of each class, such as "dog: 1, cat: 3", or "nothing"."""
+    counts = np.bincount(labels, minlength=len(names)).tolist()
+    return ", ".join(f"{name}: {count}" for name, count in zip(names, counts, strict=True) if count) or "nothing"
+
+
+AnyPrediction = Prediction | NumberPrediction | Detections | MaskPrediction
+
+
+def probabilities_of(logits: Tensor, output: OutputKind) -> Tensor:
+    """Return the probability of every class from the logits of a network with outputs of this meaning. Raise
+    `ConfigError` for numbers, boxes and masks, whose outputs are not a probability for each class."""
+    if output not in ("softmax", "sigmoid"):
+        raise ConfigError(f"this model predicts {OUTPUT_NOUNS[output]}, which have no probabilities; use predict")
+    return torch.softmax(logits, dim=1) if output == "softmax" else torch.sigmoid(logits)
+
+
+OUTPUT_NOUNS: dict[OutputKind, str] = {
+    "softmax": "classes", "sigmoid": "classes", "numbers": "numbers", "boxes": "boxes", "mask": "masks",
+}  # fmt: skip
+"""What a model predicts, for messages."""
+
+
+def finite(outputs: Float[Tensor, b * n]) -> Float[Tensor, b * n]:
+    """Return the outputs of a model. Raise `BundleError` if one of them is not finite."""
+    if wrong := int((~outputs.flatten(1).isfinite().all(dim=1)).sum()):
+        raise BundleError(
+            f"the model's outputs are not finite for {wrong:,} of {len(outputs):,} images; its weights are damaged, or "
+            "its training diverged"
+        )
+    return outputs
+
+
+def found_objects(
+    head: type[DenseHead],
+    outputs: Float[Tensor, "b rows outputs"],
+    names: tuple[str, ...],
+    placements: Sequence[Placement],
+) -> list[Detections]:
+    """Return the objects in images from the outputs of a head of boxes. `placements` are those of the images in the
+    network's input."""
+    answers = []
+    for placement, (boxes, scores, labels) in zip(placements, head.objects(outputs), strict=True):
+        height, width = placement.size
+        inside = placement.boxes_back(boxes.double().numpy() * [width, height, width, height])
+        seen = (inside[:, 2] > inside[:, 0]) & (inside[:, 3] > inside[:, 1])  # the others lie in the padding
+        found = Detections(names, inside, scores.double().numpy(), labels.numpy(), placement.image)
+        answers.append(found.taken(np.flatnonzero(seen)))
+    return answers
+
+
+def class_masks(
+    head: type[DenseHead],
+    outputs: Float[Tensor, "b rows outputs"],
+    names: tuple[str, ...],
+    placements: Sequence[Placement],
+    grid: tuple[int, int],
+) -> list[MaskPrediction]:
+    """Return the class of each pixel of images from the outputs of a head of masks. `grid` has the rows and columns of
+    patches of the network's input."""
+    answers = []
+    for placement, logits in zip(placements, head.class_maps(outputs, grid), strict=True):
+        maps = placement.map_back(logits.double().numpy(), fill=-np.inf)
+        answers.append(MaskPrediction(names, maps.argmax(axis=0).astype(np.uint8)))
+    return answers
+
+
+def rank(probabilities: Float[Tensor, "b classes"], classes: tuple[str, ...], count: int) -> list[Prediction]:
+    """Return the `count` likeliest classes of each row. Equally likely classes keep the order of `classes`."""
+    predictions = []
+    for row in probabilities:
+        values, order = _largest(row, count)
+        ranking = tuple((classes[index], value) for index, value in zip(order, values, strict=True))
+        predictions.append(Prediction(*ranking[0], ranking))
+    return predictions
+
+
+def _largest(row: Float[Tensor, " n"], count: int) -> tuple[list[float], list[int]]:
+    """Return the largest values, largest first, and their indices. Equal values keep the order of their indices."""
+    if count == len(row):
+        values, order = row.sort(descending=True, stable=True)
+        return values.tolist(), order.tolist()
+    # `topk` returns equal values in any order, so it only gives the threshold. Comparisons with NaN are false.
+    candidates = (~(row < row.topk(count).values[-1])).nonzero()[:, 0]
+    values, order = row[candidates].sort(descending=True, stable=True)
+    return values[:count].tolist(), candidates[order[:count]].tolist()
