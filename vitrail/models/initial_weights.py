@@ -46,9 +46,9 @@ class Distributions:
 
     @torch.no_grad()
     def draw(self, network: Any) -> None:
-        """Draw new weights for a Vision Transformer. Norms, positions, LayerScale, a hybrid's root and biases of the
-        head keep theirs."""
-        head_bias = None if network.head is None else network.head.bias.clone()
+        """Draw new weights for a Vision Transformer. Norms, positions, LayerScale, a hybrid's root and biases of a
+        linear head keep theirs."""
+        head_bias = network.head.bias.clone() if isinstance(network.head, nn.Linear) else None
         self.draw_dense(network)
         if head_bias is not None:
             network.head.bias.copy_(head_bias)

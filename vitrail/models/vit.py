@@ -278,10 +278,10 @@ class VisionTransformer(nn.Module):
         if self.head_hidden is not None:
             lecun_normal_(self.head_hidden.weight)
             nn.init.zeros_(self.head_hidden.bias)
-        if isinstance(self.head, DenseHead):
-            self.head.initialise()
-        elif isinstance(self.head, Linear):
+        if isinstance(self.head, Linear):
             nn.init.zeros_(self.head.weight)
             nn.init.constant_(self.head.bias, self.config.head_bias)
         if self.config.initial_weights != "paper":
             INITIAL_WEIGHTS[self.config.initial_weights].draw(self)
+        if isinstance(self.head, DenseHead):
+            self.head.initialise()

@@ -9,6 +9,7 @@ __all__ = ["HEADS", "DenseHead"]
 
 HEADS = Registry[type[DenseHead]](
     {
+        "detection-tokens": "vitrail.models.heads.detection_tokens:DetectionTokens",
         "patches": "vitrail.models.heads.patch_classes:PatchClasses",
         "pyramid": "vitrail.models.heads.pyramid:Pyramid",
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
@@ -32,6 +32,10 @@ class DenseHead(nn.Module, ABC):
     """A head with several rows of outputs for an image, such as boxes or the classes of patches. A subclass is a row of
     `vitrail.models.heads.HEADS`, and is made from the config of its network (`ViTConfig`)."""
 
+    fields: ClassVar[tuple[str, ...]] = ()
+    """Fields of the config whose weights belong to the head, such as the number of tokens that only the head reads. A
+    run that starts from a model can choose them, and draws what the model does not have."""
+
     def __init__(self, config: Any) -> None:
         super().__init__()
 
@@ -55,6 +59,12 @@ class DenseHead(nn.Module, ABC):
         """Return a map of logits for each class, which covers the network's input. `grid` has the rows and columns of
         patches. Only heads of masks have this method."""
         raise NotImplementedError(cls.__name__)
+
+    @classmethod
+    def needed(cls, config: Any) -> dict[str, Any]:
+        """Return the values of `fields` for a network of this config that gets a head of this kind. By default they
+        stay as they are."""
+        return {}
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[str]:

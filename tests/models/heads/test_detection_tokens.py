@@ -1,0 +1,62 @@
+"""The head of detection tokens: its contract, and that its boxes are those of transformers' post-processing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import vitrail
+from vitrail.errors import ConfigError
+from vitrail.models.heads.detection_tokens import DetectionTokens
+
+
+def network_of(**fields: Any) -> Any:
+    settings = {"depth": 2, "registers": 7, "positions_cover": "all", "image_size": (24, 40), "num_classes": 3}
+    return vitrail.create("ViT-Pico/8", head_kind="detection-tokens", **{**settings, **fields})
+
+
+@pytest.mark.parametrize("fields", [{}, {"positions_at": "every-layer", "initial_weights": "timm"}])
+def test_a_network_with_detection_tokens_fulfils_the_contract(fields: dict[str, Any]) -> None:
+    network = network_of(**fields)
+    outputs = network(torch.zeros(2, 3, 24, 40))
+    assert outputs.shape == (2, 7, 4 + 3 + 1) and outputs.dtype == torch.float32
+    assert network.config.parameters() == sum(weight.numel() for weight in network.parameters())
+    assert network(torch.zeros(1, 3, 16, 56)).shape == (1, 7, 8)
+    assert network.with_head(5)(torch.zeros(1, 3, 24, 40)).shape == (1, 7, 10)
+    counted = sum(module.weight.numel() for module in network.head.modules() if isinstance(module, torch.nn.Linear))
+    assert DetectionTokens.macs(network.config) == 7 * counted
+
+
+def test_tokens_keep_their_positions_at_another_image_size() -> None:
+    network = network_of(positions_at="every-layer")
+    resized = network.with_image_size((48, 16))
+    assert torch.equal(resized.positions.embedding[:, :8], network.positions.embedding[:, :8])
+    images = torch.randn(1, 3, 48, 16, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(resized(images), network(images))
+
+
+def test_a_head_without_tokens_is_refused() -> None:
+    with pytest.raises(ConfigError, match="registers=0 does not fit"):
+        network_of(registers=0)
+
+
+@pytest.mark.slow
+def test_found_objects_are_those_of_the_library() -> None:
+    pytest.importorskip("transformers")
+    from transformers.models.yolos.image_processing_pil_yolos import YolosImageProcessorPil
+
+    outputs = network_of()(torch.randn(2, 3, 24, 40, generator=torch.Generator().manual_seed(0))).detach()
+    outputs[..., 4:] += 4 * torch.randn(outputs[..., 4:].shape, generator=torch.Generator().manual_seed(1))
+    corners = outputs[..., :4]
+    boxes = torch.cat([(corners[..., :2] + corners[..., 2:]) / 2, corners[..., 2:] - corners[..., :2]], dim=2)
+    theirs = YolosImageProcessorPil().post_process_object_detection(
+        SimpleNamespace(logits=outputs[..., 4:], pred_boxes=boxes), threshold=0.0
+    )
+    for our, their in zip(DetectionTokens.objects(outputs), theirs, strict=True):
+        order = their["scores"].argsort(descending=True, stable=True)
+        torch.testing.assert_close(our.scores, their["scores"][order])
+        assert torch.equal(our.labels, their["labels"][order])
+        torch.testing.assert_close(our.boxes, their["boxes"][order].clamp(0, 1))
