@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -223,6 +223,66 @@ def make_colour_folder(root: Path, *, images: int = 12, classes: tuple[str, ...]
             pixels[..., channel % 3] += 150
             Image.fromarray(pixels).save(root / name / f"{number:02}.png")
     return root
+
+
+SHAPES = ("blue", "red box")
+"""Classes of the drawn objects."""
+
+
+def make_voc_folder(root: Path, *, train: int = 12, validation: int = 6, test: int = 4) -> Path:
+    """Write pictures of odd sizes with red and blue rectangles, and their boxes as Pascal VOC files. Each sixth picture
+    has no object."""
+    for number, (split, canvas, pixels) in enumerate(_drawn_scenes({"train": train, "val": validation, "test": test})):
+        height, width = canvas.shape
+        objects = ""
+        for value in range(2, canvas.max() + 1):
+            rows, columns = np.nonzero(canvas == value)
+            sides = {
+                "xmin": columns.min() + 1,
+                "ymin": rows.min() + 1,
+                "xmax": columns.max() + 1,
+                "ymax": rows.max() + 1,
+            }
+            box = "".join(f"<{name}>{side}</{name}>" for name, side in sides.items())
+            objects += f"<object><name>{SHAPES[value % 2]}</name><bndbox>{box}</bndbox></object>"
+        size = f"<size><width>{width}</width><height>{height}</height><depth>3</depth></size>"
+        for folder in ("JPEGImages", "Annotations", "ImageSets/Main"):
+            (root / folder).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(root / f"JPEGImages/{number:03}.png")
+        (root / f"Annotations/{number:03}.xml").write_text(f"<annotation>{size}{objects}</annotation>")
+        with open(root / f"ImageSets/Main/{split}.txt", "a") as names:
+            names.write(f"{number:03}\n")
+    return root
+
+
+def make_masks_folder(root: Path, *, train: int = 12, validation: int = 6, test: int = 4) -> Path:
+    """Write the pictures of `make_voc_folder`, and masks with their classes and the background."""
+    for number, (split, canvas, pixels) in enumerate(_drawn_scenes({"train": train, "val": validation, "test": test})):
+        for folder, content in (
+            ("images", pixels),
+            ("masks", np.where(canvas > 1, 1 + canvas % 2, 0).astype(np.uint8)),
+        ):
+            (root / folder / split).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(content).save(root / folder / split / f"{number:03}.png")
+    (root / "classes.txt").write_text("".join(f"{name}\n" for name in ("background", *SHAPES)))
+    return root
+
+
+def _drawn_scenes(counts: Mapping[str, int]) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Yield a split, a canvas and the pixels of each picture. The objects of a canvas have the values 2 and 3: the one
+    of class 0 an even value and the one of class 1 an odd value."""
+    random = np.random.default_rng(0)
+    for number, split in enumerate(split for split, count in counts.items() for _ in range(count)):
+        height, width = 41 + 2 * (number % 5), 53 + 4 * (number % 3)
+        canvas = np.zeros((height, width), np.uint8)
+        for label in range(2 if number % 6 else 0):  # side by side, so that none covers the other
+            size = random.integers(12, 22, 2).tolist()
+            top = int(random.integers(0, height - size[0]))
+            left = int(random.integers(0, width // 2 - size[1])) + label * (width // 2)
+            canvas[top : top + size[0], left : left + size[1]] = 2 + label
+        colours = np.array([[90, 90, 90], [0, 0, 0], [20, 30, 230], [230, 30, 20]])
+        noise = random.integers(-15, 15, (height, width, 1))
+        yield split, canvas, np.clip(colours[canvas] + noise, 0, 255).astype(np.uint8)
 
 
 def make_idx_folder(root: Path, *, train: int = 200, test: int = 50) -> Path:

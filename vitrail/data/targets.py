@@ -31,6 +31,9 @@ TargetKind = Literal["class", "classes", "numbers", "boxes", "mask", "none"]
 """The kind of a source's targets: one class per image, several classes, numbers, boxes of objects, a mask of classes,
 or no targets at all."""
 
+PLACED: tuple[TargetKind, ...] = ("boxes", "mask")
+"""Targets that belong to places in the image."""
+
 
 @dataclass(frozen=True, eq=False)
 class SoftRows:

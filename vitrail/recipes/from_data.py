@@ -17,11 +17,13 @@ from vitrail.data.pixels.decode import open_image
 from vitrail.data.pixels.preprocess import SPARE, Preprocess
 from vitrail.data.source import Source
 from vitrail.data.splits import Splits
+from vitrail.data.targets import PLACED
 from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.machine import pick_device
 from vitrail.models.variants import ModelConfig, override_fields
 from vitrail.processes.group import join_processes
 from vitrail.recipes.small import folder
+from vitrail.tasks.task import Task
 from vitrail.training.config import TrainConfig
 from vitrail.training.pilot import training_speeds
 from vitrail.transfer.examination import divide, mirror_test, mirrored_reason, mirroring_hurts, pixel_features
@@ -126,10 +128,15 @@ def plan_for_data(
     _choose_colours(choices, splits.train)
     _choose_mirroring(choices, splits.train, channels=_chosen(choices, "channels", base.images.channels))
     if "variant" not in explicit:
-        variant = _variant(explicit)
+        variant = _variant(explicit, config.task)
         what = "a small ResNet, which is more accurate than a Vision Transformer with few images or little time"
         if variant.startswith("Conv"):
-            what = "a small Vision Transformer with two convolutions, which has the fields that you set"
+            why = (
+                "the fields that you set"
+                if "pooled" in config.task.head_kinds
+                else "the patch tokens that the task needs"
+            )
+            what = f"a small Vision Transformer with two convolutions, which has {why}"
         choices.add(f"network {variant}, {what}", variant=variant)
         if not {"optimizer", "learning_rate"} & explicit.keys():
             choices.add(
@@ -187,11 +194,12 @@ def training_speed(config: TrainConfig, splits: Splits, seconds: float, budget: 
     return max(map(Speed, speeds, choices), key=lambda speed: speed.images_per_second)
 
 
-def _variant(explicit: Explicit) -> str:
-    """Return the network to choose: the first one whose config has all fields of networks that the user set, or the
-    first one of all if no config has them."""
+def _variant(explicit: Explicit, task: Task) -> str:
+    """Return the network to choose: the first one whose config has all fields of networks that the user set and that
+    the task's heads need, or the first one of all if no config has them."""
     first, *_ = MUON_RATES
-    set_fields = explicit.keys() & override_fields().keys()
+    needed = {"head_kind"} if "pooled" not in task.head_kinds else set()
+    set_fields = (explicit.keys() & override_fields().keys()) | needed
     return next((name for name in MUON_RATES if set_fields <= override_fields(name).keys()), first)
 
 
@@ -286,6 +294,9 @@ def _choose_length(
         choices.add(evaluations=length.evaluations)
         if length.speed.threads == 0:
             choices.add("images are read between the steps, which is faster here than in threads", threads=0)
+    if facts.targets in PLACED:
+        choices.add("pictures keep their aspect ratio, because it is part of the shape of objects", resize="pad")
+        return
     seen = explicit.get("epochs", math.inf) if length is None else length.epochs
     choices.add(erase=0.0 if seen < MANY_EPOCHS else 0.25 if facts.images >= MANY_IMAGES else 0.5)
 

@@ -20,7 +20,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, parts_of
 from vitrail.data.splits import Splits
 from vitrail.data.targets import TargetKind
-from vitrail.errors import nearest
+from vitrail.errors import ConfigError, nearest
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig
@@ -240,13 +240,18 @@ class Task(ABC):
     def check_data(self, splits: Splits) -> None:
         """Raise `DataError` or `ConfigError` if the task cannot be learned from this data."""
 
-    def check_network(self, network: AnyConfig | None) -> None:  # noqa: B027
+    def check_network(self, network: AnyConfig | None) -> None:
         """Raise `ConfigError` if the task cannot train this network.
 
         `network` is the config of the network, or None for a network of the user's own class. If phases of a run differ
         in image size or patch dropout, the method is called with the settings of each phase. By default every network
-        is accepted.
+        is accepted, unless the task trains other heads than those of a pooled vector.
         """
+        if "pooled" not in self.head_kinds and getattr(network, "head_kind", None) not in self.head_kinds:
+            raise ConfigError(
+                f"network: the task {self.name} needs a Vision Transformer of this package with a head of the kind "
+                f"{' or '.join(map(repr, self.head_kinds))}; make one with vitrail.create(..., head_kind=...)"
+            )
 
     def step_cost(self, network: AnyConfig, precision: FootprintPrecision) -> StepCost:
         """Return the cost of a training step with images of `network.image_size`. By default only the network costs

@@ -18,6 +18,7 @@ from vitrail.data.augment.settings import Augment
 from vitrail.data.config import DataConfig
 from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.targets import PLACED
 from vitrail.errors import ConfigError, nearest
 from vitrail.machine import TrainingPrecision
 from vitrail.models.compiled import Compile
@@ -475,7 +476,7 @@ class TrainConfig:
                     f"{name}={alpha} mixes the labels of images, which the task {self.task.name} does not learn; leave "
                     f"{name} out"
                 )
-        if {"boxes", "mask"} & set(self.task.targets):
+        if set(PLACED) & set(self.task.targets):
             chosen, augment = self.augment.settings, self.augment
             fixed = {"mixup": chosen.mixup, "cutmix": augment.cutmix, "randaugment_layers": chosen.randaugment_layers}
             for name, value in {**fixed, "erase": augment.erase, "crop_from": augment.crop_from}.items():
@@ -484,6 +485,11 @@ class TrainConfig:
                         f"{name}={value} changes images in a way that boxes and masks do not follow, so it cannot be "
                         f"used with the task {self.task.name}; leave it out"
                     )
+            if self.start.linear_head:
+                yield (
+                    f"linear_head=True starts with a linear model of one vector per image, but the task "
+                    f"{self.task.name} learns {' and '.join(self.task.targets)}; leave it out"
+                )
         if self.task.views > 1 and not self.augment.is_random:
             yield (
                 f"task={self.task.name!r} compares {self.task.views} views of each image, which are all equal without "

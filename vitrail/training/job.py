@@ -24,7 +24,7 @@ from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Target, TargetKind
 from vitrail.errors import ConfigError, UndecodableImage
-from vitrail.evaluation.evaluators import Evaluator, Together, evaluators_of
+from vitrail.evaluation.evaluators import BY_HEAD, EVALUATORS, Evaluator, Together, evaluators_of
 from vitrail.machine import TrainingPrecision, check_memory, describe, pick_device, resolve_precision, total_memory
 from vitrail.models.compiled import Compiled, resolve_compile
 from vitrail.models.cost import activation_bytes, checkpointed_bytes, prediction_bytes, training_bytes
@@ -43,6 +43,7 @@ from vitrail.training.schedule import RunLength, Schedule
 from vitrail.training.sharding import shard_problems
 from vitrail.training.start import Origin, check_choice, fitted, head_kind_of
 from vitrail.training.state import TrainState
+from vitrail.weights.answers import DENSE
 from vitrail.weights.bundle import Bundle, check_loadable
 
 
@@ -338,6 +339,13 @@ def _probes(config: TrainConfig, splits: Splits, steps: int, further: Sequence[P
     if run.probe:
         every = run.probe_every or math.ceil(steps / max(run.evaluations, 1))
         evaluators = evaluators_of(run.probe, {"fewshot": {"allow_fewer": True}})  # small classes have few images
+        placed, kind = {BY_HEAD[each] for each in DENSE}, splits.target_kind
+        usable = {BY_HEAD[each] for each in DENSE if each == kind} or set(EVALUATORS) - placed
+        if wrong := sorted(evaluators.keys() - usable):
+            raise ConfigError(
+                f"probe={run.probe!r}: {', '.join(wrong)} cannot be measured on {splits.title}, whose targets are "
+                f"{kind}; choose from {', '.join(sorted(usable))}, or leave it out"
+            )
         probes = (Probe(run.probe, every, Together(evaluators)), *probes)
     if probes and splits.validation is None:
         names = ", ".join(probe.name for probe in probes)

@@ -1,0 +1,193 @@
+"""Runs of tasks that learn boxes and masks have everything that the runs of other tasks have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.make import make_voc_folder
+from tests.several import command, in_processes
+from tests.training import ranks
+from vitrail.errors import ConfigError
+from vitrail.recipes import RECIPES
+from vitrail.training.config import TrainConfig
+from vitrail.training.log import read_journal
+from vitrail.training.run import resume, train
+from vitrail.weights.load import load
+
+MAKERS: dict[str, Any] = {"detection": make_voc_folder}
+"""The function that draws the data of each task."""
+
+
+@pytest.fixture(scope="session", params=sorted(MAKERS))
+def task(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def drawn(task: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = MAKERS[task](tmp_path_factory.mktemp(task) / "data", train=13)
+    (folder / "JPEGImages/003.png").write_bytes(b"no picture")
+    return folder
+
+
+def config_of(task: str, data: Path, run: Path | str, **fields: Any) -> TrainConfig:
+    """Return a run of 6 steps, with pictures whose sides are not equal and one that cannot be decoded."""
+    defaults = {
+        "task": task, "data": str(data), "run": str(run), "variant": "ViT-Pico/8", "image_size": (40, 56),
+        "resize": "pad", "width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "steps": 6, "batch_size": 6,
+        "precision": "float32", "device": "cpu", "threads": 0, "evaluations": 2, "checkpoints": 3, "channels": 3,
+        "mean": (0.5,), "std": (0.25,), "optimizer": "sgd", "learning_rate": 0.02, "clip": 0.0,
+        "process_timeout": "100s", "scale_jitter": (0.6, 1.4), "flip": True,
+    }  # fmt: skip
+    return RECIPES["folder"]().override(**{**defaults, **fields})
+
+
+def curve(run: Path) -> list[list[float]]:
+    events = [event for event in read_journal(run / "journal.jsonl") if event["event"] == "step"]
+    return [[event["loss"], event["gradient_norm"]] for event in events]
+
+
+def test_a_resumed_run_is_the_same_run(task: str, drawn: Path, tmp_path: Path) -> None:
+    fields = {
+        "optimizer": "adamw",
+        "learning_rate": 1e-3,
+        "average": 0.8,
+        "dropout": 0.1,
+        "early_image_size": ("24x32:0.5",),
+    }
+    config = config_of(task, drawn, tmp_path / "straight", **fields)
+    straight = train(config)
+    stopped = in_processes(1, ranks.trained_and_stopped, config.override(run=str(tmp_path / "run")), 0, 3)
+    assert stopped[0].error is None
+    assert resume(tmp_path / "run").metrics == straight.metrics
+    assert curve(tmp_path / "straight") == curve(tmp_path / "run") and len(curve(tmp_path / "run")) == 6
+    models = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("straight", "run")]
+    assert models[0] == models[1]
+
+
+@pytest.mark.parametrize(("world", "fields"), [
+    (2, {"accumulation": 3}),
+    pytest.param(2, {"shard": "full", "accumulation": 3}, marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
+def test_parts_and_processes_train_as_one_does(
+    task: str, drawn: Path, tmp_path: Path, world: int, fields: dict[str, Any]
+) -> None:
+    alone = train(config_of(task, drawn, tmp_path / "one"))
+    config = config_of(task, drawn, tmp_path / "more", **fields)
+    found = in_processes(world, ranks.trained, config)
+    assert [one.error for one in found] == [None] * world
+    assert found[0].result == pytest.approx(alone.metrics, abs=1e-4)
+    for ours, theirs in zip(curve(tmp_path / "one"), curve(tmp_path / "more"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_parts_of_a_batch_have_the_gradients_of_the_batch(task: str, drawn: Path, tmp_path: Path) -> None:
+    """The parts have different numbers of objects, and one image of the batch cannot be decoded."""
+    whole, expected = ranks.gradients(config_of(task, drawn, tmp_path / "run"), (1,))
+    parts, found = ranks.gradients(config_of(task, drawn, tmp_path / "run", accumulation=3), (1,))
+    assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-6) and found.keys() == expected.keys()
+    largest = max(np.abs(values).max() for values in expected.values())
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=0, atol=1e-9 * largest)
+
+
+@pytest.fixture(scope="session")
+def trained(task: str, drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("trained") / "run"
+    train(config_of(task, drawn, run, average=0.5, steps=3, evaluations=1))
+    return run
+
+
+SHAPE = ("variant", "width", "depth", "heads", "mlp_width", "position_std")
+"""Settings that a model to start from decides."""
+
+
+@pytest.mark.parametrize("fields", [
+    {"train_blocks": 1},
+    {"lora_rank": 2},
+    {"layer_decay": 0.5},
+    {"train_blocks": 0, "new_head": True},
+], ids=str)  # fmt: skip
+def test_runs_begin_with_a_model(task: str, drawn: Path, trained: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    config = config_of(task, drawn, tmp_path / "run", **dict.fromkeys(SHAPE))
+    train(config.override(init=str(trained), steps=2, evaluations=1, **fields))
+    before, after = load(str(trained)), load(str(tmp_path / "run"))
+    assert after.output == before.output and after.classes == before.classes
+    kept = [torch.equal(one, other) for one, other in zip(
+        before.network.layers().blocks[0].parameters(), after.network.layers().blocks[0].parameters(), strict=True
+    )]  # fmt: skip
+    assert all(kept) == ("train_blocks" in fields)
+    assert [*map(str, after.predict(np.zeros((30, 44, 3), np.uint8)))], "the saved model predicts"
+
+
+REFUSED = {
+    "--probe knn": "knn", "--probe linear,fewshot": "fewshot, linear", "--mixup 0.5": "--mixup",
+    "--cutmix 1": "--cutmix", "--erase 0.5": "--erase", "--randaugment-layers 2": "--randaugment-layers",
+    "--variant BiT-Pico": "ResNet",
+    "--patch-dropout 0.5": "--patch-dropout", "--label-smoothing 0.1": "--label-smoothing",
+    "--select accuracy": "--select", "--head-kind pooled": "'pooled'", "--data bundled": "bundled",
+    "--task classification": "one class per image", "--task simclr --mixup 0.1": "--mixup",
+    "--init MODEL --linear-head": "--linear-head",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_settings_that_do_not_fit_are_refused_before_any_file_is_written(
+    task: str, drawn: Path, tmp_path: Path, trained: Path, words: str
+) -> None:
+    given = words.replace("MODEL", str(trained)).split()
+    run = tmp_path / "run"
+    usual = (
+        "train",
+        "folder",
+        "--data",
+        str(drawn),
+        "--task",
+        task,
+        "--run",
+        str(run),
+        "--steps",
+        "1",
+        "--threads",
+        "0",
+    )
+    code, _, errors = command(*usual, *given)
+    assert code == 2 and REFUSED[words] in errors and "Traceback" not in errors, errors
+    assert not run.exists()
+
+
+class Own(nn.Module):
+    """A network of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3 * 40 * 56, 2)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.layer(images.flatten(1))
+        return outputs
+
+
+def test_a_network_of_the_users_own_is_refused(task: str, drawn: Path, tmp_path: Path) -> None:
+    config = config_of(task, drawn, tmp_path / "run", **dict.fromkeys(SHAPE))
+    with pytest.raises(ConfigError, match="head_kind"):
+        train(config, network=Own())
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_trains_from_scratch_within_a_budget(task: str, drawn: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    code, out, errors = command(
+        "train", "--task", task, "--data", str(drawn), "--run", str(run), "--budget", "12s", "--threads", "0"
+    )
+    assert code == 0, errors
+    bundle = load(str(run))
+    assert bundle.output in ("boxes", "mask") and bundle.preprocess.resize == "pad"
+    assert command("runs", str(tmp_path))[0] == command("runs", "compare", str(run), str(run))[0] == 0
+    assert f"vitrail predict {run}/model" in out.replace("\n", "")
