@@ -68,6 +68,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "registers, no head": {**REGISTERS, "pool": "cls", "num_classes": 0},
     "registers, swiglu": {**SWIGLU, **REGISTERS, "activation": "swiglu", "mlp_width": 24},
 }
+DETECTOR: dict[str, Any] = {
+    "image_size": (20, 15), "patch_size": (5, 5), "position_resize": "bicubic", "head_kind": "detection-tokens",
+    "registers": 4, "positions_cover": "all", "output": "boxes",
+}  # fmt: skip
+DETECTORS = {
+    "yolos": {**DETECTOR, "norm_eps": 1e-12},
+    "yolos, positions in all layers": {**DETECTOR, "positions_at": "every-layer", "depth": 3, "num_classes": 1},
+}
 
 
 def reference(name: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
@@ -441,13 +449,14 @@ def test_preprocessing_that_cannot_be_written(tmp_path: Path) -> None:
 # --- writing
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *DETECTORS])
 def test_what_is_written_is_read(tmp_path: Path, kind: str) -> None:
-    bundle = make_bundle(**KINDS[kind])
+    bundle = make_bundle(**{**KINDS, **DETECTORS}[kind])
     HUGGINGFACE.write(bundle, tmp_path / "model")
     read = load(tmp_path / "model", device="cpu")
     assert read.network.config == bundle.network.config
     assert read.classes == bundle.classes and read.preprocess == bundle.preprocess and read.notes == ()
+    assert read.output == bundle.output
     own, other = bundle.network.state_dict(), read.network.state_dict()
     assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
     HUGGINGFACE.write(read, tmp_path / "again")
@@ -555,6 +564,10 @@ def test_a_head_on_the_class_token_sees_the_mean_times_zero(tmp_path: Path) -> N
             {**DINOV2, "mlp_width": 20},
             r"mlp_width=20 does not fit Hugging Face's DINOv2: it must be mlp_ratio \* width for a whole number",
         ),
+        ({**DETECTOR, "positions_at": "shared"}, r"positions_at='shared' \(only 'stem', 'every-layer'\)"),
+        ({**DETECTOR, "layer_scale": 0.5}, r"model_type yolos: detection tokens\) cannot store layer_scale=0.5"),
+        ({**DETECTOR, "patch_size": (5, 3)}, "YOLOS takes only square patches"),
+        ({**DETECTOR, "head_kind": "pyramid", "registers": 0}, "head_kind='pyramid'"),
         ({**SWIGLU, "mlp_width": 20}, r"it must be two thirds of mlp_ratio \* width, rounded up to a multiple of 8"),
     ],
 )
@@ -644,7 +657,7 @@ def test_other_models_of_the_library(tmp_path: Path) -> None:
     other = {name.replace("vit.", "beit.").replace("before", "1"): tensor for name, tensor in tensors.items()}
     folder = make_folder(tmp_path / "beit", other, None)
     assert HUGGINGFACE.recognises(Checkpoint(open_tensors(folder / "model.safetensors")))
-    with pytest.raises(BundleError, match=r"not those of ViT or DINOv2: put its config\.json beside it"):
+    with pytest.raises(BundleError, match=r"not those of ViT, DINOv2 or YOLOS: put its config\.json beside it"):
         load(folder, device="cpu")
 
 
@@ -755,3 +768,69 @@ def test_one_label_is_never_a_softmax(problem: str | None, output: str, tmp_path
     bundle = load(edit(tmp_path / "model", problem_type=problem), device="cpu")
     assert bundle.output == output
     assert any("one label" in note for note in bundle.notes) == (problem is None)
+
+
+# --- YOLOS
+
+
+HUB_DETECTOR = {
+    "do_normalize": True, "do_resize": True, "feature_extractor_type": "YolosFeatureExtractor", "max_size": 1333,
+    "format": "coco_detection", "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225], "size": 512,
+}  # fmt: skip
+"""The preprocessing of hustvl/yolos-tiny."""
+
+
+def test_images_of_a_detector_keep_their_proportions(tmp_path: Path) -> None:
+    """The library's sizes differ from image to image, which a note says. Ours are read back as they were."""
+    bundle = make_bundle(**DETECTOR)
+    bundle.preprocess = Preprocess(
+        image_size=(20, 15), resize="pad", mean=(0.5, 0.4, 0.3), std=(0.2,), pad_value=(128, 102, 76)
+    )
+    lost = HUGGINGFACE.write(bundle, tmp_path / "model")
+    assert len(lost) == 1 and "border" in lost[0]
+    assert load(tmp_path / "model", device="cpu").preprocess == bundle.preprocess
+    bundle.preprocess = replace(bundle.preprocess, pad_value=(7,), resize="crop")
+    assert "resize='crop'" in HUGGINGFACE.write(bundle, tmp_path / "other")[0]
+    (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(HUB_DETECTOR))
+    read = load(tmp_path / "model", device="cpu")
+    assert read.preprocess.resize == "pad" and read.preprocess.pad_value == (124, 116, 104)
+    assert read.preprocess.image_size == (20, 15) and any("512" in note for note in read.notes)
+
+
+def test_tokens_without_positions_get_zeros(tmp_path: Path) -> None:
+    bundle = make_bundle(**{**DETECTOR, "positions_cover": "class", "positions_at": "every-layer"})
+    images = pictures(bundle.network.config)
+    assert HUGGINGFACE.write(bundle, tmp_path / "model") == ()
+    torch.testing.assert_close(load(tmp_path / "model", device="cpu").network(images), bundle.network.eval()(images))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every_layer", [True, False])
+def test_a_detector_of_the_library_computes_what_we_do(tmp_path: Path, every_layer: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.YolosConfig(
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48, patch_size=8,
+        image_size=[40, 72 if every_layer else 75], num_detection_tokens=9, num_labels=5,
+        use_mid_position_embeddings=every_layer,
+    )  # fmt: skip
+    model = transformers.YolosForObjectDetection(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "theirs")
+    bundle = load(tmp_path / "theirs", device="cpu")
+    assert bundle.output == "boxes" and bundle.network.config.image_size == (40, 72)
+    assert bundle.network.config.norm_eps == 1e-12 and bundle.classes[4] == "LABEL_4"
+    HUGGINGFACE.write(bundle, tmp_path / "ours")
+    again, found = transformers.AutoModelForObjectDetection.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(found[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for size in ((40, 72), (56, 48)):
+        images = torch.randn(2, 3, *size)
+        with torch.inference_mode():
+            ours = bundle.network(images)
+            for each in (model, again.eval()):
+                theirs = each(pixel_values=images)
+                centres, sizes = theirs.pred_boxes.split(2, dim=2)
+                expected = torch.cat([centres - sizes / 2, centres + sizes / 2, theirs.logits], dim=2)
+                assert (ours - expected).abs().max() < 1e-5 * expected.abs().max()

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face's transformers: ViT, DINOv2, and DINOv2 with registers.
+"""Folders of Hugging Face's transformers: ViT, DINOv2, DINOv2 with registers, and YOLOS.
 
 A folder has `config.json`, weights and `preprocessor_config.json`. Files on the hub have the tensor names of the first
 releases. Newer releases of the library changed some names, and models without a head have no prefix. When a file is
@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from vitrail.weights.layouts.layout import (
     dinov2_size,
     file_grid,
     heads_of,
+    moved_positions,
     only,
     other_architecture,
     output_loss,
@@ -71,14 +73,21 @@ class Family:
     position_resize: PositionResize
     why: str
     """Properties of the networks that are written as this family, for messages."""
+    base: str | None = None
+    """Name of the network without its head, if it is not `model_type`."""
 
     @property
     def prefix(self) -> str:
-        return f"{self.model_type}."
+        return f"{self.base or self.model_type}."
 
     @property
     def is_dinov2(self) -> bool:
-        return self.model_type != "vit"
+        return self.model_type.startswith("dinov2")
+
+    @property
+    def registers(self) -> str:
+        """Name of the tensor of the register tokens."""
+        return f"embeddings.{'detection' if self is YOLOS else 'register'}_tokens"
 
 
 VIT = Family("vit", "ViT", 1e-12, "bicubic", "no LayerScale")
@@ -86,7 +95,8 @@ DINOV2 = Family("dinov2", "Dinov2", 1e-6, "bicubic", "LayerScale, no registers")
 DINOV2_REGISTERS = Family(
     "dinov2_with_registers", "Dinov2WithRegisters", 1e-6, "bicubic-antialias", "LayerScale, registers"
 )
-FAMILIES = {family.model_type: family for family in (VIT, DINOV2, DINOV2_REGISTERS)}
+YOLOS = Family("yolos", "Yolos", 1e-12, "bicubic", "detection tokens", base="vit")
+FAMILIES = {family.model_type: family for family in (VIT, DINOV2, DINOV2_REGISTERS, YOLOS)}
 
 
 @dataclass(frozen=True)
@@ -122,16 +132,19 @@ def config_of(tensors: TensorFile, settings: ConfigFile, family: Family, hints: 
     width, channels, *patch = _shape(tensors, f"{PATCHES}.weight", 4)
     depth = settings.get("num_hidden_layers", int, None) or depth_of(tensors, BLOCK)
     activation, mlp_width = _mlp(tensors, settings, family)
-    num_classes = _shape(tensors, "classifier.bias", 1)[0] if "classifier.bias" in tensors else 0
+    detects = family is YOLOS
+    head = f"{CLASSES}2.bias" if detects else "classifier.bias"
+    num_classes = _shape(tensors, head, 1)[0] - detects if head in tensors or detects else 0
     has_pooler = "pooler.dense.bias" in tensors and not num_classes
-    registers = "embeddings.register_tokens"
+    registers = _shape(tensors, family.registers, 3)[1] if family.registers in tensors else 0
+    every_layer = detects and settings.get("use_mid_position_embeddings", bool, MIDDLE in tensors)
     if has_pooler and (act := settings.get("pooler_act", str, "tanh")) != "tanh":
         raise BundleError(f"{settings.path}: pooler_act={act!r} is not 'tanh'")
     heads = settings.get("num_attention_heads", int, None)
     if heads is not None and hints.heads not in (None, heads):
         raise BundleError(f"heads={hints.heads} does not agree with config.json, which has num_attention_heads={heads}")
     return ViTConfig(
-        image_size=_image_size(tensors, settings, (patch[0], patch[1]), hints, notes),
+        image_size=_image_size(tensors, settings, (patch[0], patch[1]), 1 + detects * registers, hints, notes),
         patch_size=(patch[0], patch[1]),
         channels=channels,
         width=width,
@@ -140,9 +153,11 @@ def config_of(tensors: TensorFile, settings: ConfigFile, family: Family, hints: 
         mlp_width=mlp_width,
         num_classes=num_classes,
         pool="cls+gap" if family.is_dinov2 and num_classes else "cls",
-        registers=_shape(tensors, registers, 3)[1] if registers in tensors else 0,
+        registers=registers,
+        head_kind="detection-tokens" if detects else "pooled",
         head_hidden=_shape(tensors, "pooler.dense.bias", 1)[0] if has_pooler else 0,
-        positions_cover="class",
+        positions_cover="all" if detects else "class",
+        positions_at="every-layer" if every_layer else None,
         position_resize=family.position_resize,
         activation=activation,
         layer_scale=(float(settings.get("layerscale_value", (int, float), 1.0)) or 1.0) if family.is_dinov2 else 0.0,
@@ -165,14 +180,15 @@ def _mlp(tensors: TensorFile, settings: ConfigFile, family: Family) -> tuple[Act
 
 
 def _image_size(
-    tensors: TensorFile, settings: ConfigFile, patch: tuple[int, int], hints: Hints, notes: list[str]
+    tensors: TensorFile, settings: ConfigFile, patch: tuple[int, int], covered: int, hints: Hints, notes: list[str]
 ) -> tuple[int, int]:
-    """Return the image size that the position embedding was made for.
+    """Return the image size that the position embedding was made for, which also has positions of `covered` tokens that
+    are no patches.
 
     If `config.json` contains a size, that size is used. Otherwise, the hinted size is used if it has the right number
     of patches, and a square if not.
     """
-    places = _shape(tensors, POSITIONS, 3)[1] - 1
+    places = _shape(tensors, POSITIONS, 3)[1] - covered
     size = settings.image_size()
     if size is None:
         down, across = file_grid(places, patch, hints, tensors.path)
@@ -210,8 +226,10 @@ def classes_of(settings: ConfigFile, num_classes: int, notes: list[str]) -> tupl
     return tuple(str(names[str(number)]) for number in range(num_classes))
 
 
-def output_of(settings: ConfigFile, num_classes: int, notes: list[str]) -> OutputKind:
+def output_of(settings: ConfigFile, family: Family, num_classes: int, notes: list[str]) -> OutputKind:
     """Return the meaning of the outputs. A classifier of one label is never a softmax, whose only value is 1."""
+    if family is YOLOS:
+        return "boxes"
     problem = settings.get("problem_type", str, None)
     if problem is not None and problem not in OUTPUTS:
         raise BundleError(f"{settings.path}: problem_type={problem!r} is not one of {', '.join(map(repr, OUTPUTS))}")
@@ -228,8 +246,9 @@ def output_of(settings: ConfigFile, num_classes: int, notes: list[str]) -> Outpu
 def config_json(config: ViTConfig, family: Family, bundle: Bundle) -> dict[str, Any]:
     """Return the content of `config.json`, with all fields that `from_pretrained` needs."""
     act = "gelu_pytorch_tanh" if config.activation == "gelu-tanh" else "gelu"
+    purpose = "ForObjectDetection" if family is YOLOS else "ForImageClassification" if config.num_classes else "Model"
     content: dict[str, Any] = {
-        "architectures": [family.class_name + ("ForImageClassification" if config.num_classes else "Model")],
+        "architectures": [family.class_name + purpose],
         "model_type": family.model_type,
         "hidden_size": config.width,
         "num_hidden_layers": config.depth,
@@ -250,14 +269,19 @@ def config_json(config: ViTConfig, family: Family, bundle: Bundle) -> dict[str, 
         content |= {"drop_path_rate": 0.0, "apply_layernorm": True, "reshape_hidden_states": True}
     else:
         content |= {"intermediate_size": config.mlp_width, "encoder_stride": config.patch_size[0]}
-    if config.registers:
+    if family is YOLOS:
+        content |= {"image_size": list(config.image_size), "num_detection_tokens": config.registers}
+        content["use_mid_position_embeddings"] = config.positions_place == "every-layer"
+    elif config.registers:
         content["num_register_tokens"] = config.registers
     if config.head_hidden:
         content |= {"pooler_output_size": config.head_hidden, "pooler_act": "tanh"}
     if config.num_classes:
         content["id2label"] = {str(number): name for number, name in enumerate(bundle.classes)}
         content["label2id"] = {name: number for number, name in enumerate(bundle.classes)}
-        if config.num_classes > 1 or bundle.output != "softmax":  # the library refuses a softmax of one label
+        if family is not YOLOS and (
+            config.num_classes > 1 or bundle.output != "softmax"
+        ):  # the library refuses a softmax of one label
             content["problem_type"] = next(theirs for theirs, ours in OUTPUTS.items() if ours == bundle.output)
     return content
 
@@ -281,12 +305,16 @@ def mlp_ratio(config: ViTConfig) -> int | None:
 # --- the layout
 
 
+CLASSES = "class_labels_classifier.layers."
+BOXES = "bbox_predictor.layers."
+MIDDLE = "encoder.mid_position_embeddings"
 MASK = "embeddings.mask_token"
 DECODER = "decoder."
 ANY_PATCHES = re.compile(rf"(\w+\.)?{re.escape(PATCHES)}\.weight")
 
 HUB_NAMES = {
     r"^layers\.": BLOCK,
+    r"^encoder\.interpolation\.": "encoder.",
     r"\.attention\.q_proj\.": ".attention.attention.query.",
     r"\.attention\.k_proj\.": ".attention.attention.key.",
     r"\.attention\.v_proj\.": ".attention.attention.value.",
@@ -300,7 +328,8 @@ releases use one name for the MLPs of ViT and DINOv2."""
 class HuggingFace:
     """The layout of Hugging Face's transformers for networks with a class token.
 
-    A network with LayerScale is written as DINOv2, with or without registers. Any other network is written as ViT.
+    A network with detection tokens is written as YOLOS, and a network with LayerScale as DINOv2, with or without
+    registers. Any other network is written as ViT.
     """
 
     name = "huggingface"
@@ -321,11 +350,11 @@ class HuggingFace:
             )
         try:
             config = config_of(tensors, settings, family, hints, notes)
-            images = preprocess_of(checkpoint.preprocessor, config, dinov2=family.is_dinov2)
+            images = preprocess_of(checkpoint.preprocessor, config, family.model_type)
         except ConfigError as error:
             raise BundleError(f"{tensors.path}: {error}") from None
         classes = classes_of(settings, config.num_classes, notes)
-        output = output_of(settings, config.num_classes, notes)
+        output = output_of(settings, family, config.num_classes, notes)
         size = None
         if hints.image_size is None and checkpoint.preprocessor:
             size = _preprocessed_size(config, images.size, notes)
@@ -349,8 +378,9 @@ class HuggingFace:
         if config.architecture != "ViT":
             raise other_architecture(self.name, config.architecture)
         family = VIT if not config.layer_scale else DINOV2_REGISTERS if config.registers else DINOV2
+        family = YOLOS if config.head_kind == "detection-tokens" else family
         lost = _check_carried(config, family)
-        lost += output_loss(self.name, bundle, kept=("softmax", "sigmoid", "numbers"))
+        lost += output_loss(self.name, bundle, kept=("boxes",) if family is YOLOS else tuple(OUTPUTS.values()))
         if bundle.output == "softmax" and config.num_classes == 1:
             lost.append("output='softmax' of one class, which is always 1 (a model of one label is read as a sigmoid)")
         lost += carried(self.name, bundle.preprocess, PREPROCESS)
@@ -359,8 +389,9 @@ class HuggingFace:
         if family.is_dinov2:
             tensors[MASK] = torch.zeros(1, config.width)
         if config.num_classes:
-            tensors = {n if n.startswith("classifier.") else family.prefix + n: t for n, t in tensors.items()}
-        preprocessor, lost_preprocess = preprocessor_config(bundle.preprocess)
+            heads = "classifier.", CLASSES, BOXES
+            tensors = {n if n.startswith(heads) else family.prefix + n: t for n, t in tensors.items()}
+        preprocessor, lost_preprocess = preprocessor_config(bundle.preprocess, family.model_type)
         with replacing_folder("the model", path, self.folder_files) as partial:
             save_tensors(tensors, partial / "model.safetensors", (".safetensors",))
             write_json(partial / "config.json", {**config_json(config, family, bundle), "producer": PRODUCER})
@@ -377,16 +408,41 @@ def pairs(config: ViTConfig, *, gate_apart: bool = False) -> Iterator[Pair]:
     yield patch_pair(PATCHES, config.patch_size, config.channels)
     yield Pair("patches.projection.bias", (f"{PATCHES}.bias",))
     yield Pair("prefix.cls", ("embeddings.cls_token",))
+    detects = config.head_kind == "detection-tokens"
     if config.registers:
-        yield Pair("prefix.registers", ("embeddings.register_tokens",))
-    yield Pair("positions.embedding", (POSITIONS,))
+        yield Pair("prefix.registers", ((YOLOS if detects else DINOV2_REGISTERS).registers,))
+    yield _detection_positions(config) if detects else Pair("positions.embedding", (POSITIONS,))
     for layer in range(config.depth):
         yield from _block_pairs(f"blocks.{layer}.", f"{BLOCK}{layer}.", config, gate_apart)
     yield from both("norm", "layernorm")
     if config.head_hidden:
         yield from both("head_hidden", "pooler.dense")
-    if config.num_classes:
+    if detects:
+        for layer, (ours, theirs) in product(
+            range(3), (("head.classes.layers.", CLASSES), ("head.boxes.layers.", BOXES))
+        ):
+            yield from both(f"{ours}{layer}", f"{theirs}{layer}")
+    elif config.num_classes:
         yield from both("head", "classifier")
+
+
+class LayerPositions(Pair):
+    """The pair of the positions of all layers. The library stores those of the first layer apart from the others."""
+
+    def write(self, tensor: Tensor) -> dict[str, Tensor]:
+        parts = tensor[:1], tensor[1:, None]
+        return {name: self.to_theirs(part).contiguous() for name, part in zip(self.theirs, parts, strict=False)}
+
+
+def _detection_positions(config: ViTConfig) -> Pair:
+    """Return the pair of the positions of YOLOS. Its detection tokens come after the patches."""
+    tokens = config.registers
+    return LayerPositions(
+        "positions.embedding",
+        (POSITIONS, MIDDLE) if config.positions_place == "every-layer" else (POSITIONS,),
+        lambda t: torch.cat([t[..., :1, :], t[..., -tokens:, :], t[..., 1:-tokens, :]], dim=-2).flatten(0, -3),
+        lambda t: torch.cat([t[..., :1, :], t[..., 1 + tokens :, :], t[..., 1 : 1 + tokens, :]], dim=-2),
+    )
 
 
 def _block_pairs(ours: str, theirs: str, config: ViTConfig, gate_apart: bool) -> Iterator[Pair]:
@@ -422,10 +478,10 @@ def _family(tensors: TensorFile, settings: ConfigFile) -> Family:
     if ".layer_scale1.lambda1" in names:
         return DINOV2_REGISTERS if "embeddings.register_tokens" in names else DINOV2
     if ".layernorm_before.weight" in names and "embeddings.cls_token" in names:
-        return VIT
+        return YOLOS if "embeddings.detection_tokens" in names else VIT
     raise BundleError(
-        f"{tensors.path} has the tensor names of Hugging Face, but not those of ViT or DINOv2: put its config.json "
-        f"beside it and give the folder"
+        f"{tensors.path} has the tensor names of Hugging Face, but not those of ViT, DINOv2 or YOLOS: put its "
+        "config.json beside it and give the folder"
     )
 
 
@@ -480,18 +536,25 @@ def _check_carried(config: ViTConfig, family: Family) -> list[str]:
     table: Table = {
         **SHAPE, "root": only(None), "class_token": only(True),
         "pool": dinov2_pool if family.is_dinov2 else only("cls"),
-        "registers": KEPT if family.is_dinov2 else only(0),
+        "registers": only(0) if family is VIT else KEPT,
+        "head_kind": only("detection-tokens" if family is YOLOS else "pooled"),
         "head_hidden": only(0) if config.num_classes or family.is_dinov2 else KEPT,
-        "final_norm": only("tokens"), "positions": only("learned"), "positions_at": only("stem"),
+        "final_norm": only("tokens"), "positions": only("learned"),
+        "positions_at": only("stem", "every-layer") if family is YOLOS else only("stem"),
         "positions_cover": KEPT, "position_resize": own(family.position_resize),
         "activation": only("gelu", "gelu-tanh", *(("swiglu",) if family.is_dinov2 else ())),
-        "layer_scale": KEPT,
+        "layer_scale": only(0.0) if family is YOLOS else KEPT,
         "attention": only("full"), "qk_norm": only(False), "qkv_bias": KEPT, "dense_bias": only(True),
         "patch_bias": only(True), "norm_eps": KEPT,
     }  # fmt: skip
     lost = carried(f"huggingface (model_type {family.model_type}: {family.why})", config, table)
     if family.is_dinov2:
         _check_dinov2(config)
+    if family is YOLOS and not (config.num_classes and config.patch_size[0] == config.patch_size[1]):
+        raise BundleError(
+            f"Hugging Face's YOLOS takes only square patches and needs classes, not patch_size={config.patch_size} and "
+            f"num_classes={config.num_classes}"
+        )
     return lost
 
 
@@ -517,10 +580,12 @@ def _conformed(
 ) -> tuple[dict[str, Tensor], ViTConfig, tuple[str, ...]]:
     """Return equivalent weights and config in the library's form, and notes on the changes.
 
-    In the library's form, the class token and the patches have positions. DINOv2's head reads the class token and the
-    mean of the patches.
+    In the library's form, the class token and the patches have positions, and so have detection tokens. DINOv2's head
+    reads the class token and the mean of the patches.
     """
     lost: tuple[str, ...] = ()
+    if family is YOLOS:
+        return *moved_positions(state, config, "all"), lost
     positions, cls = state["positions.embedding"], state["prefix.cls"]
     if config.positions_cover == "patches":
         state["positions.embedding"] = torch.cat([torch.zeros_like(cls), positions], dim=1)
@@ -538,9 +603,9 @@ def _conformed(
 def _lost(config: ViTConfig, family: Family) -> Iterator[str]:
     """Yield the model's properties that are lost in the library's code, but do not matter for predictions of images of
     the model's size."""
-    if config.grid[0] != config.grid[1]:
+    if config.grid[0] != config.grid[1] and family is not YOLOS:
         yield f"images of other sizes than {config.image_size} (its code resizes positions of square grids only)"
-    if not family.is_dinov2 and not config.num_classes and not config.head_hidden:
+    if family is VIT and not config.num_classes and not config.head_hidden:
         yield "the absence of a pooler (ViTModel adds one with random weights: use the class token, not pooler_output)"
 
 

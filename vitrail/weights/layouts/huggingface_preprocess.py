@@ -15,7 +15,7 @@ from vitrail.data.pixels.geometry import Resize, scaled_side
 from vitrail.data.pixels.preprocess import Interpolation, Preprocess
 from vitrail.errors import BundleError
 from vitrail.models.vit_config import ViTConfig
-from vitrail.weights.layouts.layout import IMAGENET, KEPT, Table, each_channel
+from vitrail.weights.layouts.layout import IMAGENET, KEPT, Table, border_loss, each_channel, mean_levels
 
 RESAMPLE: dict[int, Interpolation] = {0: "nearest", 2: "bilinear", 3: "bicubic", 4: "area"}
 """Our names of the interpolation filters by their numbers in Pillow."""
@@ -53,27 +53,34 @@ class _Geometry:
     note: str = ""
 
 
-def preprocess_of(content: Mapping[str, Any], config: ViTConfig, *, dinov2: bool) -> ReadPreprocess:
+def preprocess_of(content: Mapping[str, Any], config: ViTConfig, model_type: str) -> ReadPreprocess:
     """Return the preprocessing in `content` for the network's image size, with notes on all differences from the
     library.
 
-    Missing fields take the defaults of the model family. Raise `BundleError` for an invalid field.
+    `model_type` is the model family of the library. Missing fields take its defaults. Raise `BundleError` for an
+    invalid field.
     """
     content = {name: value for name, value in content.items() if value is not None}
     notes = []
+    dinov2, detects = model_type.startswith("dinov2"), model_type == "yolos"
     if not content:
         how = "short side to 256, crop of 224, bicubic, ImageNet's" if dinov2 else "squashed, bilinear, 0.5 for"
+        how = "short side to 800, long side to at most 1333, bilinear, ImageNet's" if detects else how
         notes.append(
             "there is no preprocessor_config.json: the default of the model family is assumed "
             f"({how} mean and standard deviation)"
         )
     filled = {
         "resample": 3 if dinov2 else 2,
-        **({f"image_{name}": list(IMAGENET[name]) for name in IMAGENET} if dinov2 and config.channels == 3 else HALF),
+        **(
+            {f"image_{name}": list(IMAGENET[name]) for name in IMAGENET}
+            if model_type != "vit" and config.channels == 3
+            else HALF
+        ),
         **(CUT if dinov2 and "size" not in content else {}),
         **content,
     }
-    geometry = _geometry(filled)
+    geometry = _detector_geometry(filled) if detects else _geometry(filled)
     if geometry.note:
         notes.append(f"preprocessor_config.json {geometry.note}")
     interpolation = RESAMPLE.get(filled["resample"]) if isinstance(filled["resample"], int) else None
@@ -82,6 +89,7 @@ def preprocess_of(content: Mapping[str, Any], config: ViTConfig, *, dinov2: bool
             f"preprocessor_config.json has resample={filled['resample']!r}, which is not supported, so bicubic is used"
         )
     mean, std = _tones(filled)
+    border: dict[str, Any] = {"pad_value": mean_levels(mean)} if geometry.resize == "pad" else {}
     preprocess = Preprocess(
         image_size=config.image_size,
         channels=config.channels,
@@ -90,6 +98,7 @@ def preprocess_of(content: Mapping[str, Any], config: ViTConfig, *, dinov2: bool
         interpolation=interpolation or "bicubic",
         mean=mean,
         std=std,
+        **border,
     )
     return ReadPreprocess(preprocess, geometry.size if content else None, tuple(notes))
 
@@ -119,6 +128,22 @@ def _geometry(content: Mapping[str, Any]) -> _Geometry:
     if share <= 1 and all(scaled_side(part, share) == whole for part, whole in zip(made, scaled, strict=True)):
         return _Geometry("squash", share, made)
     return _crop(made, scaled, f"squashes images to {scaled} and crops {made}, but here they keep their proportions")
+
+
+def _detector_geometry(content: Mapping[str, Any]) -> _Geometry:
+    """Return the geometry of a detector's images. All images of a network have one size here, so images of any other
+    proportions have borders."""
+    size, padded = content.get("size", {"shortest_edge": 800, "longest_edge": 1333}), content.get("pad_size")
+    if not content.get("do_resize", True) or (isinstance(size, dict) and {"height", "width"} <= set(size)):
+        return _geometry(content)
+    if padded and size == {f"max_{name}": side for name, side in padded.items()}:
+        where = "scales images until they fit and adds a border below and on the right, but here it is around them"
+        return _Geometry("pad", size=_sides(padded, "pad_size"), note=where)
+    return _Geometry(
+        "pad",
+        note=f"scales images by size={size!r} to sizes that differ, but here they are scaled until they fit the image "
+        "size of the network, and the mean colour fills the borders; image_size chooses another size",
+    )
 
 
 def _crop(made: tuple[int, int], scaled: tuple[int, int], note: str) -> _Geometry:
@@ -165,8 +190,9 @@ def _numbers(value: Any, name: str) -> tuple[float, ...]:
     return (float(values[0]),) if len(set(values)) == 1 else tuple(map(float, values))
 
 
-def preprocessor_config(preprocess: Preprocess) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the content of `preprocessor_config.json`, and a list of the settings that it does not store."""
+def preprocessor_config(preprocess: Preprocess, model_type: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the content of `preprocessor_config.json` for a model family of the library, and a list of the settings
+    that it does not store."""
     height, width = preprocess.image_size
     size: dict[str, int] = {"height": height, "width": width}
     content: dict[str, Any] = {
@@ -176,12 +202,15 @@ def preprocessor_config(preprocess: Preprocess) -> tuple[dict[str, Any], tuple[s
         "image_mean": each_channel(preprocess.mean, preprocess.channels),
         "image_std": each_channel(preprocess.std, preprocess.channels),
     }  # fmt: skip
-    lost = []
+    lost: list[str] = []
     edges = [scaled_side(side, preprocess.crop_share) for side in (height, width)]
-    if preprocess.resize == "crop" or preprocess.crop_share < 1:
+    if model_type != "yolos" and (preprocess.resize == "crop" or preprocess.crop_share < 1):
         content |= {"image_processor_type": "BitImageProcessor", "do_center_crop": True, "crop_size": size}
         content["size"] = dict(zip(size, edges, strict=True))
-    if preprocess.resize == "pad":
+    if model_type == "yolos":
+        further, lost = _detector_sizes(preprocess)
+        content |= further
+    elif preprocess.resize == "pad":
         lost.append("resize='pad' (written as 'squash')")
     elif preprocess.resize == "crop":
         edge = min(edges)
@@ -201,3 +230,16 @@ def preprocessor_config(preprocess: Preprocess) -> tuple[dict[str, Any], tuple[s
     else:
         content["do_convert_rgb"] = True
     return content, tuple(lost)
+
+
+def _detector_sizes(preprocess: Preprocess) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields that describe the sizes of a detector's images, and the settings that they do not store."""
+    height, width = preprocess.image_size
+    fields = {"image_processor_type": "YolosImageProcessor", "format": "coco_detection", "do_pad": True}
+    if preprocess.resize != "pad":
+        crops = preprocess.resize == "crop" or preprocess.crop_share < 1
+        return fields, [f"resize='crop' with crop_share={preprocess.crop_share} (its code never crops)"] * crops
+    fields |= {
+        "size": {"max_height": height, "max_width": width}, "pad_size": {"height": height, "width": width}
+    }  # fmt: skip
+    return fields, ["a border around the image (its code adds it below and on the right)", *border_loss(preprocess)]

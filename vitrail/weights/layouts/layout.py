@@ -176,6 +176,19 @@ def each_channel(values: Sequence[float], channels: int) -> list[float]:
     return list(values) * (channels // len(values))
 
 
+def mean_levels(mean: tuple[float, ...]) -> tuple[int, ...]:
+    """Return the pixel levels of the mean colour, with which libraries pad images."""
+    return tuple(min(255, max(0, round(255 * value))) for value in mean)
+
+
+def border_loss(preprocess: Preprocess) -> list[str]:
+    """Return a note if images have borders of another colour than that of the libraries."""
+    levels, channels = mean_levels(preprocess.mean), preprocess.channels
+    own, theirs = (values * (channels // len(values)) for values in (preprocess.pad_value, levels))
+    others = preprocess.resize == "pad" and own != theirs
+    return [f"pad_value={preprocess.pad_value} (its code uses the mean, {levels})"] if others else []
+
+
 def patch_pair(theirs: str, patch_size: tuple[int, int], channels: int) -> Pair:
     """Return the pair for the patch projection, which PyTorch libraries store as a convolution."""
     return Pair(
@@ -206,7 +219,7 @@ def moved_positions(
             if want <= start and end <= have:
                 state[name] = state[name] + kept[:, start:end]
             start = end
-    zeros = positions.new_zeros(1, max(0, want - have), config.width)
+    zeros = positions.new_zeros(len(positions), max(0, want - have), config.width)
     state["positions.embedding"] = torch.cat([kept[:, :want], zeros, positions[:, have:]], dim=1)
     return state, moved
 

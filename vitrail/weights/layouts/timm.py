@@ -33,12 +33,14 @@ from vitrail.weights.layouts.layout import (
     Rule,
     Table,
     bare_loss,
+    border_loss,
     both,
     carried,
     depth_of,
     dinov2_size,
     each_channel,
     heads_of,
+    mean_levels,
     moved_positions,
     only,
     output_loss,
@@ -134,7 +136,7 @@ def preprocess_of(config: AnyConfig, stated: Mapping[str, Any], family: Family) 
     if stated.get("crop_mode") in CROP_MODES.values():
         fields["resize"] = next(ours for ours, theirs in CROP_MODES.items() if theirs == stated["crop_mode"])
     if fields["resize"] == "pad":
-        fields["pad_value"] = _mean_levels(fields.get("mean", (0.5,)))
+        fields["pad_value"] = mean_levels(fields.get("mean", (0.5,)))
     if not 0 < fields["crop_share"] <= 1:
         notes = (*notes, f"crop_pct={fields['crop_share']} is not in (0, 1], so 1 is used")
         fields["crop_share"] = 1.0
@@ -316,20 +318,12 @@ def written_config(bundle: Bundle) -> dict[str, Any]:
 
 def lost_preprocess(preprocess: Preprocess) -> tuple[str, ...]:
     """Return the preprocessing settings that timm's `config.json` does not store."""
-    levels, channels = _mean_levels(preprocess.mean), preprocess.channels
-    own, theirs = (values * (channels // len(values)) for values in (preprocess.pad_value, levels))
-    others = preprocess.resize == "pad" and own != theirs
     return (
-        *((f"pad_value={preprocess.pad_value} (its code uses the mean, {levels})",) if others else ()),
+        *border_loss(preprocess),
         *(("antialias=False",) if not preprocess.antialias else ()),
         *((f"resampler={preprocess.resampler!r}",) if preprocess.resampler != "pillow" else ()),
         *(("scaled_decode=True",) if preprocess.scaled_decode else ()),
     )
-
-
-def _mean_levels(mean: tuple[float, ...]) -> tuple[int, ...]:
-    """Return the pixel levels of the colour with which timm pads images."""
-    return tuple(min(255, max(0, round(255 * value))) for value in mean)
 
 
 def _crop_pct(preprocess: Preprocess) -> float:
