@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from vitrail.data.objects import IGNORED
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.evaluation.metrics.mask_metrics import mask_metrics, pixel_confusion
 from vitrail.models.variants import variant_config
+from vitrail.weights.answers import MaskPrediction
 from vitrail.weights.bundle import Bundle
 
 COLOURS = np.array([[20, 40, 200], [200, 30, 30], [240, 240, 60]], np.uint8)
@@ -87,9 +89,54 @@ def test_a_linear_layer_of_patch_tokens_finds_coloured_things(
     assert "this data has masks" in capsys.readouterr().err
 
 
+def test_the_masks_of_a_model_are_measured_at_the_size_of_the_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_scenes(tmp_path / "data", "train", 6)
+    make_scenes(tmp_path / "data", "test", 5)
+    Image.new("L", (9, 9)).save(tmp_path / "data/masks/test/4.png")
+    bundle = make_bundle(head_kind="patches", output="mask")
+    bundle = replace(bundle, classes=("sea", "sail", "sun"), preprocess=replace(bundle.preprocess, resize="pad"))
+    bundle.save(tmp_path / "model")
+    assert main(["evaluate", str(tmp_path / "model"), "--data", str(tmp_path / "data"), "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)["test"]
+    assert found["images"] == 4 and found["skipped"] == 1 and "4.png" in err
+    images = [tmp_path / f"data/images/test/{number}.png" for number in range(4)]
+    answers = bundle.predict(images)
+    truths = [np.asarray(Image.open(str(image).replace("images", "masks"))) for image in images]
+    assert all(
+        isinstance(one, MaskPrediction) and one.indices.shape == (48, 60 + n % 3) for n, one in enumerate(answers)
+    )
+    truth = np.concatenate([one.ravel() for one in truths])
+    answer = np.concatenate([one.indices.ravel() for one in answers if isinstance(one, MaskPrediction)])
+    known = truth != IGNORED
+    expected = jaccard_score(truth[known], answer[known], average=None)
+    assert [found[f"{name}:iou"] for name in ("sea", "sail", "sun")] == pytest.approx(expected)
+    assert found["mean_iou"] == pytest.approx(expected.mean()) and found["mean_iou_low"] <= found["mean_iou"]
+    assert found["pixel_accuracy"] == pytest.approx(accuracy_score(truth[known], answer[known]))
+
+
+@pytest.mark.parametrize("what", ["crop", "classifier", "names"])
+def test_masks_of_other_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
+    make_scenes(tmp_path / "data", "train", 6)
+    make_scenes(tmp_path / "data", "test", 2)
+    if what == "classifier":
+        bundle = make_bundle()
+    else:
+        bundle = make_bundle(head_kind="patches", output="mask")
+        bundle = replace(bundle, preprocess=replace(bundle.preprocess, resize="crop"))
+    if what != "names":
+        bundle = replace(bundle, classes=("sea", "sail", "sun"))
+    bundle.save(tmp_path / "model")
+    assert main(["evaluate", str(tmp_path / "model"), "--data", str(tmp_path / "data"), "--by", "masks"]) == 2
+    message = {"crop": "choose 'pad'", "classifier": "predicts none", "names": "do not match"}[what]
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("what", ["boxes", "network"])
 def test_segmentation_needs_masks_and_patches(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
-    make_scenes(tmp_path / "data", "train", 3)
+    make_scenes(tmp_path / "data", "train", 6)
     make_scenes(tmp_path / "data", "test", 2)
     model = tmp_path / "model"
     data = tmp_path / "data"

@@ -48,10 +48,10 @@ class Evaluate:
     """Data set, in any form that `vitrail train` accepts. With --suite, a folder that can hold a folder of data per
     task, named like the task."""
     by: str = ""
-    """Evaluators, separated by commas: accuracy, regression, linear, fewshot, knn, segmentation. By default accuracy,
-    or regression if the model predicts numbers; both measure the model's own head. The others train a simple model on
-    features of the training split: a linear model, least squares on a few images per class, nearest neighbours, or, for
-    data with masks, a linear model of patch tokens."""
+    """Evaluators, separated by commas: accuracy, regression, detection, masks, linear, fewshot, knn, segmentation. The
+    first four measure the model's own head, and the default is the one for what the model predicts. The others train a
+    simple model on features of the training split: a linear model, least squares on a few images per class, nearest
+    neighbours, or, for data with masks, a linear model of patch tokens."""
     numbers: tuple[str, ...] = setting((), commas=True)
     """Numeric columns of a table to measure instead of classes. By default the columns that the model predicts."""
     suite: str = ""

@@ -44,6 +44,7 @@ EVALUATORS = Registry[Any](
         "fewshot": "vitrail.evaluation.frozen:ByFewShot",
         "knn": "vitrail.evaluation.frozen:ByNeighbours",
         "detection": "vitrail.evaluation.detection:ByDetection",
+        "masks": "vitrail.evaluation.segmentation:ByMasks",
         "segmentation": "vitrail.evaluation.segmentation:BySegmentation",
     }
 )
@@ -51,7 +52,7 @@ EVALUATORS = Registry[Any](
 
 
 BY_HEAD: dict[OutputKind, str] = {
-    "softmax": "accuracy", "sigmoid": "accuracy", "numbers": "regression", "boxes": "detection", "mask": "segmentation",
+    "softmax": "accuracy", "sigmoid": "accuracy", "numbers": "regression", "boxes": "detection", "mask": "masks",
 }  # fmt: skip
 """Name of the evaluator that measures a model's own head, for each meaning of the outputs."""
 

@@ -1,9 +1,9 @@
-"""The evaluator of patch tokens: a linear layer learns the masks of the training images from the frozen tokens, and
-predicts those of held-out images.
+"""The evaluators of masks: those that a model predicts, and those that a linear layer of frozen patch tokens predicts.
 
-This is the linear protocol of DINOv2 (2304.07193, section 7.4) without augmentation: tokens are normalised by the mean
-and the standard deviation of the training images, a tenth of their elements is dropped, and the logits of a linear
-layer are scaled up linearly for the cross-entropy of all pixels. Each whole image is seen once, scaled to one size.
+The second one is the linear protocol of DINOv2 (2304.07193, section 7.4) without augmentation: tokens are normalised by
+the mean and the standard deviation of the training images, a tenth of their elements is dropped, and the logits of a
+linear layer are scaled up linearly for the cross-entropy of all pixels. Each whole image is seen once, scaled to one
+size.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Float16, UInt8
+from jaxtyping import Float, Float16, Int64, UInt8
 from torch import Tensor, nn
 
-from vitrail.data.batch import Skipped
+from vitrail.data.batch import Batch, Skipped
 from vitrail.data.objects import IGNORED, Mask
 from vitrail.data.pipeline import evaluation_batches
 from vitrail.data.pixels.decode import image_size_of
@@ -30,6 +31,7 @@ from vitrail.evaluation.outputs import Outputs
 from vitrail.models.predictor import Predictor
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import problems, raise_problems, setting
+from vitrail.weights.answers import MaskPrediction
 
 LOOKED_AT = 50
 """Number of training images whose aspect ratios decide about that of the network's input."""
@@ -45,6 +47,105 @@ DECAY = 1e-4
 
 CELLS = 4
 """Number of places per side of a patch at which the masks of training images are learned."""
+
+
+class ConfusedPixels(NamedTuple):
+    """The pixels of the images of a source, by their true class and the class that a model predicts."""
+
+    indices: list[int]
+    """The places of the images in the source. Images that cannot be used are left out."""
+    confusions: list[Int64[np.ndarray, "classes classes"]]
+    """For each image, the number of pixels of each true class (rows) and predicted class (columns)."""
+    is_finite: bool
+    """False if an output of the model is not finite."""
+
+
+@dataclass(frozen=True)
+class ByMasks:
+    """Intersection over union of the masks that a model predicts, with intervals (`mask_metrics`)."""
+
+    bootstrap: int = setting(1000, least=0)
+    """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
+
+    def __post_init__(self) -> None:
+        raise_problems(problems(self))
+
+    def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
+        """Raise `ConfigError` if the model does not predict a mask of the whole image, and `DataError` if the data has
+        no masks or has other classes."""
+        if target_kind(held_out) != "mask":
+            raise DataError("masks needs images with masks, and this data has none; choose other data")
+        bundle = outputs.bundle
+        if bundle.output != "mask":
+            raise ConfigError(
+                "masks measures masks, and this model predicts none; fine-tune it on data with masks (vitrail "
+                "finetune), or measure its patch tokens by segmentation"
+            )
+        if bundle.classes != tuple(held_out.classes):
+            raise DataError(
+                f"the model predicts {', '.join(bundle.classes)}, but the classes of these masks are "
+                f"{', '.join(held_out.classes)}; both must have the same names in the same order"
+            )
+        if bundle.preprocess.resize == "crop":
+            raise ConfigError(
+                "resize='crop' shows the model only the middle of an image, and a mask covers all of it; choose 'pad' "
+                "or 'squash'"
+            )
+
+    def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
+        """Return the `mean_iou` and the `pixel_accuracy` with their intervals, and the intersection over union of each
+        class as `NAME:iou`. All pixels are counted at the size of their images."""
+        self.check(outputs, train, held_out)
+        seen = confused_pixels(outputs, held_out)
+        counts = {"images": float(len(seen.indices)), "skipped": float(len(held_out) - len(seen.indices))}
+        if not seen.is_finite:
+            return {"mean_iou": math.nan, **counts}
+        if not seen.confusions:
+            raise DataError(f"none of {len(held_out):,} images can be used with its mask")
+        return _values(np.stack(seen.confusions), held_out.classes, self.bootstrap) | counts
+
+
+def confused_pixels(outputs: Outputs, source: Source) -> ConfusedPixels:
+    """Return the pixels of the images of a source by true and predicted class. Images that cannot be decoded or whose
+    masks cannot be used are skipped."""
+    indices: list[int] = []
+    confusions: list[Int64[np.ndarray, "classes classes"]] = []
+    is_finite = True
+
+    def take(batch: Batch, made: Tensor) -> None:
+        nonlocal is_finite
+        rows = [
+            row
+            for row, place in enumerate(batch.samples.tolist())
+            if batch.valid[row] and isinstance(source.target(place), Mask)
+        ]
+        made, places = made.cpu()[rows], batch.samples[rows].tolist()
+        is_finite = is_finite and bool(made.isfinite().all())
+        if not is_finite:
+            return
+        placements = outputs.bundle.placements([image_of(source, place) for place in places])
+        answers = outputs.bundle.answers(made, placements=placements) if places else ()
+        for place, placement, answer in zip(places, placements, answers, strict=True):
+            target = source.target(place)
+            assert isinstance(target, Mask) and isinstance(answer, MaskPrediction)
+            truth = target.indices(placement.image)
+            confusions.append(pixel_confusion(truth, answer.indices.astype(np.int64), len(source.classes)))
+            indices.append(place)
+
+    outputs.each_batch(source, take)
+    return ConfusedPixels(indices, confusions, is_finite)
+
+
+def _values(
+    confusions: Int64[np.ndarray, "n classes classes"], classes: Sequence[str], resamples: int
+) -> dict[str, float]:
+    """Return the metrics of images with these confusions, with intervals, and those of each class."""
+    values: dict[str, float] = {}
+    for name, metric in mask_metrics(confusions, resamples=resamples).items():
+        ends = {f"{name}_low": metric.low, f"{name}_high": metric.high}
+        values |= {name: metric.value} | {end: value for end, value in ends.items() if value is not None}
+    shares = zip(classes, intersection_over_union(confusions.sum(axis=0)).tolist(), strict=True)
+    return values | {f"{name}:iou": share for name, share in shares if not math.isnan(share)}
 
 
 @dataclass(frozen=True)
@@ -95,14 +196,8 @@ class BySegmentation:
         ]
         if not found:
             raise DataError(f"none of {len(held_out):,} images can be used with its mask")
-        confusions = np.stack(found)
-        values: dict[str, float] = {}
-        for name, metric in mask_metrics(confusions).items():
-            ends = {f"{name}_low": metric.low, f"{name}_high": metric.high}
-            values |= {name: metric.value} | {end: value for end, value in ends.items() if value is not None}
-        shares = zip(train.classes, intersection_over_union(confusions.sum(axis=0)).tolist(), strict=True)
-        values |= {f"{name}:iou": share for name, share in shares if not math.isnan(share)}
         counts = {"training_images": len(pairs), "images": len(found), "skipped": len(held_out) - len(found)}
+        values = _values(np.stack(found), train.classes, resamples=1000)
         return values | {name: float(count) for name, count in counts.items()}
 
     def _preprocess(self, outputs: Outputs, learned: Source) -> Preprocess:

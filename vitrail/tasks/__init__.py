@@ -13,6 +13,7 @@ TASKS = Registry[type[Task]](
         "classification": "vitrail.tasks.classification:Classification",
         "regression": "vitrail.tasks.regression:Regression",
         "detection": "vitrail.tasks.detection:Detection",
+        "segmentation": "vitrail.tasks.segmentation:Segmentation",
         "masked-patches": "vitrail.tasks.masked_patches:MaskedPatches",
         "mae": "vitrail.tasks.mae:Mae",
         "distillation": "vitrail.tasks.distillation:Distillation",

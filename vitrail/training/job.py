@@ -184,6 +184,11 @@ def prepare(
         compiled = resolve_compile(config.run.compile, device, network_config)
     config, splits = _opened(config, data)
     config.task.check_data(splits)
+    if config.task.output in DENSE and config.images.resize == "crop":
+        raise ConfigError(
+            f"resize='crop' shows the task {config.task.name} only the middle of an image, and boxes and masks can lie "
+            "outside of it; choose 'pad' or 'squash'"
+        )
     config.task.selection(splits)
     _check_choosing(config, splits)
     steps = config.total_steps(len(splits.train))

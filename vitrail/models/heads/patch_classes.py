@@ -1,9 +1,10 @@
-"""A head for masks: a linear layer of each patch token, as in the linear protocol of DINOv2 (2304.07193)."""
+"""Heads for masks: a linear layer of each patch token, as in the linear protocol of DINOv2 (2304.07193), and a small
+decoder with finer maps."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -17,11 +18,14 @@ from vitrail.models.network import Features
 class PatchClasses(DenseHead):
     """The logits of the classes of each patch, in row-major order of the grid."""
 
+    cells: ClassVar[int] = 1
+    """Number of rows of the outputs along each side of a patch."""
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.layer = Linear(config.width, config.num_classes)
 
-    def forward(self, features: Features) -> Float[Tensor, "b patches classes"]:
+    def forward(self, features: Features) -> Float[Tensor, "b cells classes"]:
         return self.layer(features.patches).float()
 
     @torch.no_grad()
@@ -31,9 +35,9 @@ class PatchClasses(DenseHead):
 
     @classmethod
     def class_maps(
-        cls, outputs: Float[Tensor, "b patches classes"], grid: tuple[int, int]
+        cls, outputs: Float[Tensor, "b cells classes"], grid: tuple[int, int]
     ) -> Float[Tensor, "b classes h w"]:
-        return outputs.transpose(1, 2).reshape(len(outputs), -1, *grid)
+        return outputs.transpose(1, 2).reshape(len(outputs), -1, cls.cells * grid[0], cls.cells * grid[1])
 
     @classmethod
     def macs(cls, config: Any) -> int:
@@ -42,3 +46,53 @@ class PatchClasses(DenseHead):
     @classmethod
     def kept_values(cls, config: Any) -> int:
         return math.prod(config.grid) * (config.width + config.num_classes)
+
+
+WIDTHS = 128, 64
+"""Channels of the maps with 2 and with 4 cells along each side of a patch."""
+
+GROUPS = 16
+"""Groups of the norms (1803.08494), which do not depend on the number of images."""
+
+
+class FinePatchClasses(PatchClasses):
+    """The logits of the classes of 4 x 4 cells of each patch, in row-major order of all cells.
+
+    Two transposed convolutions double the resolution of the patch tokens, and a convolution of 3 x 3 cells smooths the
+    result, so that things thinner than a patch can be predicted.
+    """
+
+    cells = 4
+
+    def __init__(self, config: Any) -> None:
+        DenseHead.__init__(self, config)
+        first, second = WIDTHS
+        self.up = nn.Sequential(
+            nn.ConvTranspose2d(config.width, first, 2, stride=2), nn.GroupNorm(GROUPS, first), nn.GELU(),
+            nn.ConvTranspose2d(first, second, 2, stride=2), nn.GroupNorm(GROUPS, second), nn.GELU(),
+            nn.Conv2d(second, second, 3, padding=1, bias=False), nn.GroupNorm(GROUPS, second), nn.GELU(),
+        )  # fmt: skip
+        self.layer = Linear(second, config.num_classes)
+
+    def forward(self, features: Features) -> Float[Tensor, "b cells classes"]:
+        patches = features.patches
+        maps = self.up(patches.transpose(1, 2).reshape(len(patches), -1, *features.grid))
+        return self.layer(maps.flatten(2).transpose(1, 2)).float()
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        for module in self.up:
+            if isinstance(module, nn.Conv2d | nn.ConvTranspose2d | nn.GroupNorm):
+                module.reset_parameters()
+        super().initialise()
+
+    @classmethod
+    def macs(cls, config: Any) -> int:
+        first, second = WIDTHS
+        cells = first * (config.width + 4 * second) + 4 * second * (9 * second + config.num_classes)
+        return 4 * math.prod(config.grid) * cells
+
+    @classmethod
+    def kept_values(cls, config: Any) -> int:
+        first, second = WIDTHS
+        return math.prod(config.grid) * (config.width + 12 * first + 16 * (6 * second + config.num_classes))
