@@ -135,6 +135,17 @@ def make_bundle(*, seed: int = 5, output: Any = "softmax", channels: int = 3, **
     )
 
 
+def dense_bundle(head_kind: str = "pyramid", **fields: Any) -> Bundle:
+    """Return a model of boxes or of masks for images of 32 x 40 with random weights, which keeps the aspect ratio of
+    pictures. Its classes are those of `make_voc_folder` or of `make_masks_folder`."""
+    output: Any = "mask" if head_kind == "patches" else "boxes"
+    classes = ("background", *SHAPES) if output == "mask" else SHAPES
+    size = {"image_size": (32, 40), "patch_size": (8, 8), "num_classes": len(classes), **fields}
+    config = small_config(**{"head_kind": head_kind, "width": 16, "heads": 2, **size})
+    preprocess = Preprocess(image_size=config.image_size, channels=3, resize="pad")
+    return Bundle(randomised(config, std=0.3), classes, preprocess, output=output)
+
+
 def random_bundle(config: AnyConfig, **fields: Any) -> Bundle:
     """Return a model of any config. No weight is 0 or 1, so that a missing weight is noticed."""
     classes = tuple(f"class {number}" for number in range(config.num_classes))

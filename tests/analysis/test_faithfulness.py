@@ -100,5 +100,5 @@ def test_what_is_refused() -> None:
         saliency_curves(network, images, {"own": maps_of(np.ones((2, 4, 3)))})
     with pytest.raises(ConfigError, match="steps=0 is less than 1"):
         saliency_curves(network, images, {"own": own}, steps=0)
-    with pytest.raises(ConfigError, match=r"^output='numbers' has no probabilities, which the curves show; choose"):
+    with pytest.raises(ConfigError, match=r"^a model that predicts numbers cannot be measured by these curves"):
         saliency_curves(network, images, {"own": own}, output="numbers")

@@ -27,6 +27,7 @@ from vitrail.evaluation.metrics.intervals import PairedDifference, paired_differ
 from vitrail.evaluation.metrics.report import ClassificationReport, report
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.predictions import Predictions
+from vitrail.weights.answers import check_predicts_classes
 from vitrail.weights.bundle import Bundle
 
 
@@ -87,8 +88,7 @@ class ModelComparison:
 def check_comparable(first: Bundle, second: Bundle) -> None:
     """Raise `ConfigError` unless both models predict the same classes, in any order."""
     for bundle in (first, second):
-        if bundle.output == "numbers":
-            raise ConfigError("a model that predicts numbers cannot be compared; choose two models of classes")
+        check_predicts_classes(bundle.output, "compared")
         if not bundle.classes:
             raise ConfigError("a model without classes cannot be compared; choose two models with a head")
     one, two = set(first.classes), set(second.classes)

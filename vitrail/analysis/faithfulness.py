@@ -23,7 +23,7 @@ from vitrail.analysis.tracing import transformer_of
 from vitrail.errors import ConfigError
 from vitrail.evaluation.metrics.intervals import Metric, mean_interval
 from vitrail.models.predictor import Predictor
-from vitrail.weights.answers import OutputKind, probabilities_of
+from vitrail.weights.answers import OutputKind, check_predicts_classes, probabilities_of
 
 STEPS = 10
 """Default number of steps in which all patches are deleted or inserted."""
@@ -88,8 +88,7 @@ def saliency_curves(
     outputs, as in `Bundle.output`. Raises `ConfigError` if a name is "random", if a map has other patches than the
     images, for outputs that are numbers, and for fewer than one step.
     """
-    if output == "numbers":
-        raise ConfigError("output='numbers' has no probabilities, which the curves show; choose a model of classes")
+    check_predicts_classes(output, "measured by these curves, which show probabilities")
     if RANDOM in maps:
         raise ConfigError(f"maps has the name {RANDOM!r}, which stands for a random order; choose another name")
     if steps < 1:

@@ -40,6 +40,7 @@ from vitrail.evaluation.metrics.classes import PerSample, per_sample
 from vitrail.evaluation.metrics.report import ClassificationReport, report
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.predictions import Predictions
+from vitrail.weights.answers import check_predicts_classes
 from vitrail.weights.bundle import Bundle
 
 COLOURED = 8
@@ -121,8 +122,7 @@ def overview(
     decoded, or if no image has one label and the model has classes.
     """
     bundle = outputs.bundle
-    if bundle.output == "numbers":
-        raise ConfigError("a model that predicts numbers cannot be reported on; choose a model of classes")
+    check_predicts_classes(bundle.output, "reported on")
     if images < SMALLEST_BATCH:
         raise ConfigError(f"images={images} is too small to compare layers; choose at least {SMALLEST_BATCH}")
     predictions = _labelled(outputs.predictions(source)) if bundle.classes else None

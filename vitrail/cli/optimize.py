@@ -130,9 +130,9 @@ def _opened(bundle: Bundle, options: Optimize) -> tuple[Bundle, Images, tuple[st
     from vitrail.data.source import target_kind
     from vitrail.evaluation.measured_images import open_images
     from vitrail.experiments.faster import Images, linear_head
+    from vitrail.weights.answers import check_predicts_classes
 
-    if bundle.output == "numbers":
-        raise ConfigError("MODEL predicts numbers, and only the accuracy of classes can be kept; choose another model")
+    check_predicts_classes(bundle.output, "made faster by this command, which keeps the accuracy")
     opened = open_images(bundle, options.data, "validation")
     train = _some(opened.train, TRAIN_TIMES * options.images)
     held_out = _some(opened.sources["validation"], options.images)

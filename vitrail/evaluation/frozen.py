@@ -267,7 +267,8 @@ def _single_labels(source: Source) -> Targets:
     labelled."""
     truth = truth_of(source)
     if truth.kind != "class":
-        theirs = {"classes": "can have several", "numbers": "have numbers and no classes"}[truth.kind]
+        check_known(source, "fewshot")
+        theirs = "can have several" if truth.kind == "classes" else "have numbers and no classes"
         raise DataError(f"fewshot needs images with one label each, but these {theirs}; use linear or knn")
     check_known(source, "fewshot")
     return truth

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.data.source import Source, fingerprint, samples_of, subset
-from vitrail.data.sources import OpenedData, open_whole
+from vitrail.data.sources import KINDS, OpenedData, open_whole
 from vitrail.data.splits import Splits, Unlimited, cut
+from vitrail.data.targets import PLACED
 from vitrail.errors import ConfigError, DataError, plural
 from vitrail.evaluation.imagenet import ClassMap, map_classes
+from vitrail.weights.answers import DENSE, OUTPUT_NOUNS
 from vitrail.weights.bundle import Bundle
 
 USUAL_SHARE = 0.1
@@ -229,11 +231,25 @@ def _opened_for_head(
     if not class_names:
         try:
             classes = None if bundle.output == "numbers" else bundle.classes or None
-            return open_whole(spec, classes=classes, numbers=numbers, needs_training=False), None
+            opened = open_whole(spec, classes=classes, numbers=numbers, needs_training=False)
+            _check_kind(bundle, opened)
+            return opened, None
         except DataError:
             pass  # if the classes differ, they are mapped below; any other error is raised again there
     opened = open_whole(spec, numbers=numbers, needs_training=False) if own is None else own.opened
+    _check_kind(bundle, opened)
     return opened, map_classes(bundle.classes, opened.whole.classes, mapping=class_names or None)
+
+
+def _check_kind(bundle: Bundle, opened: OpenedData) -> None:
+    """Raise `DataError` if the data has boxes or masks and the model predicts something else, or the other way
+    round."""
+    kind = opened.whole.target_kind
+    if kind != bundle.output and (kind in PLACED or bundle.output in DENSE):
+        raise DataError(
+            f"data {opened.spec!r} has {KINDS[kind]}, but the model predicts {OUTPUT_NOUNS[bundle.output]}; choose "
+            "other data, or a model that was trained on such data"
+        )
 
 
 def _measured(

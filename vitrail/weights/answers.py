@@ -152,6 +152,13 @@ OUTPUT_NOUNS: dict[OutputKind, str] = {
 """What a model predicts, for messages."""
 
 
+def check_predicts_classes(output: OutputKind, done: str) -> None:
+    """Raise `ConfigError` unless outputs of this meaning are classes of whole images. `done` says what cannot be done
+    with the model, such as "compared"."""
+    if output not in ("softmax", "sigmoid"):
+        raise ConfigError(f"a model that predicts {OUTPUT_NOUNS[output]} cannot be {done}; choose a model of classes")
+
+
 def finite(outputs: Float[Tensor, b * n]) -> Float[Tensor, b * n]:
     """Return the outputs of a model. Raise `BundleError` if one of them is not finite."""
     if wrong := int((~outputs.flatten(1).isfinite().all(dim=1)).sum()):
