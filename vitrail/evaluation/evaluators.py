@@ -56,6 +56,12 @@ BY_HEAD: dict[OutputKind, str] = {
 }  # fmt: skip
 """Name of the evaluator that measures a model's own head, for each meaning of the outputs."""
 
+OF_PLACED: dict[str, frozenset[str]] = {
+    "boxes": frozenset({"detection"}), "mask": frozenset({"masks", "segmentation"}),
+}  # fmt: skip
+"""Names of the evaluators that measure data with boxes and data with masks. No other data has targets for them, and no
+other evaluator measures such data."""
+
 
 def evaluators_of(names: str, settings: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Evaluator]:
     """Return the evaluators in a comma-separated list of names, like "linear,knn".

@@ -24,7 +24,7 @@ from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Target, TargetKind
 from vitrail.errors import ConfigError, UndecodableImage
-from vitrail.evaluation.evaluators import BY_HEAD, EVALUATORS, Evaluator, Together, evaluators_of
+from vitrail.evaluation.evaluators import EVALUATORS, OF_PLACED, Evaluator, Together, evaluators_of
 from vitrail.machine import TrainingPrecision, check_memory, describe, pick_device, resolve_precision, total_memory
 from vitrail.models.compiled import Compiled, resolve_compile
 from vitrail.models.cost import activation_bytes, checkpointed_bytes, prediction_bytes, training_bytes
@@ -344,8 +344,8 @@ def _probes(config: TrainConfig, splits: Splits, steps: int, further: Sequence[P
     if run.probe:
         every = run.probe_every or math.ceil(steps / max(run.evaluations, 1))
         evaluators = evaluators_of(run.probe, {"fewshot": {"allow_fewer": True}})  # small classes have few images
-        placed, kind = {BY_HEAD[each] for each in DENSE}, splits.target_kind
-        usable = {BY_HEAD[each] for each in DENSE if each == kind} or set(EVALUATORS) - placed
+        kind = splits.target_kind
+        usable = OF_PLACED.get(kind) or set(EVALUATORS).difference(*OF_PLACED.values())
         if wrong := sorted(evaluators.keys() - usable):
             raise ConfigError(
                 f"probe={run.probe!r}: {', '.join(wrong)} cannot be measured on {splits.title}, whose targets are "
