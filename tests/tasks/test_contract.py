@@ -119,7 +119,7 @@ def test_settings_that_exclude_each_other_are_refused(task: str, settings: dict[
     "task", [name for name in TASKS if name not in ("classification", "regression", "distillation")]
 )
 def test_networks_that_a_task_cannot_train_are_refused(task: str) -> None:
-    with pytest.raises(ConfigError, match="a network of your own|needs a Vision Transformer of this package"):
+    with pytest.raises(ConfigError, match=r"a network of your own|needs a Vision Transformer of this package"):
         made(task).check_network(None)
     if task in ("simclr", "moco", "dino", "vqvae"):
         with pytest.raises(ConfigError, match=f"head_hidden=8 is a layer that task='{task}' does not train"):
