@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -459,6 +460,14 @@ def test_targets_of_boxes_are_selected_renumbered_and_joined() -> None:
     both = Targets.joined([targets, Targets.of(pictures[:1], "boxes", ("b", "d", "x"))])
     last = both[3]
     assert both.names == ("a", "b", "c", "d", "x") and isinstance(last, Objects) and last.labels.tolist() == [3, 1, 3]
+    numbered = replace(targets, ids=(7, 3, 9))
+    assert numbered.renumbered([-1, 1, 0], ("c", "b")).ids == (9, 3)
+    assert numbered.renumbered([0, 1, 2], ("a", "b", "c", "d")).ids == (), "a class has no number"
+    more = replace(Targets.of(pictures[:1], "boxes", ("b", "d", "x")), ids=(3, 1, 2))
+    assert Targets.joined([numbered, more]).ids == (7, 3, 9, 1, 2) and both.ids == ()
+    for ids in ((4, 1, 2), (3, 9, 2)):
+        with pytest.raises(DataError):
+            Targets.joined([numbered, replace(more, ids=ids)])
     assert IGNORED == 255
 
 

@@ -1,34 +1,75 @@
-"""`vitrail predict`: classify images with a model."""
+"""`vitrail predict`: classify images, or find objects or masks in them, with a model."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
 import json
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
+from PIL import Image
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import image_paths, print_in_full
-from vitrail.cli.options import Call, Command, Example
+from vitrail.cli.options import Call, Command, Example, flag
 from vitrail.data.check.images import MAX_LOOKS, colour_note
-from vitrail.errors import ConfigError, UndecodableImage
+from vitrail.data.formats.convert import image_id
+from vitrail.data.pixels.decode import to_pil
+from vitrail.data.source import Samples, image_of, samples_of
+from vitrail.errors import ConfigError, DestinationError, UndecodableImage, listed, plural
+from vitrail.evaluation.measured_images import open_images
+from vitrail.files import check_new_folder, check_parent, replacing_file, replacing_folder, saving
 from vitrail.machine import Precision
+from vitrail.models.cost import prediction_batch
+from vitrail.report.drawing import draw_boxes, draw_mask, with_legend
 from vitrail.settings import setting
-from vitrail.weights.answers import AnyPrediction, NumberPrediction, Prediction
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.answers import (
+    DENSE,
+    OUTPUT_NOUNS,
+    AnyPrediction,
+    Detections,
+    MaskPrediction,
+    NumberPrediction,
+    OutputKind,
+    Prediction,
+)
+from vitrail.weights.bundle import Bundle, ImageLike, read_image
 from vitrail.weights.load import load
 
 TOP = 3
 """Default number of classes in the table and in CSV."""
 
-Result = tuple[Path, AnyPrediction | UndecodableImage]
-"""The path of an image with its prediction, or with the reason why it cannot be decoded."""
+USUAL_THRESHOLD = 0.3
+"""Score from which on objects are shown, if none was chosen on validation images."""
+
+BATCHES = 64
+"""Number of batches of images whose classes or numbers are predicted at once."""
+
+
+class Picture(NamedTuple):
+    """An image that is predicted."""
+
+    path: str
+    """The path as it is shown, or the name in its data."""
+    name: str
+    """The path below the folder that the user named, or the name in its data. Names of written files follow it."""
+    number: int | str
+    """The number that the data gives it, or its position, counted from 1."""
+    read: Callable[[], ImageLike]
+
+
+Result = tuple[Picture, AnyPrediction | UndecodableImage]
+"""An image with its prediction, or with the reason why it cannot be decoded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +78,20 @@ class Predict:
 
     model: str = setting(argument="MODEL")
     """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
-    images: tuple[Path, ...] = setting(argument="IMAGE...")
+    images: tuple[Path, ...] = setting((), argument="IMAGE...")
     """Image files, folders that are searched for images, or tables of paths. They need no labels."""
+    data: str = setting("", metavar="SPEC")
+    """Data set whose images are predicted instead of files, in any form that `vitrail train` accepts."""
+    split: Literal["held-out", "train", "validation", "test", "all"] = setting(
+        "held-out", needs=("data", "only --data has splits; name a data set, or leave it out")
+    )
+    """Split of --data. held-out is the test split if there is one, else the images that training held out."""
     top: int | None = setting(None, least=1, advice="choose the number of classes to show for each image")
     """Number of classes for each image, starting with the most probable. The default is 3, and all classes with
     --json."""
+    threshold: float | None = setting(None, least=0, most=1)
+    """Least score of objects that are shown, drawn and written, except by --coco. The default was chosen on the
+    validation images of the model's training, or is 0.3 without such images."""
     image_size: tuple[int, int] | None = None
     """Image height and width in pixels. The default is the model's size. Position embeddings are resized for other
     sizes."""
@@ -51,53 +101,164 @@ class Predict:
     """Number format of matrix products. The default is the model's own, usually float32. auto is bf16 if the processor
     has units for it. int8 needs a CPU with VNNI."""
     csv: bool = setting(False, excludes="json")
-    """Print CSV: a header, and one line per image with its path, its most probable classes and their probabilities."""
+    """Print CSV: a header, and one line per image with its path, its most probable classes and their probabilities; or
+    one line per object, or per class of a mask."""
     json: bool = False
-    """Print one line of JSON per image, with its path and the probabilities of its classes."""
+    """Print one line of JSON per image, with its path and the probabilities of its classes, its objects, or the
+    fractions of its classes."""
+    out: Path | None = setting(None, metavar="DIR")
+    """New folder for the images with their boxes or masks drawn on them."""
+    coco: Path | None = setting(None, metavar="FILE")
+    """File for all objects as COCO results in JSON: up to 100 per image, whatever their score."""
+    yolo: Path | None = setting(None, metavar="DIR")
+    """New folder for a text file per image. Each line has the class, counted from 0, the centre, width and height of a
+    box as fractions of the image, and the score."""
+    masks: Path | None = setting(None, metavar="DIR")
+    """New folder for a PNG per image, with the number of a class in each pixel, and classes.txt with the names."""
+    overwrite: bool = False
+    """Replace the folders of an earlier prediction."""
 
 
 COMMAND = Command(
     name="predict",
-    summary="Classify images with a model, and print the most probable classes of each image.",
+    summary="""Predict images with a model. Print the most probable classes of each image, or find objects or masks, and
+    draw them or write them in common formats.""",
     examples=(
         Example("vitrail predict runs/flowers rose.jpg", "Classify one image with the model of a run."),
         Example("vitrail predict runs/flowers photos/ --top 5", "Show five classes for every image in a folder."),
         Example("vitrail predict google/vit-base-patch16-224 cat.jpg --json", "Use a model from the hub; print JSON."),
+        Example("vitrail predict runs/cells photos/ --out drawn/", "Draw the objects or the masks of a folder."),
+        Example("vitrail predict runs/cells photos/ --coco found.json", "Write all boxes as COCO results."),
     ),
     options=(Predict,),
-    essential={"Output": ("top", "csv", "json"), "Speed": ("image_size", "device", "precision")},
+    essential={
+        "Images": ("data", "split"),
+        "Output": ("top", "threshold", "csv", "json", "out", "coco", "yolo", "masks", "overwrite"),
+        "Speed": ("image_size", "device", "precision"),
+    },
 )
+
+CLASSES: tuple[OutputKind, ...] = ("softmax", "sigmoid")
+
+FITTING: dict[str, tuple[OutputKind, ...]] = {
+    "top": CLASSES, "threshold": ("boxes",), "out": DENSE, "coco": ("boxes",), "yolo": ("boxes",), "masks": ("mask",),
+}  # fmt: skip
+"""Options that only fit models with certain outputs."""
+
+WRITTEN = {"out": ("*.jpg",), "yolo": ("*.txt",), "masks": ("*.png", "classes.txt")}
+"""Patterns of the files in each folder that is written."""
+
+NO_CLASS = "unlabelled"
+"""Name in classes.txt of a value in masks that is no class of the model."""
 
 
 def main(call: Call) -> int:
     options = Predict(**call.options)
-    paths = image_paths(options.images)
+    folders = _check(options)
     bundle = load(options.model, device=options.device, image_size=options.image_size)
+    _check_fitting(options, call.options, bundle)
+    pictures, notes = _pictures(options, bundle)
+    for option, _ in folders:
+        _check_names(option, pictures)
+    threshold = USUAL_THRESHOLD if bundle.score_threshold is None else bundle.score_threshold
+    if options.threshold is not None:
+        threshold = options.threshold
     top = _top(options, bundle)
-    colour = colour_note(_some_images(paths), bundle.preprocess.channels)
-    for note in (*bundle.notes, *filter(None, [colour])):
+    colour = colour_note(_some_images(pictures), bundle.preprocess.channels)
+    for note in (*bundle.notes, *notes, *_notes(options, bundle), *filter(None, [colour])):
         print(f"vitrail: {COMMAND.note(note)}", file=sys.stderr)
-    results = bundle.predict(paths, top=top, precision=options.precision, undecodable="return")
-    named = list(zip(paths, results, strict=True))
-    if options.json:
-        for path, result in named:
-            print(json.dumps(_plain(path, result), ensure_ascii=False))
-    elif options.csv:
-        _print_csv(named, bundle, top)
-    else:
-        _print_table(named, bundle, top)
-    broken = [result for result in results if isinstance(result, UndecodableImage)]
+    show: _Table = (_Json if options.json else _Csv if options.csv else _Table)(bundle, top)
+    show.is_shown = options.json or options.csv or not (folders or options.coco)
+    broken: list[UndecodableImage] = []
+    objects: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        writers = [
+            (write, stack.enter_context(replacing_folder(f"the folder of --{name}", path, WRITTEN[name])))
+            for write, (name, path) in ((WRITERS[one[0]], one) for one in folders)
+        ]
+        for picture, result in _results(options, bundle, pictures, top):
+            if isinstance(result, UndecodableImage):
+                broken.append(result)
+                show.add(picture, result)
+                continue
+            if isinstance(result, Detections):
+                if options.coco is not None:
+                    named = {"file_name": picture.name, "image_id": picture.number}
+                    objects += [named | row for row in result.coco(bundle.class_ids)]
+                result = result.above(threshold)
+            show.add(picture, result)
+            for write, folder in writers:
+                place = folder / PurePosixPath(picture.name).with_suffix("")
+                place.parent.mkdir(parents=True, exist_ok=True)
+                write(place.parent / place.name, result, picture, bundle)
+        for (name, _), (_, folder) in zip(folders, writers, strict=True):
+            if name == "masks":
+                (folder / "classes.txt").write_text("".join(f"{one}\n" for one in _values(bundle)), encoding="utf-8")
+    if options.coco is not None:
+        with saving("the objects", options.coco), replacing_file(options.coco) as partial:
+            partial.write_text(json.dumps(objects, ensure_ascii=False), encoding="utf-8")
+    show.end()
+    if not show.is_shown:
+        _say_written(options, folders, objects, len(pictures) - len(broken))
     for error in broken:
         print(f"vitrail: {error}", file=sys.stderr)
     return UndecodableImage.exit_code if broken else 0
 
 
+# Checks, before a file is written.
+
+
+def _check(options: Predict) -> list[tuple[str, Path]]:
+    """Return the folders that are written, by option. Raise `ConfigError` unless there is one choice of images, and
+    `DestinationError` for a place that is taken."""
+    if options.images and options.data:
+        raise ConfigError("IMAGE... and --data exclude each other; give only one of them")
+    if not options.images and not options.data:
+        raise ConfigError(f"IMAGE... is missing; usage: {COMMAND.usage}, or --data SPEC instead of images")
+    folders = [(name, path) for name in WRITTEN if (path := getattr(options, name)) is not None]
+    for name, path in folders:
+        check_new_folder(path, WRITTEN[name], overwrite=options.overwrite)
+    if len({path.resolve() for _, path in folders}) < len(folders):
+        raise ConfigError(
+            f"{listed([flag(name) for name, _ in folders])} name one folder; give each a folder of its own"
+        )
+    if (path := options.coco) is not None:
+        if path.is_dir():
+            raise DestinationError(f"{path} is a folder; choose another path for the file to write")
+        if path.exists() and path.stat().st_size and path.read_bytes()[:64].lstrip()[:1] != b"[":
+            raise DestinationError(f"{path} exists already and holds no COCO results; choose another file")
+        check_parent(path)
+    return folders
+
+
+def _check_fitting(options: Predict, given: Any, bundle: Bundle) -> None:
+    """Raise `ConfigError` for options that do not fit the model's outputs, or have no effect."""
+    for name, outputs in FITTING.items():
+        if given.get(name) is not None and bundle.output not in outputs:
+            wanted = " or ".join(dict.fromkeys(OUTPUT_NOUNS[output] for output in outputs))
+            raise ConfigError(
+                f"{flag(name)} is for {wanted}, but this model predicts {OUTPUT_NOUNS[bundle.output]}; leave it out"
+            )
+    shows = options.json or options.csv or options.out or options.yolo
+    if options.threshold is not None and options.coco is not None and not shows:
+        raise ConfigError("--threshold has no effect on --coco, which has the best 100 objects of each image")
+
+
+def _check_names(option: str, pictures: Sequence[Picture]) -> None:
+    """Raise `ConfigError` if files of two images would have the same name."""
+    stems = Counter(os.path.splitext(picture.name)[0] for picture in pictures)  # noqa: PTH122 (thousands of names)
+    if option == "masks" or option == "yolo":
+        stems["classes"] += 1
+    if twice := [stem for stem, count in stems.items() if count > 1]:
+        raise ConfigError(
+            f"{flag(option)}: files of several images would have the same name: {listed(twice)}; rename the images, or "
+            "predict them one after another into other folders"
+        )
+
+
 def _top(options: Predict, bundle: Bundle) -> int | None:
-    """Return the number of classes to rank, or None for all classes or for numbers. Raise `ConfigError` if a model that
-    predicts numbers is used with --top."""
-    if bundle.output == "numbers":
-        if options.top is not None:
-            raise ConfigError("--top is for classes, but this model predicts numbers; leave it out")
+    """Return the number of classes to rank, or None for all classes and for other outputs."""
+    if bundle.output not in CLASSES:
         return None
     classes = max(len(bundle.classes), 1)
     if options.top is None:
@@ -105,48 +266,247 @@ def _top(options: Predict, bundle: Bundle) -> int | None:
     return min(options.top, classes)
 
 
-def _print_table(named: Sequence[Result], bundle: Bundle, top: int | None) -> None:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    columns = bundle.classes if top is None else [f"{place}." for place in range(1, top + 1)]
-    for column in ("image", *columns):
-        table.add_column(Text(column), no_wrap=True)
-    for path, result in named:
+def _notes(options: Predict, bundle: Bundle) -> Iterator[str]:
+    """Yield notes about values that the model does not have."""
+    if bundle.output != "boxes":
+        return
+    only_coco = options.coco and not (options.json or options.csv or options.out or options.yolo)
+    if options.threshold is None and bundle.score_threshold is None and not only_coco:
+        yield (
+            f"objects are shown from a score of {USUAL_THRESHOLD} on, because none was chosen on validation images; "
+            "choose one with --threshold"
+        )
+    if (options.coco or options.json) and not bundle.class_ids:
+        yield "category_id counts the model's classes from 1, because its training data had no numbers of its own"
+
+
+# The images, and what the model predicts for them.
+
+
+def _pictures(options: Predict, bundle: Bundle) -> tuple[list[Picture], tuple[str, ...]]:
+    """Return the images, and notes about them. Raise `DataError` if there are none, and `ConfigError` if the numbers of
+    the classes of --data are not those of the model."""
+    if not options.data:
+        found: list[Picture] = []
+        for place in options.images:
+            for path in image_paths([place]):
+                name = path.relative_to(place if place.is_dir() else path.parent).as_posix()
+                found.append(Picture(str(path), name, len(found) + 1, lambda path=path: path))  # type: ignore[misc]
+        return found, ()
+    opened = open_images(bundle, options.data, options.split, by_features=True, needs_training=False)
+    found = []
+    for source in map(samples_of, opened.sources.values()):
+        _check_numbers(source, bundle)
+        for index in range(len(source)):
+            key, number = source.key(index), image_id(source, index)
+            read: Callable[[], ImageLike] = lambda source=source, index=index: image_of(source, index)  # type: ignore[misc] # noqa: E731
+            found.append(Picture(key, key, number, read))
+    return found, opened.notes
+
+
+def _check_numbers(source: Samples, bundle: Bundle) -> None:
+    """Raise `ConfigError` if data gives a class of the model another number than the model's own data."""
+    mine, theirs = (dict(zip(names, ids, strict=False)) for names, ids in (
+        (bundle.classes, bundle.class_ids), (source.classes, source.targets.ids),
+    ))  # fmt: skip
+    if wrong := [name for name in mine if theirs.get(name, mine[name]) != mine[name]]:
+        raise ConfigError(
+            f"--data gives the class {wrong[0]!r} the number {theirs[wrong[0]]}, and the data that the model learned "
+            f"from gave it {mine[wrong[0]]}; name the images themselves to predict with the model's numbers"
+        )
+
+
+def _results(options: Predict, bundle: Bundle, pictures: Sequence[Picture], top: int | None) -> Iterator[Result]:
+    """Yield the prediction of each image. Few are in memory at a time."""
+    precision = options.precision or bundle.precision
+    size = prediction_batch(bundle.network, bundle.preprocess.image_size, bundle.device, precision)
+    size *= 1 if bundle.output in DENSE else BATCHES
+    for start in range(0, len(pictures), size):
+        part = pictures[start : start + size]
+        read = [_read(picture) for picture in part]
+        images = [image for image in read if not isinstance(image, UndecodableImage)]
+        found = iter(bundle.predict(images, top=top, precision=options.precision, undecodable="return"))
+        for picture, image in zip(part, read, strict=True):
+            result = image if isinstance(image, UndecodableImage) else next(found)
+            if isinstance(result, UndecodableImage) and picture.path not in str(result):
+                result = UndecodableImage(f"{picture.path} {result}")
+            yield picture, result
+
+
+def _read(picture: Picture) -> ImageLike | UndecodableImage:
+    try:
+        return picture.read()
+    except UndecodableImage as error:
+        return error
+
+
+def _some_images(pictures: Sequence[Picture]) -> Iterator[bytes]:
+    """Yield the content of some of the image files. Files that cannot be read are skipped."""
+    for picture in pictures[:: len(pictures) // MAX_LOOKS + 1]:
+        with contextlib.suppress(OSError, UndecodableImage):
+            image = picture.read()
+            content = image.read_bytes() if isinstance(image, Path) else image
+            if isinstance(content, bytes):
+                yield content
+
+
+# Files for each image. `place` is the path of the file without its suffix.
+
+
+def _write_drawn(place: Path, result: AnyPrediction, picture: Picture, bundle: Bundle) -> None:
+    """Draw the objects or the mask on the image."""
+    image = picture.read()
+    pixels = to_pil(read_image(image) if isinstance(image, str | Path) else image, 3)
+    drawn(pixels, result).save(f"{place}.jpg", quality=92)
+
+
+def drawn(image: Image.Image, result: AnyPrediction) -> Image.Image:
+    """Return an image with the objects or the mask that a model predicts, in the colours of their classes."""
+    if isinstance(result, MaskPrediction):
+        classes = np.flatnonzero(np.bincount(result.indices.ravel(), minlength=len(result.names))).tolist()
+        return with_legend(draw_mask(image, result.indices, len(result.names)), result.names, classes)
+    assert isinstance(result, Detections)
+    texts = [f"{one.label} {one.score:.2f}" for one in result]
+    return draw_boxes(image, result.boxes, result.labels.tolist(), texts, [runs.mask() for runs in result.masks])
+
+
+def _write_yolo(place: Path, result: AnyPrediction, picture: Picture, bundle: Bundle) -> None:
+    """Write the objects as lines of YOLO."""
+    assert isinstance(result, Detections)
+    height, width = result.size
+    lines = []
+    for label, (_, score, (left, top, right, bottom)) in zip(result.labels.tolist(), result, strict=True):
+        numbers = (
+            (left + right) / 2 / width,
+            (top + bottom) / 2 / height,
+            (right - left) / width,
+            (bottom - top) / height,
+        )
+        lines.append(" ".join([str(label), *(f"{number:.6f}" for number in (*numbers, score))]) + "\n")
+    Path(f"{place}.txt").write_text("".join(lines), encoding="utf-8")
+
+
+def _write_mask(place: Path, result: AnyPrediction, picture: Picture, bundle: Bundle) -> None:
+    """Write the numbers of the classes of all pixels."""
+    assert isinstance(result, MaskPrediction)
+    ids = bundle.class_ids or range(len(bundle.classes))
+    Image.fromarray(np.array(ids, np.uint8)[result.indices]).save(f"{place}.png")
+
+
+WRITERS = {"out": _write_drawn, "yolo": _write_yolo, "masks": _write_mask}
+
+
+def _values(bundle: Bundle) -> list[str]:
+    """Return the name of each value in the masks that are written."""
+    ids = bundle.class_ids or tuple(range(len(bundle.classes)))
+    names = dict(zip(ids, bundle.classes, strict=True))
+    return [names.get(value, NO_CLASS) for value in range(max(ids) + 1)]
+
+
+def _say_written(
+    options: Predict, folders: Sequence[tuple[str, Path]], objects: Sequence[dict[str, Any]], images: int
+) -> None:
+    """Name the files that were written."""
+    for _, path in folders:
+        print(f"{path}: {plural(images, 'image')}")
+    if options.coco is not None:
+        print(f"{options.coco}: {plural(len(objects), 'object')} of {plural(images, 'image')}")
+
+
+# The predictions as a table, as CSV or as JSON.
+
+
+class _Table:
+    """A table with a row per image, which is printed at the end."""
+
+    def __init__(self, bundle: Bundle, top: int | None) -> None:
+        self.bundle = bundle
+        self.is_shown = True
+        self.ranks = range(1, (top or 0) + 1)
+        self.begin()
+
+    def begin(self) -> None:
+        self.table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        by_kind: dict[OutputKind, Sequence[str]] = {
+            "boxes": ("objects", "best scores"), "mask": ("fractions of classes",), "numbers": self.bundle.classes,
+        }  # fmt: skip
+        for column in ("image", *by_kind.get(self.bundle.output, [f"{place}." for place in self.ranks])):
+            self.table.add_column(Text(column), no_wrap=True)
+
+    def add(self, picture: Picture, result: AnyPrediction | UndecodableImage) -> None:
         if isinstance(result, Prediction):
-            cells = [Text(f"{label} {probability:.1%}") for label, probability in result.ranking]
-            table.add_row(Text(str(path)), *cells)
+            cells = [f"{label} {probability:.1%}" for label, probability in result.ranking]
         elif isinstance(result, NumberPrediction):
-            table.add_row(Text(str(path)), *(f"{value:.6g}" for value in result.values))
-    print_in_full(table)
+            cells = [f"{value:.6g}" for value in result.values]
+        elif isinstance(result, Detections):
+            best: dict[str, float] = {}
+            for one in result:
+                best[one.label] = max(best.get(one.label, 0.0), one.score)
+            ordered = [name for name in result.names if name in best]
+            cells = [result.text, ", ".join(f"{name} {best[name]:.2f}" for name in ordered)]
+        elif isinstance(result, MaskPrediction):
+            cells = [", ".join(f"{name} {share:.1%}" for name, share in result.shares().items())]
+        else:
+            return
+        if self.is_shown:
+            self.table.add_row(Text(picture.path), *map(Text, cells))
+
+    def end(self) -> None:
+        print_in_full(self.table)
 
 
-def _print_csv(named: Sequence[Result], bundle: Bundle, top: int | None) -> None:
-    """Print CSV. An image that cannot be decoded has empty fields and the reason in the last column, `error`."""
-    places = range(1, (top or 0) + 1)
-    ranks = [name for place in places for name in (f"class_{place}", f"probability_{place}")]
-    columns = list(bundle.classes) if top is None else ranks
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(["image", *columns, "error"])
-    for path, result in named:
-        values: list[object] = [""] * len(columns)
+class _Csv(_Table):
+    """CSV. An image that cannot be decoded has empty fields and the reason in the last column, `error`."""
+
+    def begin(self) -> None:
+        by_kind: dict[OutputKind, Sequence[str]] = {
+            "boxes": ("class", "score", "left", "top", "width", "height"),
+            "mask": ("class", "fraction"),
+            "numbers": self.bundle.classes,
+        }
+        ranks = [name for place in self.ranks for name in (f"class_{place}", f"probability_{place}")]
+        self.columns = by_kind.get(self.bundle.output, ranks)
+        self.writer = csv.writer(sys.stdout, lineterminator="\n")
+        self.writer.writerow(["image", *self.columns, "error"])
+
+    def add(self, picture: Picture, result: AnyPrediction | UndecodableImage) -> None:
+        rows: list[list[Any]] = []
         if isinstance(result, Prediction):
-            values = [value for pair in result.ranking for value in pair]
+            rows = [[value for pair in result.ranking for value in pair]]
         elif isinstance(result, NumberPrediction):
-            values = list(result.values)
-        writer.writerow([str(path), *values, str(result) if isinstance(result, UndecodableImage) else ""])
+            rows = [list(result.values)]
+        elif isinstance(result, Detections):
+            rows = [[row["category_name"], row["score"], *row["bbox"]] for row in result.coco()]
+        elif isinstance(result, MaskPrediction):
+            rows = [[*pair] for pair in result.shares().items()]
+        else:
+            rows = [[""] * len(self.columns)]
+        for row in rows:
+            self.writer.writerow([picture.path, *row, str(result) if isinstance(result, UndecodableImage) else ""])
+
+    def end(self) -> None:
+        pass
 
 
-def _plain(path: Path, result: AnyPrediction | UndecodableImage) -> dict[str, object]:
-    if isinstance(result, UndecodableImage):
-        return {"image": str(path), "error": str(result)}
-    if isinstance(result, NumberPrediction):
-        return {"image": str(path), "numbers": dict(zip(result.names, result.values, strict=True))}
-    assert isinstance(result, Prediction)
-    ranking = dict(result.ranking)
-    return {"image": str(path), "label": result.label, "probability": result.probability, "probabilities": ranking}
+class _Json(_Table):
+    """One line of JSON per image."""
 
+    def begin(self) -> None:
+        pass
 
-def _some_images(paths: Sequence[Path]) -> Iterator[bytes]:
-    """Yield the content of some of the files. Files that cannot be read are skipped."""
-    for path in paths[:: len(paths) // MAX_LOOKS + 1]:
-        with contextlib.suppress(OSError):
-            yield path.read_bytes()
+    def add(self, picture: Picture, result: AnyPrediction | UndecodableImage) -> None:
+        row: dict[str, Any] = {"image": picture.path}
+        if isinstance(result, UndecodableImage):
+            row["error"] = str(result)
+        elif isinstance(result, NumberPrediction):
+            row["numbers"] = dict(zip(result.names, result.values, strict=True))
+        elif isinstance(result, Detections):
+            row["objects"] = result.coco(self.bundle.class_ids)
+        elif isinstance(result, MaskPrediction):
+            row["fractions"] = result.shares()
+        else:
+            row |= {"label": result.label, "probability": result.probability, "probabilities": dict(result.ranking)}
+        print(json.dumps(row, ensure_ascii=False))
+
+    def end(self) -> None:
+        pass

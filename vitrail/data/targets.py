@@ -75,7 +75,7 @@ class Targets:
     objects: ObjectRows | None = None
     """The boxes of objects, and what belongs to them."""
     ids: tuple[int, ...] = ()
-    """The numbers that the data gives its classes, if it gives some. They are lost if names are renumbered."""
+    """The numbers that the data gives its classes, if it gives some: those of COCO's categories, or values in masks."""
 
     def __post_init__(self) -> None:
         if self.kind in ("class", "classes", "boxes"):
@@ -148,15 +148,15 @@ class Targets:
         moved = [Targets.unknown(kind, part.names, len(part)) if part.kind == "none" else part for part in parts]
         if not alike:
             moved = [part.renumbered([places[name] for name in part.names], names) for part in moved]
-        values = np.concatenate([part.values for part in moved])
+        values, ids = np.concatenate([part.values for part in moved]), _joined_ids(parts, names)
         if kind in ("classes", "boxes"):
             sizes = np.concatenate([np.diff(part.starts) for part in moved if part.starts is not None])
             objects = [part.objects for part in moved if part.objects is not None]
             starts = np.cumsum([0, *sizes.tolist()], dtype=np.int64)
             columns = ObjectRows.joined(objects) if objects else None
-            return Targets(kind, names, values, starts, objects=columns, ids=parts[0].ids if alike else ())
+            return Targets(kind, names, values, starts, objects=columns, ids=ids)
         if not any(part.soft for part in moved):
-            return Targets(kind, names, values)
+            return Targets(kind, names, values, ids=ids)
         blocks: list[tuple[np.ndarray, np.ndarray]] = []
         found = []
         for part in moved:
@@ -221,7 +221,10 @@ class Targets:
 
     def renumbered(self, places: Sequence[int], names: tuple[str, ...]) -> Targets:
         """Return the targets with other names: class or number i gets the index `places[i]` among `names`, or is
-        dropped if this is -1."""
+        dropped if this is -1. `ids` stay if every new name has one."""
+        owned = [(place, number) for place, number in zip(places, self.ids, strict=False) if place >= 0]
+        ids = tuple(number for _, number in sorted(owned))
+        ids = ids if len(dict(owned)) == len(owned) == len(names) else ()
         table = np.array([*places, -1], np.int64)  # the last element is for the label -1
         kept = table[:-1] >= 0
         if self.kind == "numbers":
@@ -232,7 +235,7 @@ class Targets:
             return replace(self, names=names)
         if self.kind == "mask":
             masks = [None if one is None else one.renumbered(places) for one in self.values]
-            return Targets.of(masks, "mask", names)
+            return replace(Targets.of(masks, "mask", names), ids=ids)
         values, soft = table[self.values], self.soft
         if soft is not None:
             blocks = [(amounts, table[columns]) for amounts, columns in soft.blocks]
@@ -245,7 +248,7 @@ class Targets:
         order = order[values[order] >= 0]
         starts = np.concatenate([[0], np.cumsum(np.bincount(owners[order], minlength=len(self)), dtype=np.int64)])
         objects = None if self.objects is None else self.objects.taken(order)
-        return replace(self, names=names, values=values[order], starts=starts, objects=objects, ids=())
+        return replace(self, names=names, values=values[order], starts=starts, objects=objects, ids=ids)
 
     def restricted(self, columns: Sequence[int]) -> Targets:
         """Return the targets for a model that has only the outputs `columns`, in this order."""
@@ -284,6 +287,21 @@ class Targets:
             return [None if math.isnan(number) else number for number in self.values[row].tolist()]
         target = self[row]
         return list(class_indices(target)) if self.kind == "classes" else cast(int | None, target)
+
+
+def _joined_ids(parts: Sequence[Targets], names: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the numbers that data sets give their classes, or () if a class has none. Raise `DataError` if they
+    contradict each other."""
+    found: dict[str, int] = {}
+    for part in parts:
+        for name, number in zip(part.names, part.ids, strict=False):
+            if found.setdefault(name, number) != number:
+                raise DataError(
+                    f"the data sets give the class {name!r} the numbers {found[name]} and {number}; give it one number"
+                )
+    if len(set(found.values())) < len(found):
+        raise DataError(f"the data sets give two classes one number: {found}; give each class a number of its own")
+    return tuple(found[name] for name in names) if len(found) == len(names) else ()
 
 
 def numbered(count: int) -> tuple[str, ...]:

@@ -191,11 +191,13 @@ def open_images(
     class_names: str = "",
     own: EvaluatedData | None = None,
     common: CommonImages | None = None,
+    needs_training: bool = True,
 ) -> EvaluatedData:
     """Return the data with the splits to measure: for the model's own head, or `by_features`, which is the default for
     a model without a head. `common` is the validation split, if several models are compared.
 
-    For features, the targets are the data's own classes, or the columns `numbers` (by default the columns that the
+    For features, training images are needed unless `needs_training` is False. The targets are the data's own classes,
+    or the columns `numbers` (by default the columns that the
     model predicts). Images are held out for validation only if the validation split is measured. For any other split, a
     classifier can learn from all training images.
 
@@ -204,7 +206,7 @@ def open_images(
     data and model do not match.
     """
     if by_features or (by_features is None and not bundle.classes):
-        opened = open_whole(spec, numbers=numbers or _numbers_of(bundle))
+        opened = open_whole(spec, numbers=numbers or _numbers_of(bundle), needs_training=needs_training)
         if common is not None:
             splits = _common(common, opened, split)
         else:

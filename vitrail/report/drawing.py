@@ -69,17 +69,29 @@ def draw_mask(image: Image.Image, mask: UInt8[np.ndarray, "h w"], classes: int) 
     return Image.fromarray(mixed.round().astype(np.uint8))
 
 
-def draw_legend(names: Sequence[str], across: int = 4) -> Image.Image:
-    """Return an image of the colours of classes with their names, in columns."""
+def draw_legend(names: Sequence[str], across: int = 4, classes: Sequence[int] | None = None) -> Image.Image:
+    """Return an image of the colours of classes with their names, in columns. `classes` are the indices of those that
+    are shown, by default all."""
+    shown = range(len(names)) if classes is None else classes
     font = ImageFont.load_default(14)
-    width = max(24 + round(font.getlength(name)) for name in names) + 16
-    down = math.ceil(len(names) / across)
-    found = Image.new("RGB", (width * min(across, len(names)), 22 * down), "white")
+    width = max(24 + round(font.getlength(names[number])) for number in shown) + 16
+    down = math.ceil(len(shown) / across)
+    found = Image.new("RGB", (width * min(across, len(shown)), 22 * down), "white")
     pen = ImageDraw.Draw(found)
-    for number, name in enumerate(names):
-        left, top = number // down * width, number % down * 22
+    for place, number in enumerate(shown):
+        left, top = place // down * width, place % down * 22
         pen.rectangle((left, top + 3, left + 16, top + 18), fill=colour_of(number))
-        pen.text((left + 24, top + 2), name, fill="black", font=font)
+        pen.text((left + 24, top + 2), names[number], fill="black", font=font)
+    return found
+
+
+def with_legend(image: Image.Image, names: Sequence[str], classes: Sequence[int]) -> Image.Image:
+    """Return an image above the legend of these classes."""
+    widest = max(ImageFont.load_default(14).getlength(names[number]) for number in classes)
+    legend = draw_legend(names, max(1, image.width // (40 + round(widest))), classes)
+    found = Image.new("RGB", (max(image.width, legend.width), image.height + legend.height), "white")
+    found.paste(image, (0, 0))
+    found.paste(legend, (0, image.height))
     return found
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import SGD
 
 from vitrail.data.pipeline import Ranks, Stage, TrainingBatches
+from vitrail.data.source import Samples
 from vitrail.errors import ConfigError
 from vitrail.machine import available_memory
 from vitrail.models.compiled import compile_blocks
@@ -152,6 +153,8 @@ def make_bundle(job: Job, objective: Objective) -> Bundle:
         "steps": job.steps,
         "kept": config.run.keep,
     }
+    if isinstance(splits.train, Samples) and splits.train.targets.ids:
+        provenance["class_ids"] = list(splits.train.targets.ids)
     if job.origin is not None:
         provenance |= {"init": config.start.init, "init_sha256": job.origin.sha256}
     return config.task.bundle(objective, config.task.output_names(splits), config.images, provenance)

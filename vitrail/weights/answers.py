@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -93,6 +93,20 @@ class Detections:
     def text(self) -> str:
         """The numbers of objects of each class, such as "dog: 1, cat: 3"."""
         return counted_objects(self.names, self.labels)
+
+    def coco(self, ids: Sequence[int] = ()) -> list[dict[str, Any]]:
+        """Return the objects in the form of COCO's results. `ids` are the numbers of the classes (`Bundle.class_ids`).
+        By default they are counted from 1."""
+        rows: list[dict[str, Any]] = []
+        for number, (label, score, (left, top, right, bottom)) in enumerate(self):
+            place = int(self.labels[number])
+            box = [round(value, 4) for value in (left, top, right - left, bottom - top)]
+            row = {"category_id": ids[place] if ids else place + 1, "category_name": label, "bbox": box, "score": score}
+            if self.masks:
+                runs = self.masks[number]
+                row["segmentation"] = {"size": list(runs.size), "counts": runs.counts.decode()}
+            rows.append(row)
+        return rows
 
     def above(self, score: float) -> Detections:
         """Return the objects with at least this score."""

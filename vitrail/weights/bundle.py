@@ -113,6 +113,19 @@ class Bundle:
     def device(self) -> torch.device:
         return next(self.network.parameters()).device
 
+    @property
+    def class_ids(self) -> tuple[int, ...]:
+        """Numbers of the classes in the data that the model learned from: those of COCO's categories, or the values in
+        masks. () if they are not known."""
+        found = self.provenance.get("class_ids", [])
+        return tuple(found) if len(found) == len(self.classes) else ()
+
+    @property
+    def score_threshold(self) -> float | None:
+        """Score from which on found objects are shown, which was chosen on validation images. None if there were
+        none."""
+        return self.metrics.get("validation_score_threshold")
+
     @overload
     def predict(
         self,

@@ -13,6 +13,7 @@ import functools
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -83,7 +84,8 @@ def open_masks(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | N
             Mask(of_image[key], functools.partial(read_mask, root / of_image[key], colours), tuple(places))
             for key in keys
         ]
-        targets = Targets.of(found, "mask", tuple(kept))
+        ids = tuple(place for place in range(len(names)) if place not in skipped)
+        targets = replace(Targets.of(found, "mask", tuple(kept)), ids=() if ids == (*range(len(kept)),) else ids)
         if known is not None and set(kept) == set(known):
             targets = targets.renumbered([known.index(name) for name in kept], known)
         sources[split] = file_samples(root, keys, [images.inodes[key] for key in keys], targets)

@@ -1,0 +1,244 @@
+"""Tests of `vitrail predict` for boxes and masks: files of results, drawn images, tables, and refused options."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from faster_coco_eval import COCO  # type: ignore[import-untyped]
+from PIL import Image
+
+from tests.make import randomised
+from vitrail.cli import main
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.models.vit_config import ViTConfig
+from vitrail.tasks.detection import Detection
+from vitrail.training.config import TrainConfig
+from vitrail.training.run import train
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.load import load
+
+SIZE = (32, 48)
+NAMES = ("cat", "dog", "黒 fox")
+IDS = [5, 17, 90]
+
+
+def dense_model(folder: Path, kind: str, **more: Any) -> Path:
+    """Save an untrained model of boxes or masks."""
+    config = ViTConfig(
+        image_size=SIZE,
+        patch_size=(8, 8),
+        width=16,
+        depth=1,
+        heads=2,
+        mlp_width=16,
+        num_classes=len(NAMES),
+        head_kind=kind,
+    )
+    network = randomised(config, std=0.2)
+    output: Any = "boxes" if kind == "pyramid" else "mask"
+    images = Preprocess(image_size=SIZE, resize="pad", crop_share=1.0)
+    return Bundle(network, NAMES, images, output=output, **more).save(folder)
+
+
+@pytest.fixture
+def detector(tmp_path: Path) -> Path:
+    metrics = {"validation_score_threshold": 0.55, "test_score_threshold": 0.01}
+    return dense_model(tmp_path / "detector", "pyramid", metrics=metrics, provenance={"class_ids": IDS})
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """A folder with a wide image, a tall one in a folder of its own, and one that its EXIF tag turns."""
+    (tmp_path / "photos" / "more").mkdir(parents=True)
+    random = np.random.default_rng(0)
+    for name, size in (("a.png", (31, 67)), ("more/b.jpg", (83, 40)), ("turned.jpg", (20, 50))):
+        exif = Image.Exif()
+        exif[0x0112] = 6 if name == "turned.jpg" else 1
+        Image.fromarray(random.integers(0, 255, (*size, 3), np.uint8)).save(tmp_path / "photos" / name, exif=exif)
+    return tmp_path / "photos"
+
+
+def test_coco_results_have_all_boxes_with_the_numbers_of_the_data(
+    detector: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "found.json"
+    (photos / "broken.jpg").write_text("<html>")
+    assert main(["predict", str(detector), str(photos), "--coco", str(file)]) == 2
+    captured = capsys.readouterr()
+    assert "broken.jpg" in captured.err and "threshold" not in captured.err and "category_id" not in captured.err
+    (photos / "broken.jpg").unlink()
+    assert main(["predict", str(detector), str(photos), "--coco", str(file)]) == 0, "results are replaced"
+    rows = json.loads(file.read_text())
+    names = ["a.png", "more/b.jpg", "turned.jpg"]
+    sizes = {"a.png": (31, 67), "more/b.jpg": (83, 40), "turned.jpg": (50, 20)}
+    images = [
+        {"id": n, "file_name": name, "height": sizes[name][0], "width": sizes[name][1]}
+        for n, name in enumerate(names, start=1)
+    ]
+    categories = [{"id": number, "name": name} for number, name in zip(IDS, NAMES, strict=True)]
+    found = COCO({"images": images, "categories": categories, "annotations": []}).loadRes(rows)
+    assert sorted(found.getImgIds()) == [1, 2, 3]
+    for number, (name, expected) in enumerate(
+        zip(names, load(detector).predict([photos / name for name in names]), strict=True), start=1
+    ):
+        own = [row for row in rows if row["image_id"] == number]
+        assert {row["file_name"] for row in own} == {name} and 0 < len(own) == len(expected) <= 100
+        assert [row["score"] for row in own] == pytest.approx(expected.scores.tolist())
+        assert [(row["category_id"], row["category_name"]) for row in own] == [
+            (IDS[label], NAMES[label]) for label in expected.labels.tolist()
+        ]
+        boxes = np.array([row["bbox"] for row in own])
+        boxes[:, 2:] += boxes[:, :2]
+        np.testing.assert_allclose(boxes, expected.boxes, atol=2e-4)
+        assert (boxes >= 0).all() and (boxes <= np.tile(sizes[name][::-1], 2) + 2e-4).all()
+    assert min(row["score"] for row in rows) < 0.5, "boxes below the threshold are kept, because AP needs them"
+
+
+def test_shown_objects_are_above_the_chosen_score(
+    detector: Path, photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (every,) = load(detector).predict([photos / "a.png"])
+    words = ["predict", str(detector), str(photos / "a.png")]
+    counts = []
+    for more, least in (((), 0.55), (("--threshold", "0.6"), 0.6), (("--threshold", "0"), 0)):
+        assert main([*words, "--json", *more]) == 0
+        (row,) = map(json.loads, capsys.readouterr().out.splitlines())
+        assert row == {"image": str(photos / "a.png"), "objects": every.above(least).coco(IDS)}
+        counts.append(len(row["objects"]))
+    assert counts[1] < counts[0] < counts[2]
+    assert main([*words, "--csv"]) == 0
+    header, *rows = csv.reader(capsys.readouterr().out.splitlines())
+    assert header == ["image", "class", "score", "left", "top", "width", "height", "error"]
+    assert [row[1] for row in rows] == [one.label for one in every.above(0.55)]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert every.above(0.55).text in shown
+
+
+def test_a_model_without_a_chosen_score_says_so(
+    tmp_path: Path, photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = dense_model(tmp_path / "plain", "pyramid")
+    assert main(["predict", str(model), str(photos), "--json", "--coco", str(tmp_path / "found.json")]) == 0
+    captured = capsys.readouterr()
+    assert "0.3" in captured.err and "category_id" in captured.err
+    rows = [row for line in captured.out.splitlines() for row in json.loads(line)["objects"]]
+    assert min(row["score"] for row in rows) >= 0.3
+    assert {row["category_id"] for row in json.loads((tmp_path / "found.json").read_text())} <= {1, 2, 3}
+
+
+def test_boxes_are_drawn_and_written_as_yolo(detector: Path, photos: Path, tmp_path: Path) -> None:
+    words = ["--out", str(tmp_path / "drawn"), "--yolo", str(tmp_path / "yolo")]
+    assert main(["predict", str(detector), str(photos), *words]) == 0
+    with Image.open(tmp_path / "drawn" / "turned.jpg") as drawn:
+        assert drawn.size == (20, 50), "the image is drawn upright"
+    (expected,) = load(detector).predict([photos / "more" / "b.jpg"])
+    expected = expected.above(0.55)
+    lines = (tmp_path / "yolo" / "more" / "b.txt").read_text().splitlines()
+    values = np.array([line.split() for line in lines], float).reshape(-1, 6)
+    assert values[:, 0].tolist() == expected.labels.tolist()
+    centres = (expected.boxes[:, :2] + expected.boxes[:, 2:]) / 2 / (40, 83)
+    np.testing.assert_allclose(values[:, 1:3], centres, atol=1e-6)
+    np.testing.assert_allclose(values[:, 5], expected.scores, atol=1e-6)
+    assert main(["predict", str(detector), str(photos), *words]) == 2, "a folder is not replaced unasked"
+
+
+def test_masks_are_written_with_the_values_of_the_data(
+    tmp_path: Path, photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = dense_model(tmp_path / "model", "patches", provenance={"class_ids": [0, 2, 3]})
+    words = ["--masks", str(tmp_path / "masks"), "--out", str(tmp_path / "drawn")]
+    assert main(["predict", str(model), str(photos), *words]) == 0
+    assert (tmp_path / "masks" / "classes.txt").read_text().splitlines() == [NAMES[0], "unlabelled", *NAMES[1:]]
+    capsys.readouterr()
+    assert main(["predict", str(model), str(photos), "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    for name, row in zip(("a", "more/b", "turned"), rows, strict=True):
+        (expected,) = load(model).predict([Path(row["image"])])
+        with (
+            Image.open(tmp_path / "masks" / f"{name}.png") as mask,
+            Image.open(tmp_path / f"drawn/{name}.jpg") as drawn,
+        ):
+            assert mask.mode == "L" and drawn.width >= mask.width and drawn.height > mask.height
+            np.testing.assert_array_equal(np.asarray(mask), np.array([0, 2, 3], np.uint8)[expected.indices])
+        assert row["fractions"] == expected.shares() and sum(row["fractions"].values()) == pytest.approx(1)
+    for more in (("--csv",), ()):
+        assert main(["predict", str(model), str(photos / "a.png"), *more]) == 0
+        assert next(iter(rows[0]["fractions"])) in capsys.readouterr().out
+
+
+def coco_data(root: Path, ids: list[int]) -> Path:
+    """Write images of a training and a test split with COCO's numbers."""
+    for split, count in (("train", 4), ("test", 2)):
+        (root / split).mkdir(parents=True)
+        images = []
+        for number in range(count):
+            name = f"{split}{number}.png"
+            Image.fromarray(np.full((20, 30, 3), 40 * number, np.uint8)).save(root / split / name)
+            images.append({"id": 1000 - number, "file_name": name, "height": 20, "width": 30})
+        objects = [
+            {"id": n + 1, "image_id": one["id"], "category_id": ids[n % 3], "bbox": [2, 3, 10, 9]}
+            for n, one in enumerate(images)
+        ]
+        categories = [{"id": number, "name": name} for number, name in zip(ids, NAMES, strict=True)]
+        values = {"images": images, "annotations": objects, "categories": categories}
+        (root / split / "_annotations.coco.json").write_text(json.dumps(values))
+    return root
+
+
+def test_images_of_a_data_set_keep_their_numbers(
+    detector: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, file = coco_data(tmp_path / "data", IDS), tmp_path / "found.json"
+    assert main(["predict", str(detector), "--data", str(data), "--split", "test", "--coco", str(file)]) == 0
+    rows = json.loads(file.read_text())
+    assert {(row["image_id"], Path(row["file_name"]).name) for row in rows} == {(1000, "test0.png"), (999, "test1.png")}
+    other = coco_data(tmp_path / "other", [5, 90, 17])
+    capsys.readouterr()
+    assert main(["predict", str(detector), "--data", str(other), "--coco", str(file)]) == 2
+    assert "'dog' the number 90" in capsys.readouterr().err
+    config = TrainConfig(task=Detection()).override(
+        data=str(data), variant="ViT-Pico/8", image_size=(24, 32), depth=1, steps=1, batch_size=2,
+        device="cpu", validation_share=0.25,
+        precision="float32", run=str(tmp_path / "run"),
+    )  # fmt: skip
+    train(config)
+    assert load(tmp_path / "run").class_ids == (5, 17, 90), "a run keeps the numbers of its data"
+    assert main(["predict", str(tmp_path / "run"), str(data / "test"), "--coco", str(file)]) == 0
+    assert {row["category_id"] for row in json.loads(file.read_text())} <= {5, 17, 90}
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "message"),
+    [
+        ("pyramid", ["--masks", "new"], "--masks is for masks"),
+        ("pyramid", ["--top", "2"], "--top is for classes"),
+        ("patches", ["--coco", "new.json"], "--coco is for boxes"),
+        ("patches", ["--threshold", "0.2"], "--threshold is for boxes"),
+        ("pyramid", ["--coco", "new.json", "--threshold", "0.2"], "no effect on --coco"),
+        ("pyramid", ["--coco", "annotations.json"], "no COCO results"),
+        ("pyramid", ["--out", "new", "--yolo", "new"], "folder of its own"),
+        ("pyramid", ["--out", "new", "photos/a.png"], "same name"),
+        ("pyramid", ["--split", "test"], "--split"),
+        ("pyramid", ["--data", "photos"], "exclude each other"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    kind: str,
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    photos: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("annotations.json").write_text('{"images": []}')
+    dense_model(Path("model"), kind)
+    assert main(["predict", "model", "photos", *words]) == 2
+    assert message in capsys.readouterr().err and not Path("new").exists() and not Path("new.json").exists()
