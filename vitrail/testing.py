@@ -302,7 +302,9 @@ def _check_objective(objective: Objective, batch: Batch) -> None:
     output = loss_of(batch)
     assert isinstance(output, LossOutput), f"an objective must return a LossOutput, not {type(output).__name__}"
     for name, value in {"loss": output.loss, **output.metrics}.items():
-        assert value.ndim == 0 and value.isfinite(), f"{name} must be one finite number, not {value}"
+        assert value.ndim <= 1 and value.isfinite().all(), (
+            f"{name} must be one finite number, or one for each amount of counted(), not {value}"
+        )
     if isinstance(objective, BatchObjective):
         with torch.no_grad():
             whole, part = (objective.eval().features(one) for one in (batch, batch.chunks(2)[0]))
@@ -311,7 +313,7 @@ def _check_objective(objective: Objective, batch: Batch) -> None:
             assert torch.allclose(whole[name][: len(values)], values, rtol=1e-4, atol=1e-5), (
                 f"features() must compute {name!r} of each row by itself; what depends on several rows is for compare()"
             )
-    loss: Tensor = output.loss
+    loss: Tensor = output.loss.sum()
     torch.autograd.backward(loss)
     for name, parameter in objective.named_parameters():
         if parameter.requires_grad:

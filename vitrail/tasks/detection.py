@@ -2,13 +2,15 @@
 
 A head of the kind "pyramid" predicts one box and the scores of all classes for each cell of its feature maps. Cells
 learn from objects by task alignment (TOOD, 2108.07755): the best cells of an object are those whose score and whose
-box both fit it already, and the score that they learn is the quality of their box.
+box both fit it already, and the score that they learn is the quality of their box. Detection tokens have the losses of
+`set_loss`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +19,12 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
 from vitrail.data.splits import Splits
-from vitrail.errors import DataError
+from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.detection import ByDetection
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.models.heads.pyramid import cells_of, overlaps
+from vitrail.models.variants import AnyConfig
+from vitrail.registry import Registry
 from vitrail.settings import setting
 from vitrail.tasks.task import LossOutput, Objective, Task, TaskMetric
 from vitrail.weights.answers import OutputKind
@@ -38,7 +42,7 @@ class Detection(Task):
 
     name = "detection"
     targets = ("boxes",)
-    head_kinds = ("pyramid",)
+    head_kinds = ("pyramid", "detection-tokens")
     output_noun = "class"
     metrics = (
         TaskMetric("average_precision", is_fraction=True, label="AP"),
@@ -49,9 +53,9 @@ class Detection(Task):
     loss_metric = "average_precision"
 
     box_weight: float = setting(2.0, above=0)
-    """Weight of the loss of boxes beside that of classes."""
+    """Weight of the overlap of boxes in the loss, beside that of classes."""
     cells_per_object: int = setting(13, least=1)
-    """Number of cells that learn from an object."""
+    """Number of cells that learn from an object. Only heads of the kind "pyramid" have cells."""
 
     @property
     def output(self) -> OutputKind:
@@ -62,11 +66,21 @@ class Detection(Task):
         if splits.target_kind != "boxes":
             raise DataError(f"{splits.title} has no boxes of objects, which detection learns; choose other data")
 
+    def check_network(self, network: AnyConfig | None) -> None:
+        """Raise `ConfigError` for settings that the head of the network does not have."""
+        super().check_network(network)
+        kind, default = getattr(network, "head_kind", "pyramid"), Detection.cells_per_object
+        if kind != "pyramid" and self.cells_per_object != default:
+            raise ConfigError(
+                f"cells_per_object={self.cells_per_object} needs head_kind='pyramid': the head {kind!r} has no cells"
+            )
+
     def main_metric(self, splits: Splits) -> str:
         return "average_precision"
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        return DetectionObjective(network, self)
+        config: Any = network.config
+        return OBJECTIVES[config.head_kind](network, self)
 
     def evaluator(self, objective: Objective) -> Evaluator:
         return ByDetection(bootstrap=0)
@@ -109,6 +123,15 @@ class DetectionObjective(Objective):
         """Return the number of objects of each image plus one, and 0 for an image that cannot be decoded."""
         assert batch.box_labels is not None
         return batch.valid * (1.0 + (batch.box_labels >= 0).sum(dim=1))
+
+
+OBJECTIVES = Registry[Callable[[nn.Module, Detection], Objective]](
+    {
+        "pyramid": "vitrail.tasks.detection:DetectionObjective",
+        "detection-tokens": "vitrail.tasks.set_loss:SetObjective",
+    }
+)
+"""The losses of each kind of head."""
 
 
 class Assigned(NamedTuple):

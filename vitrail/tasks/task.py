@@ -34,10 +34,10 @@ from vitrail.weights.bundle import Bundle
 
 class LossOutput(NamedTuple):
     """The loss and the metrics of a batch, as means over the samples that `Objective.counted` marks. The values stay on
-    the device."""
+    the device. If `counted` has several amounts for a sample, each value has an addend for each of them."""
 
-    loss: Float[Tensor, ""]
-    metrics: dict[str, Float[Tensor, ""]]
+    loss: Float[Tensor, "*amounts"]
+    metrics: dict[str, Float[Tensor, "*amounts"]]
 
 
 class Position(NamedTuple):
@@ -94,9 +94,9 @@ class Objective(nn.Module, ABC):
         resumed run continues with those.
         """
 
-    def counted(self, batch: Batch) -> Bool[Tensor, " b"] | Float[Tensor, " b"]:
+    def counted(self, batch: Batch) -> Bool[Tensor, " b"] | Float[Tensor, " b"] | Float[Tensor, "b amounts"]:
         """Return a mask of the samples over which the loss is averaged, or how much each of them counts. By default
-        these are the decoded samples.
+        these are the decoded samples. The addends of a loss that are averaged over other amounts have a column each.
 
         With gradient accumulation, each part of a batch is weighted by its sum of these values, so that the
         gradients add up to the gradient of the whole batch. An objective that skips other samples besides the

@@ -104,13 +104,14 @@ def _losses(job: Job, state: TrainState, parts: list[Batch]) -> Iterator[tuple[T
     is_whole = len(parts) == 1
     is_divided = processes.are_several or not is_whole
     counted = [objective.counted(part) for part in parts] if is_divided else []
-    total = processes.sum(torch.cat(counted).sum()).clamp(min=1) if is_divided else None
+    total = processes.sum(torch.cat(counted).sum(dim=0)).clamp(min=1) if is_divided else None
 
     def weighted(output: LossOutput, *counted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         values = {"loss": output.loss, **output.metrics}
         if total is not None:
-            weight = torch.cat(counted).sum() / total
+            weight = torch.cat(counted).sum(dim=0) / total
             values = {name: value * weight for name, value in values.items()}
+        values = {name: value.sum() if value.ndim else value for name, value in values.items()}
         return values["loss"] if state.gradients is None else state.gradients.scaled(values["loss"]), values
 
     def results(method: Callable[[Batch], T]) -> Iterator[T]:

@@ -1,0 +1,111 @@
+"""The loss of detection tokens: equal to that of transformers, and independent of how a batch is divided."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import vitrail
+from vitrail.data.batch import Batch
+from vitrail.errors import ConfigError
+from vitrail.tasks.detection import OBJECTIVES, Detection
+from vitrail.tasks.set_loss import set_losses
+
+
+def batch_of(images: int, objects: int, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.rand(images, objects, 2, generator=generator) * 20
+    boxes = torch.cat([starts, starts + 1 + torch.rand(images, objects, 2, generator=generator) * 12], dim=2)
+    numbers = torch.arange(images)
+    return Batch(
+        torch.rand(images, 3, 24, 40, generator=generator), torch.full((images,), -1), torch.ones(images) > 0, numbers,
+        torch.zeros_like(numbers), boxes=boxes, target_kind="boxes",
+        box_labels=torch.randint(-2, 3, (images, objects), generator=generator),
+    )  # fmt: skip
+
+
+def objective_of(tokens: int = 7, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    network: Any = vitrail.create(
+        "ViT-Pico/8", num_classes=3, image_size=(24, 40), head_kind="detection-tokens", depth=1, registers=tokens
+    )
+    task = Detection(**settings)
+    task.check_network(network.config)
+    return OBJECTIVES["detection-tokens"](network.eval(), task)
+
+
+@pytest.mark.parametrize("objects", [0, 4, 20])
+def test_parts_of_a_batch_have_the_loss_of_the_whole(objects: int) -> None:
+    """With and without objects, with more objects than tokens, and with an image that cannot be decoded."""
+    objective = objective_of()
+    batch = batch_of(5, objects)
+    batch = replace(batch, valid=torch.arange(5) != 1)
+    whole = objective(batch)
+    parts = batch.chunks(3)
+    amounts = torch.stack([objective.counted(part).sum(dim=0) for part in parts])
+    total = amounts.sum(dim=0).clamp(min=1)
+    for name in ("loss", "class_loss", "box_loss"):
+        values = [{"loss": found.loss, **found.metrics}[name] for found in map(objective, parts)]
+        expected = {"loss": whole.loss, **whole.metrics}[name]
+        torch.testing.assert_close((torch.stack(values) * amounts / total).sum(dim=0), expected)
+    gradients = torch.autograd.grad(whole.loss.sum(), [*objective.parameters()], allow_unused=True)
+    assert all(one is None or one.isfinite().all() for one in gradients)
+    assert objective.counted(batch)[1].tolist() == [0, 0]
+
+
+def test_a_token_that_is_right_has_no_loss() -> None:
+    truths, labels = torch.tensor([[0.1, 0.2, 0.4, 0.9], [0.5, 0.5, 0.5, 0.5]]), torch.tensor([1, 0])
+    logits = torch.full((3, 3), -30.0)
+    logits[[0, 1, 2], [0, 2, 1]] = 30.0
+    boxes = torch.cat([truths[1:], torch.rand(1, 4), truths[:1]])
+    outputs = torch.cat([boxes, logits], dim=1)
+    losses = set_losses(outputs, truths, labels, 2.0)
+    assert float(losses.classes) == pytest.approx(0, abs=1e-6)
+    assert float(losses.boxes) == pytest.approx(2.0, abs=1e-5), (
+        "a box without an area overlaps nothing, not even itself"
+    )
+
+
+def test_settings_of_other_heads_are_refused() -> None:
+    with pytest.raises(ConfigError, match="cells_per_object=5 needs head_kind='pyramid'"):
+        objective_of(cells_per_object=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objects", [1, 4, 20])
+@pytest.mark.parametrize("tokens", [7, 30])
+def test_the_library_has_the_same_loss(objects: int, tokens: int) -> None:
+    pytest.importorskip("transformers")
+    from transformers.loss.loss_for_object_detection import ForObjectDetectionLoss
+
+    objective, batch = objective_of(tokens), batch_of(5, objects, seed=3)
+    with torch.no_grad():
+        for parameter in objective.network.head.parameters():
+            parameter *= 3
+    assert batch.boxes is not None and batch.box_labels is not None
+    outputs = objective.network(batch.images)
+    corners, logits = outputs[..., :4], outputs[..., 4:]
+    labels = []
+    for boxes, numbers in zip(batch.boxes / torch.tensor([40, 24, 40, 24]), batch.box_labels, strict=True):
+        starts, ends = boxes[numbers >= 0].split(2, dim=1)
+        centres = torch.cat([(starts + ends) / 2, ends - starts], dim=1)
+        labels.append({"class_labels": numbers[numbers >= 0], "boxes": centres})
+    settings = SimpleNamespace(
+        class_cost=1, bbox_cost=5, giou_cost=2, num_labels=3, eos_coefficient=0.1, auxiliary_loss=False,
+        bbox_loss_coefficient=5, giou_loss_coefficient=2,
+    )  # fmt: skip
+    predicted = torch.cat([(corners[..., :2] + corners[..., 2:]) / 2, corners[..., 2:] - corners[..., :2]], dim=2)
+    expected, parts, _ = ForObjectDetectionLoss(logits, labels, "cpu", predicted, settings)
+    found = objective(batch)
+    torch.testing.assert_close(found.loss.sum(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.metrics["class_loss"].sum(), parts["loss_ce"], rtol=1e-6, atol=1e-6)
+    ours, theirs = (
+        torch.autograd.grad(loss, [*objective.network.head.parameters()], retain_graph=True)
+        for loss in (found.loss.sum(), expected)
+    )
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our, their, rtol=1e-4, atol=1e-6)
