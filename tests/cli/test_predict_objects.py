@@ -19,8 +19,10 @@ from vitrail.models.vit_config import ViTConfig
 from vitrail.tasks.detection import Detection
 from vitrail.training.config import TrainConfig
 from vitrail.training.run import train
+from vitrail.weights.answers import Detections
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
+from vitrail.weights.tiles import predict_tiles
 
 SIZE = (32, 48)
 NAMES = ("cat", "dog", "黒 fox")
@@ -146,6 +148,16 @@ def test_boxes_are_drawn_and_written_as_yolo(detector: Path, photos: Path, tmp_p
     np.testing.assert_allclose(values[:, 1:3], centres, atol=1e-6)
     np.testing.assert_allclose(values[:, 5], expected.scores, atol=1e-6)
     assert main(["predict", str(detector), str(photos), *words]) == 2, "a folder is not replaced unasked"
+
+
+def test_tiles_are_predicted(detector: Path, photos: Path, tmp_path: Path) -> None:
+    for more in ((), ("--tiles",)):
+        words = ["predict", str(detector), str(photos), "--coco", str(tmp_path / f"{len(more)}.json"), *more]
+        assert main(words) == 0
+    whole, found = (json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2))
+    by_image = [[{**row, "image_id": 0} for row in rows if row["image_id"] == 2] for rows in (whole, found)]
+    expected = predict_tiles(load(detector), photos / "more" / "b.jpg")
+    assert isinstance(expected, Detections) and len(by_image[1]) == len(expected) and by_image[0] != by_image[1]
 
 
 def test_masks_are_written_with_the_values_of_the_data(

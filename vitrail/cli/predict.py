@@ -45,6 +45,7 @@ from vitrail.weights.answers import (
 )
 from vitrail.weights.bundle import Bundle, ImageLike, read_image
 from vitrail.weights.load import load
+from vitrail.weights.tiles import predict_tiles
 
 TOP = 3
 """Default number of classes in the table and in CSV."""
@@ -92,6 +93,9 @@ class Predict:
     threshold: float | None = setting(None, least=0, most=1)
     """Least score of objects that are shown, drawn and written, except by --coco. The default was chosen on the
     validation images of the model's training, or is 0.3 without such images."""
+    tiles: bool = False
+    """Predict overlapping tiles of the network's input size, and the whole image, and merge the results. This finds
+    small objects in large images, and takes as many times longer as there are tiles."""
     image_size: tuple[int, int] | None = None
     """Image height and width in pixels. The default is the model's size. Position embeddings are resized for other
     sizes."""
@@ -133,7 +137,7 @@ COMMAND = Command(
     options=(Predict,),
     essential={
         "Images": ("data", "split"),
-        "Output": ("top", "threshold", "csv", "json", "out", "coco", "yolo", "masks", "overwrite"),
+        "Output": ("top", "threshold", "tiles", "csv", "json", "out", "coco", "yolo", "masks", "overwrite"),
         "Speed": ("image_size", "device", "precision"),
     },
 )
@@ -142,6 +146,7 @@ CLASSES: tuple[OutputKind, ...] = ("softmax", "sigmoid")
 
 FITTING: dict[str, tuple[OutputKind, ...]] = {
     "top": CLASSES, "threshold": ("boxes",), "out": DENSE, "coco": ("boxes",), "yolo": ("boxes",), "masks": ("mask",),
+    "tiles": DENSE,
 }  # fmt: skip
 """Options that only fit models with certain outputs."""
 
@@ -234,7 +239,7 @@ def _check(options: Predict) -> list[tuple[str, Path]]:
 def _check_fitting(options: Predict, given: Any, bundle: Bundle) -> None:
     """Raise `ConfigError` for options that do not fit the model's outputs, or have no effect."""
     for name, outputs in FITTING.items():
-        if given.get(name) is not None and bundle.output not in outputs:
+        if given.get(name) not in (None, False) and bundle.output not in outputs:
             wanted = " or ".join(dict.fromkeys(OUTPUT_NOUNS[output] for output in outputs))
             raise ConfigError(
                 f"{flag(name)} is for {wanted}, but this model predicts {OUTPUT_NOUNS[bundle.output]}; leave it out"
@@ -325,7 +330,11 @@ def _results(options: Predict, bundle: Bundle, pictures: Sequence[Picture], top:
         part = pictures[start : start + size]
         read = [_read(picture) for picture in part]
         images = [image for image in read if not isinstance(image, UndecodableImage)]
-        found = iter(bundle.predict(images, top=top, precision=options.precision, undecodable="return"))
+        found: Iterator[AnyPrediction | UndecodableImage]
+        if options.tiles:
+            found = (predict_tiles(bundle, image, precision=options.precision) for image in images)
+        else:
+            found = iter(bundle.predict(images, top=top, precision=options.precision, undecodable="return"))
         for picture, image in zip(part, read, strict=True):
             result = image if isinstance(image, UndecodableImage) else next(found)
             if isinstance(result, UndecodableImage) and picture.path not in str(result):

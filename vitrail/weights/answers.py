@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -183,6 +183,10 @@ def finite(outputs: Float[Tensor, b * n]) -> Float[Tensor, b * n]:
     return outputs
 
 
+LEAST_SIDE = 0.01
+"""Least width and height of a box in pixels. Smaller ones come from rounding."""
+
+
 def found_objects(
     head: type[DenseHead],
     outputs: Float[Tensor, "b rows outputs"],
@@ -195,7 +199,7 @@ def found_objects(
     for placement, (boxes, scores, labels) in zip(placements, head.objects(outputs), strict=True):
         height, width = placement.size
         inside = placement.boxes_back(boxes.double().numpy() * [width, height, width, height])
-        seen = (inside[:, 2] > inside[:, 0]) & (inside[:, 3] > inside[:, 1])  # the others lie in the padding
+        seen = (inside[:, 2:] - inside[:, :2] > LEAST_SIDE).all(axis=1)  # the others lie in the padding
         found = Detections(names, inside, scores.double().numpy(), labels.numpy(), placement.image)
         answers.append(found.taken(np.flatnonzero(seen)))
     return answers
@@ -210,11 +214,41 @@ def class_masks(
 ) -> list[MaskPrediction]:
     """Return the class of each pixel of images from the outputs of a head of masks. `grid` has the rows and columns of
     patches of the network's input."""
-    answers = []
-    for placement, logits in zip(placements, head.class_maps(outputs, grid), strict=True):
-        maps = placement.map_back(logits.double().numpy(), fill=-np.inf)
-        answers.append(MaskPrediction(names, maps.argmax(axis=0).astype(np.uint8)))
-    return answers
+    maps = head.class_maps(outputs, grid)
+    views = [View(one, placement) for one, placement in zip(maps, placements, strict=True)]
+    return [mask_of([view], view.placement.image, names) for view in views]
+
+
+class View(NamedTuple):
+    """The logits of a part of an image."""
+
+    maps: Float[Tensor, "classes h w"]
+    placement: Placement
+    """The place of the part in the network's input."""
+    top: int = 0
+    """The first row of the part in the image."""
+    left: int = 0
+
+
+BAND = 256
+"""Number of rows of an image whose logits are in memory at a time."""
+
+
+def mask_of(views: Sequence[View], size: tuple[int, int], names: tuple[str, ...]) -> MaskPrediction:
+    """Return the class of each pixel of an image of a height and width: that with the largest mean of the logits of all
+    views that contain the pixel."""
+    indices = np.zeros(size, np.uint8)
+    for first in range(0, size[0], BAND):
+        total = np.zeros((len(names), min(BAND, size[0] - first), size[1]))
+        for maps, placement, top, left in views:
+            height, width = placement.image
+            start, stop = max(first, top), min(first + total.shape[1], top + height)
+            if start < stop:
+                box = (placement.box[0] - (start - top), *placement.box[1:])
+                rows = replace(placement, image=(stop - start, width), box=box)
+                total[:, start - first : stop - first, left : left + width] += rows.map_back(maps.double().numpy())
+        indices[first : first + BAND] = total.argmax(axis=0)
+    return MaskPrediction(names, indices)
 
 
 def rank(probabilities: Float[Tensor, "b classes"], classes: tuple[str, ...], count: int) -> list[Prediction]:
