@@ -367,7 +367,7 @@ def _lines(result: ExportResult) -> list[str]:
         f"  largest difference {parity.difference:.2g}, {parity.relative:.1e} of the change from image to image",
     ]
     if parity.agreement is not None:
-        lines.append(f"  same class for {parity.agreement:.2%} of the images")
+        lines.append(f"  same class for {parity.agreement:.2%} of the {parity.compared}")
     if accuracy := _accuracy(parity):
         lines.append(f"  accuracy of the file {_percent(accuracy)} on {plural(parity.labelled, 'labelled image')}")
     if result.precision == "int8":

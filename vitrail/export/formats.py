@@ -233,8 +233,11 @@ def _triton_config(traced: Traced) -> str:
 
 
 def _output_shape(traced: Traced) -> tuple[int, ...]:
-    """Return the shape of an output of one image. The number of tokens is not stated, so it is -1."""
+    """Return the shape of an output of one image. The number of tokens or rows is not stated, so it is -1."""
     contents, config = traced.interface.contents, traced.bundle.network.config
+    if traced.names == ("rows",):
+        (output,) = next(reversed(traced.program.graph.nodes)).args[0]
+        return (-1, int(output.meta["val"].shape[2]))
     if contents == "logits":
         return (len(traced.bundle.classes),)
     return (config.embed_width,) if contents == "embedding" else (-1, config.stream_width)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -18,7 +19,9 @@ from vitrail.data.source import Sample, Source
 from vitrail.errors import DataError, ExportFailed, UndecodableImage
 from vitrail.evaluation.metrics.intervals import difference_interval
 from vitrail.export.program import EndToEnd
+from vitrail.models.heads.pyramid import overlaps
 from vitrail.models.predictor import Predictor
+from vitrail.weights.answers import OUTPUT_NOUNS
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported import ExportedNetwork, Interface, input_dtype, on_canvas, output_names
 
@@ -30,6 +33,15 @@ TOLERANCE = 1e-3
 
 RESIZING_TOLERANCE = 1e-2
 """The same for files that resize pictures. Levels that lie nearly between two integers can be rounded differently."""
+
+SAME_ANSWERS = 0.98
+"""Smallest fraction of boxes, or of places in masks, that a file must have in common with the network."""
+
+SAME_BOX = 0.95
+"""Intersection over union from which two boxes are the same."""
+
+LEAST_SCORE = 0.01
+"""Score below which boxes are not compared."""
 
 FLAT = 1e-4
 """Smallest change of an output from image to image that a comparison needs. Outputs are compared with their means over
@@ -46,7 +58,10 @@ class Parity:
     spread: float
     """Largest absolute difference of an output from its mean over all images."""
     agreement: float | None
-    """Fraction of images with the same likeliest class, or None if the outputs are not logits of several classes."""
+    """Fraction of images with the same likeliest class, of boxes that the file finds too, or of the places of masks
+    with the same class. None if the outputs are other numbers."""
+    compared: str = "images"
+    """Noun for the things of which `agreement` is a fraction."""
     correct: int | None = None
     """Number of images whose likeliest class, by the exported file, is the label. None without labels."""
     labelled: int = 0
@@ -95,6 +110,11 @@ class Expected:
     """Number of images. Images after these are repetitions, which fill the last batch."""
     labels: list[int | None]
     """Labels of the images, or [] if the outputs are not logits of classes that exclude each other."""
+    compared: str = "images"
+    """Noun for the answers that are compared."""
+    decoded: Callable[[Tensor, Tensor], float] | None = None
+    """Function that returns the fraction of what the first outputs mean that the second outputs mean too, or None for
+    other outputs than those of boxes and masks."""
 
     @property
     def spread(self) -> float:
@@ -131,7 +151,10 @@ def expected_outputs(bundle: Bundle, interface: Interface, samples: Sequence[Sam
     outputs = [run(batch) for batch in batches]
     name = output_names(interface.contents, bundle.output)[0]
     has_labels = interface.contents == "logits" and bundle.output == "softmax"
-    expected = Expected(run, batches, outputs, name, len(images), [label for _, label in images] * has_labels)
+    labels = [label for _, label in images] * has_labels
+    decoded = partial(same_answers, bundle) if name == "rows" else None
+    compared = OUTPUT_NOUNS[bundle.output] if name == "rows" else "images"
+    expected = Expected(run, batches, outputs, name, len(images), labels, compared, decoded)
     if not expected.spread >= FLAT:
         raise ExportFailed(
             f"the outputs of this network change by at most {expected.spread:.1e} over {len(images)} images, so a "
@@ -150,7 +173,28 @@ def compare(expected: Expected, written: ExportedNetwork, tolerance: float = TOL
             f"the change of its outputs from image to image; at most {tolerance:.2%} is tolerated, so the file was "
             "deleted"
         )
+    if expected.decoded is not None and parity.agreement is not None and parity.agreement < SAME_ANSWERS:
+        raise ExportFailed(
+            f"{written.path} has only {parity.agreement:.2%} of the boxes or the masks that the network predicts; at "
+            f"least {SAME_ANSWERS:.0%} are needed, so the file was deleted"
+        )
     return parity
+
+
+def same_answers(bundle: Bundle, wanted: Tensor, found: Tensor) -> float:
+    """Return the fraction of the boxes of `wanted` that are also among those of `found`, or of the places in masks with
+    the same class. Boxes of one class are the same if they overlap by `SAME_BOX`."""
+    config: Any = bundle.network.config
+    head = config.dense_head
+    if bundle.output == "mask":
+        ours, theirs = (head.class_maps(outputs, config.grid).argmax(dim=1) for outputs in (wanted, found))
+        return (ours == theirs).double().mean().item()
+    same = []
+    for ours, theirs in zip(head.objects(wanted), head.objects(found), strict=True):
+        is_pair = (overlaps(ours.boxes, theirs.boxes) >= SAME_BOX) & (ours.labels[:, None] == theirs.labels[None])
+        same.append(is_pair.any(dim=1)[ours.scores >= LEAST_SCORE])
+    every = torch.cat(same)
+    return every.double().mean().item() if len(every) else 1.0
 
 
 def compare_other_size(expected: Expected, written: ExportedNetwork, tolerance: float) -> None:
@@ -241,13 +285,17 @@ def _measure(expected: Expected, found: Tensor) -> Parity:
     wanted, labels = torch.cat(expected.outputs), expected.labels
     difference = (wanted - found).abs().max().item()
     ours, likeliest = (outputs[: expected.images].argmax(dim=1) for outputs in (wanted, found))
+    agreement = (likeliest == ours).double().mean().item() if labels else None
+    if expected.decoded is not None and math.isfinite(difference):
+        agreement = expected.decoded(wanted, found)
     known = [row for row, label in enumerate(labels) if label is not None]
     right = [(ours[row].item() == labels[row], likeliest[row].item() == labels[row]) for row in known]
     return Parity(
         images=expected.images,
         difference=difference if math.isfinite(difference) else math.inf,
         spread=expected.spread,
-        agreement=(likeliest == ours).double().mean().item() if labels else None,
+        agreement=agreement,
+        compared=expected.compared,
         correct=sum(file for _, file in right) if known else None,
         labelled=len(known),
         lost=right.count((True, False)),

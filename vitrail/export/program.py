@@ -17,7 +17,7 @@ from vitrail.models.positions import POSITIONS
 from vitrail.models.predictor import Predictor
 from vitrail.weights.answers import probabilities_of
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.exported import Contents, ExportedNetwork, Interface, input_dtype
+from vitrail.weights.exported import Contents, ExportedNetwork, Interface, input_dtype, output_names
 
 EXAMPLES = 2
 """Number of images in the batch that is traced. PyTorch would treat a batch size of 1 as a constant."""
@@ -52,7 +52,9 @@ class EndToEnd(nn.Module):
             first = [] if found.cls is None else [found.cls[:, None]]
             return (torch.cat([*first, found.registers, found.patches], dim=1),)
         logits = network(x)
-        return (logits,) if self.output == "numbers" else (logits, probabilities_of(logits, self.output))
+        if len(output_names(self.contents, self.output)) == 1:
+            return (logits,)
+        return logits, probabilities_of(logits, self.output)
 
 
 def describe(bundle: Bundle, contents: Contents, *, resizes: bool = False, any_size: bool = False) -> Interface:
@@ -69,17 +71,20 @@ def describe(bundle: Bundle, contents: Contents, *, resizes: bool = False, any_s
     if resizes:
         check_resizing(bundle.preprocess)
     if any_size:
-        _check_any_size(bundle.network.config, resizes=resizes)
+        _check_any_size(bundle, resizes=resizes)
     return Interface(contents, resizes=resizes, any_size=any_size)
 
 
-def _check_any_size(config: Any, *, resizes: bool) -> None:
+def _check_any_size(bundle: Bundle, *, resizes: bool) -> None:
     """Raise `ConfigError` for a network whose exported file cannot take images of any size."""
+    config: Any = bundle.network.config
     reason = None
     if resizes:
         reason = "a file with resize=True resizes every picture to one size; choose one of the two"
     elif config.architecture != "ViT" or config.root is not None:
         reason = f"a file of a {config.architecture} with convolutions has one image size"
+    elif bundle.output == "boxes":
+        reason = "boxes are computed for one grid of patches; export a file for each size"
     elif config.attention != "full":
         reason = f"attention={config.attention!r} groups the patches of one image size"
     elif config.reduction is not None:

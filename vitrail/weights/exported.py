@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import io
 import json
 import warnings
@@ -28,7 +29,7 @@ from vitrail.errors import BundleError, ConfigError
 from vitrail.models.variants import AnyConfig
 from vitrail.registry import optional_module
 from vitrail.settings import to_plain
-from vitrail.weights.answers import OutputKind
+from vitrail.weights.answers import DENSE, OutputKind
 from vitrail.weights.bundle import Bundle, read_described, weights_sha256
 
 # --- the hash
@@ -79,10 +80,11 @@ FIELDS = (
     "format", "architecture", "config", "contents", "output", "classes", "preprocess", "weights_sha256", "precision",
     "resizes", "any_size",
 )  # fmt: skip
-"""Fields of the description, in their order."""
+"""Fields of the description, in their order. A file of boxes or masks has a further field "rows", which says what a row
+of its output has."""
 
 Contents = Literal["logits", "embedding", "tokens"]
-"""Result of an exported network. "logits" is the head's output, with probabilities beside it."""
+"""Result of an exported network. "logits" is the head's output, with probabilities beside it for classes of images."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ def output_names(contents: Contents, output: OutputKind) -> tuple[str, ...]:
     """Return the names of a file's outputs."""
     if contents != "logits":
         return (contents,)
+    if output in DENSE:
+        return ("rows",)
     return ("numbers",) if output == "numbers" else ("logits", "probabilities")
 
 
@@ -124,7 +128,11 @@ def text_of(bundle: Bundle, interface: Interface) -> str:
     if interface.contents != "logits":
         values |= {"config": to_plain(bundle.network.config.with_head(0)), "classes": []}
     values |= {"format": FORMAT, "weights_sha256": weights_sha256(bundle.network)}
-    return json.dumps({name: values[name] for name in FIELDS}, ensure_ascii=False)
+    names: tuple[str, ...] = FIELDS
+    if output_names(interface.contents, bundle.output) == ("rows",):
+        config: Any = bundle.network.config
+        values, names = values | {"rows": inspect.getdoc(config.dense_head)}, (*FIELDS, "rows")
+    return json.dumps({name: values[name] for name in names}, ensure_ascii=False)
 
 
 # --- the network
@@ -173,8 +181,9 @@ class ExportedNetwork(nn.Module):
         self.head = nn.Identity() if interface.contents == "logits" else None  # the real head is in the file
         self.anchor = nn.Parameter(torch.empty(0), requires_grad=False)  # PyTorch finds the device by parameters
 
-    def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
-        """Return logits, or the numbers of a regression. Raise `BundleError` if the file contains something else."""
+    def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, b * outputs]:
+        """Return logits, the numbers of a regression, or the rows of a dense head. Raise `BundleError` if the file
+        contains something else."""
         return self._run(images) if self.interface.contents == "logits" else self.embed(images)
 
     def embed(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b embed_width"]:

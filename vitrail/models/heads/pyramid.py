@@ -59,7 +59,7 @@ class Pyramid(DenseHead):
 
     def forward(self, features: Features) -> Float[Tensor, "b cells outputs"]:
         grid = rows, columns = features.grid
-        image = features.patches.transpose(1, 2).reshape(len(features.patches), -1, rows, columns)
+        image = torch.unflatten(features.patches.transpose(1, 2), 2, grid)
         even = F.pad(image, (0, columns % 2, 0, rows % 2), mode="replicate")
         maps = [
             norm(each)
