@@ -318,3 +318,46 @@ def idx_bytes(array: np.ndarray) -> bytes:
 def keys_of(source: Any) -> list[str] | None:
     """Return the keys of a source's samples, or None if there is no source."""
     return None if source is None else [source.key(index) for index in range(len(source))]
+
+
+# --- boxes and masks
+
+
+OBJECT_NAMES = ("cat", "dog", "黒 fox")
+
+
+def dense_model(folder: Path, kind: str, **more: Any) -> Path:
+    """Save an untrained model of boxes or masks."""
+    config = ViTConfig(
+        image_size=(32, 48),
+        patch_size=(8, 8),
+        width=16,
+        depth=1,
+        heads=2,
+        mlp_width=16,
+        num_classes=len(OBJECT_NAMES),
+        head_kind=kind,
+    )
+    network = randomised(config, std=0.2)
+    output: Any = "boxes" if kind == "pyramid" else "mask"
+    images = Preprocess(image_size=(32, 48), resize="pad", crop_share=1.0)
+    return Bundle(network, OBJECT_NAMES, images, output=output, **more).save(folder)
+
+
+def coco_data(root: Path, ids: list[int]) -> Path:
+    """Write images of a training and a test split with COCO's numbers."""
+    for split, count in (("train", 12), ("test", 2)):
+        (root / split).mkdir(parents=True)
+        images = []
+        for number in range(count):
+            name = f"{split}{number}.png"
+            Image.fromarray(np.full((20, 30, 3), 20 * number, np.uint8)).save(root / split / name)
+            images.append({"id": 1000 - number, "file_name": name, "height": 20, "width": 30})
+        objects = [
+            {"id": n + 1, "image_id": one["id"], "category_id": ids[n % 3], "bbox": [2, 3, 10, 9]}
+            for n, one in enumerate(images)
+        ]
+        categories = [{"id": number, "name": name} for number, name in zip(ids, OBJECT_NAMES, strict=True)]
+        values = {"images": images, "annotations": objects, "categories": categories}
+        (root / split / "_annotations.coco.json").write_text(json.dumps(values))
+    return root

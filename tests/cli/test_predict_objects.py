@@ -5,46 +5,23 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from faster_coco_eval import COCO  # type: ignore[import-untyped]
 from PIL import Image
 
-from tests.make import randomised
+from tests.make import OBJECT_NAMES, coco_data, dense_model
 from vitrail.cli import main
-from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.models.vit_config import ViTConfig
 from vitrail.tasks.detection import Detection
 from vitrail.training.config import TrainConfig
 from vitrail.training.run import train
 from vitrail.weights.answers import Detections
-from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 from vitrail.weights.tiles import predict_tiles
 
-SIZE = (32, 48)
-NAMES = ("cat", "dog", "黒 fox")
 IDS = [5, 17, 90]
-
-
-def dense_model(folder: Path, kind: str, **more: Any) -> Path:
-    """Save an untrained model of boxes or masks."""
-    config = ViTConfig(
-        image_size=SIZE,
-        patch_size=(8, 8),
-        width=16,
-        depth=1,
-        heads=2,
-        mlp_width=16,
-        num_classes=len(NAMES),
-        head_kind=kind,
-    )
-    network = randomised(config, std=0.2)
-    output: Any = "boxes" if kind == "pyramid" else "mask"
-    images = Preprocess(image_size=SIZE, resize="pad", crop_share=1.0)
-    return Bundle(network, NAMES, images, output=output, **more).save(folder)
+NAMES = OBJECT_NAMES
 
 
 @pytest.fixture
@@ -182,25 +159,6 @@ def test_masks_are_written_with_the_values_of_the_data(
     for more in (("--csv",), ()):
         assert main(["predict", str(model), str(photos / "a.png"), *more]) == 0
         assert next(iter(rows[0]["fractions"])) in capsys.readouterr().out
-
-
-def coco_data(root: Path, ids: list[int]) -> Path:
-    """Write images of a training and a test split with COCO's numbers."""
-    for split, count in (("train", 4), ("test", 2)):
-        (root / split).mkdir(parents=True)
-        images = []
-        for number in range(count):
-            name = f"{split}{number}.png"
-            Image.fromarray(np.full((20, 30, 3), 40 * number, np.uint8)).save(root / split / name)
-            images.append({"id": 1000 - number, "file_name": name, "height": 20, "width": 30})
-        objects = [
-            {"id": n + 1, "image_id": one["id"], "category_id": ids[n % 3], "bbox": [2, 3, 10, 9]}
-            for n, one in enumerate(images)
-        ]
-        categories = [{"id": number, "name": name} for number, name in zip(ids, NAMES, strict=True)]
-        values = {"images": images, "annotations": objects, "categories": categories}
-        (root / split / "_annotations.coco.json").write_text(json.dumps(values))
-    return root
 
 
 def test_images_of_a_data_set_keep_their_numbers(

@@ -33,6 +33,7 @@ from vitrail.settings import bare_names, setting, to_plain
 from vitrail.training.stop import interrupted_by_signals
 from vitrail.transfer.suite import SuiteResult, read_suite, run_suite, suite_as_plain
 from vitrail.weights.adapt import with_reduction
+from vitrail.weights.answers import OUTPUT_NOUNS
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
@@ -368,9 +369,10 @@ def evaluators_for(bundle: Bundle, options: Evaluate, given: Mapping[str, Any]) 
     by = options.by or BY_HEAD[bundle.output]
     evaluators = evaluators_of(by, _settings(given))
     _check_used(set(evaluators), given, by)
-    if (options.per_class or options.confusion) and bundle.output == "numbers":
+    if (options.per_class or options.confusion) and bundle.output not in ("softmax", "sigmoid"):
         raise ConfigError(
-            "--per-class and --confusion are for classes, but this model predicts numbers; leave them out"
+            f"--per-class and --confusion are for classes of images, but this model predicts "
+            f"{OUTPUT_NOUNS[bundle.output]}; leave them out"
         )
     return evaluators
 
@@ -457,7 +459,7 @@ def plan_of(
 # The tables of `vitrail evaluate`.
 
 
-FORMATS = {"cross_entropy": ".4f", "linear_penalty": ".3g"} | dict.fromkeys(
+FORMATS = {"cross_entropy": ".4f", "score_threshold": ".3g", "linear_penalty": ".3g"} | dict.fromkeys(
     ("images", "skipped", "unlabelled", "training_images", "real_images"), ",.0f"
 )
 """Number formats by metric. All other metrics are fractions and shown as percentages."""
@@ -479,6 +481,13 @@ NAMES = {
     "mean_iou": "mean intersection over union",
     "iou": "intersection over union",
     "r2": "R²",
+    "average_precision": "AP",
+    "average_precision_50": "AP50, at an overlap of 0.5",
+    "average_precision_75": "AP75, at an overlap of 0.75",
+    "average_precision_small": "AP of small objects, below 32 x 32 pixels",
+    "average_precision_medium": "AP of medium objects",
+    "average_precision_large": "AP of large objects, from 96 x 96 pixels",
+    "score_threshold": "score with the best F1",
 }
 SEVERAL = {"accuracy": "likeliest class is a label"}
 """Display names of some metrics if images can have several labels."""

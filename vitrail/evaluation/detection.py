@@ -57,8 +57,9 @@ class ByDetection:
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return `average_precision` over the thresholds from 0.5 to 0.95, `average_precision_50` and
-        `average_precision_75`, with their intervals; `NAME:average_precision` of each class and of small, medium and
-        large objects; and the `score_threshold` with the best F1 at an overlap of 0.5."""
+        `average_precision_75`, with their intervals; `NAME:average_precision` of each class; those of small, medium and
+        large objects as `average_precision_small` and so on; and the `score_threshold` with the best F1 at an overlap
+        of 0.5."""
         self.check(outputs, train, held_out)
         seen = objects_in(outputs, held_out)
         counts = {"images": float(len(seen.indices)), "skipped": float(len(held_out) - len(seen.indices))}
@@ -76,8 +77,10 @@ class ByDetection:
             values[name] = metric.value
             if metric.low is not None and metric.high is not None:
                 values |= {f"{name}_low": metric.low, f"{name}_high": metric.high}
-        parts = [*report.by_size.items(), *zip(held_out.classes, report.by_class, strict=True)]
-        values |= {f"{name}:average_precision": value for name, value in parts if value is not None}
+        parts = {f"average_precision_{name}": value for name, value in report.by_size.items()}
+        of_classes = zip(held_out.classes, report.by_class, strict=True)
+        parts |= {f"{name}:average_precision": value for name, value in of_classes}
+        values |= {name: value for name, value in parts.items() if value is not None}
         values["score_threshold"] = best_threshold(seen.truths, seen.found)
         return values | counts
 
