@@ -16,15 +16,16 @@ from torch import Tensor
 
 import vitrail.training.run as run_module
 from tests.listening import Display
-from tests.make import make_idx_folder
+from tests.make import make_bundle, make_idx_folder
 from vitrail.errors import BundleError, ConfigError, RunError, Stopped
 from vitrail.models.positions import resize_grid
 from vitrail.tasks.classification import Classification
+from vitrail.tasks.detection import Detection
 from vitrail.training.after_step import Run
 from vitrail.training.config import StartConfig, TrainConfig
 from vitrail.training.log import Log, read_journal
 from vitrail.training.run import resume, train
-from vitrail.training.start import network_from
+from vitrail.training.start import fitted, network_from
 from vitrail.training.state import TrainState
 from vitrail.weights.bundle import weights_sha256
 from vitrail.weights.load import load
@@ -103,6 +104,62 @@ def test_a_head_is_kept_for_named_classes_alone(
     network, found, notes = network_from(bundle, start, bundle.preprocess, {}, Classification(), names)
     assert found == kept and note in notes[-1]
     assert bool(network.state_dict()["head.weight"].any()) == kept
+
+
+@pytest.mark.parametrize(
+    ("fields", "overrides"),
+    [
+        ({}, {}),
+        ({"registers": 2, "positions_cover": "patches"}, {"registers": 5}),
+        ({"positions": "sincos-2d", "width": 16}, {}),
+        ({}, {"positions_at": "every-layer", "registers": 3}),
+    ],
+)
+def test_detection_tokens_are_drawn_beside_the_weights_of_a_model(
+    initial: Initial, fields: dict[str, Any], overrides: dict[str, Any]
+) -> None:
+    bundle = load(initial(**fields), device="cpu")
+    old = bundle.network.config
+    overrides = {"head_kind": "detection-tokens", **overrides}
+    start = StartConfig(init="given")
+    network, kept, _ = network_from(bundle, start, bundle.preprocess, overrides, Detection(), COLOURS)
+    config = network.config
+    assert not kept and config.registers == overrides.get("registers", 100)
+    expected = fitted(old, "given", bundle.preprocess, overrides, 3, Detection())
+    assert config == expected and network.head is not None
+    before, begun = bundle.network.state_dict(), network.state_dict()
+    for name, tensor in before.items():
+        if not name.startswith(("head", "positions", "prefix.registers", "prefix.cls")):
+            assert torch.equal(begun[name], tensor), name
+    drawn = [begun["prefix.registers"][:, old.registers :]]
+    if config.positions == "learned":
+        positions, patches = begun["positions.embedding"], before["positions.embedding"][:, old.covered :]
+        assert torch.equal(positions[:1, -patches.shape[1] :], patches)
+        assert positions.shape == (config.depth if "positions_at" in overrides else 1, config.tokens, config.width)
+        drawn += [positions[:, old.prefix : config.prefix], positions[1:]]
+    values = torch.cat([one.flatten() for one in drawn])
+    assert 0.015 < float(values.std()) < 0.025
+
+
+def test_a_detector_keeps_what_does_not_depend_on_its_classes() -> None:
+    bundle = make_bundle(head_kind="detection-tokens", registers=3, output="boxes")
+    arguments = bundle.preprocess, {}, Detection(), COLOURS
+    network, kept, notes = network_from(bundle, StartConfig(init="given"), *arguments)
+    before, begun = bundle.network.state_dict(), network.state_dict()
+    assert not kept and "do not depend on the classes" in notes[-1]
+    same = {
+        name for name in before if before[name].shape == begun[name].shape and torch.equal(before[name], begun[name])
+    }
+    assert set(before) - same == {"head.classes.layers.2.weight", "head.classes.layers.2.bias"}
+    anew, *_ = network_from(bundle, StartConfig(init="given", new_head=True), *arguments)
+    assert not torch.equal(anew.state_dict()["head.boxes.layers.0.weight"], before["head.boxes.layers.0.weight"])
+
+
+def test_fewer_tokens_than_those_of_a_model_are_refused(initial: Initial) -> None:
+    bundle = load(initial(registers=4), device="cpu")
+    overrides = {"head_kind": "detection-tokens", "registers": 3}
+    with pytest.raises(ConfigError, match="registers=3 is less than the 4 of the model"):
+        fitted(bundle.network.config, "given", bundle.preprocess, overrides, 3, Detection())
 
 
 def test_a_new_head_needs_a_model() -> None:

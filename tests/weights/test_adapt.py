@@ -17,7 +17,7 @@ from vitrail.models.positions import resize_grid
 from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.vit_config import ViTConfig
-from vitrail.weights.adapt import adapted, in_colour, with_reduction
+from vitrail.weights.adapt import adapted, in_colour, moved_positions, with_reduction
 from vitrail.weights.answers import Prediction
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import convert, load
@@ -298,3 +298,21 @@ def test_a_model_with_projections_for_another_size_says_so() -> None:
     again = adapted(larger, image_size=(10, 14))  # from the first projections, not from the interpolated ones
     for name, tensor in bundle.network.state_dict().items():
         assert torch.equal(again.network.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("before", ["class", "patches", "all"])
+@pytest.mark.parametrize("registers", [0, 2])
+@pytest.mark.parametrize(("pool", "class_token"), [("cls", None), ("gap", None), ("gap", True)])
+@pytest.mark.parametrize("after", ["class", "patches", "all"])
+def test_moved_positions_change_nothing(before: Any, after: Any, registers: int, pool: Any, class_token: Any) -> None:
+    config = ViTConfig(
+        image_size=(8, 6), patch_size=(4, 3), width=12, depth=1, heads=3, mlp_width=20, num_classes=2, pool=pool,
+        class_token=class_token, registers=registers, positions_cover=before,
+    )  # fmt: skip
+    bundle = random_bundle(config)
+    state, moved = moved_positions(bundle.network.state_dict(), config, after)
+    other = random_bundle(moved)
+    other.network.load_state_dict(state)
+    images = torch.randn(2, 3, 8, 6)
+    with torch.inference_mode():
+        torch.testing.assert_close(other.network(images), bundle.network(images), atol=1e-5, rtol=1e-5)

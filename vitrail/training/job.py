@@ -41,7 +41,7 @@ from vitrail.training.folder import FORMAT
 from vitrail.training.log import check_trackers
 from vitrail.training.schedule import RunLength, Schedule
 from vitrail.training.sharding import shard_problems
-from vitrail.training.start import Origin, check_choice, fitted, head_kind_of
+from vitrail.training.start import Origin, check_choice, fitted, head_fields
 from vitrail.training.state import TrainState
 from vitrail.weights.answers import DENSE
 from vitrail.weights.bundle import Bundle, check_loadable
@@ -312,7 +312,7 @@ def network_config_of(
     if origin is not None:
         return origin.network
     made = config.model.resolve(num_classes=num_classes, image_size=images.image_size, channels=images.channels)
-    kind: Any = head_kind_of(made, config.model.overrides, config.task)
+    kind: Any = head_fields(made, config.model.overrides, config.task)
     return replace(made, **kind)
 
 

@@ -12,14 +12,16 @@ from torch import nn
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, RunError, plural
 from vitrail.models.blocks import StochasticDepth
+from vitrail.models.heads import HEADS, DenseHead
 from vitrail.models.linear.dense import Linear
 from vitrail.models.linear.lora import add_adapters, check_adapters
 from vitrail.models.network import with_weights
 from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build
+from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import from_plain, to_plain
 from vitrail.tasks.task import Task
 from vitrail.training.config import StartConfig
-from vitrail.weights.adapt import adapted
+from vitrail.weights.adapt import adapted, with_new_tokens
 from vitrail.weights.answers import OutputKind
 from vitrail.weights.bundle import Bundle, weights_sha256
 
@@ -91,8 +93,8 @@ def fitted(
             f"channels={model.channels}, which also converts the images"
         )
     known = {item.name for item in fields(model)}
-    kind = head_kind_of(model, overrides, task)
-    overrides = {name: value for name, value in overrides.items() if name != "head_kind"}
+    kind = head_fields(model, overrides, task)
+    overrides = {name: value for name, value in overrides.items() if name not in kind}
     for name, value in overrides.items():
         if name not in known:
             raise ConfigError(f"{name}={value} is a setting of transformers, but model {init!r} is a ResNet")
@@ -106,11 +108,13 @@ def fitted(
     return replace(model, **{**shape, **overrides, **hidden, **kind})
 
 
-def head_kind_of(model: AnyConfig, overrides: Mapping[str, Any], task: Task) -> dict[str, Any]:
+def head_fields(model: AnyConfig, overrides: Mapping[str, Any], task: Task) -> dict[str, Any]:
     """Return the kind of the head that a run trains, as a field of the config of its network: that of the overrides, or
     that of the model if the task trains it, or else the usual one of the task. A ResNet has no such field.
 
-    Raise `ConfigError` if the task or the network does not have the kind.
+    A new kind of head can need other values of the fields that belong to it (`DenseHead.fields`), which are returned as
+    well. Raise `ConfigError` if the task or the network does not have the kind, or if the head would need fewer weights
+    than the network has.
     """
     own = getattr(model, "head_kind", "pooled")
     kind = overrides.get("head_kind", own if own in task.head_kinds else task.head_kinds[0])
@@ -118,8 +122,18 @@ def head_kind_of(model: AnyConfig, overrides: Mapping[str, Any], task: Task) -> 
         raise ConfigError(
             f"head_kind={kind!r} is not one that the task {task.name} trains: {', '.join(map(repr, task.head_kinds))}"
         )
-    if hasattr(model, "head_kind"):
-        return {"head_kind": kind}
+    if isinstance(model, ViTConfig):
+        found: dict[str, Any] = {"head_kind": kind}
+        if kind in HEADS and kind != own:
+            chosen = {name: value for name, value in overrides.items() if name in HEADS[kind].fields}
+            found |= HEADS[kind].needed(model) | chosen
+            if "positions_at" in chosen and model.positions_place != "stem":
+                raise ConfigError(
+                    f"positions_at={chosen['positions_at']!r} needs a model whose positions are in the stem"
+                )
+            if found.get("registers", model.registers) < model.registers:
+                raise ConfigError(f"registers={found['registers']} is less than the {model.registers} of the model")
+        return found
     if kind != "pooled":
         raise ConfigError(
             f"the task {task.name} needs patch tokens, which a ResNet does not have; choose a Vision Transformer or a "
@@ -149,7 +163,7 @@ def network_from(
         config = replace(bundle.network.config, **settings)
         bundle = replace(bundle, network=with_weights(bundle.network, config, bundle.network.state_dict()))
     resized = adapted(bundle, image_size=images.image_size)
-    kind = head_kind_of(bundle.network.config, overrides, task)
+    kind = head_fields(bundle.network.config, overrides, task)
     same = bundle.classes == names and _meaning(bundle.output) == _meaning(task.output)
     same = same and all(getattr(bundle.network.config, name) == value for name, value in kind.items())
     numbered = task.output != "numbers" and names == tuple(map(str, range(len(names))))
@@ -162,9 +176,12 @@ def network_from(
         headed, note = resized, f"the head of model {start.init!r} is kept, because its outputs are the same"
     else:
         bare = adapted(resized, num_classes=0, drop_head_hidden=True)
-        with_kind = with_weights(bare.network, replace(bare.network.config, **kind), bare.network.state_dict())
+        config = replace(bare.network.config, **kind)
+        with_kind = with_weights(bare.network, config, with_new_tokens(bare.network, config))
         headed = adapted(replace(bare, network=with_kind, output=task.output), classes=names)
         note = f"the new head has {plural(len(names), task.output_noun)}"
+        if not start.new_head and _keep_parts_of_head(resized.network, headed.network):
+            note += "; its weights that do not depend on the classes are those of the model"
         if not start.linear_head and headed.network.config.num_classes and isinstance(headed.network.head, Linear):
             note += "; its weights start at zero"
         if same and numbered:
@@ -173,6 +190,19 @@ def network_from(
         network = build(replace(headed.network.config, **{**overrides, **kind}))
     network.load_state_dict({name: tensor.clone() for name, tensor in headed.network.state_dict().items()}, assign=True)
     return network, kept, (*resized.notes, note)
+
+
+def _keep_parts_of_head(model: AnyNetwork, network: AnyNetwork) -> bool:
+    """Copy those weights of the head of a model whose shapes do not depend on the number of classes into a new head of
+    the same kind. Return False if there are none."""
+    old, new = model.head, network.head
+    if not isinstance(old, DenseHead) or type(old) is not type(new):
+        return False
+    wider: Any = network.with_head(network.config.num_classes + 1).head
+    state, of_more = new.state_dict(), wider.state_dict()
+    kept = {name: weight for name, weight in old.state_dict().items() if of_more[name].shape == state[name].shape}
+    new.load_state_dict(state | kept)
+    return bool(kept)
 
 
 def _meaning(output: OutputKind) -> OutputKind:

@@ -1,16 +1,20 @@
-"""Adaptation of a model to other classes or another image size, and removal of the hidden layer before its head."""
+"""Adaptation of a model to other classes, another image size or more tokens, and removal of the hidden layer before its
+head."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor, nn
 
 from vitrail.errors import BundleError, ConfigError
 from vitrail.models.network import with_weights
+from vitrail.models.positions import Covered
 from vitrail.models.reduction import TokenReduction
-from vitrail.models.variants import AnyNetwork
+from vitrail.models.variants import AnyConfig, AnyNetwork
+from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle, FirstPositions
 
 STANDARDISED_STEMS = ("root.before.weight", "root.stem.weight", "stem.weight")
@@ -156,3 +160,53 @@ def in_colour(network: AnyNetwork, channels: int) -> AnyNetwork:
         name = "patches.projection.weight"
         weights[name] = weights[name].repeat(1, channels) / channels
     return with_weights(network, replace(config, channels=channels), weights)
+
+
+def moved_positions(
+    state: Mapping[str, Tensor], config: ViTConfig, covered: Covered
+) -> tuple[dict[str, Tensor], ViTConfig]:
+    """Return equivalent weights and config in which learned positions cover other tokens (`covered`).
+
+    If a token loses its position, the position is added to the token's learned vector. If a token gains a position, the
+    position is zero.
+    """
+    state, moved = dict(state), replace(config, positions_cover=covered)
+    have, want = config.covered, moved.covered
+    if config.positions != "learned" or have == want:
+        return state, moved
+    positions, start = state["positions.embedding"], 0
+    kept = positions[:, :have]
+    for name in ("prefix.cls", "prefix.registers"):
+        if name in state:
+            end = start + state[name].shape[1]
+            if want <= start and end <= have:
+                state[name] = state[name] + kept[:, start:end]
+            start = end
+    zeros = positions.new_zeros(len(positions), max(0, want - have), config.width)
+    state["positions.embedding"] = torch.cat([kept[:, :want], zeros, positions[:, have:]], dim=1)
+    return state, moved
+
+
+def with_new_tokens(network: AnyNetwork, config: AnyConfig) -> dict[str, Tensor]:
+    """Return the weights of a network with register tokens and positions that `config` has beside its own. New ones are
+    normal numbers of the standard deviation 0.02, as in YOLOS."""
+    state, old = dict(network.state_dict()), network.config
+    if not isinstance(old, ViTConfig) or not isinstance(config, ViTConfig):
+        return state
+    state, moved = moved_positions(state, old, config.positions_cover)
+    like = next(network.parameters())
+
+    def draw(*shape: int) -> Tensor:
+        return nn.init.trunc_normal_(like.new_empty(*shape, old.width), std=0.02)
+
+    if added := config.registers - old.registers:
+        own = [state["prefix.registers"]] if old.registers else []
+        state["prefix.registers"] = torch.cat([*own, draw(1, added)], dim=1)
+        if config.positions == "learned" and config.positions_cover == "all":
+            positions = state["positions.embedding"]
+            parts = positions[:, : moved.covered], draw(len(positions), added), positions[:, moved.covered :]
+            state["positions.embedding"] = torch.cat(parts, dim=1)
+    if config.positions == "learned" and config.positions_place == "every-layer" != old.positions_place:
+        positions = state["positions.embedding"]
+        state["positions.embedding"] = torch.cat([positions, draw(config.num_blocks - 1, positions.shape[1])])
+    return state

@@ -31,7 +31,6 @@ from vitrail.weights.layouts.layout import (
     depth_of,
     file_grid,
     heads_of,
-    moved_positions,
     only,
     patch_pair,
     theirs_of,
@@ -108,24 +107,6 @@ def test_a_layout_that_forgets_a_tensor_is_a_mistake_of_ours(bundle: Bundle) -> 
 
 
 # --- positions of other tokens
-
-
-@pytest.mark.parametrize("before", ["class", "patches", "all"])
-@pytest.mark.parametrize("registers", [0, 2])
-@pytest.mark.parametrize(("pool", "class_token"), [("cls", None), ("gap", None), ("gap", True)])
-@pytest.mark.parametrize("after", ["class", "patches", "all"])
-def test_moved_positions_change_nothing(before: Any, after: Any, registers: int, pool: Any, class_token: Any) -> None:
-    config = ViTConfig(
-        image_size=(8, 6), patch_size=(4, 3), width=12, depth=1, heads=3, mlp_width=20, num_classes=2, pool=pool,
-        class_token=class_token, registers=registers, positions_cover=before,
-    )  # fmt: skip
-    bundle = random_bundle(config)
-    state, moved = moved_positions(bundle.network.state_dict(), config, after)
-    other = random_bundle(moved)
-    other.network.load_state_dict(state)
-    images = torch.randn(2, 3, 8, 6)
-    with torch.inference_mode():
-        torch.testing.assert_close(other.network(images), bundle.network(images), atol=1e-5, rtol=1e-5)
 
 
 SQUARE: dict[str, Any] = {"position_resize": "bicubic", "patch_size": (4, 4), "image_size": (12, 12)}

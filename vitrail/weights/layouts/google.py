@@ -21,6 +21,7 @@ from vitrail.errors import BundleError
 from vitrail.models.positions import Covered
 from vitrail.models.resnet_config import RootConfig
 from vitrail.models.vit_config import Pool, ViTConfig
+from vitrail.weights.adapt import moved_positions
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.layout import (
     KEPT,
@@ -36,7 +37,6 @@ from vitrail.weights.layouts.layout import (
     default_preprocess,
     depth_of,
     file_grid,
-    moved_positions,
     only,
     other_architecture,
     own,

@@ -22,6 +22,7 @@ from vitrail.errors import BundleError, ConfigError
 from vitrail.files import replacing_folder, write_json
 from vitrail.models.positions import PositionResize
 from vitrail.models.vit_config import Activation, ViTConfig
+from vitrail.weights.adapt import moved_positions
 from vitrail.weights.answers import OutputKind
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.huggingface_preprocess import PREPROCESS, preprocess_of, preprocessor_config
@@ -40,7 +41,6 @@ from vitrail.weights.layouts.layout import (
     dinov2_size,
     file_grid,
     heads_of,
-    moved_positions,
     only,
     other_architecture,
     output_loss,

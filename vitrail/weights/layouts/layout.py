@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,9 +21,7 @@ from torch import Tensor
 
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError
-from vitrail.models.positions import Covered
 from vitrail.models.variants import VARIANTS, AnyConfig, AnyNetwork, Variant, build
-from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.answers import OutputKind
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.tensors import TensorFile
@@ -197,31 +195,6 @@ def patch_pair(theirs: str, patch_size: tuple[int, int], channels: int) -> Pair:
         lambda t: t.flatten(1),
         lambda t: t.reshape(-1, channels, *patch_size),
     )
-
-
-def moved_positions(
-    state: Mapping[str, Tensor], config: ViTConfig, covered: Covered
-) -> tuple[dict[str, Tensor], ViTConfig]:
-    """Return equivalent weights and config in which learned positions cover other tokens (`covered`).
-
-    If a token loses its position, the position is added to the token's learned vector. If a token gains a position, the
-    position is zero.
-    """
-    state, moved = dict(state), replace(config, positions_cover=covered)
-    have, want = config.covered, moved.covered
-    if config.positions != "learned" or have == want:
-        return state, moved
-    positions, start = state["positions.embedding"], 0
-    kept = positions[:, :have]
-    for name in ("prefix.cls", "prefix.registers"):
-        if name in state:
-            end = start + state[name].shape[1]
-            if want <= start and end <= have:
-                state[name] = state[name] + kept[:, start:end]
-            start = end
-    zeros = positions.new_zeros(len(positions), max(0, want - have), config.width)
-    state["positions.embedding"] = torch.cat([kept[:, :want], zeros, positions[:, have:]], dim=1)
-    return state, moved
 
 
 def depth_of(tensors: TensorFile, prefix: str) -> int:

@@ -20,6 +20,7 @@ from vitrail.models.positions import Covered
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit_config import Activation, Pool, ViTConfig
+from vitrail.weights.adapt import moved_positions
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.layout import (
     IMAGENET,
@@ -41,7 +42,6 @@ from vitrail.weights.layouts.layout import (
     each_channel,
     heads_of,
     mean_levels,
-    moved_positions,
     only,
     output_loss,
     own,

@@ -8,6 +8,7 @@ from typing import Any
 
 from vitrail.errors import BundleError
 from vitrail.models.vit_config import ViTConfig
+from vitrail.weights.adapt import moved_positions
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.layout import (
     IMAGENET,
@@ -24,7 +25,6 @@ from vitrail.weights.layouts.layout import (
     depth_of,
     file_grid,
     heads_of,
-    moved_positions,
     only,
     other_architecture,
     own,
