@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.make import make_voc_folder
 from tests.tasks.books import make_tokenizer
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import AnyConfig, create
@@ -26,7 +27,7 @@ IMAGENET = 1_281_167
 FAMILIES = {
     "vit-b32-jft", "vit-b32-i21k", "vit-b16-i1k", "vit-b16-jft-masked",
     "vit-s16-i1k-dino-300", "vit-s14-i21k-dinov2", "augreg-ti16-i1k", "plain-vit-s16-90",
-    "vit-b16-i1k-beit-tuned", "vit-b16-i1k-mae-linear",
+    "vit-b16-i1k-beit-tuned", "vit-b16-i1k-mae-linear", "yolos-s16-coco",
 }  # fmt: skip
 """A recipe of each kind of transformer, for the fast tests."""
 
@@ -256,6 +257,18 @@ def test_second_halves_of_papers(
     assert (config.start.init or "").removeprefix("runs/") == ("" if "deit" in name else name.rpartition("-")[0])
 
 
+def test_yolos_in_every_detail() -> None:
+    """The commands of the README of hustvl/YOLOS (8 GPUs), and the defaults of its main.py."""
+    recipes = [PAPER_RECIPES[f"yolos-{size}16-coco"]() for size in ("ti", "s", "b")]
+    assert [(one.run.epochs, one.run.batch_size) for one in recipes] == [(300, 16), (150, 8), (150, 8)]
+    for recipe, rate in zip(recipes, (5e-5, 2.5e-5, 2.5e-5), strict=True):
+        optimizer = recipe.optimizer.for_batch_size(recipe.run.batch_size)
+        assert (optimizer.kind, optimizer.learning_rate, optimizer.end_learning_rate) == ("adamw", rate, 1e-7)
+        assert (optimizer.weight_decay, optimizer.clip, optimizer.warmup) == (1e-4, 0.1, "0 steps")
+        assert recipe.model.overrides["registers"] == 100
+    assert ["positions_at" in one.model.overrides for one in recipes] == [False, True, True]
+
+
 def test_the_plain_s16_in_every_detail() -> None:
     config = PAPER_RECIPES["plain-vit-s16-90"]()
     settings, network = config.augment.settings, network_of(config, 1000)
@@ -322,8 +335,9 @@ def test_two_steps(name: str, colour_folder: Path, tmp_path: Path) -> None:
     if config.task.name == "distillation":
         narrow |= {"teacher": str(_saved("", 3).save(tmp_path / "teacher"))}
     side = 28 if config.model.name.endswith("/14") else 64 if name == "augreg-r-ti16-i21k" else 32
+    data = make_voc_folder(tmp_path / "boxes") if config.task.name == "detection" else colour_folder
     config = config.override(
-        data=str(colour_folder), run=str(tmp_path / "run"), steps=2, batch_size=6, device="cpu", threads=2,
+        data=str(data), run=str(tmp_path / "run"), steps=2, batch_size=6, device="cpu", threads=2,
         evaluations=1, checkpoints=1, image_size=(side, side), precision="float32", warmup="1 steps",
         end_learning_rate=0.0,
         validation_share=0.3, **({"stair_at": ("1 steps",)} if config.optimizer.stair_at else {}), **narrow,
@@ -332,14 +346,16 @@ def test_two_steps(name: str, colour_folder: Path, tmp_path: Path) -> None:
     events = read_journal(result.folder / "journal.jsonl")
     assert [event["step"] for event in events if event["event"] == "step"] == [1, 2]
     assert result.bundle.output == config.task.output
-    assert len(result.bundle.classes) == (0 if config.task.name in UNLABELLED else 3)
+    assert len(result.bundle.classes) == (
+        0 if config.task.name in UNLABELLED else 2 if config.task.name == "detection" else 3
+    )
 
 
 def test_every_recipe_says_what_was_published() -> None:
     for name, recipe in PAPER_RECIPES.items():
         assert recipe.name == name == recipe().run.name
         assert recipe.result == "not stated" or "%" in recipe.result
-        assert recipe.source[0] in "12" and recipe.measured.startswith("on ImageNet")
+        assert recipe.source[0] in "12" and recipe.measured.startswith(("on ImageNet", "on COCO"))
         assert all(sentence.endswith(".") for sentence in recipe.differences)
         assert recipe() == recipe(), "a recipe is the same every time"
 

@@ -1,5 +1,5 @@
-"""Recipes that use pre-trained models, fine-tuning and linear protocols, and the recipes of DeiT, which share their
-augmentation."""
+"""Recipes that use pre-trained models, fine-tuning, linear protocols and YOLOS, and the recipes of DeiT, which share
+their augmentation."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from vitrail.models.variants import ModelConfig
 from vitrail.recipes.papers import DATA, HELD_OUT, IMAGENET_MEAN, IMAGENET_STD, PaperRecipe
 from vitrail.recipes.self_supervised import DECAYED
 from vitrail.tasks.classification import Classification
+from vitrail.tasks.detection import Detection
 from vitrail.tasks.distillation import Distillation
 from vitrail.training.config import RunConfig, StartConfig, TrainConfig
 from vitrail.training.optimizer import OptimizerConfig
@@ -279,3 +280,68 @@ DEIT_RECIPES = (
     ),
 )  # fmt: skip
 """Recipes of DeiT and DeiT III."""
+
+
+def yolos(model: str, epochs: float, batch_size: int, image_size: tuple[int, int], every_layer: bool) -> TrainConfig:
+    """Return the config of a run of YOLOS on COCO (2106.00666): DeiT with 100 detection tokens, AdamW with a learning
+    rate of 2.5e-5 per 8 images and a weight decay of 1e-4. With `every_layer`, every block has positions of its own.
+
+    `model` is the run of the pre-training recipe, which `--init` replaces.
+    """
+    places = {"positions_at": "every-layer"} if every_layer else {}
+    return TrainConfig(
+        data=DataConfig(spec=DATA["coco"], validation="train", validation_share=0.01),
+        task=Detection(),
+        model=ModelConfig(
+            overrides={"head_kind": "detection-tokens", "registers": 100, "stochastic_depth": 0.0, **places}
+        ),
+        start=StartConfig(init=f"runs/{model}"),
+        images=Preprocess(
+            image_size=image_size, resize="pad", pad_value=(124, 116, 104), mean=IMAGENET_MEAN, std=IMAGENET_STD
+        ),
+        augment=Augment(flip=True, scale_jitter=(0.5, 1.5)),
+        optimizer=OptimizerConfig(
+            learning_rate=2.5e-5, base_batch_size=8, schedule="cosine", end_learning_rate=1e-7, warmup="0 steps",
+            weight_decay=1e-4, weight_decay_factors=(r"head\..*|" + DECAYED + "=1",), clip=0.1,
+        ),
+        run=RunConfig(epochs=epochs, batch_size=batch_size, keep="last"),
+    )  # fmt: skip
+
+
+YOLOS_RECIPES = tuple(
+    PaperRecipe(
+        f"yolos-{size}16-coco",
+        partial(yolos, f"deit-{size}16-i1k", epochs, batch_size, image_size, every_layer),
+        result,
+        "2106.00666, table 1, and its code, README",
+        (
+            HELD_OUT,
+            "Images are scaled by 0.5 to 1.5 times the size at which they fit, and cut or padded to one size. The "
+            f"published code scales the short side to {sides} pixels with a random crop of 384 to 600 pixels before in "
+            "half of the images, and pads only to the largest image of a batch.",
+            "Upright images are scaled down to the height of the network's input, which is that of landscape images.",
+            "The learning rate falls with every step instead of every epoch.",
+            "The loss of the classes is divided by the weights of all tokens of a batch instead of those of one GPU.",
+            *differences,
+        ),
+        "on COCO's validation split, average precision of boxes",
+    )
+    for size, epochs, batch_size, image_size, every_layer, sides, result, differences in (
+        (
+            "ti", 300.0, 16, (512, 864), False, "256 to 608", "28.7 %",
+            ("The positions have the size of the images instead of 800 x 1333 pixels.",),
+        ),
+        (
+            "s", 150.0, 8, (800, 1344), True, "480 to 800", "36.1 %",
+            (
+                "The positions have the size of the images instead of 512 x 864 pixels.",
+                "The model has 300 epochs of pre-training instead of 200.",
+            ),
+        ),
+        (
+            "b", 150.0, 8, (800, 1344), True, "480 to 800", "42.0 %",
+            ("The model is DeiT-B instead of the DeiT-B with a teacher that was tuned at 384 pixels.",),
+        ),
+    )
+)  # fmt: skip
+"""Recipes of YOLOS, which start from the models of the recipes of DeiT."""

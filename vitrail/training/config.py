@@ -22,6 +22,7 @@ from vitrail.data.targets import PLACED
 from vitrail.errors import ConfigError, nearest
 from vitrail.machine import TrainingPrecision
 from vitrail.models.compiled import Compile
+from vitrail.models.heads import HEADS
 from vitrail.models.linear.float32 import Float32Products
 from vitrail.models.linear.lora import Projection
 from vitrail.models.variants import ModelConfig, override_fields
@@ -361,7 +362,7 @@ RESOLVED = tuple(facts(RunConfig, "resolved"))
 
 WITHOUT_WEIGHTS = tuple(facts(ViTConfig, "changes_weights"))
 """Fields of a network's config that do not change its weights, or not always. A run that starts from a model can
-override only these."""
+override only these, and those that belong to the kind of head that it chooses (`DenseHead.fields`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -459,11 +460,13 @@ class TrainConfig:
 
     def _contradictions(self) -> Iterator[str]:
         if self.start.init is not None:
+            kind = self.model.overrides.get("head_kind", "pooled")
+            allowed = (*WITHOUT_WEIGHTS, *(HEADS[kind].fields if kind in HEADS else ()))
             for name, value in {"variant": self.model.variant, **self.model.overrides}.items():
-                if value is not None and name not in WITHOUT_WEIGHTS:
+                if value is not None and name not in allowed:
                     yield (
                         f"{name}={value!r} cannot be given with init={self.start.init!r}, because the model "
-                        f"fixes the architecture; only {', '.join(WITHOUT_WEIGHTS)} can"
+                        f"fixes the architecture; only {', '.join(allowed)} can"
                     )
         if self.data.numbers and "numbers" not in self.task.targets:
             yield (
