@@ -27,6 +27,7 @@ from vitrail.training.log import Log
 from vitrail.training.page import write_examples
 from vitrail.training.run import RunResult, train
 from vitrail.training.start import check_choice
+from vitrail.transfer.dense_rules import NOUNS, TASKS_OF_TARGETS, TIMES_OF_USUAL, plan_dense
 from vitrail.transfer.examination import examine
 from vitrail.transfer.facts import (
     NO_SETTINGS,
@@ -96,7 +97,8 @@ def plan(
     training image, if the protocol is not for the network, or if settings contradict each other.
     """
     check_choices(protocol, explicit, rates=rates, row=row, budget=budget)
-    usual = Regression.name if data.whole.target_kind == "numbers" else config.task.name
+    kind = data.whole.target_kind
+    usual = Regression.name if kind == "numbers" else TASKS_OF_TARGETS.get(kind, config.task.name)
     config = config.override(**{"task": usual, **explicit})
     if "none" in config.task.targets:
         raise ConfigError(
@@ -107,6 +109,14 @@ def plan(
     device = pick_device(config.run.device)
     network, preprocess, memory = bundle.network.config, bundle.preprocess, available_memory(device)
     data = replace(data, mixed=())
+    if kind in TASKS_OF_TARGETS:
+        if protocol != "rule" or rates is not None:
+            what = f"protocol={protocol!r}" if protocol != "rule" else f"learning_rates={rates}"
+            raise ConfigError(f"{what} is made for classes, and this data has {NOUNS[kind]}; leave it out")
+        splits = config.data.cut(data)
+        facts = facts_of(splits)
+        wanted = seconds_of(budget, TIMES_OF_USUAL * usual_seconds(facts.images))
+        return plan_dense(config, bundle, splits, facts, device=device, explicit=explicit, seconds=wanted)
     if protocol == "rule":
         seconds = None if rates is not None or not search else lambda images: seconds_of(budget, usual_seconds(images))
         chosen = _plan_by_rule(bundle, data, config, explicit, rates=rates, seconds=seconds)
