@@ -244,7 +244,11 @@ def check_classes(splits: Splits) -> None:
     """Raise `DataError` unless the targets are classes and there are at least two classes."""
     if splits.target_kind in ("boxes", "mask"):
         held = "boxes of objects" if splits.target_kind == "boxes" else "masks"
-        raise DataError(f"{splits.title} has {held}, and classification needs one class per image; use other data")
+        task = "detection" if splits.target_kind == "boxes" else "segmentation"
+        raise DataError(
+            f"{splits.title} has {held}, and classification needs one class per image; choose the task {task}, or "
+            "other data"
+        )
     if splits.target_kind == "numbers":
         raise DataError(
             f"{splits.title} has numbers ({', '.join(splits.classes)}) and no classes; classification needs classes: "

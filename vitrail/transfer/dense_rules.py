@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vitrail.data.objects import Objects
 from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.source import Source, evenly, image_of
 from vitrail.data.splits import Splits
@@ -47,13 +48,17 @@ NOUNS = {"boxes": "boxes of objects", "mask": "masks"}
 PATCHES = (1600, 1200, 900, 672, 504, 378, 283, 212)
 """Numbers of patches of an image to choose from, as the time allows."""
 
-ENOUGH_EPOCHS = 10.0
-"""Number of epochs for which larger images or more trained blocks are given up."""
+PATCHES_OF_OBJECT = 1.75
+"""Side in patches of the objects of the smallest class, from which larger images are not needed."""
+
+LOOKED_AT = 2000
+"""Largest number of images whose objects are looked at."""
+
+ENOUGH_EPOCHS, ENOUGH_EPOCHS_OF_BLOCKS = 6.0, 4.0
+"""Numbers of epochs for which larger images, and more trained blocks, are given up."""
 
 TIMES_OF_USUAL = 3.0
 """Usual time of dense targets as a multiple of that of classes."""
-
-BATCH = {"cpu": 4, "cuda": 16}
 
 RATE, BACKBONE_FACTOR, LAYER_DECAY = 1e-3, 0.1, 0.8
 """Learning rate of the head, that of the last block beside it, and the ratio between blocks."""
@@ -116,30 +121,25 @@ def plan_dense(
     task = TASKS_OF_TARGETS[facts.targets]
     choices.add(f"task {task}: the data has {NOUNS[facts.targets]}", task=task)
     choices.add("whole images, padded to the shape of most of them", resize="pad", crop_share=1.0)
-    choices.add(
-        f"random scales from {SCALES[facts.targets][0]} to {SCALES[facts.targets][1]}",
-        scale_jitter=SCALES[facts.targets],
-    )
+    low, high = SCALES[facts.targets]
+    choices.add(f"random scales from {low} to {high}", scale_jitter=(low, high))
     choices.add("random mirroring: set --no-flip if left and right differ", flip=True)
     choices.add("random changes of colours", colour_jitter=COLOURS)
-    batch = explicit.get("batch_size", min(BATCH[device.type], max(1, facts.images // 8)))
+    largest = 16 if device.type == "cuda" else 4
+    batch = explicit.get("batch_size", min(largest, max(1, facts.images // 8)))
     choices.add(f"batches of {plural(batch, 'image')}", batch_size=batch)
     chosen = _size(base, bundle, splits, facts, explicit, device=device, seconds=seconds)
+    rows, columns = network.grid_of(*chosen.image_size)
     height, width = chosen.image_size
-    choices.add(
-        f"image size {height} x {width}: {math.prod(network.grid_of(height, width)):,} patches",
-        image_size=chosen.image_size,
-    )
+    choices.add(f"image size {height} x {width}: {rows} x {columns} patches", image_size=chosen.image_size)
     blocks = network.num_blocks
     if chosen.trained < blocks and "lora_rank" not in explicit:
-        choices.add(
-            f"the head and the last {chosen.trained} of {blocks} blocks are trained", train_blocks=chosen.trained
-        )
+        below = f" and the last {chosen.trained} of {blocks} blocks are" if chosen.trained else " is"
+        choices.add(f"the head{below} trained", train_blocks=chosen.trained)
     choices.add(f"learning rate {RATE:g} of the head, {RATE * BACKBONE_FACTOR:g} below it", learning_rate=RATE)
     if not {"learning_rate_factors", "lora_rank"} & explicit.keys():
-        choices.add(
-            learning_rate_factors=(r"(network\.)?head\..*=1", rf".*={BACKBONE_FACTOR}"), layer_decay=LAYER_DECAY
-        )
+        factors = (r"(network\.)?head\..*=1", f".*={BACKBONE_FACTOR}")
+        choices.add(learning_rate_factors=factors, layer_decay=LAYER_DECAY)
     choices.add(clip=10.0, warmup=0.05, weight_decay=0.05)
     choices.add(keep="best" if facts.has_validation else "last", checkpoints=5)
     choose_accumulation(choices, network, chosen.image_size, batch, available_memory(device))
@@ -160,35 +160,64 @@ def _size(
     device: torch.device,
     seconds: float,
 ) -> Size:
-    """Return the image size and the number of blocks to train, with which the time suffices for `ENOUGH_EPOCHS`.
+    """Return the image size and the number of blocks to train.
 
-    More patches come before more blocks. If the time suffices for nothing, the smallest size with only the head is
-    returned.
+    The size is the largest one with which the head alone learns for `ENOUGH_EPOCHS`, but no larger than the objects
+    need. Then as many blocks are trained as the time allows. If the time suffices for nothing, the smallest size with
+    only the head is returned.
     """
     network = bundle.network.config
     shape = typical_shape(splits.train)
     precision: Precision = "float32" if base.run.precision == "float32" else "bf16"
-    measured = network.nearest_size(*_with_patches(network, shape, PATCHES[-2]))
+    sizes = [explicit["image_size"]] if "image_size" in explicit else sizes_for(network, shape, splits.train)
+    measured = sizes[-1]
     forward = forward_seconds(on_device(adapted(bundle, image_size=measured), device), precision, batch=4)
     speed = network.inference_flops(measured) / forward
-    sizes = [network.nearest_size(*_with_patches(network, shape, count)) for count in PATCHES]
-    largest = LARGEST_SCALE * math.prod(shape)
-    sizes = [size for size in sizes if math.prod(size) <= largest] or sizes[-1:]
-    if "image_size" in explicit:
-        sizes = [explicit["image_size"]]
     blocks = network.num_blocks
-    trained = [explicit["train_blocks"]] if explicit.get("train_blocks") is not None else [blocks, blocks // 2, 0]
     if explicit.get("lora_rank") is not None:
         trained = [blocks]
-    found = []
+    elif (given := explicit.get("train_blocks")) is not None:
+        trained = [given]
+    else:
+        trained = [0, blocks // 4, blocks // 2, blocks]
+
+    def fits(one: Size, epochs: float) -> bool:
+        return one.seconds * facts.images * epochs <= FOR_STEPS * seconds
+
     for size in sizes:
-        for count in trained:
-            of_size = fitted(network, base.start.init, replace(bundle.preprocess, image_size=size), {}, 10, base.task)
-            found.append(Size(size, count, of_size.training_flops(trained_blocks=count) / speed))
-    enough = [one for one in found if one.seconds * facts.images * ENOUGH_EPOCHS <= FOR_STEPS * seconds]
-    return (
-        max(enough, key=lambda one: (one.trained > 0, math.prod(one.image_size), one.trained)) if enough else found[-1]
-    )
+        of_size = fitted(network, base.start.init, replace(bundle.preprocess, image_size=size), {}, 10, base.task)
+        found = [Size(size, count, of_size.training_flops(trained_blocks=count) / speed) for count in trained]
+        if fits(found[0], ENOUGH_EPOCHS):
+            break
+    return next((one for one in reversed(found) if fits(one, ENOUGH_EPOCHS_OF_BLOCKS)), found[0])
+
+
+def sizes_for(network: AnyConfig, shape: tuple[float, float], train: Source) -> list[tuple[int, int]]:
+    """Return the image sizes to choose from, the largest first: those of images of this shape with the `PATCHES`, but
+    no larger than `LARGEST_SCALE` times the images, or than objects need (`PATCHES_OF_OBJECT`)."""
+    rows, columns = network.grid_of(*network.image_size)
+    patch = network.image_size[0] / rows, network.image_size[1] / columns
+    needed = LARGEST_SCALE
+    if (side := smallest_side(train, shape)) is not None:
+        needed = min(needed, PATCHES_OF_OBJECT * math.sqrt(patch[0] * patch[1]) / side)
+    most = needed**2 * math.prod(shape) / math.prod(patch)
+    found = []
+    for count in [count for count in PATCHES if count <= most] or PATCHES[-1:]:
+        scale = math.sqrt(count * math.prod(patch) / math.prod(shape))
+        found.append(network.nearest_size(round(shape[0] * scale), round(shape[1] * scale)))
+    return found
+
+
+def smallest_side(train: Source, shape: tuple[float, float]) -> float | None:
+    """Return the median side of the objects of the class whose objects are smallest, in pixels of images of this shape.
+    Return None without boxes."""
+    targets = (train.target(index) for index in evenly(len(train), LOOKED_AT).tolist())
+    objects = [one for one in targets if isinstance(one, Objects) and len(one)]
+    if not objects:
+        return None
+    labels, boxes = (np.concatenate([getattr(one, name) for one in objects]) for name in ("labels", "boxes"))
+    sides = np.sqrt((boxes[:, 2:] - boxes[:, :2]).prod(axis=1) * math.prod(shape))
+    return float(min(np.median(sides[labels == label]) for label in np.unique(labels)))
 
 
 def typical_shape(source: Source) -> tuple[float, float]:
@@ -203,14 +232,6 @@ def typical_shape(source: Source) -> tuple[float, float]:
         raise DataError("none of the first training images can be decoded")
     height, width = np.exp(np.log(np.array(sizes)).mean(axis=0)).tolist()
     return height, width
-
-
-def _with_patches(network: AnyConfig, shape: tuple[float, float], count: int) -> tuple[int, int]:
-    """Return the size of this shape whose images have about `count` patches of a network."""
-    (height, width), side = shape, network.image_size
-    rows, columns = network.grid_of(*side)
-    scale = math.sqrt(count * (side[0] // rows) * (side[1] // columns) / (height * width))
-    return round(height * scale), round(width * scale)
 
 
 def _with_length(

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from vitrail.models.heads.dense_head import MOST_BOXES, DenseHead, FoundBoxes
 from vitrail.models.network import Features
 
-WIDTH = 128
-"""Channels of the feature maps."""
+NARROWEST, WIDEST = 64, 256
+"""Least and largest number of channels of the feature maps, which have a third of the network's width."""
 
 GROUPS = 16
 """Groups of the norms (1803.08494), which do not depend on the number of images."""
@@ -49,13 +49,14 @@ class Pyramid(DenseHead):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.up = nn.ConvTranspose2d(config.width, WIDTH, 2, stride=2)
-        self.same = nn.Conv2d(config.width, WIDTH, 1)
-        self.down = nn.Conv2d(config.width, WIDTH, 2, stride=2)
-        self.norms = nn.ModuleList(nn.GroupNorm(GROUPS, WIDTH) for _ in range(3))
-        self.class_tower, self.box_tower = _tower(), _tower()
-        self.class_logits = nn.Conv2d(WIDTH, config.num_classes, 3, padding=1)
-        self.distances = nn.Conv2d(WIDTH, 4, 3, padding=1)
+        width = _width(config)
+        self.up = nn.ConvTranspose2d(config.width, width, 2, stride=2)
+        self.same = nn.Conv2d(config.width, width, 1)
+        self.down = nn.Conv2d(config.width, width, 2, stride=2)
+        self.norms = nn.ModuleList(nn.GroupNorm(GROUPS, width) for _ in range(3))
+        self.class_tower, self.box_tower = _tower(width), _tower(width)
+        self.class_logits = nn.Conv2d(width, config.num_classes, 3, padding=1)
+        self.distances = nn.Conv2d(width, 4, 3, padding=1)
 
     def forward(self, features: Features) -> Float[Tensor, "b cells outputs"]:
         grid = rows, columns = features.grid
@@ -95,15 +96,16 @@ class Pyramid(DenseHead):
     def macs(cls, config: Any) -> int:
         rows, columns = config.grid
         patches, coarse = rows * columns, -(-rows // 2) * -(-columns // 2)
-        first = config.width * WIDTH * (4 * patches + patches + 4 * coarse)
-        each = 9 * WIDTH * (2 * LAYERS * WIDTH + config.num_classes + 4)
+        width = _width(config)
+        first = config.width * width * (4 * patches + patches + 4 * coarse)
+        each = 9 * width * (2 * LAYERS * width + config.num_classes + 4)
         return first + each * (4 * patches + patches + coarse)
 
     @classmethod
     def kept_values(cls, config: Any) -> int:
         rows, columns = config.grid
         cells = 5 * rows * columns + -(-rows // 2) * -(-columns // 2)
-        return config.width * rows * columns + cells * WIDTH * (2 + 6 * LAYERS)
+        return config.width * rows * columns + cells * _width(config) * (2 + 6 * LAYERS)
 
 
 def cells_of(grid: tuple[int, int], device: torch.device) -> tuple[Float[Tensor, "cells 2"], Float[Tensor, " cells"]]:
@@ -152,8 +154,13 @@ def overlaps(first: Float[Tensor, "n 4"], second: Float[Tensor, "m 4"]) -> Float
     return common / (areas[0][:, None] + areas[1][None] - common).clamp(min=1e-12)
 
 
-def _tower() -> nn.Sequential:
+def _width(config: Any) -> int:
+    width: int = min(WIDEST, max(NARROWEST, GROUPS * round(config.width / (3 * GROUPS))))
+    return width
+
+
+def _tower(width: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for _ in range(LAYERS):
-        layers += [nn.Conv2d(WIDTH, WIDTH, 3, padding=1, bias=False), nn.GroupNorm(GROUPS, WIDTH), nn.SiLU()]
+        layers += [nn.Conv2d(width, width, 3, padding=1, bias=False), nn.GroupNorm(GROUPS, width), nn.SiLU()]
     return nn.Sequential(*layers)
