@@ -85,3 +85,24 @@ def test_parts_of_a_batch_have_the_loss_of_the_whole() -> None:
     torch.testing.assert_close(loss / torch.stack(amounts).sum(), whole)
     assert int(objective.counted(batch)[1]) == 0, "an image that cannot be decoded does not count"
     assert all(one is None or one.isfinite().all() for one in gradients(objective, whole))
+
+
+def test_tokens_of_a_frozen_network_are_computed_once() -> None:
+    network: Any = vitrail.create("ViT-Pico/8", num_classes=2, image_size=(24, 40), head_kind="pyramid", depth=2)
+    batch, calls = batch_of(3), []
+    plain = DetectionObjective(network, Detection()).train()
+    expected = plain(batch)
+    network.requires_grad_(False).head.requires_grad_(True)
+    frozen = DetectionObjective(network, Detection()).train()
+    features = network.features
+    network.__dict__["features"] = lambda images: calls.append(len(images)) or features(images)
+    first, again = frozen(batch), frozen(batch)
+    assert calls == [1, 1, 1], "each image by itself, and not in the second step"
+    torch.testing.assert_close(first.loss, expected.loss)
+    assert torch.equal(first.loss, again.loss)
+    changed = frozen(replace(batch, images=batch.images.flip(3)))
+    assert len(calls) == 6 and not torch.equal(changed.loss, first.loss)
+    network.blocks[0].norm1.weight.requires_grad_(True)
+    assert len(calls) == 6 and frozen(batch).loss.requires_grad and len(calls) == 7, (
+        "a trained block changes the tokens"
+    )

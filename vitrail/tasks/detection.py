@@ -26,6 +26,7 @@ from vitrail.models.heads.pyramid import cells_of, overlaps
 from vitrail.models.variants import AnyConfig
 from vitrail.registry import Registry
 from vitrail.settings import setting
+from vitrail.tasks.dense_objective import DenseObjective
 from vitrail.tasks.task import LossOutput, Objective, Task, TaskMetric
 from vitrail.weights.answers import OutputKind
 
@@ -86,7 +87,7 @@ class Detection(Task):
         return ByDetection(bootstrap=0)
 
 
-class DetectionObjective(Objective):
+class DetectionObjective(DenseObjective):
     """The losses of a dense head, summed over all cells and divided by the number of objects and images.
 
     The loss of the classes is the quality focal loss of all cells, and that of the boxes the generalised intersection
@@ -100,7 +101,7 @@ class DetectionObjective(Objective):
 
     def forward(self, batch: Batch) -> LossOutput:
         assert batch.boxes is not None and batch.box_labels is not None, "the task checks that the data has boxes"
-        outputs = self.network(batch.images).float()
+        outputs = self.outputs(batch.images)
         height, width = batch.images.shape[2:]
         truths = batch.boxes / batch.boxes.new_tensor([width, height, width, height])
         places, _ = cells_of(self.network.config.grid_of(height, width), outputs.device)

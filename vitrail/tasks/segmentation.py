@@ -16,6 +16,7 @@ from vitrail.errors import DataError
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.segmentation import ByMasks
 from vitrail.settings import setting
+from vitrail.tasks.dense_objective import DenseObjective
 from vitrail.tasks.task import LossOutput, Objective, Task, TaskMetric
 from vitrail.weights.answers import OutputKind
 
@@ -59,7 +60,7 @@ class Segmentation(Task):
         return ByMasks(bootstrap=0)
 
 
-class SegmentationObjective(Objective):
+class SegmentationObjective(DenseObjective):
     """The cross-entropy of the pixels with a known class, and the Dice loss. Each image counts as often as it has known
     pixels, so that parts of a batch have the loss of the whole."""
 
@@ -68,7 +69,7 @@ class SegmentationObjective(Objective):
         self.task = task
 
     def forward(self, batch: Batch) -> LossOutput:
-        outputs = self.network(batch.images).float()
+        outputs = self.outputs(batch.images)
         height, width = batch.images.shape[2:]
         config = self.network.config
         maps = config.dense_head.class_maps(outputs, config.grid_of(height, width))
