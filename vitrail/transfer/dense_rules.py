@@ -21,7 +21,8 @@ from vitrail.data.source import Source, evenly, image_of
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, plural
 from vitrail.machine import Precision, available_memory
-from vitrail.models.variants import AnyConfig, transformer_config
+from vitrail.models.network import Features
+from vitrail.models.variants import AnyConfig, build, transformer_config
 from vitrail.training.config import TrainConfig
 from vitrail.training.pilot import training_speeds
 from vitrail.training.start import fitted
@@ -54,11 +55,12 @@ PATCHES_OF_OBJECT = 1.75
 LOOKED_AT = 2000
 """Largest number of images whose objects are looked at."""
 
-ENOUGH_EPOCHS, ENOUGH_EPOCHS_OF_BLOCKS = 6.0, 4.0
-"""Numbers of epochs for which larger images, and more trained blocks, are given up."""
+ENOUGH_EPOCHS, ENOUGH_EPOCHS_OF_ALL, MOST_EPOCHS = 8.0, 20.0, 60.0
+"""Numbers of epochs for which larger images are given up, for which all blocks are trained instead of the head alone,
+and that are enough."""
 
 TIMES_OF_USUAL = 3.0
-"""Usual time of dense targets as a multiple of that of classes."""
+"""Usual time of boxes and masks as a multiple of that of classes."""
 
 RATE, BACKBONE_FACTOR, LAYER_DECAY = 1e-3, 0.1, 0.8
 """Learning rate of the head, that of the last block beside it, and the ratio between blocks."""
@@ -69,15 +71,14 @@ COLOURS = (0.3, 0.3, 0.2, 0.05)
 FOR_STEPS = 0.88
 """Fraction of the time that is left for the steps and evaluations of the run."""
 
-
 FOR_SPEED = 0.03
-"""Fraction of the time for the measurement of the training speed."""
+"""Fraction of the time for the measurement of the training speed, if all blocks are trained."""
+
+OF_HEAD = 1.3
+"""Time of a step of the head, with its loss, as a multiple of that of its forward and backward pass."""
 
 EVALUATED, MOST_EVALUATIONS = 0.1, 4
 """Largest fraction of the time for evaluations during the run, and their largest number."""
-
-EVALUATION_OF_STEP, EVALUATION_OF_HEAD_STEP = 2.5, 1.2
-"""Images per second of an evaluation as a multiple of those of training, with and without trained blocks."""
 
 LEAST, MIN_STEPS = 0.3, 20
 """Smallest fraction of the time for steps, and their smallest number."""
@@ -86,12 +87,38 @@ LARGEST_SCALE = 2.0
 """Images are not made larger than this multiple of their pixels."""
 
 
-class Size(NamedTuple):
-    """An image size and a number of trained blocks, with the time that a training step needs for an image."""
+RANDOM = frozenset({"scale_jitter", "colour_jitter", "crop_area", "grey", "blur", "solarise", "shift", "preset"})
+"""Settings with which an image looks different in every epoch."""
+
+
+class Times(NamedTuple):
+    """An image size, and the seconds for an image on this machine."""
 
     image_size: tuple[int, int]
-    trained: int
-    seconds: float
+    forward: float
+    """Of the blocks' forward pass."""
+    head: float
+    """Of the head's forward and backward pass, with its loss."""
+    images: int
+    """Number of training images."""
+    versions: float
+    """Number of versions of an image whose tokens are computed before they are all known."""
+
+    def of_head(self, epochs: float) -> float:
+        """Return the seconds for training the head alone."""
+        return self.images * (min(epochs, self.versions) * self.forward + epochs * self.head)
+
+    def epochs_of_head(self, seconds: float) -> float:
+        """Return the number of epochs of the head alone that fit into a time."""
+        first = self.versions * self.images * (self.forward + self.head)
+        if seconds < first:
+            return self.versions * seconds / first
+        return self.versions + (seconds - first) / (self.images * self.head)
+
+    @property
+    def of_all(self) -> float:
+        """Seconds for an epoch in which all blocks are trained."""
+        return self.images * (3 * self.forward + self.head)
 
 
 def plan_dense(
@@ -117,40 +144,59 @@ def plan_dense(
             f"{facts.targets} need a Vision Transformer or a hybrid, and this model is a "
             f"{bundle.network.config.architecture}; choose another model"
         )
-    choices = Choices(explicit)
-    task = TASKS_OF_TARGETS[facts.targets]
-    choices.add(f"task {task}: the data has {NOUNS[facts.targets]}", task=task)
+    choices, kind = Choices(explicit), facts.targets
+    task = TASKS_OF_TARGETS[kind]
+    choices.add(f"task {task}: the data has {NOUNS[kind]}", task=task)
     choices.add("whole images, padded to the shape of most of them", resize="pad", crop_share=1.0)
-    low, high = SCALES[facts.targets]
-    choices.add(f"random scales from {low} to {high}", scale_jitter=(low, high))
     choices.add("random mirroring: set --no-flip if left and right differ", flip=True)
-    choices.add("random changes of colours", colour_jitter=COLOURS)
     largest = 16 if device.type == "cuda" else 4
     batch = explicit.get("batch_size", min(largest, max(1, facts.images // 8)))
     choices.add(f"batches of {plural(batch, 'image')}", batch_size=batch)
-    chosen = _size(base, bundle, splits, facts, explicit, device=device, seconds=seconds)
-    rows, columns = network.grid_of(*chosen.image_size)
-    height, width = chosen.image_size
-    choices.add(f"image size {height} x {width}: {rows} x {columns} patches", image_size=chosen.image_size)
-    blocks = network.num_blocks
-    if chosen.trained < blocks and "lora_rank" not in explicit:
-        below = f" and the last {chosen.trained} of {blocks} blocks are" if chosen.trained else " is"
-        choices.add(f"the head{below} trained", train_blocks=chosen.trained)
-    choices.add(f"learning rate {RATE:g} of the head, {RATE * BACKBONE_FACTOR:g} below it", learning_rate=RATE)
-    if not {"learning_rate_factors", "lora_rank"} & explicit.keys():
-        factors = (r"(network\.)?head\..*=1", f".*={BACKBONE_FACTOR}")
-        choices.add(learning_rate_factors=factors, layer_decay=LAYER_DECAY)
+    base = replace(base.override(task=task), images=bundle.preprocess)
+    times, trains_all = _times(base, bundle, splits, facts, explicit, device=device, seconds=FOR_STEPS * seconds)
+    (height, width), (rows, columns) = times.image_size, network.grid_of(*times.image_size)
+    choices.add(f"image size {height} x {width}: {rows} x {columns} patches", image_size=times.image_size)
+    if trains_all:
+        low, high = SCALES[kind]
+        choices.add(f"random scales from {low} to {high}", scale_jitter=(low, high))
+        choices.add("random changes of colours", colour_jitter=COLOURS)
+        choices.add(f"learning rate {RATE:g} of the head, {RATE * BACKBONE_FACTOR:g} below it", learning_rate=RATE)
+        if not {"learning_rate_factors", "lora_rank"} & explicit.keys():
+            factors = (r"(network\.)?head\..*=1", f".*={BACKBONE_FACTOR}")
+            choices.add(learning_rate_factors=factors, layer_decay=LAYER_DECAY)
+    else:
+        choices.add("the head alone is trained, which learns more in this time than all blocks", train_blocks=0)
+        choices.add(f"learning rate {RATE:g}", learning_rate=RATE)
     choices.add(clip=10.0, warmup=0.05, weight_decay=0.05)
     choices.add(keep="best" if facts.has_validation else "last", checkpoints=5)
-    choose_accumulation(choices, network, chosen.image_size, batch, available_memory(device))
-    base = replace(base, images=bundle.preprocess)
-    plan = choices.plan(base)
-    if {"steps", "epochs"} & explicit.keys():
-        return plan
-    return _with_length(choices, plan.config, base, splits, seconds - (time.perf_counter() - started))
+    choose_accumulation(choices, network, times.image_size, batch, available_memory(device))
+    config = choices.plan(base).config
+    if not {"steps", "epochs"} & explicit.keys():
+        left = FOR_STEPS * (seconds - (time.perf_counter() - started))
+        epochs = _epochs(choices, config, splits, times, seconds=left, trains_all=trains_all)
+        steps = max(MIN_STEPS, int(epochs * facts.images / batch))
+        choices.add(f"{steps:,} steps, in which each image is seen about {epochs:.3g} times", steps=steps)
+    return choices.plan(base)
 
 
-def _size(
+def _epochs(
+    choices: Choices, config: TrainConfig, splits: Splits, times: Times, *, seconds: float, trains_all: bool
+) -> float:
+    """Return the number of epochs that fit into a time in seconds, with the evaluations that are chosen here."""
+    held_out, tested = (0 if part is None else len(part) for part in (splits.validation, splits.test))
+    each = times.forward + times.head
+    affordable = int(EVALUATED * seconds / max(held_out * each, 1e-9))
+    evaluations = choices.explicit.get("evaluations", min(MOST_EVALUATIONS, max(1, affordable)) if held_out else 0)
+    choices.add(evaluations=evaluations)
+    left = max(LEAST * seconds, seconds - ((evaluations + 1) * held_out + tested) * each)
+    if not trains_all:
+        return min(MOST_EPOCHS, times.epochs_of_head(left))
+    begun = time.perf_counter()
+    speed = training_speeds([config], splits, FOR_SPEED * seconds, seconds)[0]
+    return min(MOST_EPOCHS, (left - (time.perf_counter() - begun)) * speed / times.images)
+
+
+def _times(
     base: TrainConfig,
     bundle: Bundle,
     splits: Splits,
@@ -159,37 +205,46 @@ def _size(
     *,
     device: torch.device,
     seconds: float,
-) -> Size:
-    """Return the image size and the number of blocks to train.
+) -> tuple[Times, bool]:
+    """Return the image size, with the times of its steps, and True if all blocks are trained.
 
     The size is the largest one with which the head alone learns for `ENOUGH_EPOCHS`, but no larger than the objects
-    need. Then as many blocks are trained as the time allows. If the time suffices for nothing, the smallest size with
-    only the head is returned.
+    need. All blocks are trained if the time suffices for `ENOUGH_EPOCHS_OF_ALL`, or if the user chose what is trained.
     """
     network = bundle.network.config
     shape = typical_shape(splits.train)
     precision: Precision = "float32" if base.run.precision == "float32" else "bf16"
     sizes = [explicit["image_size"]] if "image_size" in explicit else sizes_for(network, shape, splits.train)
     measured = sizes[-1]
-    forward = forward_seconds(on_device(adapted(bundle, image_size=measured), device), precision, batch=4)
-    speed = network.inference_flops(measured) / forward
-    blocks = network.num_blocks
-    if explicit.get("lora_rank") is not None:
-        trained = [blocks]
-    elif (given := explicit.get("train_blocks")) is not None:
-        trained = [given]
-    else:
-        trained = [0, blocks // 4, blocks // 2, blocks]
-
-    def fits(one: Size, epochs: float) -> bool:
-        return one.seconds * facts.images * epochs <= FOR_STEPS * seconds
-
+    forward = forward_seconds(on_device(adapted(bundle, image_size=measured), device), precision, batch=2)
+    versions = 2 if explicit.get("flip", True) and not RANDOM & explicit.keys() else math.inf
+    names = base.task.output_names(splits)
+    headed = fitted(
+        network, base.start.init, replace(bundle.preprocess, image_size=measured), {}, len(names), base.task
+    )
+    head = OF_HEAD * _head_seconds(headed, device)
     for size in sizes:
-        of_size = fitted(network, base.start.init, replace(bundle.preprocess, image_size=size), {}, 10, base.task)
-        found = [Size(size, count, of_size.training_flops(trained_blocks=count) / speed) for count in trained]
-        if fits(found[0], ENOUGH_EPOCHS):
+        larger = math.prod(size) / math.prod(measured)
+        cost = network.inference_flops(size) / network.inference_flops(measured)
+        times = Times(size, forward * cost, head * larger, facts.images, versions)
+        if times.of_head(ENOUGH_EPOCHS) <= seconds:
             break
-    return next((one for one in reversed(found) if fits(one, ENOUGH_EPOCHS_OF_BLOCKS)), found[0])
+    is_chosen = bool({"train_blocks", "lora_rank", "scale_jitter", "colour_jitter"} & explicit.keys())
+    return times, is_chosen or times.of_all * ENOUGH_EPOCHS_OF_ALL <= seconds
+
+
+def _head_seconds(config: AnyConfig, device: torch.device) -> float:
+    """Return the seconds of the forward and the backward pass of a network's head for an image."""
+    head: Any = build(replace(config, depth=1)).to(device)
+    features = head.features(torch.zeros(1, config.channels, *config.image_size, device=device))
+    tokens = Features(features.cls, features.registers, features.patches.detach().clone(), features.grid)
+    best = math.inf
+    for _ in range(4):
+        begin = time.perf_counter()
+        torch.autograd.backward(head.head(tokens).square().mean())
+        next(head.head.parameters()).sum().item()  # waits for the device
+        best = min(best, time.perf_counter() - begin)
+    return best
 
 
 def sizes_for(network: AnyConfig, shape: tuple[float, float], train: Source) -> list[tuple[int, int]]:
@@ -232,26 +287,3 @@ def typical_shape(source: Source) -> tuple[float, float]:
         raise DataError("none of the first training images can be decoded")
     height, width = np.exp(np.log(np.array(sizes)).mean(axis=0)).tolist()
     return height, width
-
-
-def _with_length(
-    choices: Choices, config: TrainConfig, base: TrainConfig, splits: Splits, seconds: float
-) -> FinetunePlan:
-    """Return the plan with the number of steps and evaluations that fit into the time in seconds that is left."""
-    started = time.perf_counter()
-    speed = training_speeds([config], splits, FOR_SPEED * seconds, seconds)[0]
-    left = FOR_STEPS * (seconds - (time.perf_counter() - started))
-    held_out, tested = (0 if part is None else len(part) for part in (splits.validation, splits.test))
-    trained = config.start.train_blocks is None
-    an_evaluation = 1 / (speed * (EVALUATION_OF_STEP if trained else EVALUATION_OF_HEAD_STEP))
-    evaluations = min(MOST_EVALUATIONS, max(1, int(EVALUATED * left / max(held_out * an_evaluation, 1e-9))))
-    evaluations = choices.explicit.get("evaluations", evaluations if held_out else 0)
-    for_steps = max(LEAST * left, left - ((evaluations + 1) * held_out + tested) * an_evaluation)
-    steps = max(MIN_STEPS, int(for_steps * speed / config.run.batch_size))
-    epochs = steps * config.run.batch_size / len(splits.train)
-    choices.add(
-        f"{steps:,} steps, in which each image is seen {epochs:.3g} times: this machine trains {speed:.3g} images/s",
-        steps=steps,
-    )
-    choices.add(evaluations=evaluations)
-    return choices.plan(base)
