@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from vitrail.data.augment.settings import Augment
 from vitrail.data.objects import Objects
 from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.source import Source, evenly, image_of
@@ -24,6 +25,7 @@ from vitrail.machine import Precision, available_memory
 from vitrail.models.network import Features
 from vitrail.models.variants import AnyConfig, build, transformer_config
 from vitrail.training.config import TrainConfig
+from vitrail.training.optimizer import OptimizerConfig
 from vitrail.training.pilot import training_speeds
 from vitrail.training.start import fitted
 from vitrail.transfer.examination import on_device
@@ -152,7 +154,7 @@ def plan_dense(
     largest = 16 if device.type == "cuda" else 4
     batch = explicit.get("batch_size", min(largest, max(1, facts.images // 8)))
     choices.add(f"batches of {plural(batch, 'image')}", batch_size=batch)
-    base = replace(base.override(task=task), images=bundle.preprocess)
+    base = replace(base.override(task=task), images=bundle.preprocess, optimizer=OptimizerConfig(), augment=Augment())
     times, trains_all = _times(base, bundle, splits, facts, explicit, device=device, seconds=FOR_STEPS * seconds)
     (height, width), (rows, columns) = times.image_size, network.grid_of(*times.image_size)
     choices.add(f"image size {height} x {width}: {rows} x {columns} patches", image_size=times.image_size)
@@ -219,9 +221,8 @@ def _times(
     forward = forward_seconds(on_device(adapted(bundle, image_size=measured), device), precision, batch=2)
     versions = 2 if explicit.get("flip", True) and not RANDOM & explicit.keys() else math.inf
     names = base.task.output_names(splits)
-    headed = fitted(
-        network, base.start.init, replace(bundle.preprocess, image_size=measured), {}, len(names), base.task
-    )
+    images = replace(bundle.preprocess, image_size=measured)
+    headed = fitted(network, base.start.init, images, {}, len(names), base.task)
     head = OF_HEAD * _head_seconds(headed, device)
     for size in sizes:
         larger = math.prod(size) / math.prod(measured)
@@ -235,14 +236,15 @@ def _times(
 
 def _head_seconds(config: AnyConfig, device: torch.device) -> float:
     """Return the seconds of the forward and the backward pass of a network's head for an image."""
-    head: Any = build(replace(config, depth=1)).to(device)
-    features = head.features(torch.zeros(1, config.channels, *config.image_size, device=device))
+    shallow: Any = {"depth": 1}  # the blocks are not measured
+    network: Any = build(replace(config, **shallow)).to(device)
+    features = network.features(torch.zeros(1, config.channels, *config.image_size, device=device))
     tokens = Features(features.cls, features.registers, features.patches.detach().clone(), features.grid)
     best = math.inf
     for _ in range(4):
         begin = time.perf_counter()
-        torch.autograd.backward(head.head(tokens).square().mean())
-        next(head.head.parameters()).sum().item()  # waits for the device
+        torch.autograd.backward(network.head(tokens).square().mean())
+        next(network.head.parameters()).sum().item()  # waits for the device
         best = min(best, time.perf_counter() - begin)
     return best
 
