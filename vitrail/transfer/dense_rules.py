@@ -21,7 +21,7 @@ from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.source import Source, evenly, image_of
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, plural
-from vitrail.machine import Precision, available_memory
+from vitrail.machine import Precision, available_memory, resolve_precision
 from vitrail.models.network import Features
 from vitrail.models.variants import AnyConfig, build, transformer_config
 from vitrail.training.config import TrainConfig
@@ -215,7 +215,8 @@ def _times(
     """
     network = bundle.network.config
     shape = typical_shape(splits.train)
-    precision: Precision = "float32" if base.run.precision == "float32" else "bf16"
+    own = resolve_precision(base.run.precision, device)
+    precision: Precision = "float32" if own == "float32" else "bf16"
     sizes = [explicit["image_size"]] if "image_size" in explicit else sizes_for(network, shape, splits.train)
     measured = sizes[-1]
     forward = forward_seconds(on_device(adapted(bundle, image_size=measured), device), precision, batch=2)
