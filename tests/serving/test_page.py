@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import base64
+import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.browser import CHROMIUM, Browser
+from tests.make import dense_bundle, make_masks_folder
 from tests.serving.running import Running, serving
+from vitrail.report.drawing import colour_of
+from vitrail.weights.answers import USUAL_THRESHOLD
 from vitrail.weights.bundle import Bundle, weights_sha256
 
 
@@ -121,6 +128,39 @@ def test_overlays_on_the_page(browser: Browser, server: Running, files: list[Pat
     browser.wait("document.querySelector('article button')?.textContent === 'Show attention'")
     browser.value("document.querySelector('article button').click()")
     browser.wait(f"{caption} === 'The model attends to the bright parts.'")
+    assert browser.faults() == []
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_boxes_and_masks_are_drawn(browser: Browser, tmp_path: Path) -> None:
+    folder = make_masks_folder(tmp_path / "drawn", train=2, validation=0, test=0)
+    picture = folder / "images/train/001.png"
+    bundles = {"boxes": dense_bundle(), "masks": dense_bundle("patches")}
+    found: Any = {name: one.predict([picture])[0] for name, one in bundles.items()}
+    names = {
+        "boxes": [one.label for one in found["boxes"].above(USUAL_THRESHOLD)], "masks": [*found["masks"].shares()]
+    }  # fmt: skip
+    with serving(bundles) as running:
+        browser.open(running.url)
+        browser.wait("document.querySelectorAll('#card dt').length > 5")
+        for number, name in enumerate(bundles):
+            browser.value(f"document.getElementById('model').selectedIndex = {number}")
+            browser.choose_files("#file", picture)
+            browser.wait(f"document.querySelectorAll('article').length === {number + 1}")
+            browser.wait("document.querySelector('article:first-child button')?.textContent === 'Show attention'")
+            shown = "[...document.querySelectorAll('article:first-child li b')].map((one) => one.textContent)"
+            assert browser.value(shown) == names[name] != []
+            drawn = browser.value("document.querySelector('article:first-child img').src").partition(",")[2]
+            with Image.open(io.BytesIO(base64.b64decode(drawn))) as image:
+                levels = np.asarray(image.convert("RGB")).astype(int)
+            assert levels.shape == (round(600 * 43 / 57), 600, 3)
+            colours = [colour_of(bundles[name].classes.index(label)) for label in {*names[name]}]
+            plain = np.asarray(Image.open(picture).resize((600, levels.shape[0]))).astype(int)
+            assert (np.abs(levels - plain).max(axis=2) > 60).mean() > 0.01, "something is drawn"
+            if name == "boxes":
+                distances = [np.abs(levels - colour).max(axis=2).min() for colour in colours]
+                assert max(distances) < 60, "each class has its colour"
     assert browser.faults() == []
 
 

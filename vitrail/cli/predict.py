@@ -36,6 +36,7 @@ from vitrail.settings import setting
 from vitrail.weights.answers import (
     DENSE,
     OUTPUT_NOUNS,
+    USUAL_THRESHOLD,
     AnyPrediction,
     Detections,
     MaskPrediction,
@@ -49,9 +50,6 @@ from vitrail.weights.tiles import predict_tiles
 
 TOP = 3
 """Default number of classes in the table and in CSV."""
-
-USUAL_THRESHOLD = 0.3
-"""Score from which on objects are shown, if none was chosen on validation images."""
 
 BATCHES = 64
 """Number of batches of images whose classes or numbers are predicted at once."""

@@ -339,7 +339,7 @@ def _batches_of_pictures(pictures: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return each picture alone, and batches of mirrored copies of the first one, because a batch has one size."""
     first = pictures[0]
     copies = [first, first[:, ::-1], first[::-1], first[::-1, ::-1], 255 - first]
-    return [picture[None] for picture in pictures] + [np.stack(copies[:size]) for size in BATCHES if size > 1]
+    return [np.stack([picture]) for picture in pictures] + [np.stack(copies[:size]) for size in BATCHES if size > 1]
 
 
 def _batches(images: Sequence[np.ndarray]) -> Iterator[Sequence[np.ndarray]]:

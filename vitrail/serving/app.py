@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import io
 import json
 import math
 import re
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from starlette.applications import Starlette
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
@@ -28,6 +30,8 @@ from starlette.routing import Route
 from vitrail import __version__
 from vitrail.data.pixels.preprocess import Pixels
 from vitrail.errors import UndecodableImage, nearest
+from vitrail.report.drawing import colour_of
+from vitrail.serving.batching import Row
 from vitrail.serving.guard import PROBE_PATHS, App, Guard
 from vitrail.serving.model import ServedModel, Task
 from vitrail.serving.protocol_v2 import (
@@ -41,7 +45,7 @@ from vitrail.serving.protocol_v2 import (
 )
 from vitrail.serving.service import Refused, Service
 from vitrail.serving.watch import Watcher
-from vitrail.weights.answers import rank
+from vitrail.weights.answers import DENSE, USUAL_THRESHOLD, Detections, MaskPrediction, rank
 
 EXPOSED = ("X-Model", "X-Model-SHA256", HEADER, "Retry-After")
 """Headers of answers that pages of other origins may read."""
@@ -188,7 +192,10 @@ async def _models(request: Request) -> Response:
 
 def _card(model: ServedModel) -> dict[str, Any]:
     bundle = model.bundle
-    return {
+    colours = {}
+    if bundle.output in DENSE:
+        colours = {"colours": {name: colour_of(number) for number, name in enumerate(bundle.classes)}}
+    return colours | {
         "name": model.name,
         "sha256": model.sha256,
         "architecture": bundle.network.config.architecture,
@@ -261,27 +268,36 @@ def routes_images() -> list[Operation]:
     """Return the paths of all shapes. The model is chosen by `?model=NAME`, or by the field `model` of embeddings."""
     return [
         Operation(
-            "/", "Classify an image, in Hugging Face's shape", _hugging_face, "POST", ("model",), (*IMAGES, JSON)
+            "/", "Predict an image, in Hugging Face's shapes", _hugging_face, "POST", ("model",), (*IMAGES, JSON)
         ),
         Operation(
-            "/predict", "Classify the files of a form", _upload, "POST", ("model", "top"), ("multipart/form-data",)
+            "/predict",
+            "Predict the files of a form",
+            _upload,
+            "POST",
+            ("model", "top", "threshold"),
+            ("multipart/form-data",),
         ),
         Operation("/v1/embeddings", "Compute embeddings, in OpenAI's shape", _embeddings, "POST", (), (JSON,)),
     ]
 
 
 async def _hugging_face(request: Request) -> Response:
-    """Answer in the shape of Hugging Face's inference API: image classification, or feature extraction for a model
-    without classes."""
+    """Answer in the shape of Hugging Face's inference API: image classification, object detection, image segmentation,
+    or feature extraction for a model without classes."""
     service, body = service_of(request), await request.body()
     model = service.model(request.query_params.get("model"))
-    image, top, function = body, TOP, None
+    image, asked = body, _Asked()
     if request.headers.get("content-type", "").lower().startswith("application/json"):
-        image, top, function = await service.parse(_parse_hugging_face, body, model)
+        image, asked = await service.parse(_parse_hugging_face, body, model)
     (row,) = await service.all_file_outputs(model, [model.tasks[0]], [image])
-    answer = (
-        [row["embedding"].tolist()] if model.tasks[0] == "embedding" else _ranking(model, _scored(row, function), top)
-    )
+    answer: list[Any]
+    if model.tasks[0] == "embedding":
+        answer = [row["embedding"].tolist()]
+    elif model.bundle.output in DENSE:
+        answer = await asyncio.to_thread(_placed_hugging_face, model, row, image, asked)
+    else:
+        answer = _ranking(model, _scored(row, asked.function), asked.top)
     return JSONResponse(answer, headers=model_headers(model))
 
 
@@ -289,21 +305,23 @@ async def _upload(request: Request) -> Response:
     """Answer the files of a form. Each file has a result of its own. The status is 422 only if all files fail."""
     service = service_of(request)
     model = service.model(request.query_params.get("model"))
-    top = parse_top(request.query_params.get("top", TOP))
+    asked = _asked_in_address(request, model)
     files = await _form_files(request, service.settings.max_images)
     task: Task = model.tasks[0]
     rows = await service.file_outputs(model, [task], [content for _, content in files])
     answers: list[dict[str, Any]] = []
-    for (name, _), row in zip(files, rows, strict=True):
+    for (name, content), row in zip(files, rows, strict=True):
         if isinstance(row, UndecodableImage):
             answers.append({"file": name, "error": f"the file {row}"})
         elif task == "embedding":
             answers.append({"file": name, "embedding": row["embedding"].tolist()})
+        elif model.bundle.output in DENSE:
+            answers.append({"file": name, **await asyncio.to_thread(_placed, model, row, content, asked)})
         else:
-            answers.append({"file": name, "predictions": _ranking(model, row, top)})
+            answers.append({"file": name, "predictions": _ranking(model, row, asked.top)})
     status = 422 if all("error" in item for item in answers) else 200
-    content = {"model": model.name, "sha256": model.sha256, "results": answers}
-    return JSONResponse(content, status, model_headers(model))
+    whole = {"model": model.name, "sha256": model.sha256, "results": answers}
+    return JSONResponse(whole, status, model_headers(model))
 
 
 async def _embeddings(request: Request) -> Response:
@@ -323,21 +341,104 @@ async def _embeddings(request: Request) -> Response:
     return JSONResponse(answer, headers=model_headers(model))
 
 
-def _parse_hugging_face(body: bytes, model: ServedModel) -> tuple[bytes, int, str | None]:
-    """Return the image of a JSON body, the number of classes to answer, and the function of the scores or None. Raise
-    `Refused` for other bodies."""
+@dataclass(frozen=True)
+class _Asked:
+    """What a request asks for, beside its images."""
+
+    top: int = TOP
+    """Number of classes to answer."""
+    function: str | None = None
+    """Function of the scores of classes, one of `FUNCTIONS`. By default the scores are the probabilities."""
+    threshold: float | None = None
+    """Lowest score of objects to answer. By default that of the model."""
+
+
+def _asked_in_address(request: Request, model: ServedModel) -> _Asked:
+    """Return what the address of a request asks for. Raise `Refused` for a setting that does not fit the model."""
+    top, threshold = (request.query_params.get(name) for name in ("top", "threshold"))
+    output = model.bundle.output if model.tasks[0] == "classes" else "embedding"
+    for name, value, fitting in (("top", top, ("softmax", "sigmoid")), ("threshold", threshold, ("boxes",))):
+        if value is not None and output not in fitting:
+            raise Refused(400, f"{name}: it does not fit model {model.name!r}, whose output is {output}; leave it out")
+    return _Asked(TOP if top is None else parse_top(top), None, _parse_threshold(threshold))
+
+
+def _parse_threshold(value: Any) -> float | None:
+    """Return a score. Raise `Refused` unless it is a number from 0 to 1."""
+    if value is None:
+        return None
+    try:
+        score = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        score = math.nan
+    if not 0 <= score <= 1:
+        raise Refused(400, f"threshold: {value!r} is not a score, which is a number from 0 to 1")
+    return score
+
+
+def _shown(model: ServedModel, row: Row, image: bytes, asked: _Asked) -> Detections | MaskPrediction:
+    """Return the mask of an image, or its objects with scores above the threshold."""
+    found = model.found(row, image)
+    assert isinstance(found, Detections | MaskPrediction)
+    if isinstance(found, MaskPrediction):
+        return found
+    usual = USUAL_THRESHOLD if model.bundle.score_threshold is None else model.bundle.score_threshold
+    return found.above(usual if asked.threshold is None else asked.threshold)
+
+
+def _placed(model: ServedModel, row: Row, image: bytes, asked: _Asked) -> dict[str, Any]:
+    """Return the objects of an image as COCO's results, or its mask as a PNG file of indices of classes."""
+    found = _shown(model, row, image, asked)
+    if isinstance(found, Detections):
+        height, width = found.size
+        return {"height": height, "width": width, "objects": found.coco(model.bundle.class_ids)}
+    height, width = found.indices.shape
+    mask = "data:image/png;base64," + _png(found.indices)
+    return {"height": height, "width": width, "classes": found.names, "fractions": found.shares(), "mask": mask}
+
+
+def _placed_hugging_face(model: ServedModel, row: Row, image: bytes, asked: _Asked) -> list[dict[str, Any]]:
+    """Return the objects of an image, or a mask for each class in it, in Hugging Face's shapes."""
+    found = _shown(model, row, image, asked)
+    if isinstance(found, Detections):
+        sides = ("xmin", "ymin", "xmax", "ymax")
+        return [
+            {"label": one.label, "score": one.score, "box": dict(zip(sides, map(round, one.box), strict=True))}
+            for one in found
+        ]
+    numbers = {name: number for number, name in enumerate(found.names)}
+    return [
+        {"label": name, "score": None, "mask": _png(np.where(found.indices == numbers[name], 255, 0).astype(np.uint8))}
+        for name in found.shares()
+    ]
+
+
+def _png(levels: np.ndarray) -> str:
+    """Return a grey picture as a PNG file in base64."""
+    file = io.BytesIO()
+    Image.fromarray(levels).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _parse_hugging_face(body: bytes, model: ServedModel) -> tuple[bytes, _Asked]:
+    """Return the image of a JSON body, and what the body asks for. Raise `Refused` for other bodies."""
     content = parse_json(body)
     check_names(content, ("inputs", "parameters", "options"), "the body")
     parameters, options = ({} if content.get(name) is None else content[name] for name in ("parameters", "options"))
     if not isinstance(parameters, dict) or not isinstance(options, dict):
         raise Refused(400, "parameters and options: these must be JSON objects")
     check_names(options, ("use_cache", "wait_for_model"), "options")  # all models are loaded, and no answer is cached
-    is_ranking = model.tasks[0] == "classes" and model.bundle.output != "numbers"
-    check_names(parameters, ("top_k", "function_to_apply") if is_ranking else (), f"a request to model {model.name!r}")
+    fitting: dict[str, tuple[str, ...]] = {
+        **dict.fromkeys(("softmax", "sigmoid"), ("top_k", "function_to_apply")), "boxes": ("threshold",),
+    }  # fmt: skip
+    known = fitting.get(model.bundle.output, ()) if model.tasks[0] == "classes" else ()
+    check_names(parameters, known, f"a request to model {model.name!r}")
     top, function = parameters.get("top_k"), parameters.get("function_to_apply")
     if function is not None and function not in FUNCTIONS:
         raise Refused(400, f"function_to_apply: {function!r} is not one of {', '.join(FUNCTIONS)}")
-    return parse_base64(content.get("inputs"), "inputs"), TOP if top is None else parse_top(top, "top_k"), function
+    count = TOP if top is None else parse_top(top, "top_k")
+    asked = _Asked(count, function, _parse_threshold(parameters.get("threshold")))
+    return parse_base64(content.get("inputs"), "inputs"), asked
 
 
 def _scored(row: Mapping[str, np.ndarray], function: str | None) -> Mapping[str, np.ndarray]:
@@ -433,6 +534,10 @@ def _target(model: ServedModel, label: str | None) -> int | None:
     """Return the number of a class, or None for no class. Raise `Refused` for an unknown class."""
     if label is None:
         return None
+    if model.bundle.output in DENSE:
+        raise Refused(
+            400, f"label: model {model.name!r} predicts no classes of whole images; leave it out to see the attention"
+        )
     classes = model.bundle.classes
     if label not in classes:
         hint = nearest(label, classes) if classes else "it has no classes"
@@ -465,15 +570,15 @@ async def _server(request: Request) -> Response:
 async def _metadata(request: Request) -> Response:
     model = _model(request)
     preprocess = model.bundle.preprocess
-    shape = [-1, *preprocess.image_size, preprocess.channels]
-    outputs = [(name, size) for task in model.tasks for name, size in model.outputs(task).items()]
+    taken = [-1, *preprocess.image_size, preprocess.channels]
+    outputs = [one for task in model.tasks for one in model.outputs(task).items()]
     return JSONResponse(
         {
             "name": model.name,
             "versions": [model.sha256],
             "platform": "vitrail",
-            "inputs": [{"name": "images", "datatype": _datatype(model), "shape": shape}],
-            "outputs": [{"name": name, "datatype": "FP32", "shape": [-1, size]} for name, size in outputs],
+            "inputs": [{"name": "images", "datatype": _datatype(model), "shape": taken}],
+            "outputs": [{"name": name, "datatype": "FP32", "shape": [-1, *shape]} for name, shape in outputs],
             "parameters": {"classes": list(model.bundle.classes), "encoded_images": "BYTES"},
         },
         headers=model_headers(model),

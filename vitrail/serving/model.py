@@ -14,15 +14,15 @@ from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.machine import Precision
 from vitrail.models.network import HasLayers
 from vitrail.models.predictor import Predictor
-from vitrail.serving.batching import Batcher, Compute, Run, choose_batch, choose_threads
+from vitrail.serving.batching import Batcher, Compute, Row, Run, choose_batch, choose_threads
 from vitrail.serving.monitoring import Metrics
 from vitrail.serving.settings import ServeSettings
-from vitrail.weights.answers import finite
+from vitrail.weights.answers import AnyPrediction, finite
 from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.exported import ExportedNetwork, input_dtype, output_names
 
 Task = Literal["classes", "embedding"]
-"""Task of a model: to predict the classes (or the numbers of a regression) of an image, or to compute its embedding."""
+"""Task of a model: to predict the classes of an image (or numbers, boxes or a mask), or to compute its embedding."""
 
 
 @runtime_checkable
@@ -66,9 +66,12 @@ class ServedModel:
         self.computed = ModelOutputs(bundle, precision or bundle.precision, compute.divide)
         self.tasks = self._find_tasks()
         blank = np.zeros((bundle.preprocess.channels, *bundle.preprocess.image_size), self.dtype)
+        self._shapes: dict[Task, dict[str, tuple[int, ...]]] = {}
         for task in self.tasks:  # the first call of a network is slow, and shows whether the network can be used
-            for values in self.computed.run(task)(blank[None]).values():
+            made = self.computed.run(task)(blank[None])
+            for values in made.values():
                 finite(torch.from_numpy(values))
+            self._shapes[task] = {name: values.shape[1:] for name, values in made.items()}
         run, known = self.computed.run(self.tasks[0]), before if self._is_like(before) else None
         self.threads: int = settings.batch_threads or (known.threads if known else self._threads(run, blank, compute))
         """Number of compute threads of a batch that is alone."""
@@ -96,11 +99,14 @@ class ServedModel:
         """Number format of pixels."""
         return np.float32 if input_dtype(self.bundle.preprocess) == "float32" else np.uint8
 
-    def outputs(self, task: Task) -> dict[str, int]:
-        """Return the lengths of the outputs of a task, by their names."""
-        if task == "embedding":
-            return {"embedding": self.bundle.network.config.embed_width}
-        return dict.fromkeys(output_names("logits", self.bundle.output), len(self.bundle.classes))
+    def outputs(self, task: Task) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the outputs of a task for one image, by their names."""
+        return self._shapes[task]
+
+    def found(self, row: Row, image: bytes) -> AnyPrediction:
+        """Return the objects or the mask of an encoded image, in its pixels, from the outputs of the image."""
+        (answer,) = self.bundle.answers(torch.from_numpy(row["rows"])[None], None, self.bundle.placements([image]))
+        return answer
 
     def pixels(self, image: bytes) -> Pixels:
         """Return the pixels of an encoded image. Raise `UndecodableImage`."""
@@ -162,9 +168,8 @@ class ModelOutputs:
 
     def _classes(self, pixels: np.ndarray) -> dict[str, np.ndarray]:
         logits = self._predictor.logits(self._bundle.inputs(pixels)).float().cpu()
-        if self._bundle.output == "numbers":
-            return {"numbers": logits.numpy()}
-        return {"logits": logits.numpy(), "probabilities": self._bundle.probabilities(logits).numpy()}
+        first, *further = output_names("logits", self._bundle.output)
+        return {first: logits.numpy()} | {name: self._bundle.probabilities(logits).numpy() for name in further}
 
     def _embedding(self, pixels: np.ndarray) -> dict[str, np.ndarray]:
         return {"embedding": self._predictor.embed(self._bundle.inputs(pixels)).float().cpu().numpy()}

@@ -24,6 +24,9 @@ pixel."""
 DENSE: tuple[OutputKind, ...] = ("boxes", "mask")
 """Outputs that belong to places in the image."""
 
+USUAL_THRESHOLD = 0.3
+"""Score from which on found objects are shown if none was chosen on validation images (`Bundle.score_threshold`)."""
+
 
 @dataclass(frozen=True)
 class Prediction:

@@ -80,8 +80,11 @@ FIELDS = (
     "format", "architecture", "config", "contents", "output", "classes", "preprocess", "weights_sha256", "precision",
     "resizes", "any_size",
 )  # fmt: skip
-"""Fields of the description, in their order. A file of boxes or masks has a further field "rows", which says what a row
-of its output has."""
+"""Fields of the description, in their order."""
+
+DENSE_FIELDS = ("rows", "class_ids", "score_threshold")
+"""Further fields of a file of boxes or masks: what a row of the output has, `Bundle.class_ids`, and
+`Bundle.score_threshold`."""
 
 Contents = Literal["logits", "embedding", "tokens"]
 """Result of an exported network. "logits" is the head's output, with probabilities beside it for classes of images."""
@@ -131,7 +134,9 @@ def text_of(bundle: Bundle, interface: Interface) -> str:
     names: tuple[str, ...] = FIELDS
     if output_names(interface.contents, bundle.output) == ("rows",):
         config: Any = bundle.network.config
-        values, names = values | {"rows": inspect.getdoc(config.dense_head)}, (*FIELDS, "rows")
+        values["rows"] = inspect.getdoc(config.dense_head)
+        values |= {"class_ids": list(bundle.class_ids), "score_threshold": bundle.score_threshold}
+        names = (*FIELDS, *DENSE_FIELDS)
     return json.dumps({name: values[name] for name in names}, ensure_ascii=False)
 
 
@@ -372,6 +377,10 @@ def load_exported(path: Path) -> Bundle:
         model = {name: values[name] for name in ("architecture", "config", "classes", "preprocess", "output")}
         config, others = read_described(model, path)
         others["provenance"] = {"exported": path.name, "weights_sha256": values["weights_sha256"]}
+        if values.get("class_ids"):
+            others["provenance"]["class_ids"] = values["class_ids"]
+        if values.get("score_threshold") is not None:
+            others["metrics"] = {"validation_score_threshold": float(values["score_threshold"])}
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, BundleError):
             raise

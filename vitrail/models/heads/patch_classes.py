@@ -76,7 +76,7 @@ class FinePatchClasses(PatchClasses):
 
     def forward(self, features: Features) -> Float[Tensor, "b cells classes"]:
         patches = features.patches
-        maps = self.up(patches.transpose(1, 2).reshape(len(patches), -1, *features.grid))
+        maps = self.up(torch.unflatten(patches.transpose(1, 2), 2, features.grid))
         return self.layer(maps.flatten(2).transpose(1, 2)).float()
 
     @torch.no_grad()
