@@ -35,6 +35,7 @@ from vitrail.settings import bare_names, setting
 from vitrail.training.config import WITHOUT_WEIGHTS, TrainConfig
 from vitrail.training.folder import check_request, read_record
 from vitrail.training.log import Log
+from vitrail.training.page import try_command
 from vitrail.training.resuming import changed_config
 from vitrail.training.run import finished, resume
 from vitrail.transfer.facts import FinetunePlan
@@ -287,5 +288,5 @@ def _report(console: Console, log: Log, result: FinetuneResult) -> None:
     if result.page is not None:
         log.say(f"Report with training curves and the largest errors: {result.page}")
     model = run.folder / "model"
-    words = ("vitrail", "predict", str(model), str(run.folder / "examples"))
+    words = try_command(run.folder, run.bundle, str(run.bundle.provenance.get("data", "")))
     log.say(f"The model is in {model}. Try it:\n  {shlex.join(words)}")

@@ -31,7 +31,7 @@ from vitrail.evaluation.measured_images import open_images
 from vitrail.files import check_new_folder, check_parent, replacing_file, replacing_folder, saving
 from vitrail.machine import Precision
 from vitrail.models.cost import prediction_batch
-from vitrail.report.drawing import draw_boxes, draw_mask, with_legend
+from vitrail.report.drawing import with_legend
 from vitrail.settings import setting
 from vitrail.weights.answers import (
     DENSE,
@@ -364,17 +364,11 @@ def _write_drawn(place: Path, result: AnyPrediction, picture: Picture, bundle: B
     """Draw the objects or the mask on the image."""
     image = picture.read()
     pixels = to_pil(read_image(image) if isinstance(image, str | Path) else image, 3)
-    drawn(pixels, result).save(f"{place}.jpg", quality=92)
-
-
-def drawn(image: Image.Image, result: AnyPrediction) -> Image.Image:
-    """Return an image with the objects or the mask that a model predicts, in the colours of their classes."""
+    assert isinstance(result, Detections | MaskPrediction)
+    drawn = result.drawn(pixels)
     if isinstance(result, MaskPrediction):
-        classes = np.flatnonzero(np.bincount(result.indices.ravel(), minlength=len(result.names))).tolist()
-        return with_legend(draw_mask(image, result.indices, len(result.names)), result.names, classes)
-    assert isinstance(result, Detections)
-    texts = [f"{one.label} {one.score:.2f}" for one in result]
-    return draw_boxes(image, result.boxes, result.labels.tolist(), texts, [runs.mask() for runs in result.masks])
+        drawn = with_legend(drawn, result.names, np.unique(result.indices).tolist())
+    drawn.save(f"{place}.jpg", quality=92)
 
 
 def _write_yolo(place: Path, result: AnyPrediction, picture: Picture, bundle: Bundle) -> None:

@@ -39,6 +39,7 @@ from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.folder import check_request, read_record, settings_beside
 from vitrail.training.job import check_columns, prepare
 from vitrail.training.log import Log
+from vitrail.training.page import try_command
 from vitrail.training.run import RunResult, resume, train
 from vitrail.weights.answers import Prediction
 from vitrail.weights.bundle import Bundle
@@ -364,7 +365,8 @@ def _report(console: Console, log: Log, result: RunResult) -> None:
         log.say(f"Pictures of held-out images are in {page}")
     if result.bundle.classes:
         log.say(f"The model is in {model}. Try it:")
-        log.say(f"  {shlex.join(('vitrail', 'predict', str(model), str(result.folder / 'examples')))}")
+        data = str(result.bundle.provenance.get("data", ""))
+        log.say(f"  {shlex.join(try_command(result.folder, result.bundle, data))}")
     else:
         log.say(f"The model, a network without a head, is in {model}. Adapt it to images with labels:")
         log.say(f"  vitrail finetune {shlex.quote(str(model))} --data DIR")

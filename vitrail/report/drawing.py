@@ -85,6 +85,15 @@ def draw_legend(names: Sequence[str], across: int = 4, classes: Sequence[int] | 
     return found
 
 
+def beside(first: Image.Image, second: Image.Image) -> Image.Image:
+    """Return two images of one height beside each other."""
+    gap = max(2, first.width // 50)
+    found = Image.new("RGB", (first.width + gap + second.width, first.height), "white")
+    found.paste(first, (0, 0))
+    found.paste(second, (first.width + gap, 0))
+    return found
+
+
 def with_legend(image: Image.Image, names: Sequence[str], classes: Sequence[int]) -> Image.Image:
     """Return an image above the legend of these classes."""
     widest = max(ImageFont.load_default(14).getlength(names[number]) for number in classes)

@@ -75,7 +75,12 @@ def environment() -> Environment:
         "plural": plural,
         "script": "",
     }
-    environment.filters |= {"thumbnail": thumbnail_address, "breakable": _breakable_line, "sha256": _sha256}
+    environment.filters |= {
+        "thumbnail": thumbnail_address,
+        "large": large_address,
+        "breakable": _breakable_line,
+        "sha256": _sha256,
+    }
     return environment
 
 

@@ -14,19 +14,22 @@ from typing import Any
 from markupsafe import Markup
 from PIL import Image
 
+from vitrail.data.objects import Mask, Objects, drawn_on
 from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source, target_kind
 from vitrail.data.targets import Target, class_indices
-from vitrail.errors import UndecodableImage
+from vitrail.errors import UndecodableImage, plural
+from vitrail.evaluation.mistakes import mistakes_of
 from vitrail.files import replacing_folder
 from vitrail.report.charts import UNBOUNDED, Chart, MarkedPoint, Point, Series, line_chart, shorten
+from vitrail.report.drawing import beside
 from vitrail.report.page import write_page
 from vitrail.tasks.pictures import PictureTable
 from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import inside_link, settings_of
 from vitrail.training.log import numbers_of, read_journal
-from vitrail.weights.answers import AnyPrediction, Prediction
+from vitrail.weights.answers import DENSE, AnyPrediction, Detections, MaskPrediction, Prediction
 from vitrail.weights.bundle import Bundle
 
 MAX_POINTS = 300
@@ -148,22 +151,29 @@ class HeldOutExample:
     labels: tuple[str, ...]
     """The class of the image, all its classes, or its numbers with their names."""
     prediction: AnyPrediction
+    mistakes: float = 0.0
+    """Number of objects that are wrong or missed, or the fraction of wrong pixels."""
 
     @property
     def label(self) -> str:
-        return ", ".join(self.labels) or "none"
+        return ", ".join(self.labels) or ("a mask" if isinstance(self.prediction, MaskPrediction) else "none")
 
     @property
     def right(self) -> bool:
-        """True if the predicted class is one of the labels."""
+        """True if the predicted class is one of the labels, or if no object is wrong or missed."""
+        if isinstance(self.prediction, Detections | MaskPrediction):
+            return not self.mistakes
         return isinstance(self.prediction, Prediction) and self.prediction.label in self.labels
 
     @property
     def shown(self) -> tuple[Image.Image, list[str]]:
-        """The picture, and the lines under it: the truth, the prediction, and the probability of a class."""
+        """The picture, and the lines under it: the truth, the prediction, and the probability of a class. Pictures with
+        boxes or masks show the truth on the left and the prediction on the right."""
         guess = self.prediction
         if isinstance(guess, Prediction):
             predicted, rest = guess.label, [f"{guess.probability:.1%}"]
+        elif isinstance(guess, Detections | MaskPrediction):
+            predicted, rest = guess.text, [mistakes_text(guess, self.mistakes)]
         else:
             predicted, rest = guess.text, []
         with Image.open(self.path) as picture:
@@ -176,8 +186,9 @@ def write_examples(bundle: Bundle, source: Source, folder: Path, count: int = 10
     """Write about `count` images as PNG files with their labels in the file names. Return the images with their labels
     and the model's predictions.
 
-    The images are spread evenly over `source`. Images without labels and broken images are skipped. A model without a
-    head gets no examples. Raises `SaveError`.
+    If the model predicts boxes or masks, the true and the predicted ones are drawn on copies beside each other. The
+    images are spread evenly over `source`. Images without labels and broken images are skipped. A model without a head
+    gets no examples. Raises `SaveError`.
     """
     if not bundle.classes:
         return ()
@@ -190,17 +201,50 @@ def write_examples(bundle: Bundle, source: Source, folder: Path, count: int = 10
             picture = to_pil(source[place].image, bundle.preprocess.channels)
         except UndecodableImage:
             continue
-        picked.append((picture, _labels(source, target)))
-    names = [f"{number:02}-{_word(labels)}.png" for number, (_, labels) in enumerate(picked)]
+        picked.append((picture, target))
+    every = [_labels(source, target) for _, target in picked]
+    names = [f"{number:02}-{_word(labels)}.png" for number, labels in enumerate(every)]
+    paths = [folder / name for name in names]
     with replacing_folder("example images", folder, ("*.png",)) as partial:
+        if bundle.output in DENSE:
+            drawn = [drawn_example(bundle, source, picture, target) for picture, target in picked]
+            for name, (picture, _, _) in zip(names, drawn, strict=True):
+                picture.save(partial / name)
+            rows = zip(paths, every, drawn, strict=True)
+            return tuple(HeldOutExample(path, labels, found, wrong) for path, labels, (_, found, wrong) in rows)
         for (picture, _), name in zip(picked, names, strict=True):
             picture.save(partial / name)
-    paths = [folder / name for name in names]
-    predictions = bundle.predict(paths)
-    return tuple(
-        HeldOutExample(path, labels, prediction)
-        for path, (_, labels), prediction in zip(paths, picked, predictions, strict=True)
-    )
+    return tuple(map(HeldOutExample, paths, every, bundle.predict(paths)))
+
+
+def drawn_example(
+    bundle: Bundle, source: Source, picture: Image.Image, target: Target
+) -> tuple[Image.Image, AnyPrediction, float]:
+    """Return an image with its true boxes or mask beside the predicted ones, the prediction, and its mistakes. If the
+    true mask cannot be read, the image alone stands in its place."""
+    (found,) = bundle.predict([picture])
+    found = bundle.shown(found)
+    assert isinstance(target, Objects | Mask) and isinstance(found, Detections | MaskPrediction)
+    try:
+        true = drawn_on(picture.convert("RGB"), target, source.classes)
+        return beside(true, found.drawn(picture)), found, mistakes_of(target, found)
+    except UndecodableImage:
+        return beside(picture, found.drawn(picture)), found, 0.0
+
+
+def mistakes_text(found: Detections | MaskPrediction, mistakes: float) -> str:
+    """Return the mistakes of a prediction as the line of a caption."""
+    if isinstance(found, MaskPrediction):
+        return f"{mistakes:.1%} of the pixels are wrong"
+    return f"{plural(round(mistakes), 'object')} wrong or missed"
+
+
+def try_command(folder: Path, bundle: Bundle, data: str) -> tuple[str, ...]:
+    """Return the command that predicts a few images with the model of a run in a folder."""
+    model = str(folder / "model")
+    if bundle.output in DENSE:  # the examples are drawn on
+        return "vitrail", "predict", model, "--data", data, "--out", str(folder / "drawn")
+    return "vitrail", "predict", model, str(folder / "examples")
 
 
 def _labels(source: Source, target: Target) -> tuple[str, ...]:
@@ -302,7 +346,8 @@ class ProgressPage:
                 *health_figures(events),
             ],
             has_classes=task.output != "numbers",
-            held_out=[one.shown for one in sorted(self._examples, key=lambda one: one.right)],
+            is_large=task.output in DENSE,
+            held_out=[one.shown for one in sorted(self._examples, key=lambda one: (one.right, -one.mistakes))],
             settings=[(name.replace("_", " "), str(value)) for name, value in changed.items()],
             skipped=[
                 (event["key"], event["reason"], event.get("split", ""))

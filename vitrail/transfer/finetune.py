@@ -17,6 +17,7 @@ from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, plural
 from vitrail.evaluation.metrics.classes import fit_temperature
 from vitrail.evaluation.metrics.report import regression_report, report
+from vitrail.evaluation.mistakes import box_report, mask_report
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.predictions import Predictions
 from vitrail.machine import Precision, available_memory, pick_device, resolve_precision
@@ -24,7 +25,7 @@ from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import check_place, place_of
 from vitrail.training.log import Log
-from vitrail.training.page import write_examples
+from vitrail.training.page import try_command, write_examples
 from vitrail.training.run import RunResult, train
 from vitrail.training.start import check_choice
 from vitrail.transfer.dense_rules import NOUNS, TASKS_OF_TARGETS, TIMES_OF_USUAL, plan_dense
@@ -52,6 +53,7 @@ from vitrail.transfer.protocols import (
 from vitrail.transfer.report import AnyReport, write_report
 from vitrail.transfer.rules import enough_validation, plan_by_rule
 from vitrail.transfer.trials import Tried, choose_rate, forget_tried, read_tried, search_settings, trials_folder
+from vitrail.weights.answers import DENSE
 from vitrail.weights.bundle import Bundle
 
 Protocol = Literal["rule", "paper", "bit"]
@@ -298,20 +300,23 @@ def evaluate_run(
     if not held_out:
         return FinetuneResult(run, None, None, None, trials)
     split, source = next(iter(held_out.items()))
-    predictions = _predictions(run, split, source, config)
     found: AnyReport
-    if run.bundle.output == "numbers":
+    predictions = None if run.bundle.output in DENSE else _predictions(run, split, source, config)
+    if predictions is None:
+        outputs = Outputs(run.bundle, readers=config.run.readers)
+        found = (box_report if run.bundle.output == "boxes" else mask_report)(outputs, source)
+    elif run.bundle.output == "numbers":
         found = regression_report(predictions, points=MAX_POINTS)
     else:
         fits = split == "test" and "validation" in held_out
         temperature = _temperature(run, held_out["validation"], config) if fits else None
         found = report(predictions, temperature=temperature)
     model = run.folder / "model"
-    commands: list[tuple[str, ...]] = [("vitrail", "predict", str(model), str(run.folder / "examples"))]
+    commands: list[tuple[str, ...]] = [try_command(run.folder, run.bundle, config.data.spec)]
     if split in names:
         measured = ("--data", config.data.spec, "--split", names[split])
         commands.append(("vitrail", "evaluate", str(model), *measured, *_numbers(config)))
-        if predictions.truth.kind == "class":
+        if predictions is not None and predictions.truth.kind == "class":
             commands.append(("vitrail", "report", str(run.folder), *measured))
     page = write_report(
         run.folder,

@@ -32,6 +32,7 @@ from vitrail.evaluation.metrics.report import (
     interval_text,
     named_metrics,
 )
+from vitrail.evaluation.mistakes import PlacedReport
 from vitrail.report.charts import Chart, confusion_matrix, reliability_diagram, scatter_plot, shorten
 from vitrail.report.page import write_page
 from vitrail.settings import to_plain
@@ -39,11 +40,12 @@ from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import inside_link, read_record
 from vitrail.training.log import read_journal
-from vitrail.training.page import MAX_NAME, HeldOutExample, training_figures
+from vitrail.training.page import MAX_NAME, HeldOutExample, drawn_example, mistakes_text, training_figures
 from vitrail.transfer.trials import Tried
+from vitrail.weights.answers import Detections, MaskPrediction
 from vitrail.weights.bundle import Bundle
 
-AnyReport = ClassificationReport | RegressionReport
+AnyReport = ClassificationReport | RegressionReport | PlacedReport
 
 NO_AUGMENTATION = Augment(flip=False)
 
@@ -81,8 +83,8 @@ def write_report(
     record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     events = read_journal(folder / "journal.jsonl")
     metric = config.task.selection(Splits(source, None, None))
-    main, interval = number_headline(report) if isinstance(report, RegressionReport) else headline(report)
-    results = _results(report, source)
+    main, interval = _headline(report)
+    results = _results(report, source, bundle)
     path = folder / "report.html"
     write_page(
         "the report",
@@ -95,6 +97,7 @@ def write_report(
         images=_images(report, split),
         notes=_notes(config, split, report, source, bundle),
         held_out=_held_out(report, results["errors"]["pictures"], examples),
+        is_large=isinstance(report, PlacedReport),
         inside=Markup(inside_link(folder)),
         split=split,
         metrics=summary_rows(report),
@@ -111,7 +114,17 @@ def write_report(
 
 def summary_rows(report: AnyReport) -> list[tuple[str, str, str]]:
     """Return table rows with the names, values and intervals of the metrics over all images."""
+    if isinstance(report, PlacedReport):
+        return [_row(name, metric, ".2%") for name, metric in report.metrics.items()]
     return number_rows(report) if isinstance(report, RegressionReport) else class_rows(report)
+
+
+def _headline(report: AnyReport) -> tuple[str, str]:
+    """Return the text of the main metric and of its interval."""
+    if isinstance(report, PlacedReport):
+        name, metric = next(iter(report.metrics.items()))
+        return f"{name} {metric.value:.2%}", interval_text(metric, ".1%")
+    return number_headline(report) if isinstance(report, RegressionReport) else headline(report)
 
 
 def untrained_note(config: TrainConfig, bundle: Bundle) -> str:
@@ -125,11 +138,18 @@ def untrained_note(config: TrainConfig, bundle: Bundle) -> str:
     return f"training did not improve the initial model, so the saved model {start}"
 
 
-def _results(report: AnyReport, source: Source) -> dict[str, Section]:
+def _results(report: AnyReport, source: Source, bundle: Bundle) -> dict[str, Section]:
     """Return the sections with detailed metrics and the largest errors, in their order on the page."""
     found: dict[str, Section | None]
     if isinstance(report, RegressionReport):
         found = {"scatters": scatters(report), "residuals": residuals(report), "errors": errors(report, source)}
+    elif isinstance(report, PlacedReport):
+        found = {
+            "classes": placed_classes(report),
+            "places": places(report),
+            "sizes": sizes(report),
+            "errors": worst_images(report, source, bundle),
+        }
     else:
         found = {
             "confusion": confusion(report),
@@ -152,7 +172,7 @@ def _images(report: AnyReport, split: str) -> str:
     if isinstance(report, RegressionReport):
         outputs = plural(len(report.names), "number")
     else:
-        outputs = plural(report.num_classes, "class")
+        outputs = plural(len(report.names) if isinstance(report, PlacedReport) else report.num_classes, "class")
     skipped = f"; {plural(len(report.skipped), 'image')} could not be decoded" if report.skipped else ""
     return f"on {plural(report.images, f'{split} image')} of {outputs}{skipped}"
 
@@ -361,6 +381,7 @@ def errors(report: RegressionReport, source: Source) -> Section:
     `source`."""
     return {
         "pictures": [(picture_of(one.index, source), _error(one)) for one in report.worst[:MAX_MISTAKES]],
+        "is_large": False,
         "explanation": "The largest errors, in standard deviations of the true numbers.",
         "without": "All numbers are predicted exactly.",
     }
@@ -386,6 +407,57 @@ def _description(output: OutputRow) -> str:
     assert output.metrics is not None, "only outputs with known numbers are drawn"
     r2, error = output.metrics["r2"].value, output.metrics["mean_absolute_error"].value
     return f"R² {r2:.3f}, mean absolute error {error:.4g}."
+
+
+# Sections of the report for boxes and masks: classes, confusion, sizes and the worst images.
+
+
+def placed_classes(report: PlacedReport) -> Section:
+    """Return a table of at most 200 classes, worst first. Classes without an object or a pixel are last."""
+    ordered = sorted(report.per_class, key=lambda one: math.inf if one[1] is None else one[1])
+    rows = [(name, _percent(value)) for name, value in ordered[:MAX_CLASSES]]
+    metric = "AP" if "AP" in report.metrics else "intersection over union"
+    return {"heads": ("class", metric), "rows": rows, "hidden": len(ordered[MAX_CLASSES:])}
+
+
+def places(report: PlacedReport) -> Section | None:
+    """Return the confusion matrix, of which the background is a class if the model finds objects."""
+    has_objects = "AP" in report.metrics
+    names = [*report.names, "background"] if has_objects else list(report.names)
+    if len(names) > MAX_MATRIX_CLASSES:
+        return None
+    explanation = (
+        "Objects per true class (row) and predicted class (column) that overlap by at least one half, from the score "
+        "threshold on. The last column has the missed objects, and the last row those where there is nothing."
+        if has_objects
+        else "Percentage of the pixels of each true class (row) per predicted class (column)."
+    )
+    label = f"Confusion matrix of {plural(len(names), 'class')}."
+    return {"matrix": confusion_matrix(report.confusion, names, label=label), "explanation": explanation}
+
+
+def sizes(report: PlacedReport) -> Section | None:
+    """Return a table of the objects of each size and of those that were found, or None without objects."""
+    rows = [(name, f"{true:,}", f"{found:,}", _percent(found / true)) for name, true, found in report.recall]
+    return {"rows": rows} if rows else None
+
+
+def worst_images(report: PlacedReport, source: Source, bundle: Bundle) -> Section:
+    """Return the images with the most mistakes. They are read from `source` and predicted again."""
+    pictures: list[Shown] = []
+    for index in report.worst:
+        if (picture := picture_of(index, source)) is None:
+            continue
+        drawn, found, mistakes = drawn_example(bundle, source, picture, source.target(index))
+        assert isinstance(found, Detections | MaskPrediction)
+        lines = mistakes_text(found, mistakes), f"predicted: {found.text}", shorten(source.key(index), MAX_NAME)
+        pictures.append((drawn, lines))
+    return {
+        "pictures": pictures,
+        "is_large": True,
+        "explanation": "The images with the most mistakes: the truth on the left, and the prediction on the right.",
+        "without": "No mistake was found.",
+    }
 
 
 # Sections of the report for classifiers: summary, confusion matrix, classes, calibration and largest errors.
@@ -516,6 +588,7 @@ def mistakes(report: ClassificationReport, source: Source) -> Section:
             (picture_of(one.index, source), _mistake(one, multi_label=multi_label))
             for one in report.worst[:MAX_MISTAKES]
         ],
+        "is_large": False,
         "explanation": "The wrong predictions with the largest loss.",
         "without": "All predictions are right.",
     }

@@ -9,17 +9,22 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from jaxtyping import Float, Float64, Int64, UInt8
+from PIL import Image
 from torch import Tensor
 
 from vitrail.data.objects import Runs
 from vitrail.data.pixels.geometry import Placement
 from vitrail.errors import BundleError, ConfigError
 from vitrail.models.heads import DenseHead
+from vitrail.report.drawing import draw_boxes, draw_mask
 
 OutputKind = Literal["softmax", "sigmoid", "numbers", "boxes", "mask"]
 """Meaning of a network's outputs. "softmax": logits of classes that exclude each other. "sigmoid": one yes-or-no logit
 per class. "numbers": numbers in the units of the training data. "boxes": objects with boxes. "mask": a class for every
 pixel."""
+
+USUAL_THRESHOLD = 0.3
+"""Score from which on objects are shown, if none was chosen on validation images."""
 
 DENSE: tuple[OutputKind, ...] = ("boxes", "mask")
 """Outputs that belong to places in the image."""
@@ -111,6 +116,11 @@ class Detections:
             rows.append(row)
         return rows
 
+    def drawn(self, image: Image.Image) -> Image.Image:
+        """Return the image with the boxes and masks of the objects, and their scores."""
+        texts = [f"{one.label} {one.score:.2f}" for one in self]
+        return draw_boxes(image, self.boxes, self.labels.tolist(), texts, [runs.mask() for runs in self.masks])
+
     def above(self, score: float) -> Detections:
         """Return the objects with at least this score."""
         return self.taken(np.flatnonzero(self.scores >= score))
@@ -134,6 +144,10 @@ class MaskPrediction:
     def text(self) -> str:
         """The classes that cover the largest parts of the image, with their fractions."""
         return ", ".join(f"{name} {share:.0%}" for name, share in list(self.shares().items())[:LARGEST_PARTS])
+
+    def drawn(self, image: Image.Image) -> Image.Image:
+        """Return the image under the colours of the classes."""
+        return draw_mask(image, self.indices, len(self.names))
 
     def shares(self) -> dict[str, float]:
         """Return the fraction of the pixels of each class that occurs, the largest first."""

@@ -27,7 +27,9 @@ from vitrail.settings import from_plain, to_plain
 from vitrail.weights.answers import (
     DENSE,
     OUTPUT_NOUNS,
+    USUAL_THRESHOLD,
     AnyPrediction,
+    Detections,
     NumberPrediction,
     OutputKind,
     class_masks,
@@ -125,6 +127,12 @@ class Bundle:
         """Score from which on found objects are shown, which was chosen on validation images. None if there were
         none."""
         return self.metrics.get("validation_score_threshold")
+
+    def shown(self, found: AnyPrediction) -> AnyPrediction:
+        """Return a prediction without the objects whose score is below the threshold."""
+        if not isinstance(found, Detections):
+            return found
+        return found.above(USUAL_THRESHOLD if self.score_threshold is None else self.score_threshold)
 
     @overload
     def predict(

@@ -1,0 +1,172 @@
+"""What a model of boxes or masks gets wrong: confusions with the background, objects by size, and the worst images."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int64
+
+from vitrail.data.batch import Skipped
+from vitrail.data.objects import Mask, Objects
+from vitrail.data.source import Source
+from vitrail.errors import DataError
+from vitrail.evaluation.detection import objects_in
+from vitrail.evaluation.metrics.average_precision import average_precision
+from vitrail.evaluation.metrics.intervals import Metric
+from vitrail.evaluation.metrics.mask_metrics import intersection_over_union, mask_metrics, pixel_confusion
+from vitrail.evaluation.outputs import Outputs
+from vitrail.evaluation.segmentation import confused_pixels
+from vitrail.weights.answers import Detections, MaskPrediction
+
+NOTHING = -1
+"""Row of a found object that is no true object."""
+
+IN_CROWD = -2
+"""Row of a found object inside a box around many objects. It is neither right nor wrong."""
+
+OVERLAP = 0.5
+"""Least intersection over union of a found object and the true object that it is."""
+
+SIDES = (0, 16, 32, 64, 96, 192)
+"""Least sides of the sizes of objects, in pixels: the square roots of their areas."""
+
+WORST = 20
+"""Largest number of images that are shown."""
+
+
+@dataclass(frozen=True)
+class PlacedReport:
+    """The metrics of a model of boxes or masks on a split, and what it gets wrong."""
+
+    images: int
+    skipped: tuple[Skipped, ...]
+    names: tuple[str, ...]
+    """The classes."""
+    metrics: dict[str, Metric]
+    """Metrics over all images by the names of their columns, the main one first."""
+    per_class: tuple[tuple[str, float | None], ...]
+    """Average precision or intersection over union of each class."""
+    confusion: tuple[tuple[int, int, int], ...]
+    """True class, predicted class and the number of objects, or the percentage of the pixels of the true class. The
+    index after the last class is the background."""
+    recall: tuple[tuple[str, int, int], ...]
+    """For each size of objects its name, the number of true objects and of those that were found."""
+    worst: tuple[int, ...]
+    """The places in the source of the images with the most mistakes."""
+
+
+def box_report(outputs: Outputs, source: Source) -> PlacedReport:
+    """Return the report of a model of boxes. Mistakes are counted from its score threshold on. Raise `DataError` if no
+    image can be used."""
+    seen = objects_in(outputs, source)
+    if not seen.found:
+        raise DataError(f"none of {len(source):,} images can be used with its boxes")
+    names = tuple(source.classes)
+    measured = average_precision(seen.truths, seen.found, len(names))
+    cells: Counter[tuple[int, int]] = Counter()
+    true, found, mistakes = np.zeros(len(SIDES), np.int64), np.zeros(len(SIDES), np.int64), []
+    for truth, every in zip(seen.truths, seen.found, strict=True):
+        shown = outputs.bundle.shown(every)
+        assert isinstance(shown, Detections)
+        rows = matched(truth, shown)
+        pairs = _pairs(truth, shown, rows, len(names))
+        cells.update(pairs)
+        mistakes.append(float(sum(one != other for one, other in pairs)))
+        sizes = (truth.boxes[:, 2:] - truth.boxes[:, :2]) * shown.size[::-1]
+        places = np.searchsorted(SIDES, np.sqrt(sizes.prod(axis=1)), side="right") - 1
+        right = rows[(rows >= 0) & (truth.labels[rows.clip(min=0)] == shown.labels)] if len(truth) else rows[:0]
+        true += np.bincount(places[~truth.crowd], minlength=len(SIDES))
+        found += np.bincount(places[right], minlength=len(SIDES))
+    texts = [f"{first} to {last}" for first, last in itertools.pairwise(SIDES)] + [f"from {SIDES[-1]}"]
+    sizes_found = zip(texts, true.tolist(), found.tolist(), strict=True)
+    return PlacedReport(
+        len(seen.found),
+        _skipped(outputs),
+        names,
+        {"AP": measured.precision, "AP50": measured.precision_50, "AP75": measured.precision_75},
+        tuple(zip(names, measured.by_class, strict=True)),
+        tuple((one, other, count) for (one, other), count in sorted(cells.items())),
+        tuple(row for row in sizes_found if row[1]),
+        _worst(seen.indices, mistakes),
+    )
+
+
+def mask_report(outputs: Outputs, source: Source) -> PlacedReport:
+    """Return the report of a model of masks. Raise `DataError` if no image can be used."""
+    seen = confused_pixels(outputs, source)
+    if not seen.confusions:
+        raise DataError(f"none of {len(source):,} images can be used with its mask")
+    names, each = tuple(source.classes), np.stack(seen.confusions)
+    total, metrics = each.sum(axis=0), mask_metrics(each)
+    shares = intersection_over_union(total).tolist()
+    percent = np.rint(100 * total / total.sum(axis=1, keepdims=True).clip(min=1)).astype(np.int64)
+    wrong = 1 - np.trace(each, axis1=1, axis2=2) / each.sum(axis=(1, 2)).clip(min=1)
+    return PlacedReport(
+        len(each),
+        _skipped(outputs),
+        names,
+        {"mean intersection over union": metrics["mean_iou"], "pixel accuracy": metrics["pixel_accuracy"]},
+        tuple((name, None if np.isnan(share) else share) for name, share in zip(names, shares, strict=True)),
+        tuple((int(one), int(other), int(percent[one, other])) for one, other in np.argwhere(percent)),
+        (),
+        _worst(seen.indices, wrong.tolist()),
+    )
+
+
+def mistakes_of(truth: Objects | Mask, found: Detections | MaskPrediction) -> float:
+    """Return the number of objects that are wrong or missed, or the fraction of pixels of a wrong class. Raise
+    `UndecodableImage` if the true mask cannot be read."""
+    if isinstance(found, Detections) and isinstance(truth, Objects):
+        pairs = _pairs(truth, found, matched(truth, found), len(found.names))
+        return float(sum(one != other for one, other in pairs))
+    assert isinstance(found, MaskPrediction) and isinstance(truth, Mask)
+    shape = found.indices.shape
+    confusion = pixel_confusion(truth.indices((shape[0], shape[1])), found.indices.astype(np.int64), len(found.names))
+    return float(1 - np.trace(confusion) / max(1, confusion.sum()))
+
+
+def matched(truth: Objects, found: Detections) -> Int64[np.ndarray, " n"]:
+    """Return the row of the true object that each found object is, of any class, or `NOTHING` or `IN_CROWD`.
+
+    Objects with the highest scores choose first. A true object of their own class is preferred.
+    """
+    boxes = truth.boxes * np.tile(found.size[::-1], 2)
+    rows = np.full(len(found), NOTHING, np.int64)
+    free = ~truth.crowd
+    for row in np.argsort(-found.scores, kind="stable").tolist() if len(truth) else ():
+        box = found.boxes[row]
+        sides = np.minimum(boxes[:, 2:], box[2:]) - np.maximum(boxes[:, :2], box[:2])
+        common, own = sides.clip(min=0).prod(axis=1), (box[2:] - box[:2]).prod()
+        overlap = common / ((boxes[:, 2:] - boxes[:, :2]).prod(axis=1) + own - common).clip(min=1e-12)
+        fits = free & (overlap >= OVERLAP)
+        if fits.any():
+            best = int(np.where(fits, overlap + (truth.labels == found.labels[row]), 0).argmax())
+            rows[row], free[best] = best, False
+        elif (truth.crowd & (common / max(own, 1e-12) >= OVERLAP)).any():
+            rows[row] = IN_CROWD
+    return rows
+
+
+def _pairs(truth: Objects, found: Detections, rows: Int64[np.ndarray, " n"], background: int) -> list[tuple[int, int]]:
+    """Return the true and the predicted class of each object that is true or found."""
+    pairs = [
+        (background if row == NOTHING else int(truth.labels[row]), label)
+        for row, label in zip(rows.tolist(), found.labels.tolist(), strict=True)
+        if row != IN_CROWD
+    ]
+    missed = np.setdiff1d(np.flatnonzero(~truth.crowd), rows)
+    return pairs + [(label, background) for label in truth.labels[missed].tolist()]
+
+
+def _worst(indices: Sequence[int], mistakes: Sequence[float]) -> tuple[int, ...]:
+    """Return the places of the images with the most mistakes, the worst first."""
+    order = np.argsort(-np.array(mistakes, np.float64), kind="stable")[:WORST].tolist()
+    return tuple(indices[place] for place in order if mistakes[place])
+
+
+def _skipped(outputs: Outputs) -> tuple[Skipped, ...]:
+    return tuple(Skipped(key, reason) for key, reason in outputs.skipped.items())
