@@ -21,6 +21,7 @@ from vitrail.data.objects import IGNORED
 from vitrail.data.sources import open_data
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.segmentation import ByMasks
+from vitrail.tasks import mask_loss
 from vitrail.tasks.segmentation import Segmentation, SegmentationObjective, at_pixels, dice_loss
 
 SIZE = 24, 40
@@ -117,13 +118,16 @@ def test_a_network_of_masks_fulfils_the_contract(head_kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_ten_drawn_images_are_learned_by_heart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("head_kind", ["fine-patches", "queries"])
+def test_ten_drawn_images_are_learned_by_heart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head_kind: str) -> None:
+    monkeypatch.setattr(mask_loss, "POINTS", 1000)
+    of_head = {"queries": {"queries": 8, "query_blocks": 2, "depth": 4}, "fine-patches": {"loss_stride": 1}}[head_kind]
     make_scenes(tmp_path / "data", "train", 10)
     config = tiny_config(
         data=tmp_path / "data", run=tmp_path / "run", variant="ViT-Pico/8", image_size=(48, 64), width=48,
         heads=3, mlp_width=96, steps=100, batch_size=10, learning_rate=4e-3, validation_share=0.0, keep="last",
         evaluations=0, flip=False, erase=0.0, resize="squash",
-    ).override(task="segmentation", loss_stride=1)  # fmt: skip
+    ).override(task="segmentation", head_kind=head_kind, **of_head)  # fmt: skip
     bundle = vitrail.train(config).bundle
     data = open_data(str(tmp_path / "data"), validation_share=0.0).train
     found = ByMasks(bootstrap=0)(Outputs(bundle), data, data)

@@ -333,9 +333,10 @@ class Blocks(nn.ModuleList):
         insides = [None] * len(self) if insides is None else insides
         if self.reversible:
             return self._two_streams(z, insides, read, visit)
-        for layer, (block, inside) in enumerate(zip(self, insides, strict=True)):
+        for layer, block in enumerate(self):
             if layer and between is not None:
-                z = between(z, layer)
+                z = between(z, layer)  # it can change `insides`
+            inside = insides[layer]
             before, arguments = z, (z, inside, read if layer == len(self) - 1 else None)
             if checkpoints and self.training:
                 z = checkpoint(block, *arguments, use_reentrant=False)

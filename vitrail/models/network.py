@@ -63,6 +63,8 @@ class Features:
     kept (`ViTConfig.patch_dropout` in training, or `encode`), this field contains only the tokens of these patches."""
     grid: tuple[int, int]
     """Numbers of rows and columns of patches. If all patches are kept, the product of the two numbers is n."""
+    queries: Float[Tensor, "b q width"] | None = None
+    """The tokens that the head of the network has added, or None."""
 
 
 class Layers(NamedTuple):

@@ -12,8 +12,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
@@ -24,6 +23,7 @@ from vitrail.models.attention import AttentionLayer, AttentionPositions
 from vitrail.models.attention.full import in_format_of
 from vitrail.models.blocks import Block, LayerScale, Mlp, SwiGlu, Visit, lecun_normal_, make_blocks
 from vitrail.models.heads import DenseHead
+from vitrail.models.heads.queries import QueryMasks
 from vitrail.models.initial_weights import INITIAL_WEIGHTS
 from vitrail.models.linear.dense import Linear
 from vitrail.models.network import (
@@ -40,6 +40,9 @@ from vitrail.models.resnet import HybridRoot
 from vitrail.models.tokens import AttentionPool, PatchEmbedding, Patches, PrefixTokens, Replace, pool
 from vitrail.models.vit_config import ViTConfig, make_head
 from vitrail.settings import from_plain
+
+Before = Callable[[Tensor, int], AttentionPositions | None]
+"""A function that is called before a block with its input tokens and its number."""
 
 
 class VisionTransformer(nn.Module):
@@ -81,18 +84,37 @@ class VisionTransformer(nn.Module):
             self.initialise()
 
     def tokens(
-        self, images: Float[Tensor, "b c h w"], patches: Patches, read: int | None = None, *, visit: Visit | None = None
+        self,
+        images: Float[Tensor, "b c h w"],
+        patches: Patches,
+        read: int | None = None,
+        *,
+        visit: Visit | None = None,
+        before: Before | None = None,
     ) -> Float[Tensor, "b m width"]:
-        """Return class token, registers and patches after the last block and the final norm.
+        """Return class token, registers, patches and the tokens that the head adds, after the last block and the final
+        norm.
 
         With `read`, return only the first `read` tokens. The last block then skips the other tokens. The class token
-        alone is enough for a head that pools by "cls".
+        alone is enough for a head that pools by "cls". `before(z, layer)` is called before every block but the first,
+        and returns what acts inside its attention, or None.
         """
         z = self.embedding(images, patches)  # equation 1
         insides = self.positions.for_attention(patches.grid, len(self.blocks), images.device, patches.kept)
         if self.context is not None:
             insides = self.context.join(insides, patches.grid, images.device, patches.kept)
-        between = None if self.config.positions_place == "stem" else partial(self._positioned, patches)
+        head = self.head if isinstance(self.head, DenseHead) and self.head.adds_tokens else None
+        between = None
+        if head is not None or before is not None or self.config.positions_place != "stem":
+            insides = changed = [*insides]
+
+            def between(z: Tensor, layer: int) -> Tensor:
+                z = z if self.config.positions_place == "stem" else self._positioned(patches, z, layer)
+                z = z if head is None else head.entering(z, layer)
+                if before is not None and (inside := before(z, layer)) is not None:
+                    changed[layer] = inside
+                return z
+
         checkpoints = self.checkpoints_activations
         z = self.blocks(z, insides, read, between=between, visit=visit, checkpoints=checkpoints)  # equations 2 and 3
         return self.norm(z) if self.config.final_norm == "tokens" else z  # equation 4
@@ -179,6 +201,25 @@ class VisionTransformer(nn.Module):
         patches = self._patches(images, keep, replace)
         return self._split(self.tokens(images, patches), patches)
 
+    def deep_outputs(
+        self, images: Float[Tensor, "b c h w"], chances: Sequence[float]
+    ) -> list[Float[Tensor, "b queries outputs"]]:
+        """Return the outputs of a head of queries before each of the last blocks, and after the last one, from which
+        all of them learn (2503.19108). With the probability in `chances` for each of these blocks, a query attends only
+        to the patches of its mask."""
+        patches, head = self._patches(images), self.head
+        assert isinstance(head, QueryMasks) and len(chances) == self.config.query_blocks
+        found: list[Tensor] = []
+
+        def before(z: Tensor, layer: int) -> AttentionPositions | None:
+            if layer < head.first:
+                return None
+            found.append(head(self._split(self.norm(z), patches)))
+            return head.focus(found[-1], patches.grid, z.shape[1], chances[layer - head.first])
+
+        last = head(self._split(self.tokens(images, patches, before=before), patches))
+        return [*found, last]
+
     def attention_weights(
         self, images: Float[Tensor, "b c h w"], layers: Sequence[int] | None = None
     ) -> tuple[Float[Tensor, "b heads n n"], ...]:
@@ -202,8 +243,14 @@ class VisionTransformer(nn.Module):
         return tuple(found[layer] for layer in chosen)
 
     def _split(self, z: Float[Tensor, "b n width"], patches: Patches) -> Features:
-        first, prefix = int(self.config.has_class_token), self.config.prefix
-        return Features(z[:, 0] if first else None, z[:, first:prefix], z[:, prefix:], patches.grid)
+        first, prefix, cls = int(self.config.has_class_token), self.config.prefix, None
+        if first:
+            cls = z[:, 0]
+        count = math.prod(patches.grid) if patches.kept is None else patches.kept.shape[1]
+        if not (isinstance(self.head, DenseHead) and self.head.adds_tokens) or z.shape[1] == prefix + count:
+            return Features(cls, z[:, first:prefix], z[:, prefix:], patches.grid)
+        end = prefix + count
+        return Features(cls, z[:, first:prefix], z[:, prefix:end], patches.grid, z[:, end:])
 
     def _pooled_fewer(
         self, images: Float[Tensor, "b c h w"], reduction: TokenReduction

@@ -85,6 +85,10 @@ class ViTConfig(NetworkConfig, TransformerConfig):
     head_kind: str = setting("pooled", changes_weights=False, choices=("pooled", *HEADS))
     """Kind of head: a linear layer of the pooled tokens (pooled), or a name of `vitrail.models.heads.HEADS`, whose
     outputs are boxes or the classes of patches. The task chooses it."""
+    queries: int = setting(100, least=1)
+    """Number of query tokens of the head "queries", which are the largest number of masks in an image (2503.19108)."""
+    query_blocks: int = setting(3, least=1)
+    """Number of last blocks before which the query tokens of the head "queries" enter."""
     pool: Pool = setting("cls", changes_weights=False)
     """Pooling of tokens for the head: the class token (cls), the mean of the patch tokens (gap), attention pooling
     (map), class token and mean concatenated (cls+gap), or half of the class token and half of the first register

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +14,11 @@ from torch import Tensor, nn
 from vitrail.data.batch import Batch
 from vitrail.data.objects import IGNORED
 from vitrail.data.splits import Splits
-from vitrail.errors import DataError
+from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.segmentation import ByMasks
+from vitrail.models.variants import AnyConfig
+from vitrail.registry import Registry
 from vitrail.settings import setting
 from vitrail.tasks.dense_objective import DenseObjective
 from vitrail.tasks.task import LossOutput, Objective, Task, TaskMetric
@@ -27,7 +31,7 @@ class Segmentation(Task):
 
     name = "segmentation"
     targets = ("mask",)
-    head_kinds = ("fine-patches", "patches")
+    head_kinds = ("fine-patches", "patches", "queries")
     output_noun = "class"
     metrics = (
         TaskMetric("mean_iou", is_fraction=True, label="mIoU"),
@@ -50,14 +54,35 @@ class Segmentation(Task):
         if splits.target_kind != "mask":
             raise DataError(f"{splits.title} has no masks of pixels, which segmentation learns; choose other data")
 
+    def check_network(self, network: AnyConfig | None) -> None:
+        """Raise `ConfigError` for settings that the loss of queries does not have."""
+        super().check_network(network)
+        for name in ("dice_weight", "loss_stride"):
+            if getattr(network, "head_kind", None) == "queries" and getattr(self, name) != getattr(Segmentation, name):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} has no effect on the head 'queries', whose loss has fixed weights; "
+                    "leave it out"
+                )
+
     def main_metric(self, splits: Splits) -> str:
         return "mean_iou"
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        return SegmentationObjective(network, self)
+        config: Any = network.config
+        return OBJECTIVES[config.head_kind](network, self)
 
     def evaluator(self, objective: Objective) -> Evaluator:
         return ByMasks(bootstrap=0)
+
+
+OBJECTIVES = Registry[Callable[[nn.Module, Segmentation], Objective]](
+    {
+        "fine-patches": "vitrail.tasks.segmentation:SegmentationObjective",
+        "patches": "vitrail.tasks.segmentation:SegmentationObjective",
+        "queries": "vitrail.tasks.mask_loss:QueryObjective",
+    }
+)
+"""The losses of each kind of head."""
 
 
 class SegmentationObjective(DenseObjective):

@@ -57,9 +57,7 @@ class SetObjective(Objective):
         that cannot be decoded."""
         assert batch.box_labels is not None
         objects = (batch.box_labels >= 0).sum(dim=1)
-        tokens = self.network.config.registers
-        weights = tokens + objects.clamp(max=tokens) * (1 / NO_OBJECT - 1)
-        return torch.stack([weights, objects.to(weights.dtype)], dim=1) * batch.valid[:, None]
+        return token_amounts(objects, self.network.config.registers) * batch.valid[:, None]
 
 
 class SetLosses(NamedTuple):
@@ -78,16 +76,31 @@ def set_losses(
 ) -> SetLosses:
     """Return the losses of one image from its true objects, whose boxes are fractions of the input."""
     boxes, logits = outputs[:, :4], outputs[:, 4:]
-    nothing = logits.shape[1] - 1
     with torch.no_grad():
         pairs = boxes.repeat_interleave(len(truths), dim=0), truths.repeat(len(boxes), 1)
         costs = box_losses(*pairs, box_weight).view(len(boxes), len(truths)) - logits.softmax(dim=1)[:, labels]
     tokens, objects = match(costs)
+    return SetLosses(
+        class_loss(logits, tokens, labels[objects]), box_losses(boxes[tokens], truths[objects], box_weight).sum()
+    )
+
+
+def token_amounts(objects: Int64[Tensor, " b"], tokens: int) -> Float[Tensor, "b 2"]:
+    """Return the sum of the weights of the tokens of each image, in units of `NO_OBJECT`, and its number of objects."""
+    weights = tokens + objects.clamp(max=tokens) * (1 / NO_OBJECT - 1)
+    return torch.stack([weights, objects.to(weights.dtype)], dim=1)
+
+
+def class_loss(
+    logits: Float[Tensor, "tokens classes"], matched: Int64[Tensor, " k"], labels: Int64[Tensor, " k"]
+) -> Float[Tensor, ""]:
+    """Return the cross-entropy of the classes of an image's tokens, as a sum with the weights of `token_amounts`. The
+    last class is "no object", which the tokens learn that are not `matched`."""
+    nothing = logits.shape[1] - 1
     targets = torch.full_like(logits[:, 0], nothing, dtype=torch.int64)
-    targets[tokens] = labels[objects]
+    targets[matched] = labels
     weights = torch.where(targets == nothing, 1.0, 1 / NO_OBJECT)
-    class_loss = F.cross_entropy(logits, targets, reduction="none") * weights
-    return SetLosses(class_loss.sum(), box_losses(boxes[tokens], truths[objects], box_weight).sum())
+    return (F.cross_entropy(logits, targets, reduction="none") * weights).sum()
 
 
 def box_losses(first: Float[Tensor, "n 4"], second: Float[Tensor, "n 4"], weight: float) -> Float[Tensor, " n"]:

@@ -11,6 +11,7 @@ HEADS = Registry[type[DenseHead]](
     {
         "detection-tokens": "vitrail.models.heads.detection_tokens:DetectionTokens",
         "patches": "vitrail.models.heads.patch_classes:PatchClasses",
+        "queries": "vitrail.models.heads.queries:QueryMasks",
         "fine-patches": "vitrail.models.heads.patch_classes:FinePatchClasses",
         "pyramid": "vitrail.models.heads.pyramid:Pyramid",
     }

@@ -36,8 +36,16 @@ class DenseHead(nn.Module, ABC):
     """Fields of the config whose weights belong to the head, such as the number of tokens that only the head reads. A
     run that starts from a model can choose them, and draws what the model does not have."""
 
+    adds_tokens: ClassVar[bool] = False
+    """True if the head adds tokens to the sequence (`entering`)."""
+
     def __init__(self, config: Any) -> None:
         super().__init__()
+
+    def entering(self, tokens: Float[Tensor, "b n width"], layer: int) -> Float[Tensor, "b m width"]:
+        """Return the input of a block that is not the first, to which a head with `adds_tokens` adds its own tokens.
+        They stay at the end of the sequence, and are `Features.queries`."""
+        return tokens
 
     @abstractmethod
     def forward(self, features: Features) -> Float[Tensor, "b rows outputs"]:

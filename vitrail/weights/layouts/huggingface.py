@@ -1,4 +1,4 @@
-"""Folders of Hugging Face's transformers: ViT, DINOv2, DINOv2 with registers, and YOLOS.
+"""Folders of Hugging Face's transformers: ViT, DINOv2, DINOv2 with registers, YOLOS and EoMT.
 
 A folder has `config.json`, weights and `preprocessor_config.json`. Files on the hub have the tensor names of the first
 releases. Newer releases of the library changed some names, and models without a head have no prefix. When a file is
@@ -78,11 +78,16 @@ class Family:
 
     @property
     def prefix(self) -> str:
-        return f"{self.base or self.model_type}."
+        return "" if self is EOMT else f"{self.base or self.model_type}."
 
     @property
     def is_dinov2(self) -> bool:
         return self.model_type.startswith("dinov2")
+
+    @property
+    def scales_layers(self) -> bool:
+        """True if the blocks are those of DINOv2, with LayerScale."""
+        return self.is_dinov2 or self is EOMT
 
     @property
     def registers(self) -> str:
@@ -96,7 +101,10 @@ DINOV2_REGISTERS = Family(
     "dinov2_with_registers", "Dinov2WithRegisters", 1e-6, "bicubic-antialias", "LayerScale, registers"
 )
 YOLOS = Family("yolos", "Yolos", 1e-12, "bicubic", "detection tokens", base="vit")
-FAMILIES = {family.model_type: family for family in (VIT, DINOV2, DINOV2_REGISTERS, YOLOS)}
+EOMT = Family("eomt", "Eomt", 1e-6, "bicubic-antialias", "LayerScale, queries")
+FAMILIES = {family.model_type: family for family in (VIT, DINOV2, DINOV2_REGISTERS, YOLOS, EOMT)}
+FAMILY_OF = {"detection-tokens": YOLOS, "queries": EOMT}
+"""Families of networks with heads of their own, by `ViTConfig.head_kind`."""
 
 
 @dataclass(frozen=True)
@@ -132,19 +140,22 @@ def config_of(tensors: TensorFile, settings: ConfigFile, family: Family, hints: 
     width, channels, *patch = _shape(tensors, f"{PATCHES}.weight", 4)
     depth = settings.get("num_hidden_layers", int, None) or depth_of(tensors, BLOCK)
     activation, mlp_width = _mlp(tensors, settings, family)
-    detects = family is YOLOS
-    head = f"{CLASSES}2.bias" if detects else "classifier.bias"
-    num_classes = _shape(tensors, head, 1)[0] - detects if head in tensors or detects else 0
+    detects, masks = family is YOLOS, family is EOMT
+    head = f"{CLASSES}2.bias" if detects else "class_predictor.bias" if masks else "classifier.bias"
+    is_dense = detects or masks
+    num_classes = _shape(tensors, head, 1)[0] - is_dense if head in tensors or is_dense else 0
     has_pooler = "pooler.dense.bias" in tensors and not num_classes
     registers = _shape(tensors, family.registers, 3)[1] if family.registers in tensors else 0
     every_layer = detects and settings.get("use_mid_position_embeddings", bool, MIDDLE in tensors)
     if has_pooler and (act := settings.get("pooler_act", str, "tanh")) != "tanh":
         raise BundleError(f"{settings.path}: pooler_act={act!r} is not 'tanh'")
+    if masks:
+        _check_masks(tensors, settings, notes)
     heads = settings.get("num_attention_heads", int, None)
     if heads is not None and hints.heads not in (None, heads):
         raise BundleError(f"heads={hints.heads} does not agree with config.json, which has num_attention_heads={heads}")
     return ViTConfig(
-        image_size=_image_size(tensors, settings, (patch[0], patch[1]), 1 + detects * registers, hints, notes),
+        image_size=_image_size(tensors, settings, (patch[0], patch[1]), _covered(family, registers), hints, notes),
         patch_size=(patch[0], patch[1]),
         channels=channels,
         width=width,
@@ -154,13 +165,17 @@ def config_of(tensors: TensorFile, settings: ConfigFile, family: Family, hints: 
         num_classes=num_classes,
         pool="cls+gap" if family.is_dinov2 and num_classes else "cls",
         registers=registers,
-        head_kind="detection-tokens" if detects else "pooled",
+        head_kind=next((kind for kind, own in FAMILY_OF.items() if own is family), "pooled"),
+        queries=_shape(tensors, "query.weight", 2)[0] if masks else ViTConfig.queries,
+        query_blocks=settings.get("num_blocks", int, 4) if masks else ViTConfig.query_blocks,
         head_hidden=_shape(tensors, "pooler.dense.bias", 1)[0] if has_pooler else 0,
-        positions_cover="all" if detects else "class",
+        positions_cover="all" if detects else "patches" if masks else "class",
         positions_at="every-layer" if every_layer else None,
         position_resize=family.position_resize,
         activation=activation,
-        layer_scale=(float(settings.get("layerscale_value", (int, float), 1.0)) or 1.0) if family.is_dinov2 else 0.0,
+        layer_scale=(float(settings.get("layerscale_value", (int, float), 1.0)) or 1.0)
+        if family.scales_layers
+        else 0.0,
         qkv_bias=settings.get("qkv_bias", bool, f"{BLOCK}0.attention.attention.query.bias" in tensors),
         norm_eps=float(settings.get("layer_norm_eps", (int, float), family.norm_eps)),
     )
@@ -175,7 +190,7 @@ def _mlp(tensors: TensorFile, settings: ConfigFile, family: Family) -> tuple[Act
     act = settings.get("hidden_act", str, "gelu")
     if act not in ACTIVATIONS:
         raise BundleError(f"{settings.path}: hidden_act={act!r} is not one of {', '.join(map(repr, ACTIVATIONS))}")
-    up = f"{mlp}fc1.bias" if family.is_dinov2 else f"{BLOCK}0.intermediate.dense.bias"
+    up = f"{mlp}fc1.bias" if family.scales_layers else f"{BLOCK}0.intermediate.dense.bias"
     return ACTIVATIONS[act], _shape(tensors, up, 1)[0]
 
 
@@ -188,7 +203,7 @@ def _image_size(
     If `config.json` contains a size, that size is used. Otherwise, the hinted size is used if it has the right number
     of patches, and a square if not.
     """
-    places = _shape(tensors, POSITIONS, 3)[1] - covered
+    places = _shape(tensors, POSITIONS, 3 if covered else 2)[-2] - covered
     size = settings.image_size()
     if size is None:
         down, across = file_grid(places, patch, hints, tensors.path)
@@ -228,8 +243,8 @@ def classes_of(settings: ConfigFile, num_classes: int, notes: list[str]) -> tupl
 
 def output_of(settings: ConfigFile, family: Family, num_classes: int, notes: list[str]) -> OutputKind:
     """Return the meaning of the outputs. A classifier of one label is never a softmax, whose only value is 1."""
-    if family is YOLOS:
-        return "boxes"
+    if family in (YOLOS, EOMT):
+        return "boxes" if family is YOLOS else "mask"
     problem = settings.get("problem_type", str, None)
     if problem is not None and problem not in OUTPUTS:
         raise BundleError(f"{settings.path}: problem_type={problem!r} is not one of {', '.join(map(repr, OUTPUTS))}")
@@ -246,7 +261,8 @@ def output_of(settings: ConfigFile, family: Family, num_classes: int, notes: lis
 def config_json(config: ViTConfig, family: Family, bundle: Bundle) -> dict[str, Any]:
     """Return the content of `config.json`, with all fields that `from_pretrained` needs."""
     act = "gelu_pytorch_tanh" if config.activation == "gelu-tanh" else "gelu"
-    purpose = "ForObjectDetection" if family is YOLOS else "ForImageClassification" if config.num_classes else "Model"
+    purpose = "ForImageClassification" if config.num_classes else "Model"
+    purpose = {YOLOS: "ForObjectDetection", EOMT: "ForUniversalSegmentation"}.get(family, purpose)
     content: dict[str, Any] = {
         "architectures": [family.class_name + purpose],
         "model_type": family.model_type,
@@ -263,9 +279,14 @@ def config_json(config: ViTConfig, family: Family, bundle: Bundle) -> dict[str, 
         "num_channels": config.channels,
         "qkv_bias": config.qkv_bias,
     }
-    if family.is_dinov2:
+    if family.scales_layers:
         content["mlp_ratio"] = mlp_ratio(config)
         content |= {"use_swiglu_ffn": config.activation == "swiglu", "layerscale_value": config.layer_scale}
+    if family is EOMT:
+        content |= {"num_queries": config.queries, "num_blocks": config.query_blocks, "num_upscale_blocks": 2}
+        del content["attention_probs_dropout_prob"], content["qkv_bias"]
+        content["num_register_tokens"] = config.registers
+    elif family.is_dinov2:
         content |= {"drop_path_rate": 0.0, "apply_layernorm": True, "reshape_hidden_states": True}
     else:
         content |= {"intermediate_size": config.mlp_width, "encoder_stride": config.patch_size[0]}
@@ -279,7 +300,7 @@ def config_json(config: ViTConfig, family: Family, bundle: Bundle) -> dict[str, 
     if config.num_classes:
         content["id2label"] = {str(number): name for number, name in enumerate(bundle.classes)}
         content["label2id"] = {name: number for number, name in enumerate(bundle.classes)}
-        if family is not YOLOS and (
+        if family not in (YOLOS, EOMT) and (
             config.num_classes > 1 or bundle.output != "softmax"
         ):  # the library refuses a softmax of one label
             content["problem_type"] = next(theirs for theirs, ours in OUTPUTS.items() if ours == bundle.output)
@@ -309,6 +330,7 @@ CLASSES = "class_labels_classifier.layers."
 BOXES = "bbox_predictor.layers."
 MIDDLE = "encoder.mid_position_embeddings"
 MASK = "embeddings.mask_token"
+OF_TRAINING = MASK, "attn_mask_probs", "criterion.empty_weight"
 DECODER = "decoder."
 ANY_PATCHES = re.compile(rf"(\w+\.)?{re.escape(PATCHES)}\.weight")
 
@@ -318,7 +340,7 @@ HUB_NAMES = {
     r"\.attention\.q_proj\.": ".attention.attention.query.",
     r"\.attention\.k_proj\.": ".attention.attention.key.",
     r"\.attention\.v_proj\.": ".attention.attention.value.",
-    r"\.attention\.o_proj\.": ".attention.output.dense.",
+    r"\.attention\.(o|out)_proj\.": ".attention.output.dense.",
     r"\.mlp\.down_proj\.": ".mlp.weights_out.",
 }
 """Patterns of tensor names in newer releases, with the hub's names. `_hub_name` needs the model family, because newer
@@ -328,8 +350,8 @@ releases use one name for the MLPs of ViT and DINOv2."""
 class HuggingFace:
     """The layout of Hugging Face's transformers for networks with a class token.
 
-    A network with detection tokens is written as YOLOS, and a network with LayerScale as DINOv2, with or without
-    registers. Any other network is written as ViT.
+    A network with detection tokens is written as YOLOS, a network with queries as EoMT, and any other network with
+    LayerScale as DINOv2, with or without registers. All others are written as ViT.
     """
 
     name = "huggingface"
@@ -378,17 +400,23 @@ class HuggingFace:
         if config.architecture != "ViT":
             raise other_architecture(self.name, config.architecture)
         family = VIT if not config.layer_scale else DINOV2_REGISTERS if config.registers else DINOV2
-        family = YOLOS if config.head_kind == "detection-tokens" else family
+        family = FAMILY_OF.get(config.head_kind, family)
         lost = _check_carried(config, family)
-        lost += output_loss(self.name, bundle, kept=("boxes",) if family is YOLOS else tuple(OUTPUTS.values()))
+        lost += output_loss(
+            self.name, bundle, kept={YOLOS: ("boxes",), EOMT: ("mask",)}.get(family, tuple(OUTPUTS.values()))
+        )
         if bundle.output == "softmax" and config.num_classes == 1:
             lost.append("output='softmax' of one class, which is always 1 (a model of one label is read as a sigmoid)")
         lost += carried(self.name, bundle.preprocess, PREPROCESS)
         state, config, changed = _conformed(dict(bundle.network.state_dict()), config, family)
-        tensors = theirs_of(state, pairs(config))
+        tensors = theirs_of(state, pairs(config, gate_apart=family is EOMT))
+        if family is EOMT:
+            tensors = {_eomt_name(name): tensor for name, tensor in tensors.items()}
+            tensors["attn_mask_probs"] = torch.zeros(config.query_blocks)
+            tensors["criterion.empty_weight"] = torch.ones(config.num_classes + 1).index_fill_(0, torch.tensor(-1), 0.1)
         if family.is_dinov2:
             tensors[MASK] = torch.zeros(1, config.width)
-        if config.num_classes:
+        if config.num_classes and family is not EOMT:
             heads = "classifier.", CLASSES, BOXES
             tensors = {n if n.startswith(heads) else family.prefix + n: t for n, t in tensors.items()}
         preprocessor, lost_preprocess = preprocessor_config(bundle.preprocess, family.model_type)
@@ -411,7 +439,10 @@ def pairs(config: ViTConfig, *, gate_apart: bool = False) -> Iterator[Pair]:
     detects = config.head_kind == "detection-tokens"
     if config.registers:
         yield Pair("prefix.registers", ((YOLOS if detects else DINOV2_REGISTERS).registers,))
-    yield _detection_positions(config) if detects else Pair("positions.embedding", (POSITIONS,))
+    masks = config.head_kind == "queries"
+    of_masks = Pair("positions.embedding", (POSITIONS,), lambda tensor: tensor[None], lambda tensor: tensor[0])
+    plain = Pair("positions.embedding", (POSITIONS,))
+    yield _detection_positions(config) if detects else of_masks if masks else plain
     for layer in range(config.depth):
         yield from _block_pairs(f"blocks.{layer}.", f"{BLOCK}{layer}.", config, gate_apart)
     yield from both("norm", "layernorm")
@@ -422,8 +453,23 @@ def pairs(config: ViTConfig, *, gate_apart: bool = False) -> Iterator[Pair]:
             range(3), (("head.classes.layers.", CLASSES), ("head.boxes.layers.", BOXES))
         ):
             yield from both(f"{ours}{layer}", f"{theirs}{layer}")
+    elif masks:
+        yield from _query_pairs()
     elif config.num_classes:
         yield from both("head", "classifier")
+
+
+def _query_pairs() -> Iterator[Pair]:
+    """Yield the pairs of the head of EoMT."""
+    yield Pair("head.queries", ("query.weight",))
+    yield from both("head.classes", "class_predictor")
+    for layer in range(3):
+        yield from both(f"head.layers.{layer}", f"mask_head.fc{layer + 1}")
+    for number in range(2):
+        ours, theirs = f"head.enlarged.{number}.", f"upscale_block.block.{number}."
+        yield from both(f"{ours}up", f"{theirs}conv1")
+        yield Pair(f"{ours}mix.weight", (f"{theirs}conv2.weight",))
+        yield from both(f"{ours}norm", f"{theirs}layernorm2d")
 
 
 class LayerPositions(Pair):
@@ -490,9 +536,37 @@ def _hub_name(name: str, family: Family) -> str:
     name = name.removeprefix(family.prefix)
     for new, old in HUB_NAMES.items():
         name = re.sub(new, old, name)
+    if family is EOMT:
+        return name.replace(f"{POSITIONS}.weight", POSITIONS)
     if not family.is_dinov2:
         name = name.replace(".mlp.fc1.", ".intermediate.dense.").replace(".mlp.fc2.", ".output.dense.")
     return name
+
+
+def _eomt_name(name: str) -> str:
+    """Return the name that a tensor of EoMT has in the library, from one like DINOv2's."""
+    parts = {"attention.query": "q_proj", "attention.key": "k_proj", "attention.value": "v_proj"}
+    for old, new in {**parts, "output.dense": "out_proj"}.items():
+        name = name.replace(f".attention.{old}.", f".attention.{new}.")
+    name = name.replace(".mlp.weights_out.", ".mlp.down_proj.")
+    return re.sub(rf"^{re.escape(POSITIONS)}$", f"{POSITIONS}.weight", re.sub(r"^encoder\.layer\.", "layers.", name))
+
+
+def _covered(family: Family, registers: int) -> int:
+    """Return the number of tokens that have positions and are no patches."""
+    return {YOLOS: 1 + registers, EOMT: 0}.get(family, 1)
+
+
+def _check_masks(tensors: TensorFile, settings: ConfigFile, notes: list[str]) -> None:
+    """Raise `BundleError` unless masks have 4 x 4 cells for a patch and layers have GELU. Add notes about what the file
+    does not say."""
+    if "upscale_block.block.1.conv1.weight" not in tensors or "upscale_block.block.2.conv1.weight" in tensors:
+        raise BundleError(f"{tensors.path}: its masks have another resolution; num_upscale_blocks must be 2")
+    if (act := settings.get("hidden_act", str, "gelu")) != "gelu":
+        raise BundleError(f"{settings.path}: hidden_act={act!r} must be 'gelu', which the head has")
+    notes.append("the masks of all queries are summed to a class for every pixel, also if they were trained as objects")
+    if "attn_mask_probs" in tensors and bool((tensors.read("attn_mask_probs") > 0).any()):
+        notes.append("attn_mask_probs is above 0, as in the middle of a training; here queries attend to all patches")
 
 
 def _preprocessed_size(config: ViTConfig, made: tuple[int, int] | None, notes: list[str]) -> tuple[int, int] | None:
@@ -516,7 +590,7 @@ def _preprocessed_size(config: ViTConfig, made: tuple[int, int] | None, notes: l
 
 def _left_out(tensors: TensorFile) -> tuple[tuple[str, ...], list[str]]:
     """Return the names of tensors that classification does not use, and notes about the important ones."""
-    ignored = [name for name in tensors.shapes if name == MASK or name.startswith(DECODER)]
+    ignored = [name for name in tensors.shapes if name in OF_TRAINING or name.startswith(DECODER)]
     notes = []
     if any(name.startswith(DECODER) for name in ignored):
         notes.append("the decoder of masked patches was skipped")
@@ -535,21 +609,26 @@ def _check_carried(config: ViTConfig, family: Family) -> list[str]:
     dinov2_pool = only("cls+gap", "cls") if config.num_classes else only("cls")
     table: Table = {
         **SHAPE, "root": only(None), "class_token": only(True),
-        "pool": dinov2_pool if family.is_dinov2 else only("cls"),
+        "pool": dinov2_pool if family.is_dinov2 else own("cls") if family is EOMT else only("cls"),
         "registers": only(0) if family is VIT else KEPT,
-        "head_kind": only("detection-tokens" if family is YOLOS else "pooled"),
+        "head_kind": KEPT if family in FAMILY_OF.values() else only("pooled"),
         "head_hidden": only(0) if config.num_classes or family.is_dinov2 else KEPT,
         "final_norm": only("tokens"), "positions": only("learned"),
         "positions_at": only("stem", "every-layer") if family is YOLOS else only("stem"),
         "positions_cover": KEPT, "position_resize": own(family.position_resize),
-        "activation": only("gelu", "gelu-tanh", *(("swiglu",) if family.is_dinov2 else ())),
+        "activation": only(
+            "gelu", *(() if family is EOMT else ("gelu-tanh",)), *(("swiglu",) if family.scales_layers else ())
+        ),
         "layer_scale": only(0.0) if family is YOLOS else KEPT,
-        "attention": only("full"), "qk_norm": only(False), "qkv_bias": KEPT, "dense_bias": only(True),
-        "patch_bias": only(True), "norm_eps": KEPT,
+        "attention": only("full"), "qk_norm": only(False),
+        "qkv_bias": only(True) if family is EOMT else KEPT, "dense_bias": only(True), "patch_bias": only(True),
+        "norm_eps": KEPT,
     }  # fmt: skip
     lost = carried(f"huggingface (model_type {family.model_type}: {family.why})", config, table)
-    if family.is_dinov2:
-        _check_dinov2(config)
+    if family.scales_layers:
+        _check_dinov2(config, "EoMT" if family is EOMT else "DINOv2")
+    if family is EOMT and not config.layer_scale:
+        raise BundleError("Hugging Face's EoMT needs LayerScale, which this network does not have")
     if family is YOLOS and not (config.num_classes and config.patch_size[0] == config.patch_size[1]):
         raise BundleError(
             f"Hugging Face's YOLOS takes only square patches and needs classes, not patch_size={config.patch_size} and "
@@ -558,19 +637,19 @@ def _check_carried(config: ViTConfig, family: Family) -> list[str]:
     return lost
 
 
-def _check_dinov2(config: ViTConfig) -> None:
-    """Raise `BundleError` if the library's DINOv2 code cannot compute a network with this config."""
+def _check_dinov2(config: ViTConfig, title: str) -> None:
+    """Raise `BundleError` if the library's code of this title cannot compute a network with this config."""
     for name, (down, across) in (("patch_size", config.patch_size), ("image_size", config.image_size)):
         if down != across:
             raise BundleError(
-                f"Hugging Face's DINOv2 takes only square patches and images, not {name}={(down, across)}"
+                f"Hugging Face's {title} takes only square patches and images, not {name}={(down, across)}"
             )
     if mlp_ratio(config) is None:
         rule = "mlp_ratio * width"
         if config.activation == "swiglu":
             rule = f"two thirds of {rule}, rounded up to a multiple of 8"
         raise BundleError(
-            f"mlp_width={config.mlp_width} does not fit Hugging Face's DINOv2: it must be {rule} for a whole number "
+            f"mlp_width={config.mlp_width} does not fit Hugging Face's {title}: it must be {rule} for a whole number "
             f"mlp_ratio (width={config.width})"
         )
 
@@ -587,6 +666,8 @@ def _conformed(
     if family is YOLOS:
         return *moved_positions(state, config, "all"), lost
     positions, cls = state["positions.embedding"], state["prefix.cls"]
+    if family is EOMT:
+        return *moved_positions(state, config, "patches"), lost
     if config.positions_cover == "patches":
         state["positions.embedding"] = torch.cat([torch.zeros_like(cls), positions], dim=1)
     elif config.positions_cover == "all" and config.registers:

@@ -62,7 +62,7 @@ def preprocess_of(content: Mapping[str, Any], config: ViTConfig, model_type: str
     """
     content = {name: value for name, value in content.items() if value is not None}
     notes = []
-    dinov2, detects = model_type.startswith("dinov2"), model_type == "yolos"
+    dinov2, detects = model_type.startswith("dinov2"), model_type in ("yolos", "eomt")
     if not content:
         how = "short side to 256, crop of 224, bicubic, ImageNet's" if dinov2 else "squashed, bilinear, 0.5 for"
         how = "short side to 800, long side to at most 1333, bilinear, ImageNet's" if detects else how
@@ -204,12 +204,16 @@ def preprocessor_config(preprocess: Preprocess, model_type: str) -> tuple[dict[s
     }  # fmt: skip
     lost: list[str] = []
     edges = [scaled_side(side, preprocess.crop_share) for side in (height, width)]
-    if model_type != "yolos" and (preprocess.resize == "crop" or preprocess.crop_share < 1):
+    detects = model_type in ("yolos", "eomt")
+    if not detects and (preprocess.resize == "crop" or preprocess.crop_share < 1):
         content |= {"image_processor_type": "BitImageProcessor", "do_center_crop": True, "crop_size": size}
         content["size"] = dict(zip(size, edges, strict=True))
-    if model_type == "yolos":
+    if detects:
         further, lost = _detector_sizes(preprocess)
         content |= further
+        if model_type == "eomt":
+            content |= {"image_processor_type": "EomtImageProcessor", "do_split_image": False}
+            content["size"] = {"shortest_edge": min(height, width), "longest_edge": max(height, width)}
     elif preprocess.resize == "pad":
         lost.append("resize='pad' (written as 'squash')")
     elif preprocess.resize == "crop":

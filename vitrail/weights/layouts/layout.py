@@ -318,8 +318,10 @@ SHAPE: Table = {
 
 WITHOUT_EFFECT = (
     "dropout", "stochastic_depth", "skip_dropped", "patch_dropout", "head_bias", "position_std", "initial_weights",
+    "queries", "query_blocks",
 )  # fmt: skip
-"""Fields that only training and initialisation use, so that a file need not store them."""
+"""Fields that only training and initialisation use, so that a file need not store them, and those of the head "queries"
+alone."""
 
 EFFECTIVE = {"class_token": "has_class_token", "positions_at": "positions_place"}
 """Fields whose default depends on other fields. Each one is mapped to the property that returns its effective value."""
