@@ -25,7 +25,7 @@ from vitrail.training.after_step import Run
 from vitrail.training.config import StartConfig, TrainConfig
 from vitrail.training.log import Log, read_journal
 from vitrail.training.run import resume, train
-from vitrail.training.start import fitted, network_from
+from vitrail.training.start import choose_weights, fitted, network_from
 from vitrail.training.state import TrainState
 from vitrail.weights.bundle import weights_sha256
 from vitrail.weights.load import load
@@ -153,6 +153,16 @@ def test_a_detector_keeps_what_does_not_depend_on_its_classes() -> None:
     assert set(before) - same == {"head.classes.layers.2.weight", "head.classes.layers.2.bias"}
     anew, *_ = network_from(bundle, StartConfig(init="given", new_head=True), *arguments)
     assert not torch.equal(anew.state_dict()["head.boxes.layers.0.weight"], before["head.boxes.layers.0.weight"])
+
+
+@pytest.mark.parametrize("choice", [{"train_blocks": 0}, {"lora_rank": 1}])
+def test_detection_tokens_are_trained_with_the_head(choice: dict[str, Any]) -> None:
+    network: Any = make_bundle(head_kind="detection-tokens", registers=3, output="boxes").network
+    choose_weights(network, StartConfig(init="given", **choice))
+    trained = {name for name, weight in network.named_parameters() if weight.requires_grad}
+    assert "prefix.registers" in trained and "prefix.cls" not in trained
+    network(torch.zeros(1, 3, 12, 10)).sum().backward()
+    assert network.prefix.registers.grad.any()
 
 
 def test_fewer_tokens_than_those_of_a_model_are_refused(initial: Initial) -> None:

@@ -228,7 +228,8 @@ def choose_weights(network: AnyNetwork, start: StartConfig) -> None:
 
     The blocks below the first trained block compute a fixed function of the image. Dropout and stochastic depth are
     switched off in these blocks, because no weight in them can adapt to the noise. Patch dropout stays, because it
-    applies to the whole network. With adapters every block is trained, so nothing is switched off.
+    applies to the whole network. With adapters every block is trained, so nothing is switched off. Tokens that belong
+    to the head are trained as well.
 
     `docs/transfer.md` reports how much time a step takes with few trained blocks.
     """
@@ -249,6 +250,15 @@ def choose_weights(network: AnyNetwork, start: StartConfig) -> None:
         return
     for module in trained:
         module.requires_grad_(True)
+    if reads_own_tokens(network.config):
+        tokens: Any = network.prefix
+        tokens.registers.requires_grad_(True)
+
+
+def reads_own_tokens(config: AnyConfig) -> bool:
+    """Return True if the head of a network has tokens of its own, whose gradients pass through all blocks."""
+    kind = getattr(config, "head_kind", "pooled")
+    return kind in HEADS and "registers" in HEADS[kind].fields
 
 
 def _without_noise(module: nn.Module) -> None:
