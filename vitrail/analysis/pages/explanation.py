@@ -18,9 +18,9 @@ from vitrail.analysis.saliency import attention_rollout, class_relevance
 from vitrail.analysis.tracing import Trace, trace, transformer_of
 from vitrail.data.pixels.decode import to_pil
 from vitrail.data.pixels.geometry import Placement
-from vitrail.errors import BundleError
+from vitrail.errors import BundleError, ConfigError
 from vitrail.models.vit import VisionTransformer
-from vitrail.weights.answers import NumberPrediction, Prediction
+from vitrail.weights.answers import DENSE, OUTPUT_NOUNS, NumberPrediction, Prediction
 from vitrail.weights.bundle import Bundle
 
 MAX_BYTES = 5_000_000
@@ -71,7 +71,12 @@ class Explainer:
         top: int = 5,
     ) -> None:
         """`target` is the class to explain, by default the most probable one. `layers` and `heads` are those whose maps
-        have the size of the picture."""
+        have the size of the picture. Raise `ConfigError` for a model of boxes or masks."""
+        if bundle.classes and bundle.output in DENSE:
+            raise ConfigError(
+                f"MODEL predicts {OUTPUT_NOUNS[bundle.output]}, and only predictions about whole images are explained; "
+                "draw its answers with vitrail predict --out, or see its attention on the page of vitrail serve"
+            )
         self._bundle = bundle
         self._network = transformer_of(bundle.network)
         self._target = target
