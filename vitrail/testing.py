@@ -301,8 +301,9 @@ def _check_objective(objective: Objective, batch: Batch) -> None:
     objective.before_step(position)
     output = loss_of(batch)
     assert isinstance(output, LossOutput), f"an objective must return a LossOutput, not {type(output).__name__}"
+    amounts = objective.counted(batch).shape[1:]
     for name, value in {"loss": output.loss, **output.metrics}.items():
-        assert value.ndim <= 1 and value.isfinite().all(), (
+        assert value.shape == amounts and value.isfinite().all(), (
             f"{name} must be one finite number, or one for each amount of counted(), not {value}"
         )
     if isinstance(objective, BatchObjective):
