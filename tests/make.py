@@ -138,7 +138,7 @@ def make_bundle(*, seed: int = 5, output: Any = "softmax", channels: int = 3, **
 def dense_bundle(head_kind: str = "pyramid", **fields: Any) -> Bundle:
     """Return a model of boxes or of masks for images of 32 x 40 with random weights, which keeps the aspect ratio of
     pictures. Its classes are those of `make_voc_folder` or of `make_masks_folder`."""
-    output: Any = "mask" if head_kind == "patches" else "boxes"
+    output: Any = "mask" if head_kind.endswith("patches") else "boxes"
     classes = ("background", *SHAPES) if output == "mask" else SHAPES
     tokens = {"registers": 9} if head_kind == "detection-tokens" else {}
     size = {"image_size": (32, 40), "patch_size": (8, 8), "num_classes": len(classes), **tokens, **fields}
