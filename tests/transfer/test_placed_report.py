@@ -48,7 +48,7 @@ def test_examples_and_pages_are_drawn(name: str, tmp_path: Path) -> None:
     result = evaluate_run(run, config, config.data.cut(config.data.open()))
     assert result.report is not None and result.page is not None and result.split == "test"
     value = run.metrics["test_average_precision" if name == "detection" else "test_mean_iou"]
-    assert next(iter(result.report.metrics.values())).value == pytest.approx(value, abs=1e-6)  # type: ignore[union-attr]
+    assert next(iter(result.report.metrics.values())).value == pytest.approx(value, abs=1e-6)
     page = result.page.read_text()
     assert "Confusion matrix" in page and ("by size" in page) == (name == "detection")
     assert "the prediction on the right" in page and page.count("<img") > len(run.examples)

@@ -52,6 +52,9 @@ NO_AUGMENTATION = Augment(flip=False)
 MAX_FIRST = 6
 """Maximum number of errors, and of other images, at the top of the page."""
 
+MAX_LARGE = 2
+"""Maximum number of images with boxes or masks at the top of the page."""
+
 Shown = tuple[Image.Image | None, Sequence[str]]
 """A picture, or None if it cannot be decoded, and the lines of its caption."""
 
@@ -160,9 +163,11 @@ def _results(report: AnyReport, source: Source, bundle: Bundle) -> dict[str, Sec
     return {name: section for name, section in found.items() if section is not None}
 
 
-def _held_out(report: AnyReport, errors: Sequence[Shown], examples: Sequence[HeldOutExample]) -> list[Shown]:
+def _held_out(report: AnyReport, errors: Sequence[Shown], examples: Sequence[HeldOutExample]) -> Sequence[Shown]:
     """Return a few held-out images with their truth and prediction: the largest errors first, then images whose class
     is predicted right, or for numbers any image. A run that saved no examples shows none."""
+    if isinstance(report, PlacedReport):
+        return errors[:MAX_LARGE]
     found = [one.shown for one in examples if one.right or isinstance(report, RegressionReport)]
     return [*errors[:MAX_FIRST], *found[:MAX_FIRST]] if examples else []
 
