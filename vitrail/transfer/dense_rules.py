@@ -69,6 +69,8 @@ RATE, BACKBONE_FACTOR, LAYER_DECAY = 1e-3, 0.1, 0.8
 
 SCALES = {"boxes": (0.7, 1.4), "mask": (0.6, 1.8)}
 COLOURS = (0.3, 0.3, 0.2, 0.05)
+"""Random scales, and strengths of changes of brightness, contrast, saturation and hue, if all blocks are trained. In
+little time they cost more than they bring (docs/log.md)."""
 
 FOR_STEPS = 0.88
 """Fraction of the time that is left for the steps and evaluations of the run."""
@@ -87,7 +89,6 @@ LEAST, MIN_STEPS = 0.3, 20
 
 LARGEST_SCALE = 2.0
 """Images are not made larger than this multiple of their pixels."""
-
 
 RANDOM = frozenset({"scale_jitter", "colour_jitter", "crop_area", "grey", "blur", "solarise", "shift", "preset"})
 """Settings with which an image looks different in every epoch."""
@@ -114,7 +115,7 @@ class Times(NamedTuple):
         """Return the number of epochs of the head alone that fit into a time."""
         first = self.versions * self.images * (self.forward + self.head)
         if seconds < first:
-            return self.versions * seconds / first
+            return seconds / (self.images * (self.forward + self.head))
         return self.versions + (seconds - first) / (self.images * self.head)
 
     @property
@@ -190,7 +191,9 @@ def _epochs(
     affordable = int(EVALUATED * seconds / max(held_out * each, 1e-9))
     evaluations = choices.explicit.get("evaluations", min(MOST_EVALUATIONS, max(1, affordable)) if held_out else 0)
     choices.add(evaluations=evaluations)
-    left = max(LEAST * seconds, seconds - ((evaluations + 1) * held_out + tested) * each)
+    left = max(
+        LEAST * seconds, seconds - ((evaluations + 1) * held_out + 2 * tested) * each
+    )  # the report looks at the test split again
     if not trains_all:
         return min(MOST_EPOCHS, times.epochs_of_head(left))
     begun = time.perf_counter()
@@ -231,8 +234,9 @@ def _times(
         times = Times(size, forward * cost, head * larger, facts.images, versions)
         if times.of_head(ENOUGH_EPOCHS) <= seconds:
             break
-    is_chosen = bool({"train_blocks", "lora_rank", "scale_jitter", "colour_jitter"} & explicit.keys())
-    return times, is_chosen or times.of_all * ENOUGH_EPOCHS_OF_ALL <= seconds
+    is_chosen = explicit.get("train_blocks") or explicit.get("lora_rank")
+    is_frozen = explicit.get("train_blocks") == 0
+    return times, bool(is_chosen) or (not is_frozen and times.of_all * ENOUGH_EPOCHS_OF_ALL <= seconds)
 
 
 def _head_seconds(config: AnyConfig, device: torch.device) -> float:

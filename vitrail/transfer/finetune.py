@@ -107,6 +107,8 @@ def plan(
             f"task={config.task.name!r} learns without labels, but fine-tuning learns labels; to continue "
             "pre-training, use: vitrail train --init MODEL --task " + config.task.name
         )
+    if kind in TASKS_OF_TARGETS or config.task.output in DENSE:
+        config.task.check_data(data.whole)
     check_choice(config.start, bundle.network.config)
     device = pick_device(config.run.device)
     network, preprocess, memory = bundle.network.config, bundle.preprocess, available_memory(device)

@@ -15,6 +15,7 @@ from vitrail.machine import pick_device
 from vitrail.models.variants import AnyConfig
 from vitrail.registry import Registry
 from vitrail.weights.adapt import adapted
+from vitrail.weights.answers import DENSE
 from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
 from vitrail.weights.exported import exported_file, load_exported
 from vitrail.weights.layouts.layout import PRODUCER, Checkpoint, Description, Hints, Layout, assemble
@@ -174,12 +175,15 @@ def _read(path: Path, layout: Layout | None, hints: Hints) -> Bundle:
         classes = tuple(map(str, range(network.config.num_classes)))
         if classes:
             notes = (*notes, "the file has no class names, so the classes are numbered")
+    provenance: dict[str, Any] = {"layout": layout.name, "file": checkpoint.tensors.path.name}
+    if description.output in DENSE:  # such files number the classes as the data did
+        provenance["class_ids"] = list(range(network.config.num_classes))
     bundle = Bundle(
         network,
         classes,
         description.preprocess,
         output=description.output,
-        provenance={"layout": layout.name, "file": checkpoint.tensors.path.name},
+        provenance=provenance,
         notes=notes,
     )
     return replace(adapted(bundle, image_size=description.image_size), notes=notes)

@@ -1,0 +1,75 @@
+"""The rule for boxes and masks: image sizes from the objects, epochs from the time, and refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import vitrail
+from tests.make import make_bundle, make_colour_folder, make_masks_folder, make_voc_folder
+from vitrail.cli import main
+from vitrail.data.sources import open_data
+from vitrail.transfer.dense_rules import PATCHES_OF_OBJECT, Times, sizes_for, smallest_side, typical_shape
+
+
+def test_small_objects_need_large_images(tmp_path: Path) -> None:
+    train = open_data(str(make_voc_folder(tmp_path / "voc")), validation_share=0.2).train
+    shape, network = typical_shape(train), make_bundle(patch_size=(8, 8), image_size=(32, 32)).network.config
+    assert shape == pytest.approx((45, 57), abs=3)
+    side = smallest_side(train, shape)
+    assert side is not None and 12 < side < 22
+    sizes = sizes_for(network, shape, train)
+    areas = [height * width for height, width in sizes]
+    assert areas == sorted(areas, reverse=True)
+    scale = (areas[0] / (shape[0] * shape[1])) ** 0.5
+    assert scale * side <= 1.15 * PATCHES_OF_OBJECT * 8 or len(sizes) == 1
+    masks = open_data(str(make_masks_folder(tmp_path / "masks")), validation_share=0.2).train
+    assert smallest_side(masks, shape) is None
+
+
+def test_epochs_fit_into_the_time() -> None:
+    times = Times((16, 16), forward=0.3, head=0.1, images=50, versions=2)
+    for epochs in (0.5, 2.0, 9.0):
+        assert times.epochs_of_head(times.of_head(epochs)) == pytest.approx(epochs)
+    assert times._replace(versions=float("inf")).epochs_of_head(40) == pytest.approx(2)
+
+
+@pytest.mark.parametrize(
+    ("data", "words", "message"),
+    [
+        ("voc", ("--task", "classification"), "choose the task detection"),
+        ("voc", ("--protocol", "paper"), "protocol='paper' is made for classes"),
+        ("colours", ("--task", "detection"), "has no boxes of objects"),
+    ],
+)
+def test_what_does_not_fit_the_targets_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: str, words: tuple[str, ...], message: str
+) -> None:
+    if data == "voc":
+        make_voc_folder(tmp_path / data)
+    else:
+        make_colour_folder(tmp_path / data)
+    assert main(["finetune", "small", "--data", str(tmp_path / data), "--run", str(tmp_path / "run"), *words]) == 2
+    found = capsys.readouterr()
+    assert message in " ".join((found.out + found.err).split()) and not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "metric"), [(make_voc_folder, "average_precision_50"), (make_masks_folder, "mean_iou")]
+)
+def test_one_command_learns_drawn_objects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[..., Path], metric: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "drawn", train=24, validation=6, test=6)
+    assert main(["finetune", "small", "--data", "drawn", "--budget", "25s", "--run", "run"]) == 0
+    assert (tmp_path / "run/report.html").is_file() and list((tmp_path / "run/examples").glob("*.png"))
+    assert vitrail.load("run").metrics[f"test_{metric}"] > 0.4
+    if metric == "average_precision_50":
+        assert main(["predict", "run", "drawn/JPEGImages", "--coco", "found.json"]) == 0
+        rows = json.loads((tmp_path / "found.json").read_text())
+        assert {row["category_name"] for row in rows} <= {"blue", "red box"} and len(rows) > 20
