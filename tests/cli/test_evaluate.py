@@ -400,7 +400,7 @@ def test_wrong_use_is_explained(
         (("--by", "fewshot", "--shots", "5", "0"), "--shots 5 0 must be whole numbers of images per class, 1 or more"),
         (("--shots", "5"), "--shots: only fewshot uses it, but --by is accuracy; add fewshot to --by, or leave out"),
         (("--by", "linear", "--k", "5"), "--k: only knn uses it, but --by is linear; add knn to --by"),
-        (("--by", "linear", "--bootstrap", "0"), "--bootstrap: only accuracy and regression use it, but --by is"),
+        (("--by", "linear", "--bootstrap", "0"), "--bootstrap: only accuracy, regression, detection and masks"),
         (("--features", "embedding"), "--features: only linear, fewshot and knn use it, but --by is accuracy"),
         (("--by", "accuracy", "--numbers", "age"), "--numbers: only linear and knn use it"),
         (("--by", "regression", "--class-names", "x"), "--class-names: only accuracy uses it, but --by is regression"),
@@ -515,7 +515,7 @@ def test_numbers_are_measured_by_head_and_features(tmp_path: Path, capsys: pytes
     for options, message in (
         (("--by", "accuracy"), "accuracy needs classes, but the targets of this data are numbers; use regression"),
         (("--by", "fewshot"), "fewshot needs images with one label each, but these have numbers and no classes"),
-        (("--confusion",), "--per-class and --confusion are for classes, but this model predicts numbers; leave them"),
+        (("--confusion",), "--per-class and --confusion are for classes of images, but this model predicts numbers"),
     ):
         code, _, errors = evaluate(*options)
         assert code == 2 and message in " ".join(errors.split())

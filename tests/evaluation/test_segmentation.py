@@ -130,7 +130,7 @@ def test_masks_of_other_models_are_refused(tmp_path: Path, capsys: pytest.Captur
         bundle = replace(bundle, classes=("sea", "sail", "sun"))
     bundle.save(tmp_path / "model")
     assert main(["evaluate", str(tmp_path / "model"), "--data", str(tmp_path / "data"), "--by", "masks"]) == 2
-    message = {"crop": "choose 'pad'", "classifier": "predicts none", "names": "do not match"}[what]
+    message = {"crop": "choose 'pad'", "classifier": "but the model predicts classes", "names": "do not match"}[what]
     assert message in capsys.readouterr().err
 
 

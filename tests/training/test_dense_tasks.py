@@ -156,6 +156,8 @@ def test_settings_that_do_not_fit_are_refused_before_any_file_is_written(
         "1",
         "--threads",
         "0",
+        "--resize",
+        "pad",
     )
     code, _, errors = command(*usual, *given)
     assert code == 2 and REFUSED[words] in errors and "Traceback" not in errors, errors

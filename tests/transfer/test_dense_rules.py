@@ -34,14 +34,14 @@ def test_epochs_fit_into_the_time() -> None:
     times = Times((16, 16), forward=0.3, head=0.1, images=50, versions=2)
     for epochs in (0.5, 2.0, 9.0):
         assert times.epochs_of_head(times.of_head(epochs)) == pytest.approx(epochs)
-    assert times._replace(versions=float("inf")).epochs_of_head(40) == pytest.approx(2)
+    assert times._replace(versions=float("inf")).epochs_of_head(40.0) == pytest.approx(2)
 
 
 @pytest.mark.parametrize(
     ("data", "words", "message"),
     [
         ("voc", ("--task", "classification"), "choose the task detection"),
-        ("voc", ("--protocol", "paper"), "protocol='paper' is made for classes"),
+        ("voc", ("--protocol", "paper"), "'paper' is made for classes"),
         ("colours", ("--task", "detection"), "has no boxes of objects"),
     ],
 )

@@ -126,11 +126,9 @@ COMMAND = Command(
     summary="""Predict images with a model. Print the most probable classes of each image, or find objects or masks, and
     draw them or write them in common formats.""",
     examples=(
-        Example("vitrail predict runs/flowers rose.jpg", "Classify one image with the model of a run."),
         Example("vitrail predict runs/flowers photos/ --top 5", "Show five classes for every image in a folder."),
         Example("vitrail predict google/vit-base-patch16-224 cat.jpg --json", "Use a model from the hub; print JSON."),
         Example("vitrail predict runs/cells photos/ --out drawn/", "Draw the objects or the masks of a folder."),
-        Example("vitrail predict runs/cells photos/ --coco found.json", "Write all boxes as COCO results."),
     ),
     options=(Predict,),
     essential={
@@ -158,9 +156,10 @@ NO_CLASS = "unlabelled"
 def main(call: Call) -> int:
     options = Predict(**call.options)
     folders = _check(options)
+    named = list(_named(options.images))  # before a model is loaded in vain
     bundle = load(options.model, device=options.device, image_size=options.image_size)
     _check_fitting(options, call.options, bundle)
-    pictures, notes = _pictures(options, bundle)
+    pictures, notes = _pictures(options, bundle) if options.data else (named, ())
     for option, _ in folders:
         _check_names(option, pictures)
     threshold = USUAL_THRESHOLD if bundle.score_threshold is None else bundle.score_threshold
@@ -286,16 +285,18 @@ def _notes(options: Predict, bundle: Bundle) -> Iterator[str]:
 # The images, and what the model predicts for them.
 
 
+def _named(places: Sequence[Path]) -> Iterator[Picture]:
+    """Yield the images that the command names. Raise `DataError` for a place without one."""
+    number = 0
+    for place in places:
+        for path in image_paths([place]):
+            name = path.relative_to(place if place.is_dir() else path.parent).as_posix()
+            yield Picture(str(path), name, number := number + 1, lambda path=path: path)  # type: ignore[misc]
+
+
 def _pictures(options: Predict, bundle: Bundle) -> tuple[list[Picture], tuple[str, ...]]:
-    """Return the images, and notes about them. Raise `DataError` if there are none, and `ConfigError` if the numbers of
-    the classes of --data are not those of the model."""
-    if not options.data:
-        found: list[Picture] = []
-        for place in options.images:
-            for path in image_paths([place]):
-                name = path.relative_to(place if place.is_dir() else path.parent).as_posix()
-                found.append(Picture(str(path), name, len(found) + 1, lambda path=path: path))  # type: ignore[misc]
-        return found, ()
+    """Return the images of --data, and notes about them. Raise `DataError` if there are none, and `ConfigError` if the
+    numbers of their classes are not those of the model."""
     opened = open_images(bundle, options.data, options.split, by_features=True, needs_training=False)
     found = []
     for source in map(samples_of, opened.sources.values()):

@@ -125,6 +125,8 @@ def plan_for_data(
     choices = Choices(explicit)
     base = folder()
     choose_task(choices, config.task.name, facts, label_smoothing=0.1)
+    if facts.targets in PLACED:
+        choices.add("images keep their aspect ratio, because it is part of the shape of objects", resize="pad")
     _choose_colours(choices, splits.train)
     _choose_mirroring(choices, splits.train, channels=_chosen(choices, "channels", base.images.channels))
     if "variant" not in explicit:
@@ -295,7 +297,6 @@ def _choose_length(
         if length.speed.threads == 0:
             choices.add("images are read between the steps, which is faster here than in threads", threads=0)
     if facts.targets in PLACED:
-        choices.add("pictures keep their aspect ratio, because it is part of the shape of objects", resize="pad")
         return
     seen = explicit.get("epochs", math.inf) if length is None else length.epochs
     choices.add(erase=0.0 if seen < MANY_EPOCHS else 0.25 if facts.images >= MANY_IMAGES else 0.5)

@@ -164,7 +164,8 @@ class Augment:
         yield from problems(self)
         if self.crop_area is not None and not 0 < self.crop_area[0] <= self.crop_area[1] <= 1:
             yield f"crop_area={self.crop_area} is not two fractions in (0, 1], the smaller first"
-        cuts = {name: getattr(self.settings if name == "crop_area" else self, name) for name in CUTS}
+        known = self if self.preset not in PRESETS else self.settings
+        cuts = {name: getattr(known if name == "crop_area" else self, name) for name in CUTS}
         if len(given := [f"{name}={value}" for name, value in cuts.items() if value is not None]) > 1:
             yield f"{' and '.join(given)} choose what is seen of an image in different ways; choose one"
         if self.scale_jitter is not None and not 0 < self.scale_jitter[0] <= self.scale_jitter[1] < math.inf:
