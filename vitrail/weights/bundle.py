@@ -168,11 +168,10 @@ class Bundle:
 
         A prediction is a `Prediction` of classes, or a `NumberPrediction`, `Detections` or a `MaskPrediction` if the
         model's output is "numbers", "boxes" or "mask". A `Prediction` ranks the `top` likeliest classes, or all classes
-        if `top` is None. Matrix products are computed in
-        `precision`, by default the bundle's own. "auto" is bf16 on processors with matrix units for bf16, else float32.
-        bf16 is faster and changes probabilities slightly (docs/performance.md). The default `batch_size` follows from
-        the network's arithmetic and memory. The number of compute threads follows the cores that other programs leave,
-        except in float32.
+        if `top` is None. Matrix products are computed in `precision`, by default the bundle's own. "auto" is bf16 on
+        processors with matrix units for bf16, else float32. bf16 is faster and changes probabilities slightly
+        (docs/performance.md). The default `batch_size` follows from the network's arithmetic and memory. The number of
+        compute threads follows the cores that other programs leave, except in float32.
 
         An image that cannot be decoded raises `UndecodableImage`. With `undecodable="return"`, the list contains the
         exception instead of a prediction for that image. Raises `DataError` for a path that does not exist,
@@ -234,7 +233,7 @@ class Bundle:
         return [self.preprocess.placement(image_size_of(image)) for image in read]
 
     def answers(
-        self, outputs: Float[Tensor, b * outputs], top: int | None = None, placements: Sequence[Placement] = ()
+        self, outputs: Float[Tensor, "b ..."], top: int | None = None, placements: Sequence[Placement] = ()
     ) -> Sequence[AnyPrediction]:
         """Return the prediction of each row of the network's outputs, as `predict` does. Models of boxes and masks need
         the `placements` of the images. Raise `BundleError` for outputs that are not finite, and `ConfigError` for a
