@@ -128,7 +128,7 @@ class Trace:
     prefix: int
     """Number of tokens before the patches: the class token, if there is one, and then the registers."""
     has_class_token: bool
-    logits: Float[Tensor, b * outputs]
+    logits: Float[Tensor, "b ..."]
     """Logits, bitwise equal to those without tracing for batches of the same size."""
     attention: Float[Tensor, "b layers heads n n"] | None = None
     """Attention weights in float32, or in float64 if the network is. Rows are the tokens that attend, and columns are

@@ -190,7 +190,7 @@ def check_predicts_classes(output: OutputKind, done: str) -> None:
         raise ConfigError(f"a model that predicts {OUTPUT_NOUNS[output]} cannot be {done}; choose a model of classes")
 
 
-def finite(outputs: Float[Tensor, b * n]) -> Float[Tensor, b * n]:
+def finite(outputs: Float[Tensor, "b ..."]) -> Float[Tensor, "b ..."]:
     """Return the outputs of a model. Raise `BundleError` if one of them is not finite."""
     if wrong := int((~outputs.flatten(1).isfinite().all(dim=1)).sum()):
         raise BundleError(

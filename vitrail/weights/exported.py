@@ -186,7 +186,7 @@ class ExportedNetwork(nn.Module):
         self.head = nn.Identity() if interface.contents == "logits" else None  # the real head is in the file
         self.anchor = nn.Parameter(torch.empty(0), requires_grad=False)  # PyTorch finds the device by parameters
 
-    def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, b * outputs]:
+    def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b ..."]:
         """Return logits, the numbers of a regression, or the rows of a dense head. Raise `BundleError` if the file
         contains something else."""
         return self._run(images) if self.interface.contents == "logits" else self.embed(images)
