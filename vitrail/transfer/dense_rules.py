@@ -24,6 +24,7 @@ from vitrail.errors import ConfigError, DataError, plural
 from vitrail.machine import Precision, available_memory, resolve_precision
 from vitrail.models.network import Features
 from vitrail.models.variants import AnyConfig, build, transformer_config
+from vitrail.tasks.dense_objective import KEPT_FRACTION
 from vitrail.training.config import TrainConfig
 from vitrail.training.optimizer import OptimizerConfig
 from vitrail.training.pilot import training_speeds
@@ -223,7 +224,6 @@ def _times(
     sizes = [explicit["image_size"]] if "image_size" in explicit else sizes_for(network, shape, splits.train)
     measured = sizes[-1]
     forward = forward_seconds(on_device(adapted(bundle, image_size=measured), device), precision, batch=2)
-    versions = 2 if explicit.get("flip", True) and not RANDOM & explicit.keys() else math.inf
     names = base.task.output_names(splits)
     images = replace(bundle.preprocess, image_size=measured)
     headed = fitted(network, base.start.init, images, {}, len(names), base.task)
@@ -231,12 +231,24 @@ def _times(
     for size in sizes:
         larger = math.prod(size) / math.prod(measured)
         cost = network.inference_flops(size) / network.inference_flops(measured)
+        versions = _versions(network, size, facts.images, explicit, device)
         times = Times(size, forward * cost, head * larger, facts.images, versions)
         if times.of_head(ENOUGH_EPOCHS) <= seconds:
             break
     is_chosen = explicit.get("train_blocks") or explicit.get("lora_rank")
     is_frozen = explicit.get("train_blocks") == 0
     return times, bool(is_chosen) or (not is_frozen and times.of_all * ENOUGH_EPOCHS_OF_ALL <= seconds)
+
+
+def _versions(
+    network: AnyConfig, size: tuple[int, int], images: int, explicit: Explicit, device: torch.device
+) -> float:
+    """Return the number of versions of an image whose tokens are computed once and kept (`DenseObjective`), or infinity
+    if they are computed in every epoch."""
+    count = 1 + explicit.get("flip", True)
+    needed = images * count * 4 * network.stream_width * network.with_image_size(size).tokens
+    is_kept = device.type == "cpu" and needed <= KEPT_FRACTION * available_memory(device)
+    return math.inf if not is_kept or RANDOM & explicit.keys() else count
 
 
 def _head_seconds(config: AnyConfig, device: torch.device) -> float:
