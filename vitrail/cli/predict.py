@@ -156,10 +156,10 @@ NO_CLASS = "unlabelled"
 def main(call: Call) -> int:
     options = Predict(**call.options)
     folders = _check(options)
-    named = list(_named(options.images))  # before a model is loaded in vain
+    given = list(_named(options.images))  # before a model is loaded in vain
     bundle = load(options.model, device=options.device, image_size=options.image_size)
     _check_fitting(options, call.options, bundle)
-    pictures, notes = _pictures(options, bundle) if options.data else (named, ())
+    pictures, notes = _pictures(options, bundle) if options.data else (given, ())
     for option, _ in folders:
         _check_names(option, pictures)
     threshold = USUAL_THRESHOLD if bundle.score_threshold is None else bundle.score_threshold
