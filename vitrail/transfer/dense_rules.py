@@ -248,7 +248,7 @@ def _versions(
     count = 1 + explicit.get("flip", True)
     needed = images * count * 4 * network.stream_width * network.with_image_size(size).tokens
     is_kept = device.type == "cpu" and needed <= KEPT_FRACTION * available_memory(device)
-    return math.inf if not is_kept or RANDOM & explicit.keys() else count
+    return math.inf if not is_kept or RANDOM & explicit.keys() else float(count)
 
 
 def _head_seconds(config: AnyConfig, device: torch.device) -> float:
