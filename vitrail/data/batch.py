@@ -299,8 +299,8 @@ SEEN = 0.25
 
 
 def placed(objects: Objects, placement: Placement) -> dict[str, np.ndarray]:
-    """Return the boxes in pixels of the network's input, and their labels as `Batch` has them. Objects that are not
-    seen at all are left out."""
+    """Return the boxes in pixels of the network's input, and their labels as `Batch` has them. Objects outside
+    of the input are left out."""
     whole = objects.boxes * np.tile(placement.image[::-1], 2)
     boxes = placement.boxes(whole)
     scale = placement.scaled[0] / placement.box[2] * placement.scaled[1] / placement.box[3]

@@ -21,7 +21,7 @@ class FoundInSource(NamedTuple):
     """The true objects of the images of a source, and those that a model finds."""
 
     indices: list[int]
-    """The places of the images in the source. Images that cannot be used are left out."""
+    """Indices in the source of the images that can be used."""
     truths: list[Objects]
     found: list[Detections]
     is_finite: bool

@@ -1,4 +1,4 @@
-"""What a model of boxes or masks gets wrong: confusions with the background, objects by size, and the worst images."""
+"""Mistakes of models of boxes and masks: confused classes, found objects by size, and the worst images."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WORST = 20
 
 @dataclass(frozen=True)
 class PlacedReport:
-    """The metrics of a model of boxes or masks on a split, and what it gets wrong."""
+    """The metrics of a model of boxes or masks on a split, and its mistakes."""
 
     images: int
     skipped: tuple[Skipped, ...]

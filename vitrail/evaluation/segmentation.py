@@ -53,7 +53,7 @@ class ConfusedPixels(NamedTuple):
     """The pixels of the images of a source, by their true class and the class that a model predicts."""
 
     indices: list[int]
-    """The places of the images in the source. Images that cannot be used are left out."""
+    """Indices in the source of the images that can be used."""
     confusions: list[Int64[np.ndarray, "classes classes"]]
     """For each image, the number of pixels of each true class (rows) and predicted class (columns)."""
     is_finite: bool

@@ -343,7 +343,7 @@ async def _embeddings(request: Request) -> Response:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a request asks for, beside its images."""
+    """The choices of a request, without its images."""
 
     top: int = TOP
     """Number of classes to answer."""

@@ -136,7 +136,7 @@ OBJECTIVES = Registry[Callable[[nn.Module, Detection], Objective]](
 
 
 class Assigned(NamedTuple):
-    """What the cells of an image learn."""
+    """The targets of the cells of an image."""
 
     scores: Float[Tensor, "cells classes"]
     boxes: Float[Tensor, "cells 4"]

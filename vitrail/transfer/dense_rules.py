@@ -96,17 +96,18 @@ RANDOM = frozenset({"scale_jitter", "colour_jitter", "crop_area", "grey", "blur"
 
 
 class Times(NamedTuple):
-    """An image size, and the seconds for an image on this machine."""
+    """An image size, and the time that this machine needs for an image of this size."""
 
     image_size: tuple[int, int]
     forward: float
-    """Of the blocks' forward pass."""
+    """Seconds of the forward pass of all blocks."""
     head: float
-    """Of the head's forward and backward pass, with its loss."""
+    """Seconds of the forward and the backward pass of the head, with its loss."""
     images: int
     """Number of training images."""
     versions: float
-    """Number of versions of an image whose tokens are computed before they are all known."""
+    """Number of versions of each image: 2 with its mirror image. The tokens of each version are computed once. Infinity
+    if tokens are computed in every step."""
 
     def of_head(self, epochs: float) -> float:
         """Return the seconds for training the head alone."""
@@ -192,9 +193,8 @@ def _epochs(
     affordable = int(EVALUATED * seconds / max(held_out * each, 1e-9))
     evaluations = choices.explicit.get("evaluations", min(MOST_EVALUATIONS, max(1, affordable)) if held_out else 0)
     choices.add(evaluations=evaluations)
-    left = max(
-        LEAST * seconds, seconds - ((evaluations + 1) * held_out + 2 * tested) * each
-    )  # the report looks at the test split again
+    measured = (evaluations + 1) * held_out + 2 * tested  # the report measures the test split again
+    left = max(LEAST * seconds, seconds - measured * each)
     if not trains_all:
         return min(MOST_EPOCHS, times.epochs_of_head(left))
     begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a model answers about an image: classes, numbers, boxes of objects, or a class for every pixel."""
+"""The predictions of models: classes, numbers, boxes of objects, or a class for every pixel."""
 
 from __future__ import annotations
 
@@ -23,14 +23,11 @@ OutputKind = Literal["softmax", "sigmoid", "numbers", "boxes", "mask"]
 per class. "numbers": numbers in the units of the training data. "boxes": objects with boxes. "mask": a class for every
 pixel."""
 
-USUAL_THRESHOLD = 0.3
-"""Score from which on objects are shown, if none was chosen on validation images."""
-
 DENSE: tuple[OutputKind, ...] = ("boxes", "mask")
-"""Outputs that belong to places in the image."""
+"""Outputs with a place in the image."""
 
 USUAL_THRESHOLD = 0.3
-"""Score from which on found objects are shown if none was chosen on validation images (`Bundle.score_threshold`)."""
+"""Least score of the objects that are shown, if none was chosen on validation images (`Bundle.score_threshold`)."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ class FoundObject(NamedTuple):
 
     label: str
     score: float
-    """How sure the model is, in [0, 1]."""
+    """The probability that the model gives the object, in [0, 1]."""
     box: tuple[float, float, float, float]
     """Left, top, right and bottom in pixels of the image."""
 
@@ -180,7 +177,7 @@ def probabilities_of(logits: Tensor, output: OutputKind) -> Tensor:
 OUTPUT_NOUNS: dict[OutputKind, str] = {
     "softmax": "classes", "sigmoid": "classes", "numbers": "numbers", "boxes": "boxes", "mask": "masks",
 }  # fmt: skip
-"""What a model predicts, for messages."""
+"""Nouns of messages for the outputs of a model."""
 
 
 def check_predicts_classes(output: OutputKind, done: str) -> None:
@@ -216,7 +213,7 @@ def found_objects(
     for placement, (boxes, scores, labels) in zip(placements, head.objects(outputs), strict=True):
         height, width = placement.size
         inside = placement.boxes_back(boxes.double().numpy() * [width, height, width, height])
-        seen = (inside[:, 2:] - inside[:, :2] > LEAST_SIDE).all(axis=1)  # the others lie in the padding
+        seen = (inside[:, 2:] - inside[:, :2] > LEAST_SIDE).all(axis=1)  # other boxes lie in the padding
         found = Detections(names, inside, scores.double().numpy(), labels.numpy(), placement.image)
         answers.append(found.taken(np.flatnonzero(seen)))
     return answers
