@@ -11,13 +11,14 @@ import pytest
 import vitrail
 from tests.make import make_bundle, make_colour_folder, make_masks_folder, make_voc_folder
 from vitrail.cli import main
+from vitrail.data.source import typical_size
 from vitrail.data.sources import open_data
-from vitrail.transfer.dense_rules import PATCHES_OF_OBJECT, Times, sizes_for, smallest_side, typical_shape
+from vitrail.transfer.dense_rules import PATCHES_OF_OBJECT, Times, sizes_for, smallest_side
 
 
 def test_small_objects_need_large_images(tmp_path: Path) -> None:
     train = open_data(str(make_voc_folder(tmp_path / "voc")), validation_share=0.2).train
-    shape, network = typical_shape(train), make_bundle(patch_size=(8, 8), image_size=(32, 32)).network.config
+    shape, network = typical_size(train, 64), make_bundle(patch_size=(8, 8), image_size=(32, 32)).network.config
     assert shape == pytest.approx((45, 57), abs=3)
     side = smallest_side(train, shape)
     assert side is not None and 12 < side < 22

@@ -213,6 +213,16 @@ class Mask:
         return replace(self, places=tuple(-1 if place < 0 else int(places[place]) for place in self.places))
 
 
+def overlaps_with(
+    boxes: Float64[np.ndarray, "n 4"], box: Float64[np.ndarray, " 4"]
+) -> tuple[Float64[np.ndarray, " n"], Float64[np.ndarray, " n"]]:
+    """Return the area that each of some boxes has in common with a box, and their intersection over union."""
+    starts, ends = np.maximum(boxes[:, :2], box[:2]), np.minimum(boxes[:, 2:], box[2:])
+    common = (ends - starts).clip(min=0).prod(axis=1)
+    areas = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1) + (box[2:] - box[:2]).prod()
+    return common, common / (areas - common).clip(min=1e-12)
+
+
 def drawn_on(image: Image.Image, target: Objects | Mask, names: Sequence[str]) -> Image.Image:
     """Return an image with its objects or its mask. Raise `UndecodableImage` if the mask cannot be read."""
     size = image.height, image.width

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Int64, Shaped, UInt8
 
 from vitrail.data.faults import Fault
+from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.targets import SoftTarget, Target, TargetKind, Targets, numbered
 from vitrail.errors import DataError, UndecodableImage, plural
 
@@ -232,6 +233,19 @@ def parts_of(source: Source) -> tuple[tuple[int, int, float], ...]:
 def evenly(total: int, count: int) -> Int64[np.ndarray, " n"]:
     """Return at most `count` different numbers from 0 to `total` - 1, at equal distances."""
     return np.unique(np.linspace(0, total - 1, min(count, total)).round().astype(np.int64))
+
+
+def typical_size(source: Source, most: int) -> tuple[float, float]:
+    """Return the geometric means of the heights and of the widths of up to `most` images, of which only the headers are
+    read. Raise `DataError` if none of them can be decoded."""
+    sizes = []
+    for index in evenly(len(source), most).tolist():
+        with contextlib.suppress(DataError):
+            sizes.append(image_size_of(image_of(source, index)))
+    if not sizes:
+        raise DataError("none of the first training images can be decoded")
+    height, width = np.exp(np.log(np.array(sizes)).mean(axis=0)).tolist()
+    return height, width
 
 
 def target_kind(source: Source) -> TargetKind:

@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import Tensor
-
-from vitrail.data.batch import Batch
 from vitrail.data.objects import Objects
-from vitrail.data.source import Source, image_of, target_kind
+from vitrail.data.source import Source, target_kind
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.metrics.average_precision import average_precision, best_threshold
+from vitrail.evaluation.metrics.intervals import with_intervals
 from vitrail.evaluation.outputs import Outputs
 from vitrail.settings import problems, raise_problems, setting
-from vitrail.weights.answers import Detections
+from vitrail.weights.answers import AnyPrediction, Detections
 
 
 class FoundInSource(NamedTuple):
@@ -66,17 +64,8 @@ class ByDetection:
         if not seen.is_finite:
             return {"average_precision": float("nan"), **counts}
         report = average_precision(seen.truths, seen.found, len(held_out.classes), resamples=self.bootstrap)
-        values: dict[str, float] = {}
-        names = {
-            "average_precision": "precision",
-            "average_precision_50": "precision_50",
-            "average_precision_75": "precision_75",
-        }
-        for name, field in names.items():
-            metric = getattr(report, field)
-            values[name] = metric.value
-            if metric.low is not None and metric.high is not None:
-                values |= {f"{name}_low": metric.low, f"{name}_high": metric.high}
+        main = {"": report.precision, "_50": report.precision_50, "_75": report.precision_75}
+        values = with_intervals({f"average_precision{ending}": metric for ending, metric in main.items()})
         parts = {f"average_precision_{name}": value for name, value in report.by_size.items()}
         of_classes = zip(held_out.classes, report.by_class, strict=True)
         parts |= {f"{name}:average_precision": value for name, value in of_classes}
@@ -89,22 +78,14 @@ def objects_in(outputs: Outputs, source: Source) -> FoundInSource:
     """Return the true objects of the images of a source, and those that the model finds. Images that cannot be decoded
     or whose annotation has another size are skipped."""
     seen = FoundInSource([], [], [], is_finite=True)
-    is_finite = True
 
-    def take(batch: Batch, made: Tensor) -> None:
-        nonlocal is_finite
-        valid = batch.valid.cpu()
-        places = batch.samples[valid].tolist()
-        made = made.cpu()[valid]
-        is_finite = is_finite and bool(made.isfinite().all())
-        if not is_finite or not places:
-            return
-        placements = outputs.bundle.placements([image_of(source, place) for place in places])
-        seen.indices.extend(places)
-        seen.found.extend(outputs.bundle.answers(made, placements=placements))  # type: ignore[arg-type]
-        seen.truths.extend(truth_at(source, place) for place in places)
+    def take(place: int, found: AnyPrediction) -> None:
+        assert isinstance(found, Detections)
+        seen.indices.append(place)
+        seen.found.append(found)
+        seen.truths.append(truth_at(source, place))
 
-    outputs.each_batch(source, take)
+    is_finite = outputs.each_answer(source, take)
     return seen if is_finite else FoundInSource([], [], [], is_finite=False)
 
 

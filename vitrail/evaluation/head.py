@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,7 @@ from vitrail.data.batch import Batch
 from vitrail.data.source import Source, check_known, samples_of, truth_of
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.imagenet import imagenet_columns, map_classes, read_real, real_accuracy, real_labels
-from vitrail.evaluation.metrics.intervals import Metric
+from vitrail.evaluation.metrics.intervals import with_intervals
 from vitrail.evaluation.metrics.numbers import StreamingAccuracy, StreamingErrors
 from vitrail.evaluation.metrics.report import absent_note, regression_report, report
 from vitrail.evaluation.outputs import Outputs
@@ -190,17 +189,6 @@ def _check_classes(source: Source) -> None:
 def _check_bootstrap(resamples: int) -> None:
     if resamples < 0:
         raise ConfigError(f"bootstrap={resamples} is less than 0, the value for no intervals")
-
-
-def with_intervals(metrics: Mapping[str, Metric], prefix: str = "") -> dict[str, float]:
-    """Return the values of metrics as PREFIXNAME. If a metric has an interval, also return its ends as
-    PREFIXNAME_low and PREFIXNAME_high."""
-    found = {}
-    for name, metric in metrics.items():
-        found[f"{prefix}{name}"] = metric.value
-        if metric.low is not None and metric.high is not None:
-            found |= {f"{prefix}{name}_low": metric.low, f"{prefix}{name}_high": metric.high}
-    return found
 
 
 def _cross_entropies(logits: Float[Tensor, "b classes"], batch: Batch, output: OutputKind) -> Float[Tensor, " b"]:

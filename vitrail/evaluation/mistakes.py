@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from vitrail.data.batch import Skipped
-from vitrail.data.objects import Mask, Objects
+from vitrail.data.objects import Mask, Objects, overlaps_with
 from vitrail.data.source import Source
 from vitrail.errors import DataError
 from vitrail.evaluation.detection import objects_in
@@ -139,14 +139,12 @@ def matched(truth: Objects, found: Detections) -> Int64[np.ndarray, " n"]:
     free = ~truth.crowd
     for row in np.argsort(-found.scores, kind="stable").tolist() if len(truth) else ():
         box = found.boxes[row]
-        sides = np.minimum(boxes[:, 2:], box[2:]) - np.maximum(boxes[:, :2], box[:2])
-        common, own = sides.clip(min=0).prod(axis=1), (box[2:] - box[:2]).prod()
-        overlap = common / ((boxes[:, 2:] - boxes[:, :2]).prod(axis=1) + own - common).clip(min=1e-12)
+        common, overlap = overlaps_with(boxes, box)
         fits = free & (overlap >= OVERLAP)
         if fits.any():
             best = int(np.where(fits, overlap + (truth.labels == found.labels[row]), 0).argmax())
             rows[row], free[best] = best, False
-        elif (truth.crowd & (common / max(own, 1e-12) >= OVERLAP)).any():
+        elif (truth.crowd & (common / max((box[2:] - box[:2]).prod(), 1e-12) >= OVERLAP)).any():
             rows[row] = IN_CROWD
     return rows
 

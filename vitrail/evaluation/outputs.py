@@ -12,11 +12,12 @@ from torch import Tensor
 from vitrail.cores import following_cores
 from vitrail.data.batch import Batch, Skipped
 from vitrail.data.pipeline import evaluation_batches
-from vitrail.data.source import Source
+from vitrail.data.source import Source, image_of
 from vitrail.errors import ConfigError
 from vitrail.evaluation.features.extract import FeatureSet, Layer, existing_layer, extract
 from vitrail.evaluation.predictions import Pass, Predictions, Rows
 from vitrail.models.predictor import Predictor
+from vitrail.weights.answers import AnyPrediction
 
 Take = Callable[[Batch, Tensor], None]
 
@@ -92,6 +93,25 @@ class Outputs(Pass):
         if rows is not None:
             self._rows[id(source)] = source, rows, skipped
         return skipped
+
+    def each_answer(self, source: Source, take: Callable[[int, AnyPrediction], None]) -> bool:
+        """Call `take` with the index of each image of a source that can be used, and with the prediction of a model of
+        boxes or masks for it. Return False if an output is not finite; the images after it are then left out."""
+        is_finite = True
+
+        def answer(batch: Batch, made: Tensor) -> None:
+            nonlocal is_finite
+            valid = batch.valid.cpu()
+            places, made = batch.samples[valid].tolist(), made.cpu()[valid]
+            is_finite = is_finite and bool(made.isfinite().all())
+            if not is_finite or not places:
+                return
+            placements = self.bundle.placements([image_of(source, place) for place in places])
+            for place, found in zip(places, self.bundle.answers(made, placements=placements), strict=True):
+                take(place, found)
+
+        self.each_batch(source, answer)
+        return is_finite
 
     def batches(self, source: Source) -> Iterator[Batch]:
         """Yield the batches of a source that this process computes, for evaluators that need more than the outputs of

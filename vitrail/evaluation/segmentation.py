@@ -19,19 +19,20 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float16, Int64, UInt8
 from torch import Tensor, nn
 
-from vitrail.data.batch import Batch, Skipped
+from vitrail.data.batch import Skipped
 from vitrail.data.objects import IGNORED, Mask
 from vitrail.data.pipeline import evaluation_batches
 from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Source, evenly, image_of, subset, target_kind
+from vitrail.data.source import Source, evenly, image_of, subset, target_kind, typical_size
 from vitrail.errors import ConfigError, DataError, UndecodableImage
+from vitrail.evaluation.metrics.intervals import with_intervals
 from vitrail.evaluation.metrics.mask_metrics import intersection_over_union, mask_metrics, pixel_confusion
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.predictor import Predictor
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import problems, raise_problems, setting
-from vitrail.weights.answers import MaskPrediction
+from vitrail.weights.answers import AnyPrediction, MaskPrediction
 
 LOOKED_AT = 50
 """Number of training images whose aspect ratios decide about that of the network's input."""
@@ -108,42 +109,24 @@ class ByMasks:
 def confused_pixels(outputs: Outputs, source: Source) -> ConfusedPixels:
     """Return the pixels of the images of a source by true and predicted class. Images that cannot be decoded or whose
     masks cannot be used are skipped."""
-    indices: list[int] = []
-    confusions: list[Int64[np.ndarray, "classes classes"]] = []
-    is_finite = True
+    seen = ConfusedPixels([], [], is_finite=True)
 
-    def take(batch: Batch, made: Tensor) -> None:
-        nonlocal is_finite
-        rows = [
-            row
-            for row, place in enumerate(batch.samples.tolist())
-            if batch.valid[row] and isinstance(source.target(place), Mask)
-        ]
-        made, places = made.cpu()[rows], batch.samples[rows].tolist()
-        is_finite = is_finite and bool(made.isfinite().all())
-        if not is_finite:
-            return
-        placements = outputs.bundle.placements([image_of(source, place) for place in places])
-        answers = outputs.bundle.answers(made, placements=placements) if places else ()
-        for place, placement, answer in zip(places, placements, answers, strict=True):
-            target = source.target(place)
-            assert isinstance(target, Mask) and isinstance(answer, MaskPrediction)
-            truth = target.indices(placement.image)
-            confusions.append(pixel_confusion(truth, answer.indices.astype(np.int64), len(source.classes)))
-            indices.append(place)
+    def take(place: int, found: AnyPrediction) -> None:
+        assert isinstance(found, MaskPrediction)
+        if isinstance(target := source.target(place), Mask):
+            height, width = found.indices.shape
+            truth = target.indices((height, width))
+            seen.indices.append(place)
+            seen.confusions.append(pixel_confusion(truth, found.indices.astype(np.int64), len(source.classes)))
 
-    outputs.each_batch(source, take)
-    return ConfusedPixels(indices, confusions, is_finite)
+    return seen._replace(is_finite=outputs.each_answer(source, take))
 
 
 def _values(
     confusions: Int64[np.ndarray, "n classes classes"], classes: Sequence[str], resamples: int
 ) -> dict[str, float]:
     """Return the metrics of images with these confusions, with intervals, and those of each class."""
-    values: dict[str, float] = {}
-    for name, metric in mask_metrics(confusions, resamples=resamples).items():
-        ends = {f"{name}_low": metric.low, f"{name}_high": metric.high}
-        values |= {name: metric.value} | {end: value for end, value in ends.items() if value is not None}
+    values = with_intervals(mask_metrics(confusions, resamples=resamples))
     shares = zip(classes, intersection_over_union(confusions.sum(axis=0)).tolist(), strict=True)
     return values | {f"{name}:iou": share for name, share in shares if not math.isnan(share)}
 
@@ -202,15 +185,7 @@ class BySegmentation:
 
     def _preprocess(self, outputs: Outputs, learned: Source) -> Preprocess:
         """Return the preprocessing of whole images."""
-        sizes = []
-        for index in evenly(len(learned), LOOKED_AT).tolist():
-            try:
-                sizes.append(image_size_of(image_of(learned, index)))
-            except UndecodableImage:
-                continue
-        if not sizes:
-            raise DataError("none of the first training images can be decoded")
-        height, width = np.exp(np.log(np.array(sizes)).mean(axis=0)).tolist()
+        height, width = typical_size(learned, LOOKED_AT)
         down, across = _patch_size(outputs)
         scale = min(LARGEST_SCALE, math.sqrt(self.patches * down * across / (height * width)))
         size = max(1, int(scale * height / down)) * down, max(1, int(scale * width / across)) * across

@@ -17,10 +17,9 @@ import torch
 
 from vitrail.data.augment.settings import Augment
 from vitrail.data.objects import Objects
-from vitrail.data.pixels.decode import image_size_of
-from vitrail.data.source import Source, evenly, image_of
+from vitrail.data.source import Source, evenly, typical_size
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, DataError, plural
+from vitrail.errors import ConfigError, plural
 from vitrail.machine import Precision, available_memory, resolve_precision
 from vitrail.models.network import Features
 from vitrail.models.variants import AnyConfig, build, transformer_config
@@ -218,7 +217,7 @@ def _times(
     need. All blocks are trained if the time suffices for `ENOUGH_EPOCHS_OF_ALL`, or if the user chose what is trained.
     """
     network = bundle.network.config
-    shape = typical_shape(splits.train)
+    shape = typical_size(splits.train, MAX_HEADERS)
     own = resolve_precision(base.run.precision, device)
     precision: Precision = "float32" if own == "float32" else "bf16"
     sizes = [explicit["image_size"]] if "image_size" in explicit else sizes_for(network, shape, splits.train)
@@ -292,17 +291,3 @@ def smallest_side(train: Source, shape: tuple[float, float]) -> float | None:
     labels, boxes = (np.concatenate([getattr(one, name) for one in objects]) for name in ("labels", "boxes"))
     sides = np.sqrt((boxes[:, 2:] - boxes[:, :2]).prod(axis=1) * math.prod(shape))
     return float(min(np.median(sides[labels == label]) for label in np.unique(labels)))
-
-
-def typical_shape(source: Source) -> tuple[float, float]:
-    """Return the geometric mean of the heights and that of the widths of up to 64 images."""
-    sizes = []
-    for index in evenly(len(source), MAX_HEADERS).tolist():
-        try:
-            sizes.append(image_size_of(image_of(source, index)))
-        except DataError:  # training skips the image and reports it
-            continue
-    if not sizes:
-        raise DataError("none of the first training images can be decoded")
-    height, width = np.exp(np.log(np.array(sizes)).mean(axis=0)).tolist()
-    return height, width

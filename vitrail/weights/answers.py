@@ -15,7 +15,7 @@ from torch import Tensor
 from vitrail.data.objects import Runs
 from vitrail.data.pixels.geometry import Placement
 from vitrail.errors import BundleError, ConfigError
-from vitrail.models.heads import DenseHead
+from vitrail.models.heads.dense_head import BoxHead, MaskHead
 from vitrail.report.drawing import draw_boxes, draw_mask
 
 OutputKind = Literal["softmax", "sigmoid", "numbers", "boxes", "mask"]
@@ -202,7 +202,7 @@ LEAST_SIDE = 0.01
 
 
 def found_objects(
-    head: type[DenseHead],
+    head: type[BoxHead],
     outputs: Float[Tensor, "b rows outputs"],
     names: tuple[str, ...],
     placements: Sequence[Placement],
@@ -220,7 +220,7 @@ def found_objects(
 
 
 def class_masks(
-    head: type[DenseHead],
+    head: type[MaskHead],
     outputs: Float[Tensor, "b rows outputs"],
     names: tuple[str, ...],
     placements: Sequence[Placement],

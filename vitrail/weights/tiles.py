@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float64, Int64, UInt8
 
-from vitrail.data.objects import Runs
+from vitrail.data.objects import Runs, overlaps_with
 from vitrail.data.pixels.decode import to_pil
 from vitrail.errors import UndecodableImage
 from vitrail.machine import Precision
@@ -119,9 +119,8 @@ def _kept(
     while len(order) and len(kept) < MOST_OBJECTS:
         first, order = int(order[0]), order[1:]
         kept.append(first)
-        starts = np.maximum(boxes[order, :2], boxes[first, :2])
-        shared = (np.minimum(boxes[order, 2:], boxes[first, 2:]) - starts).clip(min=0).prod(axis=1)
-        same = shared / (areas[order] + areas[first] - shared) > SAME
+        shared, overlap = overlaps_with(boxes[order], boxes[first])
+        same = overlap > SAME
         same |= cut[order] & (shared / areas[order] > INSIDE)
         order = order[~(same & (labels[order] == labels[first]))]
     rows = np.array(kept, np.int64)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float64
 
-from vitrail.data.objects import Objects, Runs
+from vitrail.data.objects import Objects, Runs, overlaps_with
 from vitrail.evaluation.metrics.intervals import Metric, interval
 from vitrail.models.heads.dense_head import MOST_BOXES
 from vitrail.weights.answers import Detections
@@ -97,10 +97,7 @@ def _hits(truth: Objects, found: Detections) -> Bool[np.ndarray, " n"]:
     free = ~truth.crowd
     hits = np.zeros(len(found), np.bool_)
     for row in np.argsort(-found.scores, kind="stable").tolist():
-        starts, ends = np.maximum(boxes[:, :2], found.boxes[row, :2]), np.minimum(boxes[:, 2:], found.boxes[row, 2:])
-        common = (ends - starts).clip(min=0).prod(axis=1)
-        areas = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1) + (found.boxes[row, 2:] - found.boxes[row, :2]).prod()
-        overlap = np.where(free & (truth.labels == found.labels[row]), common / (areas - common).clip(min=1e-12), 0)
+        overlap = np.where(free & (truth.labels == found.labels[row]), overlaps_with(boxes, found.boxes[row])[1], 0)
         if len(overlap) and overlap.max() >= 0.5:
             hits[row] = True
             free[overlap.argmax()] = False

@@ -11,7 +11,7 @@ metrics here are functions of weighted sums, so one matrix product gives many me
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -35,6 +35,17 @@ class Metric:
     value: float
     low: float | None = None
     high: float | None = None
+
+
+def with_intervals(metrics: Mapping[str, Metric], prefix: str = "") -> dict[str, float]:
+    """Return the values of metrics as PREFIXNAME. If a metric has an interval, also return its ends as
+    PREFIXNAME_low and PREFIXNAME_high."""
+    found = {}
+    for name, metric in metrics.items():
+        found[f"{prefix}{name}"] = metric.value
+        if metric.low is not None and metric.high is not None:
+            found |= {f"{prefix}{name}_low": metric.low, f"{prefix}{name}_high": metric.high}
+    return found
 
 
 def mean_interval(

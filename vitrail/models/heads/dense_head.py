@@ -56,19 +56,6 @@ class DenseHead(nn.Module, ABC):
         """Draw new weights."""
 
     @classmethod
-    def objects(cls, outputs: Float[Tensor, "b rows outputs"]) -> list[FoundBoxes]:
-        """Return the boxes that the outputs of each image mean. Only heads of boxes have this method."""
-        raise NotImplementedError(cls.__name__)
-
-    @classmethod
-    def class_maps(
-        cls, outputs: Float[Tensor, "b rows outputs"], grid: tuple[int, int]
-    ) -> Float[Tensor, "b classes h w"]:
-        """Return a map of logits for each class, which covers the network's input. `grid` has the rows and columns of
-        patches. Only heads of masks have this method."""
-        raise NotImplementedError(cls.__name__)
-
-    @classmethod
     def needed(cls, config: Any) -> dict[str, Any]:
         """Return the values of `fields` for a network of this config that gets a head of this kind. By default they
         stay as they are."""
@@ -93,3 +80,24 @@ class DenseHead(nn.Module, ABC):
     @abstractmethod
     def kept_values(cls, config: Any) -> int:
         """Return about how many values per image the backward pass needs."""
+
+
+class BoxHead(DenseHead):
+    """A head whose outputs are boxes."""
+
+    @classmethod
+    @abstractmethod
+    def objects(cls, outputs: Float[Tensor, "b rows outputs"]) -> list[FoundBoxes]:
+        """Return the boxes in each image, from the outputs for it."""
+
+
+class MaskHead(DenseHead):
+    """A head whose outputs are logits of classes for every place of the image."""
+
+    @classmethod
+    @abstractmethod
+    def class_maps(
+        cls, outputs: Float[Tensor, "b rows outputs"], grid: tuple[int, int]
+    ) -> Float[Tensor, "b classes h w"]:
+        """Return a map of logits for each class, which covers the network's input. `grid` has the rows and columns of
+        patches."""

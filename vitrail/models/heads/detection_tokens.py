@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vitrail.models.heads.dense_head import MOST_BOXES, DenseHead, FoundBoxes
+from vitrail.models.heads.dense_head import MOST_BOXES, BoxHead, FoundBoxes
 from vitrail.models.linear.dense import Linear
 from vitrail.models.network import Features
 
@@ -30,7 +30,7 @@ class ThreeLayers(nn.Module):
         return last(F.relu(second(F.relu(first(tokens)))))
 
 
-class DetectionTokens(DenseHead):
+class DetectionTokens(BoxHead):
     """One box for each register token, which the blocks turn into an object or into "no object".
 
     A row of the output is a token: left, top, right and bottom of its box as fractions of the input, a logit of each

@@ -10,12 +10,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vitrail.models.heads.dense_head import DenseHead
+from vitrail.models.heads.dense_head import MaskHead
 from vitrail.models.linear.dense import Linear
 from vitrail.models.network import Features
 
 
-class PatchClasses(DenseHead):
+class PatchClasses(MaskHead):
     """The logits of the classes of each patch, in row-major order of the grid."""
 
     cells: ClassVar[int] = 1
@@ -23,7 +23,13 @@ class PatchClasses(DenseHead):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.layer = Linear(config.width, config.num_classes)
+        self.layer = Linear(self.layer_inputs(config), config.num_classes)
+
+    @classmethod
+    def layer_inputs(cls, config: Any) -> int:
+        """Return the number of values of each row from which the last layer computes its logits."""
+        width: int = config.width
+        return width
 
     def forward(self, features: Features) -> Float[Tensor, "b cells classes"]:
         return self.layer(features.patches).float()
@@ -65,14 +71,17 @@ class FinePatchClasses(PatchClasses):
     cells = 4
 
     def __init__(self, config: Any) -> None:
-        DenseHead.__init__(self, config)
+        super().__init__(config)
         first, second = WIDTHS
         self.up = nn.Sequential(
             nn.ConvTranspose2d(config.width, first, 2, stride=2), nn.GroupNorm(GROUPS, first), nn.GELU(),
             nn.ConvTranspose2d(first, second, 2, stride=2), nn.GroupNorm(GROUPS, second), nn.GELU(),
             nn.Conv2d(second, second, 3, padding=1, bias=False), nn.GroupNorm(GROUPS, second), nn.GELU(),
         )  # fmt: skip
-        self.layer = Linear(second, config.num_classes)
+
+    @classmethod
+    def layer_inputs(cls, config: Any) -> int:
+        return WIDTHS[-1]
 
     def forward(self, features: Features) -> Float[Tensor, "b cells classes"]:
         patches = features.patches

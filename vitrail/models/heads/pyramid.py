@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vitrail.models.heads.dense_head import MOST_BOXES, DenseHead, FoundBoxes
+from vitrail.models.heads.dense_head import MOST_BOXES, BoxHead, FoundBoxes
 from vitrail.models.network import Features
 
 NARROWEST, WIDEST = 64, 256
@@ -40,7 +40,7 @@ FIRST_DISTANCE = 1.5
 """Distance from a cell to each side of its box at the beginning, in cells."""
 
 
-class Pyramid(DenseHead):
+class Pyramid(BoxHead):
     """Boxes from three feature maps, of which the finest has four cells for a patch.
 
     A row of the output is a cell: left, top, right and bottom of its box as fractions of the input, and a logit of each

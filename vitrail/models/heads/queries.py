@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vitrail.models.heads.dense_head import DenseHead
+from vitrail.models.heads.dense_head import MaskHead
 from vitrail.models.linear.dense import Linear
 from vitrail.models.network import Features
 from vitrail.models.positions import POSITIONS
@@ -43,7 +43,7 @@ class Enlarged(nn.Module):
         return self.norm(mixed.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-class QueryMasks(DenseHead):
+class QueryMasks(MaskHead):
     """A mask and a class for each query. The logit of a cell is the product of an MLP of the query with the enlarged
     map of patch tokens.
 
