@@ -181,6 +181,13 @@ def test_override_replaces_the_fields_of_all_sections() -> None:
     assert restored == before == TrainConfig(), "nothing else changed"
 
 
+def test_settings_that_are_given_together_are_judged_together() -> None:
+    changed = RECIPES["demo"]().override(task="detection", erase=0.0)
+    assert (changed.task.name, changed.augment.erase) == ("detection", 0.0)
+    with pytest.raises(ConfigError, match=r"erase=0\.\d+ changes images"):
+        RECIPES["demo"]().override(task="detection")
+
+
 def test_override_takes_no_whole_section() -> None:
     with pytest.raises(ConfigError, match="unknown field 'model'"):
         TrainConfig().override(model=ModelConfig())

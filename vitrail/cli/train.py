@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,9 @@ def _instead_of(name: str, has_data: bool) -> str:
 def _defaults(given: Mapping[str, Any]) -> dict[str, str]:
     recipe = recipe_for(given)
     decisive = {name: given[name] for name in DECISIVE if name in given}
-    texts = default_texts(recipe.override(task=task_of(given, recipe.task.name), **decisive))
+    with suppress(ConfigError):  # a task can need other values of settings of the recipe, which the command must give
+        recipe = recipe.override(task=task_of(given, recipe.task.name), **decisive)
+    texts = default_texts(recipe)
     of_network = dict.fromkeys(override_fields(), "")
     if is_chosen(given):
         texts |= of_network | dict.fromkeys(CHOSEN, "chosen from the data")

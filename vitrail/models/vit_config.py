@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 from torch import nn
@@ -398,13 +399,29 @@ def _misfits(config: ViTConfig) -> list[str]:
         found.append(f"pool={config.pool!r} needs a class token: class_token=False does not fit")
     if config.pool == "cls+dist" and not config.registers:
         found.append("pool='cls+dist' reads the first register: registers=0 does not fit; choose registers=1")
-    if config.head_kind in HEADS:
-        found += HEADS[config.head_kind].problems(config)
+    found += _misfits_of_head(config)
     try:
         config.grid_of(*config.image_size)
     except ConfigError as error:
         found.append(str(error))
     return found
+
+
+def _misfits_of_head(config: ViTConfig) -> Iterator[str]:
+    """Yield messages for fields that do not fit the kind of head, or that belong to another kind."""
+    own = HEADS.get(config.head_kind)
+    for name, default in fields_of_other_heads(config.head_kind).items():
+        if (value := getattr(config, name)) != default:
+            yield f"{name}={value} does not fit head_kind={config.head_kind!r}, which does not read it; leave it out"
+    if own is not None:
+        yield from own.problems(config)
+
+
+def fields_of_other_heads(head_kind: str) -> dict[str, Any]:
+    """Return the fields that only other kinds of heads read (`DenseHead.own_fields`), with their defaults."""
+    own = HEADS[head_kind].own_fields if head_kind in HEADS else ()
+    names = {name for head in HEADS.values() for name in head.own_fields if name not in own}
+    return {item.name: item.default for item in fields(ViTConfig) if item.name in names}
 
 
 def make_head(config: ViTConfig) -> nn.Module | None:

@@ -399,24 +399,25 @@ class TrainConfig:
         A bare name belongs to a field of one of the sections, or to a field of the network's config. `task` is the name
         of the new task. Raises `ConfigError` with all problems. The message for an unknown name suggests similar names.
         """
-        base = self
-        if (task := values.pop("task", self.task.name)) != self.task.name:
-            base = dataclasses.replace(self, task=_task_named(task))
-        known = base.settings()
+        task = self.task
+        if (chosen := values.pop("task", task.name)) != task.name:
+            task = _task_named(chosen)
+        sections: dict[str, Any] = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        sections["task"] = task
+        known = _sections(tuple((name, type(section)) for name, section in sections.items()))
         changed: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
             if name not in known:
-                raise ConfigError(base._unknown(name, known))
+                raise ConfigError(_unknown(name, known, task))
             changed.setdefault(known[name], {})[name] = value
-        sections: dict[str, Any] = {}
         problems = []
         for section, fields in changed.items():
             try:
-                sections[section] = _replaced(getattr(base, section), fields)
+                sections[section] = _replaced(sections[section], fields)
             except ConfigError as error:
                 problems.append(str(error))
         raise_problems(problems)
-        return dataclasses.replace(base, **sections)
+        return dataclasses.replace(self, **sections)
 
     def settings(self) -> Mapping[str, str]:
         """Return a dictionary that maps the bare name of each setting of `override` to the name of the setting's
@@ -520,12 +521,6 @@ class TrainConfig:
                     "size; leave both out"
                 )
 
-    def _unknown(self, name: str, known: Mapping[str, str]) -> str:
-        for task in TASKS.values():
-            if name in bare_names(task):
-                return f"{name} is a setting of the task {task.name}, but the task of this run is {self.task.name}"
-        return f"unknown field {name!r}; {nearest(name, known)}"
-
 
 @cache
 def _sections(kinds: tuple[tuple[str, type], ...]) -> Mapping[str, str]:
@@ -535,6 +530,14 @@ def _sections(kinds: tuple[tuple[str, type], ...]) -> Mapping[str, str]:
         names = ("variant", *override_fields()) if kind is ModelConfig else bare_names(kind)
         found |= dict.fromkeys(names, section)
     return found
+
+
+def _unknown(name: str, known: Mapping[str, str], task: Task) -> str:
+    """Return a message about a setting that is not known for a run of this task."""
+    for other in TASKS.values():
+        if name in bare_names(other):
+            return f"{name} is a setting of the task {other.name}, but the task of this run is {task.name}"
+    return f"unknown field {name!r}; {nearest(name, known)}"
 
 
 def _task_named(name: Any) -> Task:

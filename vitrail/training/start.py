@@ -17,7 +17,7 @@ from vitrail.models.linear.dense import Linear
 from vitrail.models.linear.lora import add_adapters, check_adapters
 from vitrail.models.network import with_weights
 from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build
-from vitrail.models.vit_config import ViTConfig
+from vitrail.models.vit_config import ViTConfig, fields_of_other_heads
 from vitrail.settings import from_plain, to_plain
 from vitrail.tasks.task import Task
 from vitrail.training.config import StartConfig
@@ -126,7 +126,7 @@ def head_fields(model: AnyConfig, overrides: Mapping[str, Any], task: Task) -> d
         found: dict[str, Any] = {"head_kind": kind}
         if kind in HEADS and kind != own:
             chosen = {name: value for name, value in overrides.items() if name in HEADS[kind].fields}
-            found |= HEADS[kind].needed(model) | chosen
+            found |= fields_of_other_heads(kind) | HEADS[kind].needed(model) | chosen
             if "positions_at" in chosen and model.positions_place != "stem":
                 raise ConfigError(
                     f"positions_at={chosen['positions_at']!r} needs a model whose positions are in the stem"

@@ -176,7 +176,9 @@ def _read(path: Path, layout: Layout | None, hints: Hints) -> Bundle:
         if classes:
             notes = (*notes, "the file has no class names, so the classes are numbered")
     provenance: dict[str, Any] = {"layout": layout.name, "file": checkpoint.tensors.path.name}
-    if description.output in DENSE:  # such files number the classes as the data did
+    if description.class_ids is not None:
+        provenance["class_ids"] = list(description.class_ids)
+    elif description.output in DENSE:  # such files number the classes as the data did
         provenance["class_ids"] = list(range(network.config.num_classes))
     bundle = Bundle(
         network,

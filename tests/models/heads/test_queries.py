@@ -126,6 +126,13 @@ def test_settings_that_do_not_fit_added_tokens_are_refused(field: dict[str, Any]
         vitrail.create("ViT-Pico/8", num_classes=1, image_size=(40, 24), head_kind="queries", depth=3, **fields)
 
 
+@pytest.mark.parametrize("kind", ["pooled", "pyramid", "patches"])
+@pytest.mark.parametrize("field", [{"queries": 7}, {"query_blocks": 1}])
+def test_other_heads_refuse_the_settings_of_queries(kind: str, field: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"does not fit head_kind='{kind}'"):
+        vitrail.create("ViT-Pico/8", num_classes=2, image_size=(40, 24), head_kind=kind, **field)
+
+
 def test_files_with_other_masks_are_refused(tmp_path: Path) -> None:
     eomt(num_upscale_blocks=1).save_pretrained(tmp_path / "theirs")
     with pytest.raises(BundleError, match="num_upscale_blocks must be 2"):

@@ -577,6 +577,19 @@ def test_what_has_no_place_is_refused(tmp_path: Path, fields: dict[str, Any], me
     assert not any(tmp_path.iterdir())
 
 
+def test_the_numbers_of_the_classes_in_the_data_are_kept(tmp_path: Path) -> None:
+    metrics = {"validation_score_threshold": 0.25}
+    bundle = replace(make_bundle(**DETECTOR), metrics=metrics, provenance={"class_ids": [90, 5, 17]})
+    (lost,) = HUGGINGFACE.write(bundle, tmp_path / "model")
+    assert "score 0.25" in lost
+    assert load(tmp_path / "model", device="cpu").class_ids == (90, 5, 17)
+    file = tmp_path / "model/config.json"
+    for wrong in ([90, 5], [90, 5, 5], [1, 2, True], "90"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"class_ids": wrong}))
+        with pytest.raises(BundleError, match=r"config\.json: class_ids="):
+            load(tmp_path / "model", device="cpu")
+
+
 def test_a_folder_that_is_there_is_replaced(tmp_path: Path) -> None:
     make_bundle(**DINOV2, seed=1).save(tmp_path / "ours")
     for _ in range(2):

@@ -51,6 +51,7 @@ class QueryMasks(MaskHead):
     cells of all patches, in row-major order.
     """
 
+    fields = own_fields = ("queries", "query_blocks")
     adds_tokens = True
 
     def __init__(self, config: Any) -> None:
@@ -117,8 +118,6 @@ class QueryMasks(MaskHead):
                 f"query_blocks={config.query_blocks} does not fit {kind}, whose queries enter before some of the "
                 f"{config.num_blocks} blocks; choose from 1 to {config.num_blocks - 1}"
             )
-        if config.queries < 1:
-            yield f"queries={config.queries} does not fit {kind}; choose at least 1"
         needed = {"attention": "full", "reversible": False, "final_norm": "tokens"}
         for name, value in needed.items():
             if getattr(config, name) != value:

@@ -241,6 +241,19 @@ def classes_of(settings: ConfigFile, num_classes: int, notes: list[str]) -> tupl
     return tuple(str(names[str(number)]) for number in range(num_classes))
 
 
+def class_ids_of(settings: ConfigFile, num_classes: int) -> tuple[int, ...] | None:
+    """Return the numbers of the classes in the data that the model learned from, or None if the file does not have
+    them. Raise `BundleError` unless each class has its own whole number."""
+    found = settings.get(CLASS_IDS, list, None)
+    if found is not None and (
+        len(found) != num_classes or len(set(found)) != num_classes or any(type(number) is not int for number in found)
+    ):
+        raise BundleError(
+            f"{settings.path}: {CLASS_IDS}={found!r} must have another whole number for each of {num_classes} classes"
+        )
+    return None if found is None else tuple(found)
+
+
 def output_of(settings: ConfigFile, family: Family, num_classes: int, notes: list[str]) -> OutputKind:
     """Return the meaning of the outputs. A classifier of one label is never a softmax, whose only value is 1."""
     if family in (YOLOS, EOMT):
@@ -304,6 +317,8 @@ def config_json(config: ViTConfig, family: Family, bundle: Bundle) -> dict[str, 
             config.num_classes > 1 or bundle.output != "softmax"
         ):  # the library refuses a softmax of one label
             content["problem_type"] = next(theirs for theirs, ours in OUTPUTS.items() if ours == bundle.output)
+        if bundle.class_ids not in ((), tuple(range(config.num_classes))):  # the library numbers classes from 0
+            content[CLASS_IDS] = list(bundle.class_ids)
     return content
 
 
@@ -325,6 +340,9 @@ def mlp_ratio(config: ViTConfig) -> int | None:
 
 # --- the layout
 
+
+CLASS_IDS = "class_ids"
+"""Field of `config.json` that only Vitrail writes: `Bundle.class_ids`."""
 
 CLASSES = "class_labels_classifier.layers."
 BOXES = "bbox_predictor.layers."
@@ -389,6 +407,7 @@ class HuggingFace:
             preprocess=images.preprocess,
             pairs=tuple(pairs(config, gate_apart=f"{BLOCK}0.mlp.gate_proj.weight" in tensors)),
             classes=classes,
+            class_ids=class_ids_of(settings, config.num_classes),
             output=output,
             ignored=ignored,
             notes=(*notes, *images.notes),
@@ -408,6 +427,8 @@ class HuggingFace:
         if bundle.output == "softmax" and config.num_classes == 1:
             lost.append("output='softmax' of one class, which is always 1 (a model of one label is read as a sigmoid)")
         lost += carried(self.name, bundle.preprocess, PREPROCESS)
+        if bundle.score_threshold is not None:
+            lost.append(f"the score {bundle.score_threshold:g} from which on objects are shown")
         state, config, changed = _conformed(dict(bundle.network.state_dict()), config, family)
         tensors = theirs_of(state, pairs(config, gate_apart=family is EOMT))
         if family is EOMT:

@@ -94,6 +94,9 @@ class Description:
     pairs: tuple[Pair, ...]
     classes: tuple[str, ...] | None = None
     """Names of the outputs. If the file has no names, this is None, and the outputs are numbered."""
+    class_ids: tuple[int, ...] | None = None
+    """Numbers of the classes in the data that the model learned from (`Bundle.class_ids`), or None if they are not in
+    the file."""
     output: OutputKind = "softmax"
     """Meaning of the outputs."""
     ignored: tuple[str, ...] = ()
