@@ -41,6 +41,8 @@ from vitrail.models.vit_config import ViTConfig
 from vitrail.training.config import StartConfig
 from vitrail.training.start import choose_weights
 
+DETECTOR: dict[str, Any] = {"head_kind": "detection-tokens", "registers": 5, "positions_cover": "all"}
+
 GMACS = {
     "ViT-Ti/16": "1.25", "ViT-S/32": "1.14", "ViT-S/16": "4.60", "ViT-M/16": "7.99", "ViT-B/32": "4.41",
     "ViT-B/16": "17.56", "ViT-B/8": "78.15", "ViT-L/32": "15.38", "ViT-L/16": "61.55", "ViT-So400m/14": "109.9",
@@ -193,9 +195,12 @@ def test_training_is_three_forward_passes_but_for_the_image(name: str) -> None:
     (variant_config("ViT-Ti/16", image_size=(64, 48), depth=3, num_classes=7, patch_dropout=0.5), (1,)),
     (variant_config("ViT-Ti/16", image_size=(64, 48), depth=2, positions="relative-keys"), (0, 1, 2)),
     (variant_config("ViT-Ti/16", image_size=(64, 48), depth=2, positions="relative-keys", pool="gap"), (1, 2)),
+    (variant_config("ViT-Ti/16", image_size=(64, 48), depth=2, num_classes=7, **DETECTOR), (0, 1)),
     pytest.param(variant_config("BiT-R50x1", image_size=(48, 33), num_classes=7), (0, 3, 16), marks=pytest.mark.slow),
     pytest.param(HYBRIDS["three stages"][0], (0, 1), marks=pytest.mark.slow),
-], ids=["class token", "map", "hidden layer", "dropped patches", "keys", "keys, mean", "BiT", "hybrid"])  # fmt: skip
+], ids=[
+    "class token", "map", "hidden layer", "dropped patches", "keys", "keys, mean", "detection tokens", "BiT", "hybrid",
+])  # fmt: skip
 def test_frozen_layers_have_no_backward_pass(config: AnyConfig, blocks: Sequence[int]) -> None:
     for count in blocks:
         exact = isinstance(config, ViTConfig) and config.root is None

@@ -355,15 +355,14 @@ class Blocks(nn.ModuleList):
             is_last = reads_first and layer == len(self) - 1
             inside = AttentionPositions(size_bias(removal.sizes), removal=None if is_last else removal)
             # Compiled blocks would be compiled again for each number of tokens. `_call_impl` is the call without that.
-            z = block._call_impl(z, inside, self.first if is_last else None)  # type: ignore[no-untyped-call]
+            z = block._call_impl(z, inside, self.needed(1) if is_last else None)  # type: ignore[no-untyped-call]
         return z
 
-    @property
-    def first(self) -> int | None:
-        """The number of tokens that the last block has to compute if only the first is read: 1, or None for all of them
-        if the block may mix tokens after attention."""
+    def needed(self, read: int) -> int | None:
+        """Return the number of tokens that the last block has to compute if only the first `read` are read: `read`, or
+        None for all of them if the block may mix tokens after attention."""
         last = self[-1]
-        return 1 if isinstance(last, Block) and last.treats_tokens_alone else None
+        return read if isinstance(last, Block) and last.treats_tokens_alone else None
 
     def _two_streams(
         self,

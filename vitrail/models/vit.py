@@ -140,7 +140,9 @@ class VisionTransformer(nn.Module):
         """Return logits, or the inputs of the head if the network has no head. A head of another kind than "pooled"
         returns the outputs of `vitrail.models.heads`."""
         if isinstance(self.head, DenseHead):
-            return self.head(self.features(images))
+            patches, read = self._patches(images), self.blocks.needed(self.config.prefix)
+            tokens = self.tokens(images, patches, read if self.head.skips_patches else None)
+            return self.head(self._split(tokens, patches))
         x = self.head_inputs(images)
         return x if self.head is None else self.head(x)
 
@@ -154,7 +156,7 @@ class VisionTransformer(nn.Module):
         if self.config.reduction is not None and not self.training:
             pooled = self._pooled_fewer(images, self.config.reduction)
         elif self.config.pool == "cls":
-            pooled = self.tokens(images, self._patches(images), self.blocks.first)[:, 0]
+            pooled = self.tokens(images, self._patches(images), self.blocks.needed(1))[:, 0]
         else:
             pooled = pool(self.features(images), self.config.pool, self.attention_pool)
         return self.norm(pooled) if self.config.final_norm == "pooled" else pooled

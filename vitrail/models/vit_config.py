@@ -213,9 +213,17 @@ class ViTConfig(NetworkConfig, TransformerConfig):
         return HEADS[self.head_kind] if self.num_classes and self.head_kind != "pooled" else None
 
     @property
-    def reads_class_token(self) -> bool:
-        """True if the head reads the class token alone, so that the last block can skip the other tokens."""
-        return self.pool == "cls" and self.dense_head is None
+    def tokens_read(self) -> int | None:
+        """The number of first tokens that the head reads, so that the last block can skip the others, or None if it
+        reads all."""
+        if (dense := self.dense_head) is not None:
+            return None if dense.reads_patches else self.prefix
+        return 1 if self.pool == "cls" else None
+
+    @property
+    def has_own_tokens(self) -> bool:
+        """True if registers belong to the head and are trained with it. Their gradients pass through all blocks."""
+        return (dense := self.dense_head) is not None and "registers" in dense.fields
 
     @property
     def positions_place(self) -> PositionPlace:
@@ -334,6 +342,10 @@ class ViTConfig(NetworkConfig, TransformerConfig):
             first = root_first_macs(root, config.channels, size) if root else _stem_macs(config, patches)
             return 2 * (3 * forward - first + again)
         head = _head_macs(config)
+        if config.has_own_tokens:  # their gradients pass through all blocks, but the frozen weights have none
+            below = sum(_layers_macs(config, block, n) for block in range(frozen))
+            below += 2 * (_stem_macs(config, patches) + (root_macs(root, config.channels, size) if root else 0))
+            return 2 * (3 * forward - below - _frozen_macs(config, range(config.num_blocks), n) + again)
         if not trained_blocks:  # the lowest trained layer has no gradient of its input
             return 2 * (forward + (2 * head + config.head_hidden * config.embed_width if config.head_hidden else head))
         below = _stem_macs(config, patches) + sum(_block_macs(config, block, n) for block in range(frozen))
@@ -520,13 +532,17 @@ def _block_macs(config: ViTConfig, block: int, n: int) -> int:
 def _unread_macs(config: ViTConfig, n: int) -> int:
     """Return the multiply-accumulates that the last block skips.
 
-    The head reads only the class token, so the other tokens need only keys and values. Reversible blocks compute all
-    tokens, because the backward pass needs them.
+    Tokens that the head does not read need only keys and values. Reversible blocks compute all tokens, because the
+    backward pass needs them.
     """
-    if not config.reads_class_token or config.reversible:
-        return 0
+    read = _last_read(config, n)
     attention = config.attention_in(config.num_blocks - 1)
-    return attention.macs(n, n) - attention.macs(n, 1) + (n - 1) * _mlp_macs(config)
+    return attention.macs(n, n) - attention.macs(n, read) + (n - read) * _mlp_macs(config)
+
+
+def _last_read(config: ViTConfig, n: int) -> int:
+    """Return the number of tokens, of n, that the last block computes."""
+    return n if config.tokens_read is None or config.reversible else config.tokens_read
 
 
 def _frozen_macs(config: ViTConfig, trained: range, n: int) -> int:
@@ -534,10 +550,18 @@ def _frozen_macs(config: ViTConfig, trained: range, n: int) -> int:
     These gradients are not computed if only blocks are trained."""
     found = 0.0
     for block in trained:
-        reads_one = block == config.num_blocks - 1 and config.reads_class_token and not config.reversible
-        shared = config.attention_in(block).macs_of_shared_weights(n, 1 if reads_one else n)
+        read = _last_read(config, n) if block == config.num_blocks - 1 else n
+        shared = config.attention_in(block).macs_of_shared_weights(n, read)
         found += shared * (1 - config.depth_rate(block) * config.skip_dropped)
     return round(found)
+
+
+def _layers_macs(config: ViTConfig, block: int, n: int) -> int:
+    """Return the multiply-accumulates of the dense layers of a block for n tokens. If they are frozen, the backward
+    pass has one product for each of them instead of two."""
+    square, read = config.width**2, _last_read(config, n) if block == config.num_blocks - 1 else n
+    layers = weights_of(config.attention_in(block).build) // square  # biases and norms are less than one square matrix
+    return (2 * n + (layers - 2) * read) * square + read * _mlp_macs(config)
 
 
 def _removed_macs(config: ViTConfig) -> int:
@@ -580,7 +604,7 @@ def _activations(config: ViTConfig, precision: FootprintPrecision) -> int:
     each = bytes_each(precision)
     patches = config.kept_of(math.prod(config.grid))
     n, width = patches + config.prefix, config.width
-    read = 1 if config.reads_class_token else n
+    read = n if config.tokens_read is None else config.tokens_read
     stem = patches * math.prod(config.patch_size) * config._stem_channels
     kept = each * stem
     last = config.num_blocks - 1
@@ -641,10 +665,10 @@ def _passing_bytes(config: ViTConfig, precision: FootprintPrecision) -> int:
     whole = stream + max(mlp, attention)
     if config.reversible:  # what one block keeps, both streams before it, and the gradients of both
         return whole + _block_bytes(config, 0, n, n, precision) + 12 * n * width
-    if not config.reads_class_token:
+    if config.tokens_read is None:
         return whole
     keys_and_values = each * 2 * n * width
-    return max(keys_and_values, whole - _block_bytes(config, config.num_blocks - 1, n, 1, precision))
+    return max(keys_and_values, whole - _block_bytes(config, config.num_blocks - 1, n, config.tokens_read, precision))
 
 
 def _predicting_bytes(config: ViTConfig, precision: FootprintPrecision) -> int:

@@ -41,7 +41,7 @@ from vitrail.training.folder import FORMAT
 from vitrail.training.log import check_trackers
 from vitrail.training.schedule import RunLength, Schedule
 from vitrail.training.sharding import shard_problems
-from vitrail.training.start import Origin, check_choice, fitted, head_fields, reads_own_tokens
+from vitrail.training.start import Origin, check_choice, fitted, head_fields
 from vitrail.training.state import TrainState
 from vitrail.weights.answers import DENSE
 from vitrail.weights.bundle import Bundle, check_loadable
@@ -464,7 +464,7 @@ def _step_bytes(config: TrainConfig, network: AnyConfig) -> int:
         whole += 4 * (network.parameters() + cost.parameters)
     if run.checkpoint_activations:
         whole -= rows * (activation_bytes(network, size, precision) - checkpointed_bytes(network, size, precision))
-    if start.lora_rank is not None or (start.train_blocks is not None and reads_own_tokens(network)):
+    if start.lora_rank is not None or (start.train_blocks is not None and getattr(network, "has_own_tokens", False)):
         return whole - 8 * network.parameters()
     if start.train_blocks is not None and start.train_blocks < network.num_blocks:
         frozen = prediction_bytes(network, rows, size, precision)

@@ -250,15 +250,9 @@ def choose_weights(network: AnyNetwork, start: StartConfig) -> None:
         return
     for module in trained:
         module.requires_grad_(True)
-    if reads_own_tokens(network.config):
+    if getattr(network.config, "has_own_tokens", False):
         tokens: Any = network.prefix
         tokens.registers.requires_grad_(True)
-
-
-def reads_own_tokens(config: AnyConfig) -> bool:
-    """Return True if the head of a network has tokens of its own, whose gradients pass through all blocks."""
-    kind = getattr(config, "head_kind", "pooled")
-    return kind in HEADS and "registers" in HEADS[kind].fields
 
 
 def _without_noise(module: nn.Module) -> None:

@@ -11,6 +11,7 @@ import torch
 import vitrail
 from vitrail.errors import ConfigError
 from vitrail.models.heads.detection_tokens import DetectionTokens
+from vitrail.models.network import Features
 
 
 def network_of(**fields: Any) -> Any:
@@ -36,6 +37,34 @@ def test_tokens_keep_their_positions_at_another_image_size() -> None:
     assert torch.equal(resized.positions.embedding[:, :8], network.positions.embedding[:, :8])
     images = torch.randn(1, 3, 48, 16, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(resized(images), network(images))
+
+
+@pytest.mark.parametrize("fields", [{}, {"attention": "local:window=3"}, {"reversible": True}, {"layer_scale": 0.1}])
+def test_the_last_block_computes_only_the_tokens_that_the_head_reads(fields: dict[str, Any]) -> None:
+    network, sizes = network_of(**fields), list[int]()
+    images = torch.randn(2, 3, 24, 40, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for layer in network.blocks:
+            layer.mlp.down.bias.normal_(generator=torch.Generator().manual_seed(1))
+    whole, found = network.head(network.features(images)), network(images)
+    torch.testing.assert_close(found, whole, atol=1e-5, rtol=1e-5)
+    gradients = [torch.autograd.grad(out.square().sum(), [*network.parameters()][:-2], allow_unused=True)
+                 for out in (found, whole)]  # fmt: skip
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+    network.blocks[-1].mlp.register_forward_hook(lambda module, inputs, output: sizes.append(output.shape[1]))
+    network(images)
+    network.head.register_forward_hook(lambda module, inputs, output: None)  # it may read the patches
+    network(images)
+
+    class Own(DetectionTokens):
+        def forward(self, features: Features) -> torch.Tensor:
+            return super().forward(features) + features.patches.mean()
+
+    network.head = Own(network.config)
+    network(images)
+    whole_length = network.config.tokens
+    assert sizes == [8 if not network.config.reversible else whole_length, whole_length, whole_length]
 
 
 def test_a_head_without_tokens_is_refused() -> None:

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from vitrail.models.network import Features
+from vitrail.models.shortcuts import is_plain
 
 NEEDED: dict[str, Any] = {"head_hidden": 0, "patch_dropout": 0.0, "reduction": None, "cut_uneven": False}
 """Fields of a config with the values that these heads need, because every patch of the image has outputs."""
@@ -42,8 +43,18 @@ class DenseHead(nn.Module, ABC):
     adds_tokens: ClassVar[bool] = False
     """True if the head adds tokens to the sequence (`entering`)."""
 
+    reads_patches: ClassVar[bool] = True
+    """False if the head reads only the tokens before the patches, so that the last block can skip the patches. A
+    subclass states it anew."""
+
     def __init__(self, config: Any) -> None:
         super().__init__()
+
+    @property
+    def skips_patches(self) -> bool:
+        """True if nothing reads the patch tokens after the last block. Hooks and exchanged methods could."""
+        kind = type(self)
+        return vars(kind).get("reads_patches") is False and is_plain(self, kind)
 
     def entering(self, tokens: Float[Tensor, "b n width"], layer: int) -> Float[Tensor, "b m width"]:
         """Return the input of a block that is not the first, to which a head with `adds_tokens` adds its own tokens.

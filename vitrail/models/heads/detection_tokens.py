@@ -39,6 +39,7 @@ class DetectionTokens(BoxHead):
     """
 
     fields = ("registers", "positions_cover", "positions_at")
+    reads_patches = False
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
