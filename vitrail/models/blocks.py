@@ -30,13 +30,23 @@ from vitrail.models.shortcuts import has_hooks, is_plain, skippable
 from vitrail.models.vit_config import Activation, ViTConfig
 
 
+class QuickGelu(nn.Module):
+    """The approximation of GELU in OpenAI's CLIP: `x sigmoid(1.702 x)`."""
+
+    def forward(self, x: Float[Tensor, "b n hidden"]) -> Float[Tensor, "b n hidden"]:
+        return x * torch.sigmoid(1.702 * x)
+
+
 class Mlp(nn.Module):
     """Two dense layers with a GELU between them (paper section 3.1). Dropout follows each layer."""
 
-    def __init__(self, width: int, hidden: int, *, tanh: bool = False, bias: bool = True, dropout: float = 0.0) -> None:
+    def __init__(
+        self, width: int, hidden: int, activation: Activation = "gelu", *, bias: bool = True, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.up = Linear(width, hidden, bias=bias)
-        self.activation = nn.GELU(approximate="tanh" if tanh else "none")
+        is_quick, is_tanh = activation == "quick-gelu", activation == "gelu-tanh"
+        self.activation = QuickGelu() if is_quick else nn.GELU(approximate="tanh" if is_tanh else "none")
         self.dropout = nn.Dropout(dropout)
         self.down = Linear(hidden, width, bias=bias)
 
@@ -91,7 +101,7 @@ def make_mlp(width: int, hidden: int, activation: Activation, *, bias: bool = Tr
     """Return the MLP that `activation` names."""
     if activation == "swiglu":
         return SwiGlu(width, hidden, bias=bias, dropout=dropout)
-    return Mlp(width, hidden, tanh=activation == "gelu-tanh", bias=bias, dropout=dropout)
+    return Mlp(width, hidden, activation, bias=bias, dropout=dropout)
 
 
 class LayerScale(nn.Module):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
@@ -70,14 +71,18 @@ class VisionTransformer(nn.Module):
         self.prefix = PrefixTokens(config.width, class_token=config.has_class_token, registers=config.registers)
         self.positions = config.position_embedding.of(config)
         self.context = config.attention_kind.context()
+        self.pre_norm = nn.LayerNorm(config.width, config.norm_eps) if config.pre_norm else None
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = make_blocks(config)
-        self.norm = nn.LayerNorm(config.width if config.final_norm == "tokens" else config.embed_width, config.norm_eps)
+        self.norm = nn.LayerNorm(
+            config.width if config.final_norm == "tokens" else config.pooled_width, config.norm_eps
+        )
         self.attention_pool = (
             AttentionPool(config.width, config.heads, config.mlp_width, config.activation, config.norm_eps)
             if config.pool == "map"
             else None
         )
+        self.projection = Linear(config.pooled_width, config.projection, bias=False) if config.projection else None
         self.head_hidden = Linear(config.embed_width, config.head_hidden) if config.head_hidden else None
         self.head = make_head(config)
         if not self.norm.weight.is_meta:  # on "meta", weights are loaded later; drawing imports the compiler
@@ -127,7 +132,8 @@ class VisionTransformer(nn.Module):
         # biases would be summed in bfloat16, which is imprecise over many tokens (docs/performance.md).
         z = in_format_of(self.norm, z)
         z = z if patches.replace is None else patches.replace(z)
-        return self.dropout(self._positioned(patches, self.prefix(z), 0))
+        z = self._positioned(patches, self.prefix(z), 0)
+        return self.dropout(z if self.pre_norm is None else self.pre_norm(z))
 
     def _positioned(self, patches: Patches, z: Float[Tensor, "b n width"], layer: int) -> Float[Tensor, "b n width"]:
         """Return tokens with the positions of a layer. In the usual case, tokens are the only argument, because hooks
@@ -149,17 +155,19 @@ class VisionTransformer(nn.Module):
     def head_inputs(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b head_inputs"]:
         """Return the embedding, or the hidden layer before the head if there is one ("pre_logits" in the original)."""
         x = self.embed(images)
-        return x if self.head_hidden is None else torch.tanh(self.head_hidden(x))
+        x = x if self.head_hidden is None else torch.tanh(self.head_hidden(x))
+        return F.normalize(x.float(), dim=-1) if self.config.head_normalises else x
 
     def embed(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b embed_width"]:
-        """Return one vector for each image: the pooled tokens."""
+        """Return one vector for each image: the pooled tokens, projected if the network has a projection."""
         if self.config.reduction is not None and not self.training:
             pooled = self._pooled_fewer(images, self.config.reduction)
         elif self.config.pool == "cls":
             pooled = self.tokens(images, self._patches(images), self.blocks.needed(1))[:, 0]
         else:
             pooled = pool(self.features(images), self.config.pool, self.attention_pool)
-        return self.norm(pooled) if self.config.final_norm == "pooled" else pooled
+        pooled = self.norm(pooled) if self.config.final_norm == "pooled" else pooled
+        return pooled if self.projection is None else self.projection(pooled)
 
     @overload
     def features(self, images: Float[Tensor, "b c h w"], layers: None = None) -> Features: ...
@@ -284,9 +292,9 @@ class VisionTransformer(nn.Module):
             return [module for module in modules if module is not None]
 
         return Layers(
-            existing(self.root, self.patches, self.prefix, self.positions, self.context, self.dropout),
+            existing(self.root, self.patches, self.prefix, self.positions, self.context, self.pre_norm, self.dropout),
             list(self.blocks),
-            existing(self.norm, self.attention_pool),
+            existing(self.norm, self.attention_pool, self.projection),
             existing(self.head_hidden, self.head),
         )
 
@@ -324,6 +332,8 @@ class VisionTransformer(nn.Module):
             self.context.initialise()
         if self.attention_pool is not None:
             self.attention_pool.initialise()
+        if self.projection is not None:
+            nn.init.normal_(self.projection.weight, std=self.config.pooled_width**-0.5)
         if self.head_hidden is not None:
             lecun_normal_(self.head_hidden.weight)
             nn.init.zeros_(self.head_hidden.bias)

@@ -40,7 +40,7 @@ from vitrail.models.resnet_config import (
 )
 from vitrail.settings import problems, raise_problems, setting
 
-Activation = Literal["gelu", "gelu-tanh", "swiglu"]
+Activation = Literal["gelu", "gelu-tanh", "quick-gelu", "swiglu"]
 Pool = Literal["cls", "gap", "map", "cls+gap", "cls+dist"]
 FinalNorm = Literal["tokens", "pooled"]
 
@@ -120,7 +120,8 @@ class ViTConfig(NetworkConfig, TransformerConfig):
     """Distributions of a new network's weights: those of the original code (paper), or those of MAE (mae), MoCo v3
     (moco), timm, DINO and DeiT (timm), DINOv2 (dinov2) or BEiT (beit)."""
     activation: Activation = "gelu"
-    """Activation of the MLP: exact GELU, the tanh approximation of the original code, or a gated SiLU."""
+    """Activation of the MLP: exact GELU, the tanh approximation of the original code, the sigmoid approximation of
+    OpenAI's CLIP, or a gated SiLU."""
     layer_scale: float = setting(0.0, least=0, advice="0 means none")
     """Initial value of LayerScale's factors (2103.17239). Each channel of each branch has a factor. 0 turns LayerScale
     off."""
@@ -132,6 +133,14 @@ class ViTConfig(NetworkConfig, TransformerConfig):
     """True to add biases to attention's output and in the MLP."""
     patch_bias: bool = True
     """True to add a bias to the patch projection."""
+    pre_norm: bool = False
+    """True to apply a layer norm to the tokens before the first block, as CLIP does (2103.00020)."""
+    projection: int = setting(0, least=0, advice="0 means none")
+    """Length of the vector to which a linear layer without bias projects the pooled tokens, so that it can be compared
+    with embeddings of texts (2103.00020). 0 makes a network without this layer."""
+    head_normalises: bool = setting(False, changes_weights=False)
+    """True to scale the inputs of the head to length 1, so that a row of the head is compared with images as the
+    embedding of a text is."""
     norm_eps: float = setting(1e-6, above=0)
     """Epsilon of every layer norm."""
     dropout: float = setting(0.0, changes_weights=False, least=0, below=1)
@@ -181,9 +190,15 @@ class ViTConfig(NetworkConfig, TransformerConfig):
         return math.prod(self.grid) + self.prefix
 
     @property
-    def embed_width(self) -> int:
-        """Length of the pooled vector, which is the input of the head or of the hidden layer before the head."""
+    def pooled_width(self) -> int:
+        """Length of the pooled vector."""
         return 2 * self.width if self.pool in ("cls+gap", "cls+dist") else self.width
+
+    @property
+    def embed_width(self) -> int:
+        """Length of the pooled or projected vector, which is the input of the head or of the hidden layer before the
+        head."""
+        return self.projection or self.pooled_width
 
     @property
     def summary(self) -> str:
@@ -290,11 +305,11 @@ class ViTConfig(NetworkConfig, TransformerConfig):
         width = self.width
         root = root_parameters(self.root, self.channels) if self.root else 0
         stem = math.prod(self.patch_size) * self._stem_channels * width + width * self.patch_bias
-        norm = 2 * (width if self.final_norm == "tokens" else self.embed_width)
+        norm = 2 * (width if self.final_norm == "tokens" else self.pooled_width) + 2 * width * self.pre_norm
         attention_pool = 0
         if self.pool == "map":
             attention_pool = width + 4 * width * (width + 1) + 2 * width + self._mlp_parameters(bias=True)
-        hidden = self.head_hidden * (self.embed_width + 1)
+        hidden = self.projection * self.pooled_width + self.head_hidden * (self.embed_width + 1)
         head = weights_of(lambda: make_head(self))
         shared = self._counted[1]
         return (
@@ -514,7 +529,7 @@ def _macs(config: ViTConfig, patches: int) -> int:
     root = root_macs(config.root, config.channels, config.image_size) if config.root else 0
     blocks = sum(_block_macs(config, block, n) for block in range(config.num_blocks))
     attention_pool = _attention_pool_macs(config, n)
-    hidden = config.head_hidden * config.embed_width
+    hidden = config.projection * config.pooled_width + config.head_hidden * config.embed_width
     head = _head_macs(config)
     return root + _stem_macs(config, patches) + blocks + attention_pool + hidden + head
 
@@ -612,7 +627,13 @@ def _activations(config: ViTConfig, precision: FootprintPrecision) -> int:
         kept += 8 * n * width  # both streams after the last block
     else:
         kept += sum(_block_bytes(config, block, n, n if block < last else read, precision) for block in range(last + 1))
-    kept += 4 * read * (width + 2) if config.final_norm == "tokens" else 4 * config.embed_width
+    kept += 4 * read * (width + 2) if config.final_norm == "tokens" else 4 * config.pooled_width
+    if config.pre_norm:
+        kept += 4 * n * (width + 2)
+    if config.projection:
+        kept += each * config.pooled_width
+    if config.head_normalises:
+        kept += 4 * (config.head_inputs + 1)
     if (dense := config.dense_head) is not None:
         kept += 4 * dense.kept_values(config)
     if config.dropout:
@@ -622,7 +643,7 @@ def _activations(config: ViTConfig, precision: FootprintPrecision) -> int:
     if config.pool == "map":
         kept += each * (3 * n * width + (n * config.heads if precision == "bf16" else 0))
         makes_gelu_again = precision == "bf16" and ONEDNN
-        hidden = 4 if config.activation == "swiglu" else 1 if makes_gelu_again else 2
+        hidden = _kept_of_hidden(config, makes_gelu_again)
         kept += 4 * width + each * (3 * width + hidden * config.mlp_width)
     if config.root:
         # if a patch is one cell, the map is the input, which the last ReLU keeps too unless patches are selected
@@ -638,12 +659,19 @@ def _block_bytes(config: ViTConfig, block: int, n: int, read: int, precision: Fo
     exact = all_tokens + 2 * n + results + 2 * read  # inputs of the two norms, with their means and deviations
     kept = all_tokens + results  # outputs of the two norms
     makes_gelu_again = bf16 and ONEDNN and not config.dropout
-    kept += (4 if config.activation == "swiglu" else 1 if makes_gelu_again else 2) * hidden
+    kept += _kept_of_hidden(config, makes_gelu_again) * hidden
     if config.layer_scale:
         kept += 2 * results
     if config.dropout:
         kept += 2 * results + hidden
     return 4 * exact + bytes_each(precision) * kept + config.attention_in(block).kept_bytes(n, read, precision)
+
+
+def _kept_of_hidden(config: ViTConfig, makes_gelu_again: bool) -> int:
+    """Return the number of tensors of the size of the MLP's hidden units that the backward pass reads."""
+    if config.activation in ("swiglu", "quick-gelu"):
+        return 4 if config.activation == "swiglu" else 3
+    return 1 if makes_gelu_again else 2
 
 
 def _passing_bytes(config: ViTConfig, precision: FootprintPrecision) -> int:

@@ -1,0 +1,93 @@
+"""Tests of text towers and pairs: masks, pooling, shapes and costs. `tests/weights` compares them with transformers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from vitrail.errors import ConfigError
+from vitrail.models.pair import Pair, PairConfig
+from vitrail.models.text import TextConfig, TextTower
+from vitrail.models.vit_config import ViTConfig
+
+IMAGE = ViTConfig(
+    image_size=(24, 16), patch_size=(8, 8), width=24, depth=2, heads=2, mlp_width=40, num_classes=0, projection=20,
+    pre_norm=True, patch_bias=False, activation="quick-gelu",
+)  # fmt: skip
+TEXT = TextConfig(
+    vocabulary=30,
+    context=7,
+    width=16,
+    depth=2,
+    heads=2,
+    mlp_width=24,
+    end_token=29,
+    outputs=20,
+    activation="quick-gelu",
+)
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.tensor([[1, 5, 29, 7, 8, 9, 2], [1, 5, 29, 0, 0, 0, 0], [1, 29, 29, 29, 29, 29, 29]])
+
+
+def test_a_causal_tower_reads_nothing_after_the_end_of_a_text(tokens: torch.Tensor) -> None:
+    tower = TextTower(TEXT).eval()
+    found = tower(tokens)
+    assert found.shape == (3, 20) and torch.equal(found[0], found[1]) and not torch.allclose(found[0], found[2])
+    assert torch.allclose(tower(tokens[:, :4]), found, atol=1e-6), "padding can be left out"
+
+
+@pytest.mark.parametrize("pool", ["eot", "last", "map"])
+def test_a_tower_without_a_causal_mask_reads_all_tokens(tokens: torch.Tensor, pool: str) -> None:
+    config = replace(TEXT, is_causal=False, pool=pool, output_bias=True)
+    tower = TextTower(config).eval()
+    found = tower(tokens)
+    assert not torch.allclose(found[0], found[1], atol=1e-4)
+    assert config.parameters() == sum(weight.numel() for weight in tower.parameters())
+    layers = [weight for modules in tower.layers() for module in modules for weight in module.parameters()]
+    assert len({*map(id, layers)} | {id(tower.positions)}) == len([*tower.parameters()])
+
+
+def test_texts_must_fit_the_context() -> None:
+    with pytest.raises(ConfigError, match="8 tokens"):
+        TextTower(TEXT)(torch.zeros(1, 8, dtype=torch.long))
+    with pytest.raises(ConfigError, match="6 tokens"):
+        TextTower(replace(TEXT, pool="last"))(torch.zeros(1, 6, dtype=torch.long))
+    with pytest.raises(ConfigError, match="end_token=30"):
+        replace(TEXT, end_token=30)
+    with pytest.raises(ConfigError, match="heads=3"):
+        replace(TEXT, heads=3)
+
+
+@pytest.mark.parametrize("bias", [None, -10.0])
+def test_logits_are_scaled_cosines(tokens: torch.Tensor, bias: float | None) -> None:
+    pair = Pair(PairConfig(image=IMAGE, text=TEXT, scale=math.log(10), bias=bias)).eval()
+    images = torch.randn(2, 3, 24, 16)
+    found = pair.logits(pair.embed_images(images), pair.embed_texts(tokens))
+    cosine = torch.cosine_similarity(pair.image.embed(images)[:, None], pair.text(tokens)[None], dim=-1)
+    assert torch.allclose(found, 10 * cosine + (bias or 0), atol=1e-5)
+    assert pair.config.parameters() == sum(weight.numel() for weight in pair.parameters())
+    assert torch.equal(pair.image(images), pair.image.embed(images))
+
+
+def test_towers_embed_in_vectors_of_one_length() -> None:
+    with pytest.raises(ConfigError, match="20 numbers"):
+        PairConfig(image=IMAGE, text=replace(TEXT, outputs=0))
+    with pytest.raises(ConfigError, match=r"num_classes=3"):
+        PairConfig(image=IMAGE.with_head(3), text=TEXT)
+
+
+def test_a_head_that_normalises_compares_directions() -> None:
+    pair = Pair(PairConfig(image=replace(IMAGE, head_normalises=True), text=TEXT)).eval()
+    network = pair.image.with_head(4)
+    with torch.no_grad():
+        network.head.weight.normal_()
+    images = torch.randn(2, 3, 24, 16)
+    assert torch.allclose(network.head_inputs(images), pair.embed_images(images), atol=1e-6)
+    assert torch.allclose(network(images), pair.embed_images(images) @ network.head.weight.T, atol=1e-5)
+    assert torch.equal(network.embed(images), pair.image.embed(images))
