@@ -29,6 +29,7 @@ from vitrail.data.pixels.decode import decode
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, target_kind
 from vitrail.data.splits import Splits
+from vitrail.data.targets import is_texts
 from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
@@ -356,9 +357,11 @@ def check_source(source: Any, *, decodes: bool = True) -> None:
     for key, label in zip(keys, labels, strict=True):
         if kind == "numbers":
             _check_numbers(key, label, len(classes))
+        elif kind == "texts":
+            assert label is None or is_texts(label), f"the target of {key!r} must be texts or None, not {label!r}"
         else:
             _check_label(key, label, len(classes))
-    if kind != "numbers":
+    if kind not in ("numbers", "texts"):
         assert len({type(label) is tuple for label in labels}) == 1, (
             "either all samples or none may have several labels"
         )

@@ -21,7 +21,7 @@ from vitrail.cli.console import images_bar, print_note
 from vitrail.cli.options import Call, Command, Example
 from vitrail.data.check.findings import Finding, Report, Sizes, named_sources
 from vitrail.data.check.images import Progress
-from vitrail.data.check.report import amount_rows, check_data, page
+from vitrail.data.check.report import amount_rows, check_data, page, text_line
 from vitrail.data.config import DataConfig
 from vitrail.data.formats.convert import AnnotationFormat, convert
 from vitrail.data.formats.pack import Manifest, pack
@@ -162,6 +162,8 @@ def _show(report: Report, console: Console) -> None:
     _say(console, f"formats  {', '.join(f'{kind} ({count:,})' for kind, count in report.kinds.items()) or 'none'}")
     if report.classes and not report.splits[0].per_class:
         _say(console, f"numbers  {', '.join(report.classes)}")
+    if report.texts is not None:
+        _say(console, f"texts    {text_line(report.texts)}")
     for name, count, share in amount_rows(report):
         noun = "objects" if report.target_kind == "boxes" else "pixels"
         _say(console, f"{noun}  {name}: {count:,} ({share})")

@@ -131,7 +131,7 @@ def _data_like(run: Path, config: TrainConfig, log: Log) -> OpenedData | None:
     if config.data != record.config.data:
         return None
     check_columns(config)
-    data = config.data.open_whole(unlabelled="none" in config.task.targets)
+    data = config.data.open_whole(**config.task.wanted)
     splits = config.data.cut(data)
     if fingerprint(splits.train, splits.validation, splits.test) != record.fingerprint:
         log.note(

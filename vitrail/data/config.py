@@ -68,21 +68,21 @@ class DataConfig:
     def __post_init__(self) -> None:
         raise_problems([*problems(self), *check_validation(self.validation)])
 
-    def open(self, *, unlabelled: bool = False, tolerant: bool = False) -> Splits:
+    def open(self, *, unlabelled: bool = False, texts: bool = False, tolerant: bool = False) -> Splits:
         """Return the splits. The training split includes the data of `mix`. Raises `DataError`.
 
-        With `unlabelled`, data without classes is opened as well. With `tolerant`, faults in the structure of the data
-        are collected in `Splits.faults`.
+        With `unlabelled`, data without classes is opened as well. With `texts`, texts are preferred to labels. With
+        `tolerant`, faults in the structure of the data are collected in `Splits.faults`.
         """
-        return self.cut(self.open_whole(unlabelled=unlabelled, tolerant=tolerant))
+        return self.cut(self.open_whole(unlabelled=unlabelled, texts=texts, tolerant=tolerant))
 
-    def open_whole(self, *, unlabelled: bool = False, tolerant: bool = False) -> OpenedData:
+    def open_whole(self, *, unlabelled: bool = False, texts: bool = False, tolerant: bool = False) -> OpenedData:
         """Open the data and the data of `mix`, for `cut` to split. Raises `DataError`.
 
         From then on, `max_pixels` applies to this process and those that it starts.
         """
         self._allow_pixels()
-        opened = open_whole(self.spec, numbers=self.numbers, unlabelled=unlabelled, tolerant=tolerant)
+        opened = open_whole(self.spec, numbers=self.numbers, unlabelled=unlabelled, texts=texts, tolerant=tolerant)
         return replace(opened, mixed=open_mixed(opened.whole, self.mix))
 
     def cut(self, data: Source | Splits | OpenedData) -> Splits:

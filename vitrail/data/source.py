@@ -19,7 +19,7 @@ from jaxtyping import Int64, Shaped, UInt8
 
 from vitrail.data.faults import Fault
 from vitrail.data.pixels.decode import image_size_of
-from vitrail.data.targets import SoftTarget, Target, TargetKind, Targets, numbered
+from vitrail.data.targets import SoftTarget, Target, TargetKind, Targets, is_texts, numbered
 from vitrail.errors import DataError, UndecodableImage, plural
 
 
@@ -257,6 +257,8 @@ def target_kind(source: Source) -> TargetKind:
     if own is not None:
         return cast(TargetKind, own)
     first = next((target for target in map(source.target, range(len(source))) if target is not None), None)
+    if is_texts(first):
+        return "texts"
     if isinstance(first, tuple):
         return "numbers" if any(isinstance(number, float) for number in first) else "classes"
     return "none" if first is None else "class"
@@ -500,13 +502,17 @@ def target_from_plain(value: Any, kind: TargetKind, columns: int) -> Target:
     if kind == "numbers":
         fits = isinstance(value, list) and len(value) == columns and all(map(_is_number, value))
         target: Target = tuple(math.nan if one is None else float(one) for one in value) if fits else None
+    elif kind == "texts":
+        fits = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        target = tuple(value) or None if fits else None
     else:
         several = value if isinstance(value, list) else [] if value is None else [value]
         fits = all(type(one) is int and 0 <= one < columns for one in several)
         fits = fits and isinstance(value, list) == (kind == "classes")
         target = tuple(several) if kind == "classes" else value
     if not fits:
-        raise ValueError(f"{value} is not a valid target for {columns} {'numbers' if kind == 'numbers' else 'classes'}")
+        noun = kind if kind in ("numbers", "texts") else "classes"
+        raise ValueError(f"{value} is not a valid target for {columns} {noun}")
     return target
 
 
@@ -520,8 +526,8 @@ def check_known(source: Source, name: str) -> Targets:
     `name` is the name of the evaluator, for the message.
     """
     truth = truth_of(source)
-    if truth.kind in ("boxes", "mask"):
-        held = "boxes" if truth.kind == "boxes" else "masks"
+    if truth.kind in ("boxes", "mask", "texts"):
+        held = {"boxes": "boxes", "mask": "masks"}.get(truth.kind, "texts")
         raise DataError(f"{name} needs a class or numbers for each image, but this data has {held}")
     if not truth.known.any():
         what, needed = ("known number", "numbers") if truth.kind == "numbers" else ("label", "classes")

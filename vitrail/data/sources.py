@@ -40,6 +40,7 @@ KINDS: dict[TargetKind, str] = {
     "numbers": "numbers",
     "boxes": "boxes of objects",
     "mask": "a mask per image",
+    "texts": "texts",
     "none": "no targets",
 }
 """Names of the target kinds in messages."""
@@ -127,6 +128,7 @@ def open_whole(
     classes: tuple[str, ...] | None = None,
     numbers: tuple[str, ...] = (),
     unlabelled: bool = False,
+    texts: bool = False,
     tolerant: bool = False,
     needs_training: bool = True,
 ) -> OpenedData:
@@ -135,7 +137,8 @@ def open_whole(
     The other arguments and the exceptions are the same as for `open_data`. If `tolerant` is true, faults in the
     structure of the data, such as a class without training images, are collected in `Splits.faults` if the rest of the
     data can be opened. Otherwise such a fault is a `DataError`, and a harmless fault is a note. Unless `needs_training`
-    is true, data can have no training images; `train` is then empty.
+    is true, data can have no training images; `train` is then empty. With `texts`, texts are the targets of data that
+    has both texts and labels.
     """
     if classes is not None and numbers:
         raise ConfigError(f"numbers={numbers} cannot be combined with classes: targets are either numbers or classes")
@@ -143,6 +146,8 @@ def open_whole(
         raise ConfigError(f"numbers={numbers} names a column twice")
     try:
         location, choice = choice_in(_amount_of(spec)[0])
+        if texts and choice.text is None:
+            choice = replace(choice, text="")
         splits = _open(Request(location, choice, classes, numbers, unlabelled))
         splits = replace(splits, title=f"data {spec!r}")
     except OSError as error:  # a folder that may not be entered, or a name that is too long for a path
@@ -162,7 +167,7 @@ def open_whole(
             "both must have the same classes in the same order"
         )
     faults = list(splits.faults)
-    if not unlabelled and splits.target_kind not in ("numbers", "boxes", "mask"):
+    if not unlabelled and splits.target_kind not in ("numbers", "boxes", "mask", "texts"):
         if len(splits.classes) == 1:
             faults.append(one_class(splits))
         else:
@@ -198,8 +203,9 @@ def open_mixed(splits: Splits, more: tuple[str, ...]) -> tuple[MixedData, ...]:
             raise DataError(
                 f"mix {text!r} must be a fraction between 0 and 1, a colon and a data set, such as 0.3:more/images"
             )
-        further = open_data(spec, validation_share=0.0, numbers=numbers, unlabelled=splits.target_kind == "none")
-        opened.append(MixedData(text, float(fraction), further.train))
+        kind = splits.target_kind
+        whole = open_whole(spec, numbers=numbers, unlabelled=kind == "none", texts=kind == "texts")
+        opened.append(MixedData(text, float(fraction), whole.splits(validation_share=0.0).train))
     if sum(mixed.fraction for mixed in opened) >= 1:
         raise DataError(
             f"mix {', '.join(more)}: the fractions add up to 1 or more, which leaves nothing for the data itself; keep "
@@ -365,10 +371,11 @@ def _boxes(request: Request) -> list[tuple[str, Opener]]:
     if request.is_url or not request.path.exists():
         return []
     root, known, splits = request.path, request.classes, request.choice.splits
+    texts = request.choice.text is not None
     found: list[tuple[str, Opener]] = []
     files = formats.annotated.files_beside_images(root)
     if formats.coco.annotation_files(files):
-        found.append(("COCO's JSON", lambda: formats.coco.open_coco(root, known, splits)))
+        found.append(("COCO's JSON", lambda: formats.coco.open_coco(root, known, splits, texts=texts)))
     if formats.voc.holds_voc(files):
         found.append(("Pascal VOC's XML", lambda: formats.voc.open_voc(root, known, splits)))
     if formats.yolo.holds_yolo(root, files):
@@ -408,7 +415,7 @@ def _open_images_alone(request: Request) -> Splits:
     return formats.annotated.open_images_alone(request.path, request.choice.splits)
 
 
-OF_TABLES = ("splits", "image", "label", "separator", "keep_missing")
+OF_TABLES = ("splits", "image", "label", "separator", "keep_missing", "text")
 ALL_CHOICES = (*OF_TABLES, "ignore")
 
 FORMATS = [
@@ -434,7 +441,8 @@ FORMATS = [
     Format(
         lambda request: formats.tar.looks_like_shards(_place(request), request.choice.splits),
         lambda request: formats.tar.open_shards(
-            _place(request), request.classes, request.numbers, request.choice.splits
+            _place(request), request.classes, request.numbers, request.choice.splits,
+            texts=request.choice.text is not None,
         ),
         ("splits",), has_numbers=True,
     ),

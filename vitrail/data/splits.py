@@ -249,6 +249,11 @@ def check_classes(splits: Splits) -> None:
             f"{splits.title} has {held}, and classification needs one class per image; choose the task {task}, or "
             "other data"
         )
+    if splits.target_kind == "texts":
+        raise DataError(
+            f"{splits.title} has texts, and classification needs one class per image; choose the task clip or siglip, "
+            "or name a column of labels by adding ?label=COLUMN to the data's name"
+        )
     if splits.target_kind == "numbers":
         raise DataError(
             f"{splits.title} has numbers ({', '.join(splits.classes)}) and no classes; classification needs classes: "
@@ -277,10 +282,23 @@ def check_numbers(splits: Splits) -> None:
     """Raise `DataError` unless the targets are numbers, as regression needs."""
     if splits.target_kind != "numbers":
         held = f"classes ({', '.join(splits.classes[:5])})" if splits.classes else "no targets"
+        held = "texts" if splits.target_kind == "texts" else held
         raise DataError(
             f"{splits.title} has {held} and no numbers; regression needs columns of numbers: name them with "
             "numbers=COLUMN"
         )
+
+
+def check_texts(splits: Splits, task: str) -> None:
+    """Raise `DataError` unless the targets are texts, and each split has different ones."""
+    if splits.target_kind != "texts":
+        held = f"classes ({', '.join(splits.classes[:5])})" if splits.classes else "no texts"
+        raise DataError(
+            f"{splits.title} has {held}, and {task} needs images with texts: a table with a column such as text or "
+            "caption, tar shards with .txt files, or COCO's captions; choose a column by adding ?text=COLUMN"
+        )
+    if len(np.unique(samples_of(splits.train).targets.values)) < 2:
+        raise DataError(f"{splits.title} has fewer than two different training texts, so {task} has nothing to compare")
 
 
 CutMethod = Literal["stratified", "threshold"]
@@ -585,7 +603,7 @@ def _slice(splits: Splits, text: str) -> tuple[Samples, Samples]:
 
 def _lost_classes(train: Source, held_out: Source) -> list[str]:
     """Return the names of the classes that have at least two held-out images and no training image."""
-    if target_kind(train) in ("numbers", "none"):
+    if target_kind(train) in ("numbers", "texts", "none"):
         return []
     left, held = Counter(_labels_of(train)), Counter(_labels_of(held_out))
     return [train.classes[label] for label in sorted(held) if held[label] > 1 and not left[label]]
@@ -684,6 +702,7 @@ OPTIONS = {
     "splits": "--splits",
     "image": "?image=",
     "label": "?label=",
+    "text": "?text=",
     "separator": "--label-separator",
     "keep_missing": "--keep-missing-words",
     "ignore": "--ignore-label",
@@ -705,6 +724,8 @@ class Choice:
     """The text between the labels in a cell. "none" if a cell is always one label. None if the user did not choose."""
     keep_missing: bool = False
     """True if words for a missing value, such as None and NA, are names of classes."""
+    text: str | None = None
+    """The column of texts, or "" for one with a usual name. None if texts are read only where there are no labels."""
     ignore: str | None = None
     """The value in masks, or the name of its class, of pixels that have no class. "none" if all values are classes."""
 
@@ -722,7 +743,8 @@ def choice_in(location: str) -> tuple[str, Choice]:
     if not mark or os.path.lexists(location):
         return location, Choice()
     pairs = query.split("&")
-    names = (*SPLITS, "splits", "separator", "missing", "ignore", *(() if "://" in base else ("image", "label")))
+    columns = () if "://" in base else ("image", "label", "text")
+    names = (*SPLITS, "splits", "separator", "missing", "ignore", *columns)
     divided = [pair.partition("=") for pair in pairs]
     ours = [(name, unquote(value)) for name, _, value in divided if name in names]
     others = "&".join(pair for pair, (name, _, _) in zip(pairs, divided, strict=True) if name not in names)
@@ -731,8 +753,8 @@ def choice_in(location: str) -> tuple[str, Choice]:
         return location, Choice()
     if (is_data and (others or not ours)) or not all(value for _, value in ours):
         raise DataError(
-            f"{location!r} ends in ?{query}, which chooses nothing; write ?image=COLUMN, ?label=COLUMN, ?train=NAME, "
-            "?separator=TEXT, ?missing=keep or ?ignore=VALUE, joined by &"
+            f"{location!r} ends in ?{query}, which chooses nothing; write ?image=COLUMN, ?label=COLUMN, ?text=COLUMN, "
+            "?train=NAME, ?separator=TEXT, ?missing=keep or ?ignore=VALUE, joined by &"
         )
     values = dict(ours)
     words = [value if name == "splits" else f"{name}={value}" for name, value in ours if name in (*SPLITS, "splits")]
@@ -740,7 +762,8 @@ def choice_in(location: str) -> tuple[str, Choice]:
         raise DataError(f"{location!r} has missing={values['missing']!r}, and the only choice is missing=keep")
     choice = Choice(
         split_names(words) if words else None,
-        values.get("image"), values.get("label"), values.get("separator"), "missing" in values, values.get("ignore"),
+        values.get("image"), values.get("label"), values.get("separator"), "missing" in values, values.get("text"),
+        values.get("ignore"),
     )  # fmt: skip
     return f"{base}?{others}" if others else base, choice
 

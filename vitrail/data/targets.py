@@ -9,27 +9,28 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeGuard, TypeVar, cast
 
 import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int64, Shaped
 
 from vitrail.data.faults import Fault, unknown_class
 from vitrail.data.objects import Mask, ObjectRows, Objects
+from vitrail.data.texts import TextTable
 from vitrail.errors import DataError, listed, nearest, plural
 
-Target = int | tuple[int, ...] | tuple[float, ...] | Objects | Mask | None
+Target = int | tuple[int, ...] | tuple[float, ...] | tuple[str, ...] | Objects | Mask | None
 """The training target of an image. An int is the index of the image's class. A tuple of ints holds the indices of all
 classes of the image, in rising order. A tuple of floats holds the numbers of a regression target, where NaN is an
-unknown number. `Objects` are boxes with classes, and a `Mask` has a class for every pixel. None means that the image
-has no target."""
+unknown number. A tuple of strings holds texts. `Objects` are boxes with classes, and a `Mask` has a class for every
+pixel. None means that the image has no target."""
 
 SoftTarget = Float32[np.ndarray, " classes"]
 """The amount of each class of an image, such as the probabilities that a model predicted."""
 
-TargetKind = Literal["class", "classes", "numbers", "boxes", "mask", "none"]
+TargetKind = Literal["class", "classes", "numbers", "boxes", "mask", "texts", "none"]
 """The kind of a source's targets: one class per image, several classes, numbers, boxes of objects, a mask of classes,
-or no targets at all."""
+texts, or no targets at all."""
 
 PLACED: tuple[TargetKind, ...] = ("boxes", "mask")
 """Targets that belong to places in the image."""
@@ -67,13 +68,16 @@ class Targets:
     values: Shaped[np.ndarray, ...]
     """The index of the class of each sample, or -1 for no label; the indices of the classes of all samples, one sample
     after another; or the numbers of each sample (n k), with NaN for an unknown number. Without targets, (n 0). With
-    boxes, the index of the class of each object, one sample after another. With masks, an array of `Mask`."""
+    boxes, the index of the class of each object, one sample after another. With masks, an array of `Mask`. With texts,
+    the index in `texts` of each text, one sample after another."""
     starts: Int64[np.ndarray, " starts"] | None = None
-    """Position in `values` at which the classes or the objects of each sample begin, if samples can have several."""
+    """Position in `values` at which the classes, objects or texts of each sample begin, if samples can have several."""
     soft: SoftRows | None = None
     """Amounts of classes that training learns instead of the class."""
     objects: ObjectRows | None = None
     """The boxes of objects, and what belongs to them."""
+    texts: TextTable | None = None
+    """Different texts. They are stored once, however samples are selected."""
     ids: tuple[int, ...] = ()
     """The numbers that the data gives its classes, if it gives some: those of COCO's categories, or values in masks."""
 
@@ -114,6 +118,12 @@ class Targets:
             values = np.concatenate([np.zeros(0, np.int64), *(one.labels for one in pictures)])
             starts = np.cumsum([0, *map(len, pictures)], dtype=np.int64)
             return Targets(kind, names, values, starts, objects=ObjectRows.of(pictures))
+        if kind == "texts":
+            owned = [tuple(map(str, one)) if isinstance(one, tuple) else () for one in found]
+            rows_of = {text: row for row, text in enumerate(dict.fromkeys(itertools.chain.from_iterable(owned)))}
+            values = np.fromiter((rows_of[text] for one in owned for text in one), np.int64)
+            starts = np.cumsum([0, *map(len, owned)], dtype=np.int64)
+            return Targets(kind, (), values, starts, texts=TextTable.of(rows_of))
         if kind == "mask":
             masks = np.empty(len(found), object)
             masks[:] = found
@@ -131,7 +141,7 @@ class Targets:
             return Targets(kind, names, np.full(count, -1, np.int64))
         if kind == "classes":
             return Targets(kind, names, np.zeros(0, np.int64), np.zeros(count + 1, np.int64))
-        if kind in ("boxes", "mask"):
+        if kind in ("boxes", "mask", "texts"):
             return Targets.of([None] * count, kind, names)
         return Targets(kind, names, np.full((count, len(names) if kind == "numbers" else 0), math.nan))
 
@@ -142,6 +152,8 @@ class Targets:
         kind = parts[0].kind
         if kind == "none":
             return Targets.unknown(kind, (), sum(map(len, parts)))
+        if kind == "texts":
+            return Targets.of([part[row] for part in parts for row in range(len(part))], kind, ())
         alike = all(part.names == parts[0].names for part in parts)
         names = parts[0].names if alike else tuple(dict.fromkeys(name for part in parts for name in part.names))
         places = {name: place for place, name in enumerate(names)}
@@ -174,6 +186,8 @@ class Targets:
             start, stop = int(self.starts[:-1][row]), int(self.starts[1:][row])
             if self.objects is not None:
                 return self.objects.objects(row, self.values[start:stop], start, stop)
+            if self.texts is not None:
+                return tuple(map(self.texts.__getitem__, self.values[start:stop].tolist())) or None
             return tuple(self.values[start:stop].tolist())
         if self.kind == "mask":
             return self.values[row]
@@ -190,8 +204,10 @@ class Targets:
 
     @property
     def known(self) -> Bool[np.ndarray, " n"]:
-        """Mask of the samples with a known label or with at least one known number. If samples can have several
-        labels, all are known."""
+        """Mask of the samples with a known label, with a text or with at least one known number. If samples can have
+        several labels, all are known."""
+        if self.starts is not None and self.texts is not None:
+            return np.diff(self.starts) > 0
         if self.starts is not None:
             return np.ones(len(self), np.bool_)
         if self.kind == "mask":
@@ -231,7 +247,7 @@ class Targets:
             values = np.full((len(self), len(names)), math.nan)
             values[:, table[:-1][kept]] = self.values[:, kept]
             return replace(self, names=names, values=values)
-        if self.kind == "none":
+        if self.kind in ("none", "texts"):
             return replace(self, names=names)
         if self.kind == "mask":
             masks = [None if one is None else one.renumbered(places) for one in self.values]
@@ -281,11 +297,13 @@ class Targets:
         stratum."""
         return self.values if self.kind == "class" else np.zeros(len(self), np.int64)
 
-    def plain(self, row: int) -> int | list[int] | list[float | None] | None:
+    def plain(self, row: int) -> int | list[int] | list[float | None] | list[str] | None:
         """Return the target of one sample as a JSON value. An unknown class or number is None."""
         if self.kind == "numbers":
             return [None if math.isnan(number) else number for number in self.values[row].tolist()]
         target = self[row]
+        if self.kind == "texts":
+            return list(map(str, cast(tuple[str, ...], target or ())))
         return list(class_indices(target)) if self.kind == "classes" else cast(int | None, target)
 
 
@@ -311,14 +329,19 @@ def numbered(count: int) -> tuple[str, ...]:
 
 def class_indices(target: Target) -> tuple[int, ...]:
     """Return the indices of a target's classes: none, one or several. The target must not hold numbers. Those in a mask
-    are not known, because no mask is read."""
+    are not known, because no mask is read. Texts have no classes."""
     if isinstance(target, Objects):
         return tuple(np.unique(target.labels).tolist())
-    if isinstance(target, Mask):
+    if isinstance(target, Mask) or is_texts(target):
         return ()
     if isinstance(target, tuple):
         return cast(tuple[int, ...], target)
     return () if target is None else (target,)
+
+
+def is_texts(target: Target) -> TypeGuard[tuple[str, ...]]:
+    """Return True for a tuple of texts."""
+    return isinstance(target, tuple) and bool(target) and isinstance(target[0], str)
 
 
 MISSING = frozenset({"nan", "none", "null", "n/a", "na", "#n/a", "<na>", "nat"})

@@ -162,7 +162,7 @@ def plan_for_data(
 def epochs_within(config: TrainConfig, seconds: float, *, started: float) -> float:
     """Return the number of epochs, at most that of the config, that this machine trains until the time in seconds after
     `started` (`time.perf_counter()`) is over. Raise the errors of `train`."""
-    splits = config.data.cut(config.data.open_whole(unlabelled="none" in config.task.targets))
+    splits = config.data.cut(config.data.open_whole(**config.task.wanted))
     speed = training_speed(config, splits, TIME_FOR_SPEED * seconds, seconds).images_per_second
     left = max(seconds - (time.perf_counter() - started), LEAST_TIME * seconds)
     epochs = join_processes().from_first(TIME_FOR_STEPS * left * speed / len(splits.train))

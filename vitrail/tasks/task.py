@@ -232,6 +232,11 @@ class Task(ABC):
             yield (f"select={self.select!r} is not a metric of the task {self.name}; {nearest(self.select, names)}")
 
     @property
+    def wanted(self) -> dict[str, bool]:
+        """The arguments with which the data of the task is opened."""
+        return {"unlabelled": "none" in self.targets, "texts": "texts" in self.targets}
+
+    @property
     @abstractmethod
     def output(self) -> OutputKind:
         """Meaning of the outputs of the saved model."""

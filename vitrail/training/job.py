@@ -250,7 +250,7 @@ def _opened(config: TrainConfig, data: Source | Splits | OpenedData | None) -> t
     """Return the config with the name of the data, and the splits. `data` replaces the data that the config names."""
     if data is None:
         check_columns(config)
-        return config, config.data.open(unlabelled="none" in config.task.targets)
+        return config, config.data.open(**config.task.wanted)
     if isinstance(data, OpenedData):
         return config, config.data.cut(data)
     own = named_splits(data)
@@ -601,6 +601,8 @@ def _fits(target: Target, kind: TargetKind, count: int) -> bool:
         return _is_class(target, count)
     if not isinstance(target, tuple):
         return False
+    if kind == "texts":
+        return all(isinstance(text, str) for text in target)
     if kind == "numbers":
         return len(target) == count and all(isinstance(number, float) for number in target)
     return all(_is_class(one, count) for one in target)
@@ -611,6 +613,8 @@ def _is_class(value: Any, count: int) -> bool:
 
 
 def _rule(kind: TargetKind, count: int) -> str:
+    if kind == "texts":
+        return "the targets of this source must be None or tuples of strings"
     if kind == "numbers":
         return f"the targets of this source must be None or tuples of {count} floats, one for each name in classes"
     if kind == "classes":

@@ -17,7 +17,7 @@ from vitrail.data.faults import Fault, Severity
 from vitrail.data.pipeline import skips_allowed
 from vitrail.data.source import Source, target_kind, truth_of
 from vitrail.data.splits import Splits
-from vitrail.data.targets import Target, TargetKind, class_indices, holds_numbers
+from vitrail.data.targets import Target, TargetKind, class_indices, holds_numbers, is_texts
 from vitrail.errors import listed, plural
 from vitrail.report.page import printable
 
@@ -94,6 +94,20 @@ class Sizes:
 
 
 @dataclass(frozen=True)
+class TextCounts:
+    """The texts of the training images."""
+
+    texts: int
+    different: int
+    images: int
+    """Number of images with a text."""
+    words: tuple[int, int, int]
+    """The smallest, median and largest number of words of the different texts."""
+    common: tuple[tuple[str, int], ...]
+    """The five most frequent texts, and how often each of them occurs."""
+
+
+@dataclass(frozen=True)
 class Report:
     """The result of `check_data`. `vitrail.settings` converts it to plain values and back."""
 
@@ -110,6 +124,8 @@ class Report:
     notes: tuple[str, ...]
     """The notes from opening the data, for example about a new validation split or skipped files."""
     target_kind: TargetKind = "class"
+    texts: TextCounts | None = None
+    """The texts of the training images, if the targets are texts."""
     amounts: dict[str, int] = field(default_factory=dict)
     """With boxes, the number of checked objects by their size in pixels. With masks, the number of checked pixels of
     each class, and of those without a class."""
@@ -135,9 +151,12 @@ def example(split: str, source: Source, index: int, detail: str = "") -> FaultEx
 
 
 def names_of(label: Target, classes: Sequence[str]) -> str | None:
-    """Return the class names of a target, or the names and values of its numbers, or None if the target is None."""
+    """Return the class names of a target, or the names and values of its numbers, or its texts, or None if the target
+    is None."""
     if label is None:
         return None
+    if is_texts(label):
+        return printable(" | ".join(label))
     if isinstance(label, tuple) and any(isinstance(number, float) for number in label):
         return ", ".join(f"{name} {number:g}" for name, number in zip(classes, label, strict=True))
     return ", ".join(classes[one] for one in class_indices(label))
@@ -172,7 +191,7 @@ def count(name: str, source: Source, looked_at: int) -> SplitCounts:
     if kind == "boxes":
         objects = np.bincount(truth_of(source).values, minlength=len(source.classes))
         return SplitCounts(name, len(source), looked_at, tuple(objects.tolist()), 0)
-    has_classes = kind not in ("numbers", "mask")
+    has_classes = kind not in ("numbers", "mask", "texts")
     per_class = [0] * len(source.classes) if has_classes else []
     unlabelled = 0
     for index in range(len(source)):
@@ -191,6 +210,55 @@ def count_masks(counts: SplitCounts, looks: Looks, split: int, classes: int) -> 
     rows = [row for row in np.flatnonzero(looks.split == split).tolist() if row in looks.amounts]
     present = [looks.amounts[row][:classes] > 0 for row in rows]
     return replace(counts, per_class=tuple(np.array(present).sum(axis=0).tolist()) if rows else ())
+
+
+MOST_WORDS = 60
+"""Number of words of a text above which it may be longer than the context of a model."""
+
+REPEATED = 0.1
+"""Fraction of the training images whose text is also that of another image for which this is a warning."""
+
+
+def count_texts(train: Source) -> TextCounts | None:
+    """Return facts about the texts of the training images, or None if there are none."""
+    targets = truth_of(train)
+    rows, counts = np.unique(targets.values, return_counts=True)
+    if targets.texts is None or not len(rows):
+        return None
+    words = np.array([len(targets.texts[row].split()) for row in rows.tolist()])
+    order = np.argsort(-counts, kind="stable")[:5].tolist()
+    return TextCounts(
+        len(targets.values), len(rows), int(targets.known.sum()),
+        (int(words.min()), int(np.median(words)), int(words.max())),
+        tuple((targets.texts[int(rows[place])], int(counts[place])) for place in order),
+    )  # fmt: skip
+
+
+def text_findings(train: Source, splits: Mapping[str, SplitCounts]) -> Iterator[Finding]:
+    """Yield findings about texts: images without one, texts of several images, and long texts."""
+    yield from _unlabelled(splits, "text")
+    targets = truth_of(train)
+    if targets.texts is None or targets.starts is None or not len(targets.values):
+        return
+    rows, places, counts = np.unique(targets.values, return_inverse=True, return_counts=True)
+    owners = np.repeat(np.arange(len(targets)), np.diff(targets.starts))
+    shared = len(np.unique(owners[counts[places] > 1]))
+    if shared > REPEATED * len(targets):
+        yield Finding(
+            "repeated-texts", "warning", shared,
+            f"{plural(shared, 'training image')} {'has' if shared == 1 else 'have'} a text that another image has "
+            f"too; there are {plural(len(rows), 'different text')}",
+            "Images of a batch with the same text count as wrong answers of each other.",
+            "Give images texts that distinguish them, or learn classes instead.",
+        )  # fmt: skip
+    long = sum(len(targets.texts[row].split()) > MOST_WORDS for row in rows.tolist())
+    if long:
+        yield Finding(
+            "long-texts", "note", long,
+            f"{plural(long, 'text')} {'has' if long == 1 else 'have'} more than {MOST_WORDS} words",
+            "A text that is longer than the context of the model is cut.",
+            "Put what matters at the beginning of the texts.",
+        )  # fmt: skip
 
 
 def balance_of(train: SplitCounts) -> Balance | None:
@@ -254,14 +322,14 @@ def _numbers(classes: Sequence[str], train: SplitCounts) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _unlabelled(splits: Mapping[str, SplitCounts]) -> Iterator[Finding]:
+def _unlabelled(splits: Mapping[str, SplitCounts], noun: str = "label") -> Iterator[Finding]:
     without = {name: split.unlabelled for name, split in splits.items() if split.unlabelled}
     if without:
         yield Finding(
             "unlabelled", "warning", sum(without.values()),
-            "without a label: " + ", ".join(plural(number, f"{name} image") for name, number in without.items()),
+            f"without a {noun}: " + ", ".join(plural(number, f"{name} image") for name, number in without.items()),
             "These images are skipped, both in training and in evaluation.",
-            "Label these images, or remove them.",
+            f"Give these images a {noun}, or remove them.",
         )  # fmt: skip
 
 

@@ -14,10 +14,12 @@ from vitrail.data.check.findings import (
     FaultExample,
     Finding,
     Report,
+    TextCounts,
     amounts_of,
     balance_of,
     count,
     count_masks,
+    count_texts,
     example,
     image_findings,
     kinds_of,
@@ -26,6 +28,7 @@ from vitrail.data.check.findings import (
     named_sources,
     sizes_of,
     target_findings,
+    text_findings,
 )
 from vitrail.data.check.images import MOST_DETAILED, Progress, look_at_all
 from vitrail.data.objects import Mask, Objects, drawn_on
@@ -71,6 +74,7 @@ def check_data(
         *image_findings(examined),
         *target_findings(examined, kind),
         *label_findings(splits.classes, counts, kind),
+        *(text_findings(splits.train, counts) if kind == "texts" else ()),
     ]
     notes = list(splits.notes)
     if (looked_at := len(looks)) < (images := sum(map(len, sources.values()))):
@@ -88,6 +92,7 @@ def check_data(
         findings=most_severe_first(found),
         notes=tuple(notes),
         target_kind=kind,
+        texts=count_texts(splits.train) if kind == "texts" else None,
         amounts=amounts_of(looks, splits.classes, kind),
     )
 
@@ -125,6 +130,8 @@ def page(report: Report, splits: Splits, title: str) -> str:
         counts_title = plural(len(report.classes), "class")
     else:
         counts_title = f"Numbers: {listed(report.classes, 20)}" if report.classes else "No labels"
+    if report.texts is not None:
+        counts_title = text_line(report.texts)
     is_drawn = report.target_kind in ("boxes", "mask")
     has_classes = bool(splits.train.classes) and target_kind(splits.train) != "numbers" and not is_drawn
     examples: dict[str, list[FaultExample]] = {}
@@ -164,6 +171,16 @@ def page(report: Report, splits: Splits, title: str) -> str:
         amounts=[(name, f"{count:,}", share) for name, count, share in amount_rows(report)],
         amounts_head="objects" if report.target_kind == "boxes" else "pixels",
         all_classes=classes if len(classes) > MOST_ROWS else [],
+    )
+
+
+def text_line(texts: TextCounts) -> str:
+    """Return a sentence about the texts of the training images."""
+    least, median, most = texts.words
+    common = listed([f"{printable(text)!r} ({count:,})" for text, count in texts.common])
+    return (
+        f"{plural(texts.texts, 'text')} of {plural(texts.images, 'training image')}, {texts.different:,} different; "
+        f"{least} to {most} words, median {median}; most frequent: {common}"
     )
 
 

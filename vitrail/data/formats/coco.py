@@ -1,4 +1,4 @@
-"""Boxes and outlines in COCO's JSON: one file per split, with lists of images, categories and annotations.
+"""Boxes, outlines and captions in COCO's JSON: one file per split, with lists of images, categories and annotations.
 
     annotations/instances_train2017.json    train2017/    ...        or    train/_annotations.coco.json    train/1.jpg
 
@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,10 @@ from vitrail.data.formats.annotated import (
     unlisted_images,
 )
 from vitrail.data.objects import Outline, Runs
-from vitrail.data.splits import CHOICE, Split, SplitNames, Splits, check_chosen, left_out, split_of
+from vitrail.data.source import file_samples
+from vitrail.data.splits import CHOICE, Split, SplitNames, Splits, check_chosen, left_out, split_of, splits_from
+from vitrail.data.targets import Targets
+from vitrail.data.texts import TextReader
 from vitrail.errors import DataError, listed, plural
 
 HEAD = 1 << 16
@@ -39,7 +42,7 @@ KEYS = re.compile(rb'"(?:images|annotations|categories)"\s*:')
 OTHERS = re.compile(r"(captions|person_keypoints|panoptic|image_info|stuff)_", re.I)
 """Beginnings of COCO's files that hold something else than boxes."""
 
-TITLE = re.compile(r"^(?:instances|annotations?|coco|_)+[-_.]*", re.I)
+TITLE = re.compile(r"^(?:instances|captions|annotations?|coco|_)+[-_.]*", re.I)
 """Beginning of a file's name before that of its split."""
 
 
@@ -58,13 +61,20 @@ def _is_coco(path: Path) -> bool:
     return head.startswith(b"{") and KEYS.search(head) is not None
 
 
-def open_coco(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | None) -> Splits:
-    """Return the splits of COCO files. Raise `DataError` if they cannot be read, or hold something else than boxes."""
+def open_coco(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | None, *, texts: bool = False) -> Splits:
+    """Return the splits of COCO files. With `texts`, captions are preferred to boxes. Raise `DataError` if the files
+    cannot be read, or hold something else than boxes or captions."""
     folder = root if root.is_dir() else root.parent
     folder = folder.parent if folder.name.lower() in ("annotations", "annotation", "labels") else folder
-    files, notes = _by_split(root, annotation_files(files_beside_images(root)), chosen)
+    found_files = annotation_files(files_beside_images(root))
+    captions = [path for path in found_files if path.name.lower().startswith("captions")]
+    if root.is_dir() and captions and (texts or not any(OTHERS.match(path.name) is None for path in found_files)):
+        found_files = captions
+    files, notes = _by_split(root, found_files, chosen)
     read = {split: _read(path) for split, path in files.items()}
     first = next(iter(read))
+    if all(_holds_captions(one) for one in read.values()):
+        return _captions(str(root), ImageFiles(folder), files, read, notes)
     categories = _categories(files[first], read[first])
     for split, path in files.items():
         if (other := _categories(path, read[split])) != categories:
@@ -82,6 +92,51 @@ def open_coco(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | No
     return object_splits(
         f"data {str(root)!r}", images, found, list(categories.values()), known, ids=list(categories), notes=notes
     )
+
+
+def _holds_captions(values: Mapping[str, Any]) -> bool:
+    return any(isinstance(one, dict) and "caption" in one for one in values["annotations"][:100])
+
+
+def _captions(
+    title: str,
+    images: ImageFiles,
+    files: Mapping[Split, Path],
+    read: Mapping[Split, Mapping[str, Any]],
+    notes: Sequence[str],
+) -> Splits:
+    """Return the images of COCO files with their captions as texts."""
+    sources, faults, reader = {}, [], TextReader()
+    for split, values in read.items():
+        result = _images(files[split], {**values, "annotations": []}, {}, images, split, sized=False)
+        rows = {number: row for row, number in enumerate(result.ids)}
+        texts: list[tuple[str, ...]] = [()] * len(rows)
+        strange = []
+        known = {one["id"] for one in values["images"]}
+        for one in values["annotations"]:
+            number = one.get("image_id") if isinstance(one, dict) else None
+            if number in rows:
+                texts[rows[number]] = tuple(dict.fromkeys(texts[rows[number]] + reader(one.get("caption"))))
+            elif number not in known:
+                strange.append(f"image_id {number!r}")
+        faults += [*result.faults, *_unknown_images(files[split], strange)]
+        targets = Targets.of(texts, "texts", ())
+        if not targets.known.any():
+            raise DataError("\n".join([f"{files[split]}: no image has a caption", *(fault.text for fault in faults)]))
+        inodes = [images.inodes[key] for key in result.keys]
+        sources[split] = file_samples(images.root, result.keys, inodes, targets, result.ids)
+    return splits_from(sources, (*notes, *reader.notes(f"data {title!r}")), faults)
+
+
+def _unknown_images(path: Path, strange: Sequence[str]) -> Iterator[Fault]:
+    """Yield a fault if annotations are of images that are not listed."""
+    if strange:
+        yield Fault(
+            "unknown-image", "error", len(strange),
+            f"{path}: {plural(len(strange), 'annotation')} of images that are not listed: {'; '.join(strange[:5])}",
+            "Training refuses the data. This check skips these annotations.",
+            "List these images, or remove the annotations.",
+        )  # fmt: skip
 
 
 def _by_split(
@@ -128,6 +183,8 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} is not valid JSON: {error}") from error
     for name in ("images", "annotations", "categories"):
+        if isinstance(values, dict) and name == "categories" and _holds_captions(values):
+            continue
         if not isinstance(values, dict) or not isinstance(values.get(name), list):
             raise DataError(
                 f"{path} has no list of {name}; a file of COCO's boxes has images, annotations and categories"
@@ -150,9 +207,15 @@ def _categories(path: Path, values: Mapping[str, Any]) -> dict[int, str]:
 
 
 def _images(
-    path: Path, values: Mapping[str, Any], categories: Mapping[int, str], images: ImageFiles, split: Split
+    path: Path,
+    values: Mapping[str, Any],
+    categories: Mapping[int, str],
+    images: ImageFiles,
+    split: Split,
+    *,
+    sized: bool = True,
 ) -> AnnotatedImages:
-    """Return the images and objects of a file."""
+    """Return the images and objects of a file. If `sized` is true, the file must state the size of each image."""
     result = AnnotatedImages()
     near = path.parent.relative_to(images.root).as_posix() if path.parent != images.root else ""
     rows: dict[Any, int] = {}
@@ -171,6 +234,8 @@ def _images(
         rows[one["id"]] = len(result.keys)
         result.keys.append(key)
         result.ids.append(one["id"])
+        if not sized:
+            continue
         height, width = one.get("height"), one.get("width")
         if not (isinstance(height, int | float) and isinstance(width, int | float) and height >= 1 and width >= 1):
             raise DataError(f"{path}: the image {one['file_name']} has no height and width; state both in pixels")
@@ -195,13 +260,7 @@ def _images(
             continue
         with_keypoints += bool(one.get("keypoints"))
         result.objects.append(_annotation(path, where, one, row, result.sizes[row], places))
-    if strange:
-        result.faults.append(Fault(
-            "unknown-image", "error", len(strange),
-            f"{path}: {plural(len(strange), 'annotation')} of images that are not listed: {'; '.join(strange[:5])}",
-            "Training refuses the data. This check skips these annotations.",
-            "List these images, or remove the annotations.",
-        ))  # fmt: skip
+    result.faults += _unknown_images(path, strange)
     if with_keypoints:
         result.faults.append(Fault(
             "keypoints", "note", with_keypoints, f"{path}: the keypoints of {plural(with_keypoints, 'object')} are not "

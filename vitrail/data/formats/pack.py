@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from PIL import Image
@@ -22,7 +22,7 @@ from PIL import Image
 from vitrail.data.pixels.decode import SUFFIXES, format_of, open_file, to_pil
 from vitrail.data.source import Sample, Source, fingerprint
 from vitrail.data.splits import SPLITS, Splits
-from vitrail.data.targets import Target
+from vitrail.data.targets import Target, is_texts
 from vitrail.errors import ConfigError, DataError, Stopped, UndecodableImage, listed
 from vitrail.files import check_parent, saving, write_json
 from vitrail.settings import from_plain
@@ -359,11 +359,14 @@ def _encode(source: Source, index: int, max_side: int | None) -> _Encoded:
 
 
 def _fields(target: Target) -> dict[str, object]:
-    """Return the JSON fields of a target: a list of numbers if the target holds floats, or else the class indices."""
+    """Return the JSON fields of a target: a list of numbers if the target holds floats, the texts, or else the class
+    indices."""
     if target is None:
         return {}
+    if is_texts(target):
+        return {"texts": target}
     if isinstance(target, tuple) and any(isinstance(number, float) for number in target):
-        return {NUMBERS: [None if math.isnan(number) else float(number) for number in target]}
+        return {NUMBERS: [None if math.isnan(number) else float(number) for number in cast(tuple[float, ...], target)]}
     return {"label": target}
 
 

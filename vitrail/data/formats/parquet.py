@@ -56,6 +56,7 @@ from vitrail.data.targets import (
     stated_column,
     text_column,
 )
+from vitrail.data.texts import TEXTS, TextReader, without_texts
 from vitrail.errors import DataError, SaveError, listed, nearest, plural
 from vitrail.files import cache_folder, saving
 
@@ -175,12 +176,12 @@ def open_files(
     opened = {split: [ParquetColumns(file.path) for file in some] for split, some in files.items()}
     if "train" in opened and not sum(file.rows for file in opened["train"]):
         raise DataError(f"{title} has an empty training split; training needs at least one row")
-    image, label = _columns(opened, choice)
+    image, label, text = _columns(opened, choice, reads_texts=not numbers)
     notes = list(notes)
     rows: dict[Split, Int64[np.ndarray, " n"]] = {}
     column = None
     if set(opened) == {"train"}:
-        column, rows, more = _divided(title, opened["train"], choice, {image, label, *numbers})
+        column, rows, more = _divided(title, opened["train"], choice, {image, label, text, *numbers})
         notes += more
         if rows:
             files, opened = dict.fromkeys(rows, files["train"]), dict.fromkeys(rows, opened["train"])
@@ -188,6 +189,9 @@ def open_files(
     faults: tuple[Fault, ...] = ()
     if numbers:
         targets, names = _number_targets(title, opened, rows, numbers, notes), numbers
+        kept = list(targets)
+    elif text is not None:
+        targets, names, label = _text_targets(title, opened, rows, text, notes), (), text
         kept = list(targets)
     else:
         targets, kept, names, faults = _label_targets(title, opened, rows, label, choice, classes, notes)
@@ -267,6 +271,29 @@ def _label_targets(
     return targets, kept, names, faults
 
 
+def _text_targets(
+    title: str,
+    opened: Mapping[Split, Sequence[ParquetColumns]],
+    rows: Mapping[Split, Int64[np.ndarray, " n"]],
+    text: str,
+    notes: list[str],
+) -> dict[Split, Targets]:
+    """Return the texts of each split. A split without texts is skipped, with one more of `notes`."""
+    values: dict[Split, Targets] = {}
+    reader = TextReader()
+    whole: Targets | None = None
+    for split, some in opened.items():
+        if whole is None or not rows:
+            cells = [cell for file in some for cell in (file.cells(text) if text in file.types else [None] * file.rows)]
+            whole = Targets.of(map(reader, cells), "texts", ())
+        values[split] = whole.rows(rows[split]) if rows else whole
+        if split != "train" and not values[split].known.any():
+            notes.append(f"{title}: the {split} split is skipped, because none of its images has a text")
+            values.pop(split)
+    notes += reader.notes(title)
+    return values
+
+
 def _number_targets(
     title: str,
     opened: Mapping[Split, Sequence[ParquetColumns]],
@@ -289,14 +316,19 @@ def _number_targets(
     return values
 
 
-def _columns(opened: Mapping[Split, Sequence[ParquetColumns]], choice: Choice) -> tuple[str, str | None]:
-    """Return the columns of images and labels, found in the first training file.
+def _columns(
+    opened: Mapping[Split, Sequence[ParquetColumns]], choice: Choice, *, reads_texts: bool
+) -> tuple[str, str | None, str | None]:
+    """Return the columns of images, labels and texts, found in the first training file. Texts are read if they were
+    chosen, or if there are no labels.
 
     All other files must have the same columns, but a whole split may lack labels. Raises `DataError`.
     """
     first = (opened.get("train") or next(iter(opened.values())))[0]
     image = first.image_column(choice.image)
-    label = first.label_column(choice.label)
+    label, text = first.label_column(choice.label), None
+    if reads_texts and (choice.text is not None or label is None):
+        text = first.text_column(choice.text)
     for some in opened.values():
         for file in some:
             file.image_column(image)
@@ -305,7 +337,7 @@ def _columns(opened: Mapping[Split, Sequence[ParquetColumns]], choice: Choice) -
                     f"{some[0].path} and {file.path}: only one of the two has the column {label!r}; all files of a "
                     "split need it"
                 )
-    return image, label
+    return image, label, text
 
 
 def identity_of(path: Path) -> str:
@@ -452,6 +484,18 @@ class ParquetColumns:
             )
         return found[0] if found else None
 
+    def text_column(self, wanted: str | None) -> str | None:
+        """Return the name of the column of texts: `wanted`, or if that is "" or None, the first one with a usual name.
+        Raise `DataError` if there is none, unless `wanted` is None."""
+        if wanted:
+            self._require(wanted)
+            return wanted
+        lower = {name.lower(): name for name in self.types}
+        found = next((lower[name] for name in TEXTS if name in lower), None)
+        if found is None and wanted is not None:
+            raise without_texts(str(self.path), list(self.types))
+        return found
+
     def labels(self, column: str, reader: LabelReader) -> LabelColumn:
         """Return all labels of a column: class numbers, text, or lists of either. `reader` reads text. Raises
         `DataError`."""
@@ -485,9 +529,12 @@ class ParquetColumns:
 
     def texts(self, column: str) -> list[str]:
         """Return the values of a column as text, with "" for null."""
+        return ["" if value is None else str(value) for value in self.cells(column)]
+
+    def cells(self, column: str) -> list[Any]:
+        """Return the values of a column."""
         with self._file() as file:
-            values = file.read(columns=[column], use_threads=False).column(column).to_pylist()
-        return ["" if value is None else str(value) for value in values]
+            return list(file.read(columns=[column], use_threads=False).column(column).to_pylist())
 
     def _whole(self, column: str, values: Any) -> Any:
         """Return class numbers that are stored as floats, which is how pandas writes them if one is missing. NaN is no

@@ -1,5 +1,5 @@
-"""Tables of image files, as CSV, TSV or JSON lines. A table has a column of paths, and a column of labels or a 0/1
-column per class.
+"""Tables of image files, as CSV, TSV or JSON lines. A table has a column of paths, and a column of labels, a 0/1 column
+per class, or a column of texts.
 
 Paths are relative to the table. The first row names the columns, and the columns are recognised by their names:
 
@@ -8,7 +8,8 @@ Paths are relative to the table. The first row names the columns, and the column
     a/2.jpg,daisy       2.jpg,1,1
 
 A column of splits divides the table. Alternatively, a folder can hold one table per split, and each table is named
-after its split. For regression, the caller names the columns of numbers, and labels are not read.
+after its split. For regression, the caller names the columns of numbers, and labels are not read. Rows of texts that
+name the same image are texts of this image.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ from vitrail.data.targets import (
     refuse_joined,
     whole_numbers,
 )
+from vitrail.data.texts import TEXTS, TextReader, without_texts
 from vitrail.errors import DataError, listed, nearest, plural
 
 MOST_SHOWN = 5
@@ -115,7 +117,7 @@ def open_table(
     where = str(root if len(tables) > 1 else tables[0])
     parts, notes = _parts(root, where, tables, numbers, choice, unlabelled=unlabelled, is_folder=is_folder)
     for split, part in list(parts.items()):
-        has_labels = numbers or unlabelled or any(row.label is not None for row in part.rows)
+        has_labels = numbers or unlabelled or any(row.label is not None or row.texts for row in part.rows)
         if split != "train" and len(parts) > 1 and not (part.rows and has_labels):
             reason = "none of its images has a label" if part.rows else "it has no rows"
             notes += (f"{part.path}: the {split} split is skipped, because {reason}",)
@@ -138,7 +140,9 @@ def open_table(
         if not files[split]:
             raise DataError("\n".join(fault.text for fault in found))
         parts[split] = part._replace(rows=[row for row, _ in files[split].values()])
-    if numbers:
+    if numbers or any(part.has_texts for part in parts.values()):
+        if not numbers and not any(row.texts for part in parts.values() for row in part.rows):
+            raise DataError(f"{where}: no image has a text that can be used")
         classes = numbers
     else:
         first = "train" if "train" in parts else next(iter(parts))
@@ -153,7 +157,7 @@ def open_table(
                 faults.append(_unknown_class(parts[split].path, split, strange, classes))
                 left = set(strange)
                 files[split] = {key: pair for key, pair in files[split].items() if pair[0] not in left}
-    sources = {split: _source(part.path.parent, files[split], classes) for split, part in parts.items() if files[split]}
+    sources = {split: _source(part, files[split], classes) for split, part in parts.items() if files[split]}
     return splits_from(sources, notes, faults)
 
 
@@ -215,10 +219,12 @@ def _counts(tables: Iterable[Table]) -> Counter[str]:
     return Counter(row.label for table in tables for row in table.rows if isinstance(row.label, str))
 
 
-def _source(root: Path, files: dict[str, tuple[TableRow, int]], classes: tuple[str, ...]) -> Samples:
+def _source(table: Table, files: dict[str, tuple[TableRow, int]], classes: tuple[str, ...]) -> Samples:
     """Return the image files of some rows, in their order. `classes` holds the names of classes or numbers."""
-    rows = [row for row, _ in files.values()]
-    if rows[0].numbers:
+    root, rows = table.path.parent, [row for row, _ in files.values()]
+    if table.has_texts:
+        targets = Targets.of((row.texts for row in rows), "texts", ())
+    elif rows[0].numbers:
         targets = Targets.of((row.numbers for row in rows), "numbers", classes)
     else:
         kind: TargetKind = "none" if not classes else "classes" if isinstance(rows[0].label, tuple) else "class"
@@ -279,6 +285,9 @@ def _files(table: Table) -> tuple[dict[str, tuple[TableRow, int]], list[Fault]]:
         if inode is None:
             missing.append(f"line {row.line}: {row.path}")
             first_missing = first_missing or key
+        elif key in found and table.has_texts:
+            first = found[key][0]
+            found[key] = (first._replace(texts=tuple(dict.fromkeys(first.texts + row.texts))), inode)
         elif key in found:
             repeated.append(f"line {row.line}: {row.path}, which is also in line {found[key][0].line}")
         else:
@@ -346,6 +355,7 @@ class TableRow(NamedTuple):
     """The name of the image's class, or the names of all classes of the image. None if it has no label."""
     line: int
     numbers: tuple[float, ...] = ()
+    texts: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -362,6 +372,8 @@ class Table(NamedTuple):
     splits: list[str]
     """The value of each row in this column."""
     notes: tuple[str, ...]
+    has_texts: bool = False
+    """True if the targets are texts."""
 
 
 @dataclass(frozen=True)
@@ -425,6 +437,11 @@ def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled:
             f"must be called {' or '.join(PATHS[:3])}, or chosen by adding ?image=COLUMN to the data's name"
         )
     label = cells.find(LABELS) if choice.label is None else cells.named(choice.label)
+    text = None if numbers else cells.named(choice.text) if choice.text else cells.find(TEXTS)
+    if choice.text is not None and text is None and not numbers:
+        raise without_texts(str(path), cells.header)
+    if text is not None and choice.text is None and (label is not None or unlabelled):
+        text = None
     free = [name for place, name in enumerate(cells.header) if name and place not in (image, label)]
     column, splits, split_notes = find_split(
         str(path), free, lambda name: cells.column(cells.header.index(name)), choice.splits
@@ -434,9 +451,12 @@ def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled:
         place for place in range(len(cells.header)) if place not in (image, split) and not _is_index(cells, place)
     ]
     columns = [(name, place) for name, place in zip(numbers, places_of(str(path), numbers, cells.header), strict=True)]
+    captions = TextReader()
     if numbers:
         used, classes = [place for _, place in columns], None
         targets: Iterable[Any] = ()
+    elif text is not None:
+        used, classes, targets = [text], None, ()
     elif label is None and _are_flags(cells, others):
         used, classes = others, tuple(class_name(cells.header[place]) for place in others)
         targets = (
@@ -454,17 +474,21 @@ def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled:
     reader = LabelReader(choice.separator, keep_missing=choice.keep_missing)
     rows = [
         TableRow(
-            str(line[image] or ""), target if classes else reader(target), number, _numbers(path, number, columns, line)
+            str(line[image] or ""),
+            target if classes else reader(target),
+            number,
+            _numbers(path, number, columns, line),
+            () if text is None else captions(line[text]),
         )
         for (number, line), target in zip(cells.lines, targets or [None] * len(cells.lines), strict=True)
     ]
     if len({isinstance(row.label, tuple) for row in rows}) > 1:
         raise DataError(f"{path}: some rows have one label and others a list of labels; use one form in all rows")
     rest = [name or "(without a name)" for place, name in enumerate(cells.header) if place not in (image, split, *used)]
-    notes = (*split_notes, *reader.notes(str(path)))
+    notes = (*split_notes, *reader.notes(str(path)), *captions.notes(str(path)))
     if rest:
         notes = (*notes, f"{path}: {plural(len(rest), 'column')} not used: {listed(rest)}")
-    return Table(path, rows, classes, column or "", splits, notes)
+    return Table(path, rows, classes, column or "", splits, notes, text is not None)
 
 
 # --- cells
@@ -474,7 +498,9 @@ def _delimiter(table: Path, first: str) -> str:
     """Return the character between cells. Spreadsheets of some countries write semicolons into .csv."""
     if table.suffix.lower() == ".tsv":
         return "\t"
-    named = (one for one in DELIMITERS if {name.strip(' "').lower() for name in first.split(one)} & {*PATHS, *LABELS})
+    named = (
+        one for one in DELIMITERS if {name.strip(' "').lower() for name in first.split(one)} & {*PATHS, *LABELS, *TEXTS}
+    )
     return "," if "," in first else next((one for one in named if one in first), ",")
 
 

@@ -3,6 +3,7 @@
 The members of a sample have the same path up to the first dot of the file's name, or up to the last dot if the name has
 several and no sample ends at the first. The label is the number or name of a
 class. It is in the .cls file, or in the field "label", "cls" or "class" of the .json file, where it can be a list.
+Texts are in the .txt file, or in a field such as "caption" of the .json file.
 Images are read in any order, by an index.
 """
 
@@ -32,6 +33,7 @@ from vitrail.data.pixels.decode import SUFFIXES as IMAGE_SUFFIXES
 from vitrail.data.source import Samples
 from vitrail.data.splits import SPLITS, Split, SplitNames, Splits, by_split, split_of, splits_from
 from vitrail.data.targets import Target, TargetKind, Targets, check_names, class_name, places_of
+from vitrail.data.texts import TextReader
 from vitrail.errors import DataError, nearest, plural
 
 OPEN_FILES = 64
@@ -50,13 +52,16 @@ def open_shards(
     classes: tuple[str, ...] | None,
     numbers: tuple[str, ...] = (),
     chosen: SplitNames | None = None,
+    *,
+    texts: bool = False,
 ) -> Splits:
     """Open a .tar file, a folder of them (flat, or in train/, val/, test/), a pattern such as `name-{000..012}.tar`, or
     a URL of these that fsspec supports.
 
     If `classes` is given, such as the classes of a model, labels are indices into `classes`. Otherwise the class names
     come from dataset.json or classes.json beside the shards. Without these files, they are the sorted training labels.
-    If labels are only numbers, the names are "0" to the highest number. Raises `DataError`.
+    If labels are only numbers, the names are "0" to the highest number. The targets are texts if no sample has a label,
+    or if `texts` is true. Raises `DataError`.
     """
     located = locate(location, chosen)
     opened = _open(located)
@@ -68,6 +73,12 @@ def open_shards(
         if split != "train" and len(opened) > 1 and not any(len(shard.index) for shard in opened[split]):
             notes.append(f"{location}: the {split} split is skipped, because it has no images")
             del opened[split]
+    every = [shard.index for shards in opened.values() for shard in shards]
+    has_labels = any(len(index.labels) for index in every)
+    if any(len(index.texts) for index in every) and (texts or not (has_labels or numbers)):
+        return _with_texts(location, located, opened)
+    if count := sum(len(index.texts) for index in every):
+        notes.append(f"{location}: {plural(count, 'text')} of its images not used, because they have labels")
     if any(_has_numbers(shard) for shards in opened.values() for shard in shards):
         return _with_numbers(location, located, opened, numbers)
     if numbers:
@@ -88,6 +99,28 @@ def open_shards(
             "form in all splits"
         )
     return _splits(location, found, notes, faults)
+
+
+def _with_texts(location: str, located: Located, opened: Mapping[Split, list[Shard]]) -> Splits:
+    """Open shards whose samples have texts as targets."""
+    sources, notes = {}, list(located.notes)
+    for split, shards in opened.items():
+        reader, indices = ShardImages(shards), [shard.index for shard in shards]
+        counts = np.concatenate([index.text_counts for index in indices]).tolist()
+        every = (index.texts[row] for index in indices for row in range(len(index.texts)))
+        targets = Targets.of((tuple(itertools.islice(every, count)) for count in counts), "texts", ())
+        sources[split] = Samples((reader,), range(len(reader)), targets)
+        unread = TextReader()
+        unread.empty, unread.broken = np.sum([index.unread for index in indices], axis=0).tolist()
+        notes += unread.notes(f"{location}, {split}")
+        if ignored := sum(index.ignored for index in indices):
+            notes.append(_ignored(location, split, ignored))
+    return splits_from(sources, notes)
+
+
+def _ignored(location: str, split: Split, count: int) -> str:
+    files = plural(count, "file")
+    return f"{location}, {split}: skipped {files} that are neither the image nor the label or text of a sample"
 
 
 def _splits(
@@ -407,8 +440,7 @@ def _unknown(label: int | str, classes: tuple[str, ...], numbered: tuple[str, ..
 
 def _notes(location: str, split: Split, found: ShardSamples) -> Iterable[str]:
     if found.ignored:
-        files = plural(found.ignored, "file")
-        yield f"{location}, {split}: skipped {files} that are neither the image nor the label of a sample"
+        yield _ignored(location, split, found.ignored)
     if missing := found.unlabelled:
         yield f"{location}, {split}: {missing:,} of {plural(len(found.samples), 'image')} without a label"
 

@@ -24,6 +24,7 @@ import numpy as np
 from vitrail.data import remote
 from vitrail.data.formats.pack import NUMBERS
 from vitrail.data.pixels.decode import SUFFIXES
+from vitrail.data.texts import TEXTS, TextReader, TextTable
 from vitrail.errors import DataError
 from vitrail.files import cache_folder, replacing_file
 
@@ -31,7 +32,7 @@ RawLabel = int | str | tuple[int | str, ...] | tuple[float | None, ...]
 """A label as stored in a shard: the number or name of a class, a tuple of class numbers or names, or a tuple of numbers
 to learn. An unknown number is None."""
 
-FORMAT = 3
+FORMAT = 4
 WINDOW = 16 * 1024
 """Number of bytes that are requested from a server to read a header. If samples are small, one request contains several
 headers."""
@@ -65,8 +66,14 @@ class ShardIndex:
     codes: np.ndarray
     """Index in `labels` of each image's label (int32), or -1 for no label."""
     labels: tuple[RawLabel, ...]
+    text_counts: np.ndarray
+    """Number of texts of each image (int32)."""
+    texts: TextTable
+    """The texts of all images, one image after another."""
+    unread: tuple[int, int]
+    """Numbers of texts that are empty and that are broken."""
     ignored: int
-    """Number of tar members that are neither images nor labels of images."""
+    """Number of tar members that are neither images nor labels or texts of images."""
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -74,6 +81,7 @@ class ShardIndex:
 
 COLUMNS = {
     "key_ends": np.int64, "hashes": np.uint64, "offsets": np.int64, "sizes": np.int64, "codes": np.int32,
+    "text_counts": np.int32,
 }  # fmt: skip
 """Names of the columns that are saved together as one int64 array. A file with fewer arrays loads faster."""
 
@@ -158,6 +166,8 @@ def _scan(shard: str, read: Read, size: int) -> ShardIndex:
     images: dict[int, Member] = {}
     codes: dict[int, int] = {}
     labels: dict[RawLabel, int] = {}
+    texts: dict[int, tuple[str, ...]] = {}
+    reader = TextReader()
     seen: set[tuple[int, str]] = set()
     ignored = 0
     for member, key, suffix in _parts(shard, read, size, rows):
@@ -180,15 +190,22 @@ def _scan(shard: str, read: Read, size: int) -> ShardIndex:
             raise DataError(
                 f"{shard}: {member.name!r} has {member.size:,} bytes, but a label may have at most {LONGEST_LABEL:,}"
             )
-        label, name = _label(shard, member.name, read(member.offset, member.size))
+        data = read(member.offset, member.size)
+        if suffix == "txt":
+            texts[row] = reader(data.decode("utf-8-sig", "replace"))
+            continue
+        label, name, cell = _label(shard, member.name, data)
+        if cell is not None and (row, "txt") not in seen:
+            texts[row] = reader(cell)
         if name is not None:
             names[row] = name
         if label is not None and (suffix == "cls" or (row, "cls") not in seen):
             codes[row] = labels.setdefault(label, len(labels))
     ignored += sum(row not in images for row, _ in seen)
     keys = [names.get(row, key) for key, row in rows.items() if row in images]
-    return _collect(shard, keys, [(images[row], codes.get(row, -1)) for row in rows.values() if row in images],
-                    tuple(labels), ignored)  # fmt: skip
+    kept = [row for row in rows.values() if row in images]
+    found = [(images[row], codes.get(row, -1), texts.get(row, ())) for row in kept]
+    return _collect(shard, keys, found, tuple(labels), (reader.empty, reader.broken), ignored)
 
 
 def _parts(shard: str, read: Read, size: int, rows: Collection[str]) -> Iterator[tuple[Member, str | None, str]]:
@@ -215,11 +232,16 @@ def _parts(shard: str, read: Read, size: int, rows: Collection[str]) -> Iterator
 
 
 def _is_part(suffix: str) -> bool:
-    return f".{suffix}" in SUFFIXES or suffix in ("cls", "json")
+    return f".{suffix}" in SUFFIXES or suffix in ("cls", "json", "txt")
 
 
 def _collect(
-    shard: str, keys: list[str], found: list[tuple[Member, int]], labels: tuple[RawLabel, ...], ignored: int
+    shard: str,
+    keys: list[str],
+    found: list[tuple[Member, int, tuple[str, ...]]],
+    labels: tuple[RawLabel, ...],
+    unread: tuple[int, int],
+    ignored: int,
 ) -> ShardIndex:
     encoded = [os.fsencode(key) for key in keys]
     if len(set(encoded)) < len(encoded):
@@ -230,25 +252,29 @@ def _collect(
         keys=np.frombuffer(b"".join(encoded), np.uint8),
         key_ends=np.cumsum([len(key) for key in encoded], dtype=np.int64),
         hashes=np.frombuffer(digests, np.uint64),
-        offsets=np.array([member.offset for member, _ in found], np.int64),
-        sizes=np.array([member.size for member, _ in found], np.int64),
-        codes=np.array([code for _, code in found], np.int32),
+        offsets=np.array([member.offset for member, _, _ in found], np.int64),
+        sizes=np.array([member.size for member, _, _ in found], np.int64),
+        codes=np.array([code for _, code, _ in found], np.int32),
         labels=labels,
+        text_counts=np.array([len(texts) for _, _, texts in found], np.int32),
+        texts=TextTable.of(text for _, _, texts in found for text in texts),
+        unread=unread,
         ignored=ignored,
     )
 
 
-def _label(shard: str, name: str, data: bytes) -> tuple[RawLabel | None, str | None]:
-    """Return the label in the .cls or .json file of a sample, and the key in the .json file. Raises `DataError`."""
+def _label(shard: str, name: str, data: bytes) -> tuple[RawLabel | None, str | None, Any]:
+    """Return the label in the .cls or .json file of a sample, and the key and the texts in the .json file. Raises
+    `DataError`."""
     try:
         if not name.lower().endswith(".json"):
             text = data.decode().strip()
             if not text or "\n" in text:
                 raise ValueError(f"it holds {text[:40]!r}")
-            return (int(text) if re.fullmatch("[+-]?[0-9]+", text) else text), None
+            return (int(text) if re.fullmatch("[+-]?[0-9]+", text) else text), None, None
         values = json.loads(data)
         if not isinstance(values, dict):
-            return None, None
+            return None, None, None
         found = next((values[field] for field in LABELS if values.get(field) is not None), None)
         label: RawLabel | None
         if isinstance(values.get(NUMBERS), list) and values[NUMBERS]:
@@ -256,11 +282,12 @@ def _label(shard: str, name: str, data: bytes) -> tuple[RawLabel | None, str | N
             label = None if set(numbers) == {None} else numbers
         else:
             label = tuple(map(_one, found)) if isinstance(found, list) else None if found is None else _one(found)
+        cell = next((values[field] for field in TEXTS if values.get(field) is not None), None)
         key = values.get(KEY)
         if not isinstance(key, str) or not key:
-            return label, None
+            return label, None, cell
         os.fsencode(key)  # not every JSON string can be encoded
-        return label, key
+        return label, key, cell
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"{shard}: the label in {name!r} cannot be read ({error}); a label is the number or name of a class, or a "
@@ -295,6 +322,7 @@ def _save(shard: str, version: Version, index: ShardIndex) -> None:
     A file of another program is not replaced.
     """
     about = {"format": FORMAT, "version": version, "labels": index.labels, "ignored": index.ignored}
+    about["unread"] = index.unread
     columns = np.stack([getattr(index, name).astype(np.int64) for name in COLUMNS])
     text = np.frombuffer(json.dumps(about).encode(), np.uint8)
     for place in _places(shard):
@@ -302,7 +330,10 @@ def _save(shard: str, version: Version, index: ShardIndex) -> None:
             continue
         with contextlib.suppress(OSError), replacing_file(place) as partial:
             with partial.open("wb") as file:  # np.savez would append a suffix to a name
-                np.savez(file, about=text, keys=index.keys, columns=columns)
+                np.savez(
+                    file, about=text, keys=index.keys, columns=columns, texts=index.texts.data,
+                    text_ends=index.texts.ends,
+                )  # fmt: skip
             return
 
 
@@ -325,7 +356,11 @@ def _load(shard: str, version: Version) -> ShardIndex | None:
                 labels = tuple(tuple(label) if isinstance(label, list) else label for label in about["labels"])
                 rows = zip(COLUMNS.items(), file["columns"], strict=True)
                 columns = {name: row.astype(kind) for (name, kind), row in rows}
-                index = ShardIndex(keys=file["keys"], **columns, labels=labels, ignored=about["ignored"])
+                texts, unread = TextTable(file["texts"], file["text_ends"]), about["unread"]
+                index = ShardIndex(
+                    keys=file["keys"], **columns, labels=labels, texts=texts, unread=(unread[0], unread[1]),
+                    ignored=about["ignored"],
+                )  # fmt: skip
                 if _fits(index, version.size):
                     return index
         except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):  # missing or damaged
@@ -342,6 +377,10 @@ def _fits(index: ShardIndex, size: int) -> bool:
         and bool((lengths > 0).all())
         and int(lengths.sum()) == len(index.keys)
         and bool(((index.offsets >= 0) & (index.sizes >= 0) & (index.offsets + index.sizes <= size)).all())
+        and bool((index.text_counts >= 0).all())
+        and int(index.text_counts.sum()) == len(index.texts)
+        and bool((np.diff(index.texts.ends, prepend=0) > 0).all())
+        and len(index.texts.data) == int(index.texts.ends[-1] if len(index.texts) else 0)
         and bool(((index.codes >= -1) & (index.codes < len(index.labels))).all())
     )
 

@@ -1,0 +1,228 @@
+"""Tests of texts as targets: every format that holds them, what is not used, checks, packing and refusals."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vitrail.cli import main
+from vitrail.data.check.report import check_data
+from vitrail.data.formats.pack import pack
+from vitrail.data.source import Source, fingerprint, mixed, samples_of, subset, target_kind
+from vitrail.data.sources import open_data, open_whole
+from vitrail.data.splits import Splits
+from vitrail.data.targets import Targets
+from vitrail.errors import DataError
+from vitrail.testing import check_source
+
+RED, BLUE = "a red bird, à gauche", 'a "blue" 鸟'
+
+
+def picture(colour: int) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(np.full((9, 11, 3), colour, np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def images(folder: Path, *names: str) -> Path:
+    for number, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(picture(40 * number))
+    return folder
+
+
+def texts_of(source: Source) -> list[tuple[str, object]]:
+    return [(source.key(row), source.target(row)) for row in range(len(source))]
+
+
+EXPECTED = [("a.png", (RED, "red")), ("b.png", (BLUE,)), ("c.png", None)]
+
+
+def write_csv(folder: Path) -> Path:
+    rows = [("a.png", RED), ("b.png", BLUE), ("a.png", " red "), ("c.png", "")]
+    quoted = ['"' + text.replace('"', '""') + '"' for _, text in rows]
+    lines = ["filepath,title", *(f"{name},{text}" for (name, _), text in zip(rows, quoted, strict=True))]
+    (folder / "pairs.csv").write_text("\n".join(lines), encoding="utf-8")
+    return folder / "pairs.csv"
+
+
+def write_jsonl(folder: Path) -> Path:
+    rows = [("a.png", [RED, "red", " "]), ("b.png", BLUE), ("c.png", None)]
+    lines = [json.dumps({"file_name": name, "caption": text}) for name, text in rows]
+    (folder / "metadata.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+def write_coco(folder: Path) -> Path:
+    (folder / "annotations").mkdir()
+    listed = [{"id": 10 * number, "file_name": name} for number, name in enumerate(("a.png", "b.png", "c.png"))]
+    captions = [(0, RED), (10, BLUE), (0, "red"), (0, "red"), (20, "")]
+    found = [{"id": number, "image_id": image, "caption": text} for number, (image, text) in enumerate(captions)]
+    values = {"images": listed, "annotations": found}
+    (folder / "annotations" / "captions_train2017.json").write_text(json.dumps(values))
+    return folder
+
+
+def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    about = tarfile.TarInfo(name)
+    about.size = len(data)
+    tar.addfile(about, io.BytesIO(data))
+
+
+@pytest.mark.parametrize("write", [write_csv, write_jsonl, write_coco])
+def test_files_beside_images_hold_texts(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    location = write(images(tmp_path, "a.png", "b.png", "c.png"))
+    opened = open_data(str(location), validation_share=0.0)
+    assert texts_of(opened.train) == EXPECTED
+    assert (target_kind(opened.train), opened.classes) == ("texts", ())
+    assert any("empty and not used" in note for note in opened.notes)
+    check_source(opened.train)
+
+
+def test_tar_shards_hold_texts_in_text_files_or_json(tmp_path: Path) -> None:
+    path = tmp_path / "train.tar"
+    with tarfile.open(path, "w") as tar:
+        for number, name in enumerate("abc"):
+            add(tar, f"{name}.png", picture(number))
+        add(tar, "a.json", json.dumps({"caption": "not used", "url": "x"}).encode())
+        add(tar, "a.txt", RED.encode())
+        add(tar, "b.json", json.dumps({"captions": [BLUE, 7, "b"], "label": 3}).encode())
+        add(tar, "c.txt", b"\xff\xfe broken")
+    for _ in range(2):  # the second time from the saved index
+        opened = open_whole(str(path), texts=True).splits(validation_share=0.0)
+        assert texts_of(opened.train) == [("a", (RED,)), ("b", (BLUE, "b")), ("c", None)]
+        assert any("2 texts are broken" in note for note in opened.notes)
+
+
+def test_parquet_holds_texts_and_lists_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
+    cells = [{"bytes": picture(number), "path": None} for number in range(3)]
+    for column, values in (("caption", [RED, BLUE, None]), ("sentences", [[RED, "red"], [BLUE], []])):
+        table = arrow.table({"image": cells, "label": [0, 1, 0], column: values})
+        parquet.write_table(table, tmp_path / "p.parquet")
+        assert target_kind(open_data(str(tmp_path / "p.parquet"), validation_share=0.0).train) == "class"
+        opened = open_data(f"{tmp_path / 'p.parquet'}?text={column}", validation_share=0.0)
+        expected = values if column == "sentences" else [value and [value] for value in values]
+        assert [target for _, target in texts_of(opened.train)] == [tuple(one) if one else None for one in expected]
+
+
+def test_labels_come_first_unless_texts_are_wanted(tmp_path: Path) -> None:
+    images(tmp_path, "a.png", "b.png")
+    table = tmp_path / "t.csv"
+    table.write_text("path,label,text,other\na.png,x,one,1\nb.png,y,two,2\n")
+    assert open_data(str(table), validation_share=0.0).classes == ("x", "y")
+    found = open_whole(str(table), texts=True).splits(validation_share=0.0).train
+    assert texts_of(found) == [("a.png", ("one",)), ("b.png", ("two",))]
+    found = open_data(f"{table}?text=other", validation_share=0.0).train
+    assert texts_of(found) == [("a.png", ("1",)), ("b.png", ("2",))]
+
+
+@pytest.mark.parametrize(
+    ("lines", "choice", "message"),
+    [
+        ("path,label\na.png,x\nb.png,y", "", r"has no column of texts: its columns are path, label.*\?text="),
+        ("path,label\na.png,x\nb.png,y", "?text=sayings", "has no column 'sayings'"),
+        ("path,text\na.png,\nb.png,nan", "", "no image has a text"),
+    ],
+)
+def test_tables_without_texts_are_refused(tmp_path: Path, lines: str, choice: str, message: str) -> None:
+    images(tmp_path, "a.png", "b.png")
+    (tmp_path / "t.csv").write_text(lines)
+    with pytest.raises(DataError, match=message):
+        open_whole(f"{tmp_path / 't.csv'}{choice}", texts=True)
+
+
+def test_packed_texts_are_the_same(tmp_path: Path) -> None:
+    images(tmp_path, "a.png", "b.png", "c.png")
+    opened = open_data(str(write_csv(tmp_path)), validation_share=0.0)
+    pack(opened, tmp_path / "shards")
+    again = open_data(str(tmp_path / "shards"), validation_share=0.0)
+    assert texts_of(again.train) == EXPECTED
+    assert fingerprint(again.train) == fingerprint(opened.train)
+
+
+def test_texts_are_stored_once(tmp_path: Path) -> None:
+    targets = Targets.of([("one", "two"), None, ("two",), ("three",)], "texts", ())
+    assert targets.texts is not None
+    assert len(targets.texts) == 3
+    chosen = targets.rows(np.array([2, 0, 2, 1]))
+    assert chosen.texts is targets.texts
+    assert [chosen[row] for row in range(4)] == [("two",), ("one", "two"), ("two",), None]
+    assert chosen.known.tolist() == [True, True, True, False]
+    joined = Targets.joined([chosen, Targets.of([("four",)], "texts", ())])
+    assert [joined[row] for row in (3, 4)] == [None, ("four",)]
+
+
+def test_sources_of_the_user_and_mixtures_hold_texts(tmp_path: Path) -> None:
+    images(tmp_path, "a.png", "b.png", "c.png")
+    source = samples_of(open_data(str(write_csv(tmp_path)), validation_share=0.0).train)
+
+    class Own:
+        classes = ()
+        __len__ = source.__len__
+        __getitem__ = source.__getitem__
+        key = source.key
+        target = source.target
+
+    assert target_kind(Own()) == "texts"
+    both = mixed([Own(), subset(source, [1])], [0.5, 0.5])
+    assert [both.target(row) for row in (0, 3)] == [(RED, "red"), (BLUE,)]
+
+
+def test_check_counts_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images(tmp_path, "a.png", "b.png", "c.png", "d.png")
+    (tmp_path / "t.csv").write_text(f"path,text\na.png,same here\nb.png,same here\nc.png,{'long ' * 61}\nd.png,\n")
+    opened = open_data(str(tmp_path / "t.csv"), validation_share=0.0)
+    report = check_data(opened)
+    assert report.texts is not None
+    assert (report.texts.texts, report.texts.different, report.texts.words) == (3, 2, (2, 31, 61))
+    assert report.texts.common[0] == ("same here", 2)
+    assert {"repeated-texts", "long-texts", "unlabelled"} <= {finding.kind for finding in report.findings}
+    assert (
+        main(
+            [
+                "data",
+                "check",
+                str(tmp_path / "t.csv"),
+                "--validation-share",
+                "0.5",
+                "--page",
+                str(tmp_path / "page.html"),
+            ]
+        )
+        == 0
+    )
+    assert "'same here' (2)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_classification_of_texts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images(tmp_path, "a.png", "b.png", "c.png")
+    write_csv(tmp_path)
+    assert (
+        main(
+            [
+                "train",
+                "--data",
+                str(tmp_path / "pairs.csv"),
+                "--validation-share",
+                "0.5",
+                "--run",
+                str(tmp_path / "run"),
+            ]
+        )
+        == 2
+    )
+    assert "has texts, and classification needs one class" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(DataError, match=r"mix .* different kinds"):
+        splits = Splits(samples_of(open_data("bundled", validation_share=0.0).train), None, None)
+        from vitrail.data.sources import mix_in
+
+        mix_in(splits, (f"0.5:{tmp_path / 'pairs.csv'}",))
