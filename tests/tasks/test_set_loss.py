@@ -149,7 +149,7 @@ def test_ten_drawn_images_are_learned_by_heart() -> None:
     found = [
         Detections(("red", "green"), each.boxes.double().numpy() * sides, each.scores.double().numpy(),
                    each.labels.numpy(), (height, width))
-        for each in DetectionTokens.objects(network.eval()(images).detach())
+        for each in DetectionTokens.objects(network.eval()(images).detach(), network.config.grid)
     ]  # fmt: skip
     truths = [
         Objects.of(its[its >= 0].tolist(), (each[its >= 0].numpy() / sides).tolist())

@@ -484,6 +484,7 @@ NAMES = {
     "average_precision": "AP",
     "average_precision_50": "AP50, at an overlap of 0.5",
     "average_precision_75": "AP75, at an overlap of 0.75",
+    "box_average_precision": "AP of the boxes around the masks",
     "average_precision_small": "AP of small objects, below 32 x 32 pixels",
     "average_precision_medium": "AP of medium objects",
     "average_precision_large": "AP of large objects, from 96 x 96 pixels",

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Int64, Shaped, UInt8
 
 from vitrail.data.faults import Fault
+from vitrail.data.objects import Objects
 from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.targets import SoftTarget, Target, TargetKind, Targets, is_texts, numbered
 from vitrail.errors import DataError, UndecodableImage, plural
@@ -518,6 +519,24 @@ def target_from_plain(value: Any, kind: TargetKind, columns: int) -> Target:
 
 def _is_number(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def check_outlines(source: Source, needing: str, advice: str) -> None:
+    """Raise `DataError` unless every object of a source has an outline. Crowds need none. No image is read.
+
+    `needing` says what needs the outlines, and `advice` what to do without them.
+    """
+    total = lacking = 0
+    for index in range(len(source)):
+        if isinstance(target := source.target(index), Objects):
+            outlines = target.outlines or (None,) * len(target)
+            lacks = [one is None and not crowd for one, crowd in zip(outlines, target.crowd.tolist(), strict=True)]
+            total, lacking = total + len(lacks), lacking + sum(lacks)
+    if lacking:
+        raise DataError(
+            f"{needing} needs the outline of each object, and {lacking:,} of {plural(total, 'object')} have a box "
+            f"only; add polygons or run lengths to the annotations, or {advice}"
+        )
 
 
 def check_known(source: Source, name: str) -> Targets:

@@ -66,7 +66,7 @@ def box_report(outputs: Outputs, source: Source) -> PlacedReport:
     if not seen.found:
         raise DataError(f"none of {len(source):,} images can be used with its boxes")
     names = tuple(source.classes)
-    measured = average_precision(seen.truths, seen.found, len(names))
+    measured = average_precision(seen.truths, seen.found, len(names), of_masks=outputs.bundle.finds_masks)
     cells: Counter[tuple[int, int]] = Counter()
     true, found, mistakes = np.zeros(len(SIDES), np.int64), np.zeros(len(SIDES), np.int64), []
     for truth, every in zip(seen.truths, seen.found, strict=True):

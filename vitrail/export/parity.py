@@ -190,7 +190,7 @@ def same_answers(bundle: Bundle, wanted: Tensor, found: Tensor) -> float:
         ours, theirs = (head.class_maps(outputs, config.grid).argmax(dim=1) for outputs in (wanted, found))
         return (ours == theirs).double().mean().item()
     same = []
-    for ours, theirs in zip(head.objects(wanted), head.objects(found), strict=True):
+    for ours, theirs in zip(head.objects(wanted, config.grid), head.objects(found, config.grid), strict=True):
         is_pair = (overlaps(ours.boxes, theirs.boxes) >= SAME_BOX) & (ours.labels[:, None] == theirs.labels[None])
         same.append(is_pair.any(dim=1)[ours.scores >= LEAST_SCORE])
     every = torch.cat(same)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 from vitrail.data.objects import Runs
 from vitrail.data.pixels.geometry import Placement
 from vitrail.errors import BundleError, ConfigError
-from vitrail.models.heads.dense_head import BoxHead, MaskHead
+from vitrail.models.heads.dense_head import BoxHead, FoundBoxes, MaskHead
 from vitrail.report.drawing import draw_boxes, draw_mask
 
 OutputKind = Literal["softmax", "sigmoid", "numbers", "boxes", "mask"]
@@ -206,17 +207,69 @@ def found_objects(
     outputs: Float[Tensor, "b rows outputs"],
     names: tuple[str, ...],
     placements: Sequence[Placement],
+    grid: tuple[int, int],
 ) -> list[Detections]:
     """Return the objects in images from the outputs of a head of boxes. `placements` are those of the images in the
-    network's input."""
+    network's input, and `grid` has its rows and columns of patches."""
     answers = []
-    for placement, (boxes, scores, labels) in zip(placements, head.objects(outputs), strict=True):
-        height, width = placement.size
-        inside = placement.boxes_back(boxes.double().numpy() * [width, height, width, height])
+    for placement, found in zip(placements, head.objects(outputs, grid), strict=True):
+        if found.masks is not None:
+            answers.append(_with_masks(found, placement, names))
+            continue
+        inside = placement.boxes_back(found.boxes.double().numpy() * np.tile(placement.size[::-1], 2))
         seen = (inside[:, 2:] - inside[:, :2] > LEAST_SIDE).all(axis=1)  # other boxes lie in the padding
-        found = Detections(names, inside, scores.double().numpy(), labels.numpy(), placement.image)
-        answers.append(found.taken(np.flatnonzero(seen)))
+        every = Detections(names, inside, found.scores.double().numpy(), found.labels.numpy(), placement.image)
+        answers.append(every.taken(np.flatnonzero(seen)))
     return answers
+
+
+def _with_masks(found: FoundBoxes, placement: Placement, names: tuple[str, ...]) -> Detections:
+    """Return objects with their masks at the pixels of the image. A score is the probability of the class times the
+    mean probability of the object's pixels (2112.01527). Objects without a pixel in the image are left out."""
+    assert found.masks is not None and found.mask_rows is not None
+    queries, maps = found.mask_rows.tolist(), found.masks.double().numpy()
+    masks = {query: _pixels(maps[query], placement) for query in set(queries)}
+    seen = [row for row, query in enumerate(queries) if masks[query] is not None]
+    chosen = [mask for row in seen if (mask := masks[queries[row]]) is not None]
+    scores = found.scores.double().numpy()[seen] * np.array([mask.quality for mask in chosen])
+    boxes = np.array([mask.box for mask in chosen], np.float64).reshape(len(chosen), 4)
+    runs = tuple(mask.runs for mask in chosen)
+    every = Detections(names, boxes, scores, found.labels.numpy()[seen], placement.image, runs)
+    return every.taken(np.argsort(-scores, kind="stable"))
+
+
+class _Pixels(NamedTuple):
+    """The pixels of an object."""
+
+    runs: Runs
+    box: tuple[int, int, int, int]
+    """Left, top, right and bottom of the pixels."""
+    quality: float
+    """Mean probability of the pixels."""
+
+
+def _pixels(logits: Float64[np.ndarray, "h w"], placement: Placement) -> _Pixels | None:
+    """Return the pixels of an image with a positive logit, from a map that covers the network's input. Return None if
+    there are none. Only the part of the image around the positive cells is computed."""
+    height, width = placement.image
+    sides = np.array(placement.size) / logits.shape
+    rows, columns = (np.flatnonzero((logits > 0).any(axis=axis)) for axis in (1, 0))
+    if not len(rows):
+        return None
+    (up, left), (down, right) = ((np.array(each) * sides) for each in (
+        (rows[0] - 1, columns[0] - 1), (rows[-1] + 2, columns[-1] + 2),
+    ))  # fmt: skip
+    ((first, start, last, end),) = placement.boxes_back(np.array([[left, up, right, down]]))
+    start, first = max(0, int(start) - 1), max(0, int(first) - 1)
+    end, last = min(height, int(end) + 2), min(width, int(last) + 2)
+    part = placement.part((start, first, end - start, last - first)).map_back(logits, fill=-math.inf)
+    mask = np.zeros((height, width), np.bool_)
+    mask[start:end, first:last] = part > 0
+    rows, columns = (np.flatnonzero(mask.any(axis=axis)) for axis in (1, 0))
+    if not len(rows):
+        return None
+    box = int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
+    return _Pixels(Runs.of(mask), box, float((1 / (1 + np.exp(-part[part > 0]))).mean()))
 
 
 def class_masks(
@@ -258,8 +311,7 @@ def mask_of(views: Sequence[View], size: tuple[int, int], names: tuple[str, ...]
             height, width = placement.image
             start, stop = max(first, top), min(first + total.shape[1], top + height)
             if start < stop:
-                box = (placement.box[0] - (start - top), *placement.box[1:])
-                rows = replace(placement, image=(stop - start, width), box=box)
+                rows = placement.part((start - top, 0, stop - start, width))
                 total[:, start - first : stop - first, left : left + width] += rows.map_back(maps.double().numpy())
         indices[first : first + BAND] = total.argmax(axis=0)
     return MaskPrediction(names, indices)

@@ -21,6 +21,7 @@ from vitrail.data.pixels.preprocess import Pixels, Preprocess
 from vitrail.errors import BundleError, ConfigError, DataError, UndecodableImage, nearest
 from vitrail.machine import Precision, pick_device
 from vitrail.models.cost import prediction_batch
+from vitrail.models.heads.dense_head import BoxHead, MaskHead
 from vitrail.models.predictor import Predictor
 from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build
 from vitrail.settings import from_plain, to_plain
@@ -97,8 +98,9 @@ class Bundle:
             raise BundleError(
                 f"there are {len(self.classes)} class names, but the network has {config.num_classes} outputs"
             )
-        is_dense = getattr(config, "head_kind", "pooled") != "pooled"
-        if self.classes and is_dense != (self.output in DENSE):
+        head = getattr(config, "dense_head", None)
+        needed = {"boxes": BoxHead, "mask": MaskHead}.get(self.output)
+        if self.classes and (head is not None if needed is None else head is None or not issubclass(head, needed)):
             raise BundleError(
                 f"output={self.output!r} does not fit the head of the network, which is of the kind "
                 f"{getattr(config, 'head_kind', 'pooled')!r}"
@@ -121,6 +123,12 @@ class Bundle:
         masks. () if they are not known."""
         found = self.provenance.get("class_ids", [])
         return tuple(found) if len(found) == len(self.classes) else ()
+
+    @property
+    def finds_masks(self) -> bool:
+        """True if the model predicts objects with the masks of their pixels."""
+        config: Any = self.network.config
+        return self.output == "boxes" and config.dense_head.has_masks
 
     @property
     def score_threshold(self) -> float | None:
@@ -245,7 +253,7 @@ class Bundle:
         if self.output in DENSE:
             config: Any = self.network.config
             if self.output == "boxes":
-                return found_objects(config.dense_head, outputs, self.classes, placements)
+                return found_objects(config.dense_head, outputs, self.classes, placements, config.grid)
             return class_masks(config.dense_head, outputs, self.classes, placements, config.grid)
         return rank(self.probabilities(outputs), self.classes, count)
 

@@ -6,12 +6,19 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import vitrail
+from vitrail.data.objects import Runs
+from vitrail.data.pixels.geometry import place
 from vitrail.errors import BundleError, ConfigError
+from vitrail.models.heads.queries import QueryMasks
+from vitrail.weights.answers import Detections, found_objects
 
 CLASSES, QUERIES = 4, 6
 
@@ -46,7 +53,8 @@ def test_outputs_and_files_are_those_of_transformers(tmp_path: Path, *, swiglu: 
     theirs = eomt(use_swiglu_ffn=swiglu)
     theirs.save_pretrained(tmp_path / "theirs")
     bundle = vitrail.load(tmp_path / "theirs", device="cpu")
-    assert bundle.output == "mask" and len(bundle.classes) == CLASSES and bundle.network.config.queries == QUERIES
+    assert bundle.output == "mask" and any("do_split_image" in note for note in bundle.notes)
+    assert len(bundle.classes) == CLASSES and bundle.network.config.queries == QUERIES
     images = torch.randn(2, 3, 48, 48)
     with torch.no_grad():
         expected = theirs(images)
@@ -137,3 +145,76 @@ def test_files_with_other_masks_are_refused(tmp_path: Path) -> None:
     eomt(num_upscale_blocks=1).save_pretrained(tmp_path / "theirs")
     with pytest.raises(BundleError, match="num_upscale_blocks must be 2"):
         vitrail.load(tmp_path / "theirs", device="cpu")
+
+
+def test_objects_are_those_of_transformers(tmp_path: Path) -> None:
+    theirs = eomt()
+    theirs.save_pretrained(tmp_path / "theirs")
+    processor = pytest.importorskip("transformers").EomtImageProcessor(
+        do_split_image=False, do_pad=True, size={"shortest_edge": 48, "longest_edge": 48}
+    )
+    processor.save_pretrained(tmp_path / "theirs")
+    bundle = vitrail.load(tmp_path / "theirs", device="cpu")
+    assert bundle.output == "boxes" and bundle.finds_masks
+    pixels = np.random.default_rng(0).integers(0, 255, (48, 48, 3), np.uint8)
+    with torch.no_grad():
+        outputs = theirs(bundle.inputs([bundle.preprocess.pixels(pixels)]))
+    (expected,) = processor.post_process_instance_segmentation(outputs, [(48, 48)], threshold=0.0)
+    (found,) = bundle.predict([pixels])
+    assert isinstance(found, Detections)
+    best = {}  # the likeliest class of each query
+    for row, one in enumerate(found):
+        best.setdefault(found.masks[row].counts, (found.labels[row], one.score))
+    wanted = [(one["label_id"], one["score"]) for one in expected["segments_info"]]
+    assert len(wanted) == QUERIES
+    np.testing.assert_allclose(sorted(best.values()), sorted(wanted), atol=1e-5)
+    assert len(found) == QUERIES * CLASSES and (np.diff(found.scores) <= 0).all()
+    logits = torch.nn.functional.interpolate(outputs.masks_queries_logits, (48, 48), mode="bilinear")[0]
+    masks = {Runs.of((logits[query] > 0).numpy()).counts for query in range(QUERIES)}
+    assert masks == {runs.counts for runs in found.masks}
+    bundle.save(tmp_path / "ours")
+    for to in ("vitrail", "huggingface"):
+        vitrail.convert(tmp_path / "ours", tmp_path / to, to=to)
+        again = vitrail.load(tmp_path / to, device="cpu")
+        assert again.output == "boxes" and not any("do_split_image" in note for note in again.notes)
+
+
+@given(seed=st.integers(0, 2**32 - 1), size=st.tuples(st.integers(5, 90), st.integers(5, 90)), pads=st.booleans())
+@settings(max_examples=20)
+def test_pixels_around_a_mask_are_all_pixels(seed: int, size: tuple[int, int], *, pads: bool) -> None:
+    """Only the part of an image around a mask is computed, at any scale, and with borders or a crop."""
+    random = np.random.default_rng(seed)
+    outputs = torch.full((1, 3, 3 + 16 * 6), -4.0)
+    outputs[..., :3] = torch.from_numpy(random.normal(size=(1, 3, 3)))
+    maps = outputs[..., 3:].view(1, 3, 8, 12)
+    for query in range(3):
+        top, left = random.integers(0, 8), random.integers(0, 12)
+        maps[0, query, top : top + random.integers(0, 5), left : left + random.integers(0, 7)] = 3.0
+    placement = place(size, (32, 48), "pad" if pads else "crop", 1.0)
+    placement = placement.flipped() if seed % 2 else placement
+    (found,) = found_objects(QueryMasks, outputs, ("a", "b"), [placement], (2, 3))
+    expected: list[Any] = []
+    for query in range(3):
+        whole = placement.map_back(maps[0, query].numpy(), fill=-9.0)
+        if not (whole > 0).any():
+            continue
+        quality = (1 / (1 + np.exp(-whole[whole > 0]))).mean()
+        chances = outputs[0, query, :3].double().softmax(0)[:2].numpy() * quality
+        rows, columns = (np.flatnonzero((whole > 0).any(axis=axis)) for axis in (1, 0))
+        box = columns[0], rows[0], columns[-1] + 1, rows[-1] + 1
+        expected += [(float(chance), label, box, whole > 0) for label, chance in enumerate(chances)]
+    expected.sort(key=lambda one: -one[0])
+    assert found.scores.tolist() == pytest.approx([one[0] for one in expected], rel=1e-5)
+    for row, (_, label, box, mask) in enumerate(expected):
+        assert found.labels[row] == label and tuple(found.boxes[row]) == box
+        assert np.array_equal(found.masks[row].mask(), mask)
+
+
+def test_boxes_of_cells_are_around_them() -> None:
+    outputs = torch.full((1, 2, 2 + 16 * 6), -1.0)
+    outputs[0, 1, 2:].view(8, 12)[1:3, 4:9] = 2.0
+    (found,) = QueryMasks.objects(outputs, (2, 3))
+    assert found.boxes.flatten().tolist() == pytest.approx(
+        [4 / 12, 1 / 8, 9 / 12, 3 / 8]
+    ) and found.labels.tolist() == [0]
+    assert found.mask_rows is not None and found.mask_rows.tolist() == [1], "the other mask has no cell"

@@ -129,6 +129,11 @@ class Placement:
         left."""
         return replace(self, top=self.top + down, left=self.left + (-right if self.mirrored else right))
 
+    def part(self, box: Box) -> Placement:
+        """Return the placement of a part of the image."""
+        top, left, height, width = box
+        return replace(self, image=(height, width), box=(self.box[0] - top, self.box[1] - left, *self.box[2:]))
+
     def points(self, points: Float[np.ndarray, "n 2"]) -> Float64[np.ndarray, "n 2"]:
         """Convert points (x, y) from the image to the result. A converted point can lie outside the result."""
         rows, columns = self._axes

@@ -23,6 +23,11 @@ class FoundBoxes(NamedTuple):
     """Left, top, right and bottom, as fractions of the network's input."""
     scores: Float[Tensor, " n"]
     labels: Int64[Tensor, " n"]
+    masks: Float[Tensor, "k h w"] | None = None
+    """Logits of the pixels of objects, which cover the network's input. `scores` are then those of the classes alone,
+    and `boxes` are only as fine as the maps. None for a head without masks."""
+    mask_rows: Int64[Tensor, " n"] | None = None
+    """The row in `masks` of each object. Several classes can share a mask."""
 
 
 MOST_BOXES = 100
@@ -97,12 +102,15 @@ class DenseHead(nn.Module, ABC):
 
 
 class BoxHead(DenseHead):
-    """A head whose outputs are boxes."""
+    """A head whose outputs are objects: their boxes, and the masks of their pixels if it `has_masks`."""
+
+    has_masks: ClassVar[bool] = False
+    """True if the head finds the pixels of each object (`FoundBoxes.masks`)."""
 
     @classmethod
     @abstractmethod
-    def objects(cls, outputs: Float[Tensor, "b rows outputs"]) -> list[FoundBoxes]:
-        """Return the boxes in each image, from the outputs for it."""
+    def objects(cls, outputs: Float[Tensor, "b rows outputs"], grid: tuple[int, int]) -> list[FoundBoxes]:
+        """Return the objects in each image, from the outputs for it. `grid` has the rows and columns of patches."""
 
 
 class MaskHead(DenseHead):

@@ -58,7 +58,7 @@ class DetectionTokens(BoxHead):
                 layer.reset_parameters()
 
     @classmethod
-    def objects(cls, outputs: Float[Tensor, "b tokens outputs"]) -> list[FoundBoxes]:
+    def objects(cls, outputs: Float[Tensor, "b tokens outputs"], grid: tuple[int, int]) -> list[FoundBoxes]:
         """Return the likeliest class of each token with its box. Boxes that overlap all stay, because each object has
         one token."""
         scores, labels = outputs[..., 4:].softmax(dim=2)[..., :-1].max(dim=2)

@@ -89,7 +89,7 @@ class Pyramid(BoxHead):
             nn.init.constant_(last.bias, start)
 
     @classmethod
-    def objects(cls, outputs: Float[Tensor, "b cells outputs"]) -> list[FoundBoxes]:
+    def objects(cls, outputs: Float[Tensor, "b cells outputs"], grid: tuple[int, int]) -> list[FoundBoxes]:
         return [best_boxes(image[:, :4], image[:, 4:].sigmoid()) for image in outputs]
 
     @classmethod

@@ -1,4 +1,5 @@
-"""A head for masks that reads query tokens, as in EoMT (2503.19108): each query is one mask with a class, or none.
+"""A head that reads query tokens, as in EoMT (2503.19108): each query is one mask with a class, or none. The masks are
+those of objects, or of all pixels of a class, as the model learned them.
 
 The queries enter before the last blocks of a plain Vision Transformer, which compares them with the patches. There is
 no other decoder.
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vitrail.models.heads.dense_head import MaskHead
+from vitrail.models.heads.dense_head import MOST_BOXES, BoxHead, FoundBoxes, MaskHead
 from vitrail.models.linear.dense import Linear
 from vitrail.models.network import Features
 from vitrail.models.positions import POSITIONS
@@ -43,7 +44,7 @@ class Enlarged(nn.Module):
         return self.norm(mixed.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-class QueryMasks(MaskHead):
+class QueryMasks(BoxHead, MaskHead):
     """A mask and a class for each query. The logit of a cell is the product of an MLP of the query with the enlarged
     map of patch tokens.
 
@@ -53,6 +54,7 @@ class QueryMasks(MaskHead):
 
     fields = own_fields = ("queries", "query_blocks")
     adds_tokens = True
+    has_masks = True
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -104,10 +106,24 @@ class QueryMasks(MaskHead):
         cls, outputs: Float[Tensor, "b queries outputs"], grid: tuple[int, int]
     ) -> Float[Tensor, "b classes h w"]:
         """Return the sum over the queries of the probability of each class times that of the mask (2112.01527)."""
+        classes, masks = cls._parts(outputs, grid)
+        return torch.einsum("bqc,bqhw->bchw", classes, masks.sigmoid())
+
+    @classmethod
+    def objects(cls, outputs: Float[Tensor, "b queries outputs"], grid: tuple[int, int]) -> list[FoundBoxes]:
+        """Return the likeliest pairs of a query and a class, as in the published evaluation. Masks without a cell are
+        left out."""
+        classes, masks = cls._parts(outputs, grid)
+        return [_best_pairs(*each) for each in zip(classes, masks, strict=True)]
+
+    @classmethod
+    def _parts(
+        cls, outputs: Float[Tensor, "b queries outputs"], grid: tuple[int, int]
+    ) -> tuple[Float[Tensor, "b queries classes"], Float[Tensor, "b queries h w"]]:
+        """Return the probabilities of the classes of each query, and the logits of the cells of its mask."""
         size = CELLS * grid[0], CELLS * grid[1]
-        masks = outputs[..., outputs.shape[2] - math.prod(size) :]
-        classes = outputs[..., : outputs.shape[2] - math.prod(size)].softmax(dim=2)[..., :-1]
-        return (classes.transpose(1, 2) @ masks.sigmoid()).reshape(len(outputs), -1, *size)
+        count = math.prod(size)
+        return outputs[..., :-count].softmax(dim=2)[..., :-1], torch.unflatten(outputs[..., -count:], 2, size)
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[str]:
@@ -144,3 +160,19 @@ class QueryMasks(MaskHead):
         width, queries, patches = config.width, config.queries, math.prod(config.grid)
         blocks = config.query_blocks * queries * (10 * width + 2 * config.mlp_width)
         return blocks + queries * (6 * width + CELLS**2 * patches) + 5 * (4 + 16) * patches * width
+
+
+def _best_pairs(classes: Float[Tensor, "queries classes"], masks: Float[Tensor, "queries h w"]) -> FoundBoxes:
+    """Return the pairs of a query and a class with the highest probabilities. The boxes are those around the cells."""
+    rows = (masks > 0).flatten(1).any(dim=1).nonzero()[:, 0]
+    scores, places = classes[rows].flatten().sort(descending=True, stable=True)
+    count = classes.shape[1]
+    mask_rows, labels = rows[places[:MOST_BOXES] // count], places[:MOST_BOXES] % count
+    ends = []
+    for axis in (1, 2):  # the columns of cells, then the rows
+        seen = (masks > 0).any(dim=axis).long()
+        first, behind = seen.argmax(dim=1), seen.shape[1] - seen.flip(1).argmax(dim=1)
+        ends.append(torch.stack([first, behind]).to(masks.dtype) / seen.shape[1])
+    (left, right), (top, bottom) = ends
+    boxes = torch.stack([left, top, right, bottom], dim=1)[mask_rows]
+    return FoundBoxes(boxes, scores[:MOST_BOXES], labels, masks, mask_rows)

@@ -254,10 +254,14 @@ def class_ids_of(settings: ConfigFile, num_classes: int) -> tuple[int, ...] | No
     return None if found is None else tuple(found)
 
 
-def output_of(settings: ConfigFile, family: Family, num_classes: int, notes: list[str]) -> OutputKind:
+def output_of(
+    settings: ConfigFile, family: Family, num_classes: int, preprocessor: Mapping[str, Any], notes: list[str]
+) -> OutputKind:
     """Return the meaning of the outputs. A classifier of one label is never a softmax, whose only value is 1."""
-    if family in (YOLOS, EOMT):
-        return "boxes" if family is YOLOS else "mask"
+    if family is YOLOS:
+        return "boxes"
+    if family is EOMT:
+        return _meaning_of_masks(settings, preprocessor, notes)
     problem = settings.get("problem_type", str, None)
     if problem is not None and problem not in OUTPUTS:
         raise BundleError(f"{settings.path}: problem_type={problem!r} is not one of {', '.join(map(repr, OUTPUTS))}")
@@ -268,6 +272,23 @@ def output_of(settings: ConfigFile, family: Family, num_classes: int, notes: lis
             "(a sigmoid); problem_type='regression' in config.json makes it a number"
         )
         return "sigmoid"
+    return output
+
+
+def _meaning_of_masks(settings: ConfigFile, preprocessor: Mapping[str, Any], notes: list[str]) -> OutputKind:
+    """Return "boxes" if the masks of EoMT are those of objects, and "mask" if they are those of classes. The files of
+    the authors differ only in that images are cut into parts for classes."""
+    stated = settings.get(MASKS_OF, str, None)
+    if stated not in (None, "boxes", "mask"):
+        raise BundleError(f"{settings.path}: {MASKS_OF}={stated!r} is not one of 'boxes', 'mask'")
+    splits = preprocessor.get("do_split_image")
+    output: OutputKind = "boxes" if stated == "boxes" or (stated is None and splits is False) else "mask"
+    if stated is None:
+        what = "the masks of all queries are summed to a class for each pixel"
+        if output == "boxes":
+            what = "each mask is an object, also one of a whole area such as the sky (panoptic)"
+        found = "does not name do_split_image" if splits is None else f"has do_split_image={splits}"
+        notes.append(f"{what}, because preprocessor_config.json {found}")
     return output
 
 
@@ -297,6 +318,7 @@ def config_json(config: ViTConfig, family: Family, bundle: Bundle) -> dict[str, 
         content |= {"use_swiglu_ffn": config.activation == "swiglu", "layerscale_value": config.layer_scale}
     if family is EOMT:
         content |= {"num_queries": config.queries, "num_blocks": config.query_blocks, "num_upscale_blocks": 2}
+        content[MASKS_OF] = bundle.output
         del content["attention_probs_dropout_prob"], content["qkv_bias"]
         content["num_register_tokens"] = config.registers
     elif family.is_dinov2:
@@ -341,8 +363,8 @@ def mlp_ratio(config: ViTConfig) -> int | None:
 # --- the layout
 
 
-CLASS_IDS = "class_ids"
-"""Field of `config.json` that only Vitrail writes: `Bundle.class_ids`."""
+CLASS_IDS, MASKS_OF = "class_ids", "masks_of"
+"""Fields of `config.json` that only Vitrail writes: `Bundle.class_ids`, and the output of a model of EoMT."""
 
 CLASSES = "class_labels_classifier.layers."
 BOXES = "bbox_predictor.layers."
@@ -394,7 +416,7 @@ class HuggingFace:
         except ConfigError as error:
             raise BundleError(f"{tensors.path}: {error}") from None
         classes = classes_of(settings, config.num_classes, notes)
-        output = output_of(settings, family, config.num_classes, notes)
+        output = output_of(settings, family, config.num_classes, checkpoint.preprocessor, notes)
         size = None
         if hints.image_size is None and checkpoint.preprocessor:
             size = _preprocessed_size(config, images.size, notes)
@@ -422,7 +444,7 @@ class HuggingFace:
         family = FAMILY_OF.get(config.head_kind, family)
         lost = _check_carried(config, family)
         lost += output_loss(
-            self.name, bundle, kept={YOLOS: ("boxes",), EOMT: ("mask",)}.get(family, tuple(OUTPUTS.values()))
+            self.name, bundle, kept={YOLOS: ("boxes",), EOMT: ("boxes", "mask")}.get(family, tuple(OUTPUTS.values()))
         )
         if bundle.output == "softmax" and config.num_classes == 1:
             lost.append("output='softmax' of one class, which is always 1 (a model of one label is read as a sigmoid)")
@@ -585,7 +607,6 @@ def _check_masks(tensors: TensorFile, settings: ConfigFile, notes: list[str]) ->
         raise BundleError(f"{tensors.path}: its masks have another resolution; num_upscale_blocks must be 2")
     if (act := settings.get("hidden_act", str, "gelu")) != "gelu":
         raise BundleError(f"{settings.path}: hidden_act={act!r} must be 'gelu', which the head has")
-    notes.append("the masks of all queries are summed to a class for every pixel, also if they were trained as objects")
     if "attn_mask_probs" in tensors and bool((tensors.read("attn_mask_probs") > 0).any()):
         notes.append("attn_mask_probs is above 0, as in the middle of a training; here queries attend to all patches")
 
