@@ -315,7 +315,8 @@ def only(*values: Any) -> Rule:
 SHAPE: Table = {
     "image_size": KEPT, "patch_size": KEPT, "channels": KEPT, "width": KEPT, "depth": KEPT, "heads": KEPT,
     "mlp_width": KEPT, "num_classes": KEPT, "head_kind": only("pooled"), "attention": only("full"),
-    "cut_uneven": only(False), "reduction": only(None), "reversible": only(False),
+    "cut_uneven": only(False), "reduction": only(None), "reversible": only(False), "pre_norm": only(False),
+    "projection": only(0), "head_normalises": only(False),
 }  # fmt: skip
 """Rules that all layouts share: they store all sizes of a Vision Transformer, and only full attention."""
 
