@@ -11,7 +11,7 @@ import pytest
 from faster_coco_eval import COCO  # type: ignore[import-untyped]
 from PIL import Image
 
-from tests.make import OBJECT_NAMES, coco_data, dense_model
+from tests.make import OBJECT_NAMES, coco_data, dense_model, make_voc_folder
 from vitrail.cli import main
 from vitrail.tasks.detection import Detection
 from vitrail.training.config import TrainConfig
@@ -159,6 +159,20 @@ def test_masks_are_written_with_the_values_of_the_data(
     for more in (("--csv",), ()):
         assert main(["predict", str(model), str(photos / "a.png"), *more]) == 0
         assert next(iter(rows[0]["fractions"])) in capsys.readouterr().out
+
+
+def test_images_of_all_splits_have_different_numbers(
+    detector: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, data = tmp_path / "found.json", make_voc_folder(tmp_path / "voc", train=2, validation=1, test=2)
+    arguments = ["predict", str(detector), "--split", "all", "--coco", str(file), "--data"]
+    assert main([*arguments, str(data)]) == 0
+    rows = json.loads(file.read_text())
+    names = {row["image_id"]: row["file_name"] for row in rows}
+    assert sorted(names) == [1, 2, 3, 4, 5] and len(set(names.values())) == 5
+    capsys.readouterr()
+    assert main([*arguments, str(coco_data(tmp_path / "data", IDS))]) == 0
+    assert "the same image_id" in capsys.readouterr().err
 
 
 def test_images_of_a_data_set_keep_their_numbers(

@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.make import make_voc_folder
+from vitrail.cli import main
 from vitrail.data.source import Sample
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.recipes import from_data
 from vitrail.recipes.from_data import Speed, colours_of, plan_for_data, training_speed
 from vitrail.training.config import TrainConfig
+from vitrail.weights.load import load
 
 Pixels = Callable[[int], np.ndarray | bytes]
 
@@ -107,6 +110,16 @@ def test_fields_of_a_transformer_choose_one() -> None:
 def test_boxes_hide_parts_of_images_that_are_seen_often() -> None:
     assert [planned(digits, epochs=epochs).config.augment.erase for epochs in (14.0, 15.0)] == [0.0, 0.5]
     assert planned(digits).config.augment.erase == 0.5 and planned(digits, steps=3).config.augment.erase == 0.5
+
+
+def test_boxes_are_not_examined_by_a_linear_model(tmp_path: Path) -> None:
+    data = make_voc_folder(tmp_path / "data", train=40, validation=0)
+    assert (
+        main(["train", "--data", str(data), "--variant", "ViT-Pico/8", "--width", "16", "--depth", "1", "--heads", "2",
+              "--mlp-width", "16", "--steps", "1", "--run", str(tmp_path / "run")])
+        == 0
+    )  # fmt: skip
+    assert load(tmp_path / "run").output == "boxes", "the task follows from the data"
 
 
 @pytest.mark.slow

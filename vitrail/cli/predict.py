@@ -298,14 +298,20 @@ def _pictures(options: Predict, bundle: Bundle) -> tuple[list[Picture], tuple[st
     """Return the images of --data, and notes about them. Raise `DataError` if there are none, and `ConfigError` if the
     numbers of their classes are not those of the model."""
     opened = open_images(bundle, options.data, options.split, by_features=True, needs_training=False)
-    found = []
+    found: list[Picture] = []
     for source in map(samples_of, opened.sources.values()):
         _check_numbers(source, bundle)
         for index in range(len(source)):
-            key, number = source.key(index), image_id(source, index)
+            key, number = source.key(index), image_id(source, index, len(found) + 1)
             read: Callable[[], ImageLike] = lambda source=source, index=index: image_of(source, index)  # type: ignore[misc] # noqa: E731
             found.append(Picture(key, key, number, read))
-    return found, opened.notes
+    notes = opened.notes
+    if options.coco is not None and len({picture.number for picture in found}) < len(found):
+        notes = (
+            *notes,
+            "several images of --data have the same image_id, because its splits count from the same number",
+        )
+    return found, notes
 
 
 def _check_numbers(source: Samples, bundle: Bundle) -> None:

@@ -260,6 +260,7 @@ def _requested(call: Call, log: Log) -> tuple[TrainConfig, OpenedData | None, Bu
 def _from_data(given: Mapping[str, Any], log: Log, started: float) -> tuple[TrainConfig, OpenedData]:
     """Return settings that follow from the data, and the open data. The budget counts from `started`."""
     from vitrail.recipes.from_data import DEFAULT_SECONDS, plan_for_data  # few calls need what they import
+    from vitrail.transfer.dense_rules import TASKS_OF_TARGETS
     from vitrail.transfer.facts import seconds_of
 
     explicit = {name: value for name, value in given.items() if name not in ("budget", "plan")}
@@ -269,6 +270,8 @@ def _from_data(given: Mapping[str, Any], log: Log, started: float) -> tuple[Trai
     check_request(base)
     check_columns(base)
     data = base.data.open_whole()
+    if "task" not in given:
+        base = base.override(task=TASKS_OF_TARGETS.get(data.whole.target_kind, base.task.name))
     splits = base.data.cut(data)
     log.say("measuring the speed of this machine")
     plan = plan_for_data(base, splits, explicit, seconds, started=started)

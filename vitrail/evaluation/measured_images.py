@@ -218,7 +218,9 @@ def open_images(
     if common is not None:
         splits = _common(common, opened, split)
     else:
-        splits = opened.splits(validation_share=0.0) if split == "all" else _splits_of(bundle, opened)
+        splits = opened.splits(validation_share=0.0) if split == "all" else _splits_of(bundle, opened, share=0.0)
+        if split in ("train", "validation") or (split != "all" and splits.held_out is None):
+            splits = _splits_of(bundle, opened)
     found = _measured(bundle, opened, splits, split, is_common=common is not None)
     return found if class_map is None else _mapped(found, class_map, bundle.classes)
 

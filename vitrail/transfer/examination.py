@@ -21,7 +21,7 @@ from vitrail.data.pipeline import Readers, default_threads
 from vitrail.data.pixels.decode import decode
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Source, subset, target_kind, truth_of
-from vitrail.data.targets import Target, TargetKind, Targets
+from vitrail.data.targets import PLACED, Target, TargetKind, Targets
 from vitrail.errors import DataError, UndecodableImage
 from vitrail.evaluation.classifiers.linear import fit_linear
 from vitrail.evaluation.classifiers.logistic import class_ranks
@@ -217,9 +217,12 @@ def divide(train: Source, most: int = MAX_IMAGES, seed: int = 0) -> Division | N
     """Return at most `most` training images to examine, one third of each class to measure with.
 
     If there are too many classes for `IMAGES_PER_CLASS` images each, the images come from some of the classes. Return
-    None if fewer than `MIN_TESTED` images would be left to measure with.
+    None if fewer than `MIN_TESTED` images would be left to measure with, and for boxes and masks, which no linear model
+    of one vector per image predicts.
     """
     truth = truth_of(train)
+    if truth.kind in PLACED:
+        return None
     usable = np.flatnonzero(truth.known)
     if len(usable) > most:
         usable = usable[_drawn(truth.rows(usable).groups(), most, seed)]

@@ -153,7 +153,7 @@ class CocoWriter(_Writer):
     def write(self, split: str, path: Path, size: tuple[int, int], target: Any, source: Samples, index: int) -> None:
         file = self.files[split]
         height, width = size
-        number = image_id(source, index)
+        number = image_id(source, index, index + 1)
         file["images"].append({"id": number, "file_name": path.name, "height": height, "width": width})
         for row, label in enumerate(target.labels.tolist()):
             left, top, right, bottom = (target.boxes[row] * (width, height, width, height)).tolist()
@@ -180,11 +180,11 @@ class CocoWriter(_Writer):
             path.write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
 
 
-def image_id(source: Samples, index: int) -> int | str:
-    """Return the number or the name that the data gives an image, or its position, counted from 1."""
+def image_id(source: Samples, index: int, otherwise: int) -> int | str:
+    """Return the number or the name that the data gives an image, or `otherwise` if it gives none."""
     part, place = source.place(index)
     ids = getattr(source.readers[part], "ids", ())
-    return ids[place] if ids else index + 1
+    return ids[place] if ids else otherwise
 
 
 def _short(value: float) -> float:
