@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -48,6 +49,7 @@ from vitrail.weights.saved import (
     read_folder,
     write_folder,
 )
+from vitrail.weights.words import Words, read_words
 
 ImageLike = str | Path | bytes | np.ndarray | Image.Image
 """A path, an encoded file, a uint8 array of (h, w), (h, w, 1) or (h, w, 3), or a Pillow image."""
@@ -88,6 +90,8 @@ class Bundle:
     """Origin of the weights: data, recipe, seed and versions, as plain JSON values."""
     notes: tuple[str, ...] = ()
     """Notes from loading about assumptions, replaced layers and resized positions. The notes are not saved."""
+    words: Words | None = None
+    """The text tower that was trained with the network, or None if the model does not read texts."""
     first_positions: FirstPositions | None = None
     """Positions before they were resized. Another change of the image size starts from these positions, so that
     nothing is lost by resizing twice. They are not saved."""
@@ -108,6 +112,11 @@ class Bundle:
         for name, choices in (("output", get_args(OutputKind)), ("precision", get_args(Precision))):
             if getattr(self, name) not in choices:
                 raise BundleError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, choices))}")
+        if self.words is not None and self.words.tower.config.embed_width != config.embed_width:
+            raise BundleError(
+                f"the text tower embeds in {self.words.tower.config.embed_width} numbers, but the network in "
+                f"{config.embed_width}"
+            )
         expected = (config.channels, *config.image_size)
         made = (self.preprocess.channels, *self.preprocess.image_size)
         if made != expected:
@@ -189,6 +198,7 @@ class Bundle:
         if not self.classes:
             raise ConfigError(
                 "this model has no head, so it cannot predict; fine-tune it (vitrail finetune), or use its embeddings"
+                + ("" if self.words is None else ", or name classes, which its text tower reads (--classes)")
             )
         self._count(top)
         results: list[AnyPrediction | UndecodableImage] = []
@@ -222,6 +232,26 @@ class Bundle:
                 pixels.append(item)
             parts.append(finite(predictor.embed(self.inputs(pixels)).float().cpu()))
         return torch.cat(parts)
+
+    def embed_texts(self, texts: Sequence[str]) -> Float[Tensor, "n embed_width"]:
+        """Return the embeddings of texts, scaled to length 1, in float32 on the CPU. Their products with embeddings of
+        images of length 1 are cosine similarities. Texts that are longer than the context are cut, with a warning.
+
+        Raise `ConfigError` for a model without a text tower, and for an empty text.
+        """
+        vectors, notes = self.reader_of_texts().embed(texts)
+        for note in notes:
+            warnings.warn(note, stacklevel=2)
+        return vectors
+
+    def reader_of_texts(self) -> Words:
+        """Return the text tower. Raise `ConfigError` for a model without one."""
+        if self.words is None:
+            raise ConfigError(
+                "this model has no text tower, so it cannot read texts; use a model of images and texts, such as CLIP "
+                "or SigLIP"
+            )
+        return self.words
 
     def inputs(self, pixels: Sequence[Pixels] | np.ndarray) -> Float[Tensor, "b c h w"]:
         """Return images that `preprocess.pixels` made as the network takes them: normalised, on the network's
@@ -326,7 +356,11 @@ def load_bundle(path: str | Path, *, device: str = "auto") -> Bundle:
     _fill(network, weights, folder)
     unknown = sorted(set(description) - set(REQUIRED) - set(OPTIONAL))
     notes = (f"{folder / DESCRIPTION}: unknown fields are ignored: {', '.join(unknown)}",) if unknown else ()
-    return Bundle(network.to(pick_device(device)).eval(), **others, notes=notes)
+    words, target = None, pick_device(device)
+    if "words" in description:
+        words = read_words(folder, description["words"])
+        words.tower.to(target)
+    return Bundle(network.to(target).eval(), **others, words=words, notes=notes)
 
 
 def read_described(values: Mapping[str, Any], path: Path) -> tuple[AnyConfig, dict[str, Any]]:
@@ -343,7 +377,7 @@ def read_described(values: Mapping[str, Any], path: Path) -> tuple[AnyConfig, di
     if not all(isinstance(name, str) for name in values["classes"]):
         raise BundleError(f"{path}: classes must be a list of names")
     config = _read_part(ARCHITECTURES[values["architecture"]][0], "config", values, path)
-    others = {name: values[name] for name in OPTIONAL if name in values}
+    others = {name: values[name] for name in OPTIONAL if name in values and name != "words"}
     others |= {"classes": tuple(values["classes"]), "preprocess": _read_part(Preprocess, "preprocess", values, path)}
     return config, others
 
@@ -367,7 +401,11 @@ def write_bundle(bundle: Bundle, path: Path, *, stored: StoredFormat = "float32"
     """Write the folder of a bundle over an earlier version of it. Other files in the folder stay. Raise `SaveError`,
     and the errors of `check_loadable`."""
     check_loadable(bundle.network)
-    write_folder(path, bundle.described(), bundle.network.state_dict(), bundle.further_files(), stored=stored)
+    described, further = bundle.described(), bundle.further_files()
+    if bundle.words is not None:
+        files = bundle.words.files(stored)
+        described, further = {**described, "words": bundle.words.described(files)}, {**further, **files}
+    write_folder(path, described, bundle.network.state_dict(), further, stored=stored)
 
 
 def check_loadable(network: AnyNetwork) -> None:

@@ -92,6 +92,8 @@ def load(
         bundle, image_size=image_size, num_classes=num_classes, classes=classes, drop_head_hidden=drop_head_hidden
     )
     bundle.network.to(target)
+    if bundle.words is not None:
+        bundle.words.tower.to(target)
     return bundle
 
 

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from vitrail.data.text_tokenizer import FILES
 from vitrail.errors import BundleError
 from vitrail.files import check_new_folder, replacing_folder, sha256, write_json
 
@@ -32,7 +33,9 @@ WEIGHTS = "model.safetensors"
 DESCRIPTION = "model.json"
 TOKENIZER = "tokenizer.safetensors"
 """Name of the file with the codebook and the decoder of a tokenizer, whose encoder is the network."""
-NAMES = (WEIGHTS, DESCRIPTION, TOKENIZER)
+TEXT_WEIGHTS = "text.safetensors"
+"""Name of the file with the weights of the text tower, if the model reads texts."""
+NAMES = (WEIGHTS, DESCRIPTION, TOKENIZER, TEXT_WEIGHTS, *FILES.values())
 
 StoredFormat = Literal["float32", "bfloat16"]
 """Number format of the weights in a file. bfloat16 rounds them, and halves the size of the file."""
@@ -40,7 +43,7 @@ StoredFormat = Literal["float32", "bfloat16"]
 REQUIRED: dict[str, type] = {
     "format": int, "architecture": str, "config": dict, "classes": list, "preprocess": dict, "weights": dict,
 }  # fmt: skip
-OPTIONAL: dict[str, type] = {"output": str, "precision": str, "metrics": dict, "provenance": dict}
+OPTIONAL: dict[str, type] = {"output": str, "precision": str, "metrics": dict, "provenance": dict, "words": dict}
 """Optional fields at the top level of `model.json`, with their JSON types."""
 
 

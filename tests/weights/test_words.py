@@ -1,0 +1,109 @@
+"""Tests of models with a text tower: saved, loaded, and used for texts."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import vitrail
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.text_tokenizer import TextTokenizer, train_tokenizer
+from vitrail.errors import BundleError, ConfigError
+from vitrail.models.pair import Pair, PairConfig
+from vitrail.models.text import TextConfig, TextTower
+from vitrail.models.vit_config import ViTConfig
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.words import Words
+
+IMAGE = ViTConfig(
+    image_size=(24, 16), patch_size=(8, 8), width=24, depth=2, heads=2, mlp_width=40, num_classes=0, projection=20,
+    pre_norm=True, patch_bias=False, activation="quick-gelu",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> TextTokenizer:
+    return train_tokenizer(["a photo of a bee", "a photo of a wasp"] * 3, vocabulary=540, context=12)
+
+
+def text_config(tokenizer: TextTokenizer) -> TextConfig:
+    return TextConfig(
+        vocabulary=tokenizer.vocabulary, context=12, width=16, depth=2, heads=2, mlp_width=24,
+        end_token=tokenizer.end_token, outputs=20,
+    )  # fmt: skip
+
+
+@pytest.fixture(params=[None, -3.0], ids=["clip", "siglip"])
+def model(request: pytest.FixtureRequest, tokenizer: TextTokenizer) -> Bundle:
+    torch.manual_seed(1)
+    pair = Pair(PairConfig(image=IMAGE, text=text_config(tokenizer), scale=math.log(20), bias=request.param)).eval()
+    return Bundle(pair.image, (), Preprocess(image_size=(24, 16)), words=Words.of(pair, tokenizer))
+
+
+def test_a_saved_model_reads_the_same_texts(model: Bundle, tmp_path: Path) -> None:
+    texts = ["a bee", "a photo of a wasp", "x"]
+    loaded = vitrail.load(model.save(tmp_path / "model"), device="cpu")
+    assert loaded.words is not None and model.words is not None
+    assert torch.equal(loaded.embed_texts(texts), model.embed_texts(texts))
+    assert (loaded.words.scale, loaded.words.bias) == (model.words.scale, model.words.bias)
+    assert loaded.words.output == ("softmax" if loaded.words.bias is None else "sigmoid")
+    assert torch.allclose(model.embed_texts(texts)[1:2], model.embed_texts(texts[1:2]), atol=1e-6)
+    model.save(tmp_path / "half", stored="bfloat16")
+    small, large = (path / "text.safetensors" for path in (tmp_path / "half", tmp_path / "model"))
+    assert small.stat().st_size < 0.6 * large.stat().st_size
+    bare = replace(model, words=None).save(tmp_path / "model", overwrite=True)
+    assert sorted(path.name for path in bare.iterdir()) == ["model.json", "model.safetensors"]
+
+
+def test_embeddings_of_texts_are_those_of_the_pair(model: Bundle, tokenizer: TextTokenizer) -> None:
+    assert model.words is not None
+    tokens = torch.from_numpy(tokenizer.encode(["a bee", "wasps"]).tokens)
+    expected = torch.nn.functional.normalize(model.words.tower(tokens), dim=-1)
+    assert torch.allclose(model.embed_texts(["a bee", "wasps"]), expected, atol=1e-6)
+
+
+def test_a_long_text_is_cut_and_said_so(model: Bundle) -> None:
+    with pytest.warns(UserWarning, match="12 tokens"):
+        model.embed_texts(["a bee", "wasp " * 40])
+
+
+def test_a_model_without_a_text_tower_says_so(model: Bundle) -> None:
+    with pytest.raises(ConfigError, match="no text tower"):
+        replace(model, words=None).embed_texts(["a bee"])
+    with pytest.raises(ConfigError, match="text 2 of 2 is empty"):
+        model.embed_texts(["a bee", " "])
+    with pytest.raises(ConfigError, match="at least one"):
+        model.embed_texts([])
+
+
+def test_a_tokenizer_of_other_weights_is_refused(tokenizer: TextTokenizer) -> None:
+    config = text_config(tokenizer)
+    for changes, message in (
+        ({"vocabulary": 49408, "end_token": 49407}, "524 tokens"), ({"vocabulary": 520, "end_token": 9}, "524 tokens"),
+        ({"end_token": 3}, "end_token=523"), ({"context": 9}, "context=12"),
+    ):  # fmt: skip
+        with pytest.raises(BundleError, match=message):
+            Words(TextTower(replace(config, **changes)), tokenizer, 1.0)
+
+
+def test_altered_and_missing_files_are_refused(model: Bundle, tmp_path: Path) -> None:
+    folder = model.save(tmp_path / "model")
+    original = (folder / "tokenizer.json").read_bytes()
+    (folder / "tokenizer.json").write_bytes(original + b" ")
+    with pytest.raises(BundleError, match="altered"):
+        vitrail.load(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(BundleError, match=r"tokenizer\.json is missing"):
+        vitrail.load(folder)
+    (folder / "tokenizer.json").write_bytes(original)
+    description = json.loads((folder / "model.json").read_text())
+    for name, value in (("scale", None), ("config", {"width": 16, "depths": 2}), ("tokenizer", {"kind": "tiktoken"})):
+        changed = {**description, "words": {**description["words"], name: value}}
+        (folder / "model.json").write_text(json.dumps(changed))
+        with pytest.raises(BundleError):
+            vitrail.load(folder)
