@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.golden import weights
 from vitrail.data.formats.idx import BUNDLED, find_idx, read_idx
+from vitrail.data.objects import Runs, drawn
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import AnyConfig, build
 from vitrail.models.vit import VisionTransformer
@@ -264,6 +265,48 @@ def make_voc_folder(root: Path, *, train: int = 12, validation: int = 6, test: i
         (root / f"Annotations/{number:03}.xml").write_text(f"<annotation>{size}{objects}</annotation>")
         with open(root / f"ImageSets/Main/{split}.txt", "a") as names:
             names.write(f"{number:03}\n")
+    return root
+
+
+def make_outlines_folder(root: Path, *, train: int = 12, validation: int = 6, test: int = 4) -> Path:
+    """Write pictures of odd sizes with blue ellipses before red triangles, and COCO files with the polygons of the
+    ellipses, the run lengths of the triangles, and a crowd in each fourth picture."""
+    random = np.random.default_rng(0)
+    (root / "annotations").mkdir(parents=True)
+    categories = [{"id": number, "name": name} for number, name in zip((3, 7), SHAPES, strict=True)]
+    for split, count in {"train": train, "val": validation, "test": test}.items():
+        images: list[dict[str, Any]] = []
+        annotations: list[dict[str, Any]] = []
+        (root / split).mkdir()
+        for number in range(count):
+            height, width = 49 + 2 * (number % 5), 63 + 4 * (number % 3)
+            canvas = np.zeros((height, width), np.uint8)
+            polygons = []
+            for place in range(4):  # two triangles, then two ellipses, each in a quarter of its own
+                middle = np.array([(0.27 + 0.46 * (place // 2)) * width, (0.27 + 0.46 * (place % 2)) * height])
+                reach = random.uniform(0.17, 0.25, 2) * (width, height)
+                angles = np.arange(24 if place > 1 else 3) * 2 * np.pi / (24 if place > 1 else 3) + 0.4 * number
+                polygons.append(middle + reach * np.stack([np.cos(angles), np.sin(angles)], axis=1))
+                canvas[drawn((polygons[-1] / (width, height),), (height, width))] = 1 + place
+            name = f"{number:03}.png"
+            images.append({"id": 100 + number, "file_name": name, "height": height, "width": width})
+            colours = np.array([[90, 90, 90], *[[230, 30, 20]] * 2, *[[20, 30, 230]] * 2])
+            noise = random.integers(-15, 15, (height, width, 1))
+            pixels = np.clip(colours[canvas] + noise, 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(root / split / name)
+            for place, polygon in enumerate(polygons):
+                rows, columns = np.nonzero(canvas == 1 + place)
+                left, top = int(columns.min()), int(rows.min())
+                runs = Runs.of(canvas == 1 + place)
+                coded: Any = {"size": list(runs.size), "counts": runs.counts.decode()}
+                annotations.append({
+                    "id": len(annotations) + 1, "image_id": 100 + number, "category_id": 3 if place > 1 else 7,
+                    "bbox": [left, top, int(columns.max()) + 1 - left, int(rows.max()) + 1 - top],
+                    "area": len(rows), "iscrowd": int(place == 0 and number % 4 == 3),
+                    "segmentation": [polygon.ravel().tolist()] if place > 1 else coded,
+                })  # fmt: skip
+        values = {"images": images, "annotations": annotations, "categories": categories}
+        (root / f"annotations/instances_{split}.json").write_text(json.dumps(values))
     return root
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,15 @@ import torch
 from torch import Tensor
 
 import vitrail
+from tests.make import dense_bundle, make_outlines_folder, tiny_config
 from vitrail.data.batch import Batch
+from vitrail.data.sources import open_data
+from vitrail.errors import DataError
+from vitrail.evaluation.detection import ByDetection
+from vitrail.evaluation.outputs import Outputs
 from vitrail.models.heads.pyramid import cells_of
 from vitrail.tasks.detection import Detection, DetectionObjective, assign, focal, giou_loss
+from vitrail.training.job import prepare
 
 TASK = Detection(cells_per_object=5)
 
@@ -106,3 +114,23 @@ def test_tokens_of_a_frozen_network_are_computed_once() -> None:
     assert len(calls) == 6 and frozen(batch).loss.requires_grad and len(calls) == 7, (
         "a trained block changes the tokens"
     )
+
+
+def test_objects_without_outlines_are_refused_before_a_run_begins(tmp_path: Path) -> None:
+    make_outlines_folder(tmp_path / "data", train=4, validation=2, test=0)
+    file = tmp_path / "data/annotations/instances_val.json"
+    values = json.loads(file.read_text())
+    del values["annotations"][1]["segmentation"], values["annotations"][6]["segmentation"]
+    values["annotations"][1]["iscrowd"] = 1  # needs no outline
+    file.write_text(json.dumps(values))
+    config = tiny_config(
+        data=tmp_path / "data", run=tmp_path / "run", image_size=(28, 42), flip=False, erase=0.0, resize="pad"
+    ).override(task="detection", head_kind="queries", query_blocks=1)
+    with pytest.raises(DataError, match=r"1 of 8 objects have a box only.*choose head_kind='pyramid'"):
+        prepare(config)
+    prepare(config.override(head_kind="pyramid", query_blocks=3))
+    assert not (tmp_path / "run").exists()
+    bundle = dense_bundle("queries", query_blocks=1)
+    held_out = open_data(str(tmp_path / "data"), validation_share=0.0).validation
+    with pytest.raises(DataError, match="1 of 8 objects have a box only"):
+        ByDetection().check(Outputs(bundle), held_out, held_out)

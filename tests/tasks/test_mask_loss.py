@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import vitrail
+from tests.make import make_outlines_folder, tiny_config
 from tests.tasks.test_segmentation import SIZE, batch_of
+from vitrail.data.augment.settings import Augment
+from vitrail.data.batch import Batch
 from vitrail.data.objects import IGNORED
+from vitrail.data.pipeline import Readers, TrainingBatches
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.sources import open_data
+from vitrail.evaluation.detection import ByDetection
+from vitrail.evaluation.outputs import Outputs
 from vitrail.models.heads.queries import CELLS
-from vitrail.tasks.mask_loss import QueryObjective, masking_chances, query_losses
+from vitrail.tasks import mask_loss
+from vitrail.tasks.detection import Detection
+from vitrail.tasks.mask_loss import QueryObjective, Segments, masking_chances, query_losses, segments_of
 from vitrail.tasks.segmentation import Segmentation
 from vitrail.tasks.set_loss import token_amounts
 
@@ -40,10 +53,15 @@ def test_losses_are_those_of_transformers(seed: int) -> None:
         class_queries_logits=outputs[None, :, : CLASSES + 1], mask_labels=[masks], class_labels=[labels],
     )  # fmt: skip
     torch.manual_seed(seed)
-    found = torch.stack(query_losses(outputs, truth, GRID)) / token_amounts(torch.tensor([len(labels)]), QUERIES)[0]
+    segments = Segments(labels, masks > 0, torch.ones(1, 24, 40, dtype=torch.bool))
+    found = torch.stack(query_losses(outputs, segments, GRID)) / token_amounts(torch.tensor([len(labels)]), QUERIES)[0]
     total = [weights["loss_cross_entropy"] * expected["loss_cross_entropy"]]
     total.append(5.0 * (expected["loss_mask"] + expected["loss_dice"]))
     torch.testing.assert_close(found, torch.stack(total), rtol=1e-5, atol=1e-5)
+
+
+def segments(truth: torch.Tensor) -> Segments:
+    return segments_of(replace(batch_of(3), masks=truth.expand(3, -1, -1)), 0)
 
 
 def test_pixels_without_a_class_do_not_count() -> None:
@@ -55,12 +73,12 @@ def test_pixels_without_a_class_do_not_count() -> None:
 
     def losses(values: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(0)
-        return query_losses(values, truth, GRID).masks
+        return query_losses(values, segments(truth), GRID).masks
 
     assert losses(changed).item() == pytest.approx(losses(outputs).item(), rel=0.1)
     truth[12:] = 0
     assert losses(changed).item() != pytest.approx(losses(outputs).item(), rel=0.1)
-    nothing = query_losses(outputs, torch.full_like(truth, IGNORED), GRID)
+    nothing = query_losses(outputs, segments(torch.full_like(truth, IGNORED)), GRID)
     assert nothing.masks == 0 and nothing.classes > 0
 
 
@@ -84,3 +102,81 @@ def test_masked_attention_ends_block_by_block() -> None:
     assert masking_chances(0.0, 3) == masking_chances(2 / 12, 3) == (1, 1, 1)
     assert masking_chances(1.0, 3) == (0, 0, 0) and masking_chances(4 / 12, 3) == (0, 1, 1)
     assert masking_chances(6 / 12, 3) == pytest.approx((0, 0.5**0.9, 1))
+
+
+def outline_batch(images: int) -> Batch:
+    """Return images with up to eleven objects with outlines, one of which cannot be decoded, and of which one has no
+    object that is learned."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(-2, 3, (images, 11), generator=generator)
+    labels[0] = -2
+    pixels = torch.rand(images, 11, *SIZE, generator=generator) < 0.3
+    numbers = torch.arange(images)
+    return Batch(
+        torch.rand(images, 3, *SIZE, generator=generator), torch.full((images,), -1), numbers != 1, numbers,
+        torch.zeros_like(numbers), boxes=torch.zeros(images, 11, 4), box_labels=labels, target_kind="boxes",
+        outlines=torch.from_numpy(np.packbits(pixels.numpy(), axis=1, bitorder="little")),
+    )  # fmt: skip
+
+
+def test_the_masks_of_objects_are_learned() -> None:
+    torch.manual_seed(0)
+    network: Any = vitrail.create(
+        "ViT-Pico/8", num_classes=3, image_size=SIZE, head_kind="queries", depth=3, queries=QUERIES, query_blocks=2
+    )
+    objective, batch = QueryObjective(network, Detection()), outline_batch(4)
+    assert batch.box_labels is not None and batch.outlines is not None
+    pixels = np.unpackbits(batch.outlines.numpy(), axis=1, bitorder="little")
+    for row in range(4):
+        truth, labels = segments_of(batch, row), batch.box_labels[row]
+        assert truth.labels.tolist() == labels[labels >= 0].tolist() and truth.known.all()
+        assert np.array_equal(truth.masks.numpy(), pixels[row, :11][(labels >= 0).numpy()] > 0)
+    counts = (batch.box_labels >= 0).sum(dim=1).tolist()
+    assert objective.counted(batch)[:, 1].tolist() == [0, 0, *counts[2:]]
+    output = objective(batch)
+    output.loss.sum().backward()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in network.parameters())
+    damaged = batch.outlines.clone()
+    damaged[1] = 255  # of an image that cannot be decoded
+    torch.manual_seed(0)
+    expected = objective(batch).loss
+    torch.manual_seed(0)
+    assert torch.equal(objective(replace(batch, outlines=damaged)).loss, expected)
+
+
+def test_outlines_lie_at_the_pixels_of_mirrored_images(tmp_path: Path) -> None:
+    """The mask that an object has in a batch is that of its colour, also after a crop and mirroring."""
+    make_outlines_folder(tmp_path / "data", train=6, validation=0, test=0)
+    data = open_data(str(tmp_path / "data"), validation_share=0.0).train
+    augment = Augment(flip=True, scale_jitter=(0.5, 1.6))
+    preprocess = Preprocess(image_size=(40, 48), resize="pad")
+    batches = TrainingBatches(
+        data, preprocess, batch_size=6, seed=1, readers=Readers(threads=0), crop=augment.crop(1), outlines=True
+    )
+    batch = augment(next(batches), seed=1, preprocess=preprocess, classes=2)
+    colours = torch.tensor([[20, 30, 230], [230, 30, 20], [90, 90, 90]])
+    seen = 0
+    for row in range(6):
+        truth = segments_of(batch, row)
+        for label, mask in zip(truth.labels.tolist(), truth.masks, strict=True):
+            inner = ~F.max_pool2d((~mask)[None].float(), 3, 1, 1)[0].bool()
+            distances = (batch.images[row].permute(1, 2, 0)[inner][:, None].float() - colours).abs().sum(dim=2)
+            assert (distances.argmin(dim=1) == label).all()
+            seen += int(inner.sum())
+    assert seen > 1000
+
+
+@pytest.mark.slow
+def test_the_objects_of_ten_drawn_images_are_learned_by_heart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mask_loss, "POINTS", 1000)
+    make_outlines_folder(tmp_path / "data", train=10, validation=0, test=0)
+    config = tiny_config(
+        data=tmp_path / "data", run=tmp_path / "run", variant="ViT-Pico/8", image_size=(48, 64), width=48,
+        heads=3, mlp_width=96, depth=4, steps=200, batch_size=10, learning_rate=4e-3, validation_share=0.0,
+        keep="last", evaluations=0, flip=False, erase=0.0, resize="squash",
+    ).override(task="detection", head_kind="queries", queries=12, query_blocks=2)  # fmt: skip
+    bundle = vitrail.train(config).bundle
+    data = open_data(str(tmp_path / "data"), validation_share=0.0).train
+    found = ByDetection(bootstrap=0)(Outputs(bundle), data, data)
+    assert found["images"] == 10 and found["average_precision_50"] >= 0.98 and found["average_precision"] >= 0.9
+    assert found["box_average_precision"] >= 0.8

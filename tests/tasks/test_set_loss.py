@@ -77,7 +77,7 @@ def test_a_token_that_is_right_has_no_loss() -> None:
 
 
 def test_settings_of_other_heads_are_refused() -> None:
-    with pytest.raises(ConfigError, match="cells_per_object=5 needs head_kind='pyramid'"):
+    with pytest.raises(ConfigError, match="cells_per_object=5 has no effect on the head 'detection-tokens'"):
         objective_of(cells_per_object=5)
 
 

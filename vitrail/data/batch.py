@@ -58,6 +58,9 @@ class Batch:
     box_labels: Int64[Tensor, "b m"] | None = None
     """The class of each object, -1 where there is none, and -2 for one that is neither learned nor wrong to find: a
     crowd, or an object of which less than a quarter is seen."""
+    outlines: UInt8[Tensor, "b planes h w"] | None = None
+    """With boxes, the pixels of the objects, if they are learned. Bit k of plane p is 1 in the pixels of object
+    8 p + k."""
     masks: UInt8[Tensor, "b h w"] | None = None
     """With masks, the class of each pixel of `images`, or 255 for a pixel without a class."""
     target_kind: TargetKind = "class"
@@ -149,7 +152,7 @@ class Batch:
         ]
 
 
-ON_DEVICE = ("images", "labels", "valid", "targets", "boxes", "box_labels", "masks")
+ON_DEVICE = ("images", "labels", "valid", "targets", "boxes", "box_labels", "outlines", "masks")
 
 
 @runtime_checkable
@@ -209,6 +212,8 @@ class Loader:
     """True for soft targets, if some samples of the source have them."""
     kept: KeptPixels | None = None
     """Memory for pixels that later epochs use again. It requires `whole_levels`, and neither `crop` nor `local`."""
+    outlines: bool = False
+    """True to read the pixels of objects."""
 
     def __call__(self, position: int, index: int) -> dict[str, Any]:
         epoch = position // (self.length or len(self.source))
@@ -226,7 +231,7 @@ class Loader:
                 local = _black(self.local.preprocess, self.local.count)
             skipped = Skipped(self.source.key(place), str(error))
             if isinstance(target, Objects | Mask):
-                dense = nothing_of(target, self.preprocess)
+                dense = nothing_of(target, self.preprocess, outlines=self.outlines)
         return {
             **dense,
             "images": pixels, "valid": skipped is None, "samples": place, "epochs": epoch, "local": local,
@@ -259,7 +264,7 @@ class Loader:
         if isinstance(target, Mask):
             return {"masks": placement.mask(target.indices(size), IGNORED)}
         target.check_size(size)
-        return placed(target, placement)
+        return placed(target, placement, outlines=self.outlines)
 
     def _whole(self, image: bytes | np.ndarray) -> np.ndarray:
         """Return the pixels of an image without a random box."""
@@ -298,23 +303,33 @@ SEEN = 0.25
 """Smallest fraction of the area of a box in the network's input for which an object is learned."""
 
 
-def placed(objects: Objects, placement: Placement) -> dict[str, np.ndarray]:
-    """Return the boxes in pixels of the network's input, and their labels as `Batch` has them. Objects outside
-    of the input are left out."""
+def placed(objects: Objects, placement: Placement, *, outlines: bool = False) -> dict[str, np.ndarray]:
+    """Return the boxes in pixels of the network's input, and their labels, as `Batch` has them. Objects outside
+    of the input are left out. With `outlines`, the result has the pixels of the objects, and those that have none are
+    not learned."""
     whole = objects.boxes * np.tile(placement.image[::-1], 2)
     boxes = placement.boxes(whole)
     scale = placement.scaled[0] / placement.box[2] * placement.scaled[1] / placement.box[3]
     areas = (whole[:, 2:] - whole[:, :2]).prod(axis=1) * scale
     seen = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1) / areas.clip(min=1e-12)
     labels = np.where(objects.crowd | (seen < SEEN), -2, objects.labels)
-    return {"boxes": boxes[seen > 0].astype(np.float32), "box_labels": labels[seen > 0]}
+    found: dict[str, np.ndarray] = {"boxes": boxes[seen > 0].astype(np.float32), "box_labels": labels[seen > 0]}
+    if not outlines:
+        return found
+    pixels = np.zeros((len(found["boxes"]), *placement.size), np.bool_)
+    for place, row in enumerate(np.flatnonzero(seen > 0).tolist()):
+        if labels[row] >= 0:
+            pixels[place] = placement.mask(objects.mask(row, placement.image))
+    found["box_labels"] = np.where(pixels.any(axis=(1, 2)), found["box_labels"], -2)
+    return found | {"outlines": np.packbits(pixels, axis=0, bitorder="little")}
 
 
-def nothing_of(target: Objects | Mask, preprocess: Preprocess) -> dict[str, np.ndarray]:
+def nothing_of(target: Objects | Mask, preprocess: Preprocess, *, outlines: bool = False) -> dict[str, np.ndarray]:
     """Return what `Batch` has for an image that cannot be used."""
     if isinstance(target, Mask):
         return {"masks": np.full(preprocess.image_size, IGNORED, np.uint8)}
-    return {"boxes": np.zeros((0, 4), np.float32), "box_labels": np.zeros(0, np.int64)}
+    empty: dict[str, np.ndarray] = {"boxes": np.zeros((0, 4), np.float32), "box_labels": np.zeros(0, np.int64)}
+    return empty | ({"outlines": np.zeros((0, *preprocess.image_size), np.uint8)} if outlines else {})
 
 
 def _black(preprocess: Preprocess, views: int) -> list[np.ndarray]:
@@ -341,17 +356,22 @@ def _stacked(parts: Sequence[dict[str, Any]], name: str, first: int) -> dict[str
     columns["views"] = np.tile(np.arange(first, first + views), len(parts))
     columns["images"] = np.stack([pixels for part in parts for pixels in part[name]])
     if "boxes" in parts[0]:
-        most = max(len(part["boxes"]) for part in parts)
-        columns["boxes"] = np.zeros((len(parts), most, 4), np.float32)
-        columns["box_labels"] = np.full((len(parts), most), -1, np.int64)
-        for row, part in enumerate(parts):
-            columns["boxes"][row, : len(part["boxes"])] = part["boxes"]
-            columns["box_labels"][row, : len(part["boxes"])] = part["box_labels"]
+        for column in ("boxes", "box_labels", "outlines"):
+            if column in parts[0]:
+                columns[column] = _padded([part[column] for part in parts], -1 if column == "box_labels" else 0)
     if "masks" in parts[0]:
         columns["masks"] = np.stack([part["masks"] for part in parts])
     if parts[0]["targets"] is not None:
         columns["targets"] = np.stack([part["targets"] for part in parts]).repeat(views, 0)
     return columns
+
+
+def _padded(parts: Sequence[np.ndarray], fill: int) -> np.ndarray:
+    """Stack arrays of different lengths. Those that are shorter end with `fill`."""
+    found = np.full((len(parts), max(map(len, parts)), *parts[0].shape[1:]), fill, parts[0].dtype)
+    for row, part in enumerate(parts):
+        found[row, : len(part)] = part
+    return found
 
 
 def as_batch(columns: dict[str, Any], kind: TargetKind) -> Batch:

@@ -137,8 +137,8 @@ class TrainingBatches(Iterator[Batch]):
     has local views of its samples (`Batch.local`). From the first batch of each of the `later` stages on, batches have
     the image size and the batch size of that stage; the order of the samples does not change. With `keep`, each
     image is decoded once, and its pixels stay in memory for later epochs, so the source must return the same image each
-    time. With random boxes, local views or worker processes, `keep` has no effect. Raise `ConfigError` if a batch size
-    is not divisible by the number of ranks.
+    time. With random boxes, local views or worker processes, `keep` has no effect. With `outlines`, batches have the
+    pixels of objects. Raise `ConfigError` if a batch size is not divisible by the number of ranks.
     """
 
     def __init__(
@@ -156,6 +156,7 @@ class TrainingBatches(Iterator[Batch]):
         later: Sequence[Stage] = (),
         partners: bool = False,
         keep: bool = False,
+        outlines: bool = False,
     ) -> None:
         if views < 1:
             raise ConfigError(f"views={views} is less than 1")
@@ -165,7 +166,7 @@ class TrainingBatches(Iterator[Batch]):
         self._source, self._seed, self._ranks, self._crop, self._views = source, seed, ranks, crop, views
         self._kind = target_kind(source)
         self._readers = readers
-        self._keep = keep
+        self._keep, self._outlines = keep, outlines
         self._kept: tuple[Stage, KeptPixels] | None = None
         self._taken = 0
         self._iterator: Any = None
@@ -217,7 +218,7 @@ class TrainingBatches(Iterator[Batch]):
         def loader(first: int, length: int) -> Loader:
             return Loader(
                 source, stage.preprocess, kind, crop, first, length, views, stage.local,
-                whole_levels=True, soft=soft, kept=kept,
+                whole_levels=True, soft=soft, kept=kept, outlines=self._outlines,
             )  # fmt: skip
 
         return self._order(loader)

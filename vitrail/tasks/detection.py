@@ -1,9 +1,9 @@
-"""The task detection: boxes and classes of the objects in an image.
+"""The task detection: boxes or masks, and classes, of the objects in an image.
 
 A head of the kind "pyramid" predicts one box and the scores of all classes for each cell of its feature maps. Cells
 learn from objects by task alignment (TOOD, 2108.07755): the best cells of an object are those whose score and whose
 box both fit it already, and the score that they learn is the quality of their box. Detection tokens have the losses of
-`set_loss`.
+`set_loss`, and queries, which learn the outlines of objects, those of `mask_loss`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ FOCUS = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Detection(Task):
-    """Find objects: their boxes and classes."""
+    """Find objects: their classes, and their boxes or masks."""
 
     name = "detection"
     targets = ("boxes",)
-    head_kinds = ("pyramid", "detection-tokens")
+    head_kinds = ("pyramid", "detection-tokens", "queries")
     output_noun = "class"
     metrics = (
         TaskMetric("average_precision", is_fraction=True, label="AP"),
@@ -70,11 +70,13 @@ class Detection(Task):
     def check_network(self, network: AnyConfig | None) -> None:
         """Raise `ConfigError` for settings that the head of the network does not have."""
         super().check_network(network)
-        kind, default = getattr(network, "head_kind", "pyramid"), Detection.cells_per_object
-        if kind != "pyramid" and self.cells_per_object != default:
-            raise ConfigError(
-                f"cells_per_object={self.cells_per_object} needs head_kind='pyramid': the head {kind!r} has no cells"
-            )
+        kind = getattr(network, "head_kind", "pyramid")
+        for name in UNREAD[kind]:
+            if (value := getattr(self, name)) != getattr(Detection, name):
+                raise ConfigError(f"{name}={value} has no effect on the head {kind!r}; leave it out")
+
+    def reads_outlines(self, network: AnyConfig | None) -> bool:
+        return getattr(network, "head_kind", None) == "queries"
 
     def main_metric(self, splits: Splits) -> str:
         return "average_precision"
@@ -130,9 +132,13 @@ OBJECTIVES = Registry[Callable[[nn.Module, Detection], Objective]](
     {
         "pyramid": "vitrail.tasks.detection:DetectionObjective",
         "detection-tokens": "vitrail.tasks.set_loss:SetObjective",
+        "queries": "vitrail.tasks.mask_loss:QueryObjective",
     }
 )
 """The losses of each kind of head."""
+
+UNREAD = {"pyramid": (), "detection-tokens": ("cells_per_object",), "queries": ("cells_per_object", "box_weight")}
+"""Settings of the task that the losses of each kind of head do not have."""
 
 
 class Assigned(NamedTuple):

@@ -1,5 +1,5 @@
-"""The loss of queries that predict masks (Mask2Former, 2112.01527, as EoMT, 2503.19108): each class of an image is
-learned by one query, and the other queries learn "no object".
+"""The loss of queries that predict masks (Mask2Former, 2112.01527, as EoMT, 2503.19108): each object, or each class of
+an image, is learned by one query, and the other queries learn "no object".
 
 Masks are compared at random points, most of which are those where the prediction is least certain.
 """
@@ -11,16 +11,15 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, UInt8
+from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
 from vitrail.data.objects import IGNORED
 from vitrail.models.heads.queries import CELLS
 from vitrail.tasks.matching import match
-from vitrail.tasks.segmentation import Segmentation
 from vitrail.tasks.set_loss import class_loss, token_amounts
-from vitrail.tasks.task import LossOutput, Objective, Position
+from vitrail.tasks.task import LossOutput, Objective, Position, Task
 
 CLASS_WEIGHT, ENTROPY_WEIGHT, DICE_WEIGHT = 2.0, 5.0, 5.0
 """Weights of the cross-entropy of classes, and of the cross-entropy and the Dice loss of masks."""
@@ -41,12 +40,13 @@ POWER = 0.9
 class QueryObjective(Objective):
     """The losses of the queries before each of the last blocks and after the last one.
 
-    The loss of classes is divided by the sum of the weights of all queries, and that of masks by the number of classes
-    in all images, in all parts of a batch and in all processes. Queries attend only to the patches of their masks at
-    first. One block after another is then trained without this, because predictions do not mask attention.
+    The masks are those of the objects of a batch with outlines, or else those of the classes of each image. The loss of
+    classes is divided by the sum of the weights of all queries, and that of masks by the number of masks in all images,
+    in all parts of a batch and in all processes. Queries attend only to the patches of their masks at first. One block
+    after another is then trained without this, because predictions do not mask attention.
     """
 
-    def __init__(self, network: nn.Module, task: Segmentation) -> None:
+    def __init__(self, network: nn.Module, task: Task) -> None:
         super().__init__(network)
         self.chances = (1.0,) * self.network.config.query_blocks
 
@@ -54,29 +54,28 @@ class QueryObjective(Objective):
         self.chances = masking_chances(position.step / max(1, position.steps), len(self.chances))
 
     def forward(self, batch: Batch) -> LossOutput:
-        """Return the losses of classes and of masks. To match queries and classes, this method waits for the device."""
+        """Return the losses of classes and of masks. To match queries and masks, this method waits for the device."""
         predictions = self.network.deep_outputs(batch.images, self.chances)
         height, width = batch.images.shape[2:]
         grid = self.network.config.grid_of(height, width)
-        truths, sums = self._truths(batch), torch.zeros(2, device=batch.images.device)
-        for outputs in predictions:
-            for row, truth in enumerate(truths):
-                if batch.valid[row]:
-                    sums = sums + torch.stack(query_losses(outputs[row].float(), truth, grid))
+        sums = torch.zeros(2, device=batch.images.device)
+        for row in batch.valid.nonzero()[:, 0].tolist():
+            truth = segments_of(batch, row)
+            for outputs in predictions:
+                sums = sums + torch.stack(query_losses(outputs[row].float(), truth, grid))
         losses = sums / self.counted(batch).sum(dim=0).clamp(min=1)
         class_part, mask_part = torch.diag(losses.detach())
         return LossOutput(losses, {"class_loss": class_part, "mask_loss": mask_part})
 
     def counted(self, batch: Batch) -> Float[Tensor, "b 2"]:
-        """Return the sum of the weights of the queries of each image, and its number of classes. Both are 0 for an
-        image that cannot be decoded."""
-        classes = torch.stack([(present_in(truth)).sum() for truth in self._truths(batch)])
-        return token_amounts(classes, self.network.config.queries) * batch.valid[:, None]
-
-    @staticmethod
-    def _truths(batch: Batch) -> UInt8[Tensor, "b h w"]:
-        assert batch.masks is not None, "the task checks that the data has masks"
-        return batch.masks
+        """Return the sum of the weights of the queries of each image, and its number of masks. Both are 0 for an image
+        that cannot be decoded."""
+        if batch.masks is not None:
+            counts = torch.stack([present_in(truth).sum() for truth in batch.masks])
+        else:
+            assert batch.box_labels is not None, "the task checks that the data has objects or masks"
+            counts = (batch.box_labels >= 0).sum(dim=1)
+        return token_amounts(counts, self.network.config.queries) * batch.valid[:, None]
 
 
 def masking_chances(progress: float, blocks: int) -> tuple[float, ...]:
@@ -93,23 +92,41 @@ def present_in(truth: UInt8[Tensor, "h w"]) -> Bool[Tensor, " 255"]:
     return torch.bincount(truth.flatten().long(), minlength=IGNORED + 1)[:IGNORED] > 0
 
 
+class Segments(NamedTuple):
+    """The true masks of one image: those of its objects, or of its classes."""
+
+    labels: Int64[Tensor, " m"]
+    masks: Bool[Tensor, "m h w"]
+    known: Bool[Tensor, "1 h w"]
+    """False for pixels that do not count."""
+
+
+def segments_of(batch: Batch, row: int) -> Segments:
+    """Return the true masks of an image of a batch."""
+    if batch.masks is not None:
+        truth = batch.masks[row]
+        labels = present_in(truth).nonzero()[:, 0]
+        return Segments(labels, truth == labels[:, None, None], (truth != IGNORED)[None])
+    assert batch.box_labels is not None and batch.outlines is not None, "the task reads the outlines"
+    learned = (batch.box_labels[row] >= 0).nonzero()[:, 0]
+    bits = (learned % 8).to(torch.uint8)[:, None, None]
+    masks = (batch.outlines[row][learned // 8] >> bits) & 1 > 0
+    return Segments(batch.box_labels[row][learned], masks, torch.ones_like(batch.images[row, :1], dtype=torch.bool))
+
+
 class QueryLosses(NamedTuple):
-    """The losses of one image: a sum over queries (`token_amounts`), and a sum over the classes of the image."""
+    """The losses of one image: a sum over queries (`token_amounts`), and a sum over the masks of the image."""
 
     classes: Float[Tensor, ""]
     masks: Float[Tensor, ""]
 
 
-def query_losses(
-    outputs: Float[Tensor, "queries outputs"], truth: UInt8[Tensor, "h w"], grid: tuple[int, int]
-) -> QueryLosses:
-    """Return the losses of one image. `outputs` are those of a head of queries. Pixels without a class do not count."""
+def query_losses(outputs: Float[Tensor, "queries outputs"], truth: Segments, grid: tuple[int, int]) -> QueryLosses:
+    """Return the losses of one image. `outputs` are those of a head of queries."""
     size = CELLS * grid[0], CELLS * grid[1]
     cells = math.prod(size)
     logits, masks = outputs[:, :-cells], outputs[:, -cells:].reshape(-1, *size)
-    labels = present_in(truth).nonzero()[:, 0]
-    true = (truth == labels[:, None, None]).to(masks.dtype)
-    known = (truth != IGNORED)[None]
+    labels, true, known = truth.labels, truth.masks.to(masks.dtype), truth.known
     if not len(labels):
         nothing = labels.new_zeros(0)
         return QueryLosses(CLASS_WEIGHT * class_loss(logits, nothing, nothing), masks.sum() * 0)

@@ -258,6 +258,11 @@ class Task(ABC):
                 f"{' or '.join(map(repr, self.head_kinds))}; make one with vitrail.create(..., head_kind=...)"
             )
 
+    def reads_outlines(self, network: AnyConfig | None) -> bool:
+        """Return True if the task learns the outlines of objects with a network of this config. By default it does
+        not."""
+        return False
+
     def step_cost(self, network: AnyConfig, precision: FootprintPrecision) -> StepCost:
         """Return the cost of a training step with images of `network.image_size`. By default only the network costs
         something."""

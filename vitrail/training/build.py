@@ -20,6 +20,7 @@ from vitrail.models.compiled import compile_blocks
 from vitrail.models.linear.low_bits import use_float8
 from vitrail.models.variants import build
 from vitrail.processes.group import Processes
+from vitrail.tasks.own_model import own_config
 from vitrail.tasks.task import Objective
 from vitrail.training.job import Job, check_network, network_config_of
 from vitrail.training.optimizer import check_names, make_optimizer
@@ -104,6 +105,7 @@ def make_state(job: Job, network: nn.Module) -> TrainState:
         local=first.local,
         later=later,
         keep=_keeps_pixels(job),
+        outlines=config.task.reads_outlines(job.network or own_config(network)),
     )
     average = Average(objective, optimizer.average, optimizer.average_start) if optimizer.average else None
     made = make_optimizer(objective, optimizer, config.run.precision)

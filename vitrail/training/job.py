@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vitrail.data.augment.settings import Augment
 from vitrail.data.pipeline import Readers, check_divisible, default_threads, queue_bytes
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Source, fingerprint, target_kind
+from vitrail.data.source import Source, check_outlines, fingerprint, target_kind
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Target, TargetKind
@@ -184,6 +184,10 @@ def prepare(
         compiled = resolve_compile(config.run.compile, device, network_config)
     config, splits = _opened(config, data)
     config.task.check_data(splits)
+    if config.task.reads_outlines(network_config or own_config(network)):
+        for source in (splits.train, splits.validation, splits.test):
+            if source is not None:
+                check_outlines(source, "head_kind='queries'", "choose head_kind='pyramid', which learns boxes")
     if config.task.output in DENSE and config.images.resize == "crop":
         raise ConfigError(
             f"resize='crop' shows the task {config.task.name} only the middle of an image, and boxes and masks can lie "

@@ -23,6 +23,7 @@ from vitrail.errors import ConfigError, plural
 from vitrail.machine import Precision, available_memory, resolve_precision
 from vitrail.models.network import Features
 from vitrail.models.variants import AnyConfig, build, transformer_config
+from vitrail.models.vit_config import ViTConfig
 from vitrail.tasks.dense_objective import KEPT_FRACTION
 from vitrail.training.config import TrainConfig
 from vitrail.training.optimizer import OptimizerConfig
@@ -215,6 +216,7 @@ def _times(
 
     The size is the largest one with which the head alone learns for `ENOUGH_EPOCHS`, but no larger than the objects
     need. All blocks are trained if the time suffices for `ENOUGH_EPOCHS_OF_ALL`, or if the user chose what is trained.
+    Blocks that the tokens of a head enter must always be trained.
     """
     network = bundle.network.config
     shape = typical_size(splits.train, MAX_HEADERS)
@@ -225,18 +227,19 @@ def _times(
     forward = forward_seconds(on_device(adapted(bundle, image_size=measured), device), precision, batch=2)
     names = base.task.output_names(splits)
     images = replace(bundle.preprocess, image_size=measured)
-    headed = fitted(network, base.start.init, images, {}, len(names), base.task)
+    headed: Any = fitted(network, base.start.init, images, base.model.overrides, len(names), base.task)
+    enters = headed.dense_head.adds_tokens
     head = OF_HEAD * _head_seconds(headed, device)
     for size in sizes:
         larger = math.prod(size) / math.prod(measured)
         cost = network.inference_flops(size) / network.inference_flops(measured)
         versions = _versions(network, size, facts.images, explicit, device)
         times = Times(size, forward * cost, head * larger, facts.images, versions)
-        if times.of_head(ENOUGH_EPOCHS) <= seconds:
+        if (ENOUGH_EPOCHS * times.of_all if enters else times.of_head(ENOUGH_EPOCHS)) <= seconds:
             break
     is_chosen = explicit.get("train_blocks") or explicit.get("lora_rank")
     is_frozen = explicit.get("train_blocks") == 0
-    return times, bool(is_chosen) or (not is_frozen and times.of_all * ENOUGH_EPOCHS_OF_ALL <= seconds)
+    return times, bool(is_chosen) or (not is_frozen and (enters or times.of_all * ENOUGH_EPOCHS_OF_ALL <= seconds))
 
 
 def _versions(
@@ -250,12 +253,14 @@ def _versions(
     return math.inf if not is_kept or RANDOM & explicit.keys() else float(count)
 
 
-def _head_seconds(config: AnyConfig, device: torch.device) -> float:
+def _head_seconds(config: ViTConfig, device: torch.device) -> float:
     """Return the seconds of the forward and the backward pass of a network's head for an image."""
-    shallow: Any = {"depth": 1}  # the blocks are not measured
+    adds_tokens = config.dense_head is not None and config.dense_head.adds_tokens
+    shallow: Any = {"depth": 1 + config.query_blocks * adds_tokens}  # the blocks are not measured
     network: Any = build(replace(config, **shallow)).to(device)
-    features = network.features(torch.zeros(1, config.channels, *config.image_size, device=device))
-    tokens = Features(features.cls, features.registers, features.patches.detach().clone(), features.grid)
+    features: Features = network.features(torch.zeros(1, config.channels, *config.image_size, device=device))
+    queries = None if features.queries is None else features.queries.detach()
+    tokens = Features(features.cls, features.registers, features.patches.detach().clone(), features.grid, queries)
     best = math.inf
     for _ in range(4):
         begin = time.perf_counter()

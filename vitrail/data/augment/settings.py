@@ -331,9 +331,11 @@ class Augment:
         return picked.permute(0, 3, 1, 2)
 
     def _with_moved_targets(self, batch: Batch, draws: Float32[np.ndarray, "b 3"]) -> Batch:
-        """Return the batch with its boxes and masks at the places of the moved images."""
+        """Return the batch with its boxes, outlines and masks at the places of the moved images."""
         if batch.masks is not None:
             batch = replace(batch, masks=self._move(batch.masks[:, None], draws)[:, 0])
+        if batch.outlines is not None:
+            batch = replace(batch, outlines=self._move(batch.outlines, draws))
         if batch.boxes is None:
             return batch
         height, width = batch.images.shape[2:]
