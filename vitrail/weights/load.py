@@ -18,10 +18,11 @@ from vitrail.weights.adapt import adapted
 from vitrail.weights.answers import DENSE
 from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
 from vitrail.weights.exported import exported_file, load_exported
-from vitrail.weights.layouts.layout import PRODUCER, Checkpoint, Description, Hints, Layout, assemble
+from vitrail.weights.layouts.layout import PRODUCER, Checkpoint, Description, Hints, Layout, StoresTexts, assemble
 from vitrail.weights.locate import SHIPPED, download, looks_like_hub_name, shipped_folder
 from vitrail.weights.saved import check_model_folder, is_bundle, read_object
 from vitrail.weights.tensors import SUFFIXES, open_tensors
+from vitrail.weights.words import Words
 
 LAYOUTS = Registry[Layout](
     {
@@ -29,6 +30,8 @@ LAYOUTS = Registry[Layout](
         "big-vision": "vitrail.weights.layouts.google:BIG_VISION",
         "bit": "vitrail.weights.layouts.bit:BIT",
         "bit-torch": "vitrail.weights.layouts.bit:BIT_TORCH",
+        "huggingface-clip": "vitrail.weights.layouts.huggingface_pair:HUGGINGFACE_CLIP",
+        "huggingface-siglip": "vitrail.weights.layouts.huggingface_pair:HUGGINGFACE_SIGLIP",
         "huggingface": "vitrail.weights.layouts.huggingface:HUGGINGFACE",
         "torchvision": "vitrail.weights.layouts.torchvision:TORCHVISION",
         "timm": "vitrail.weights.layouts.timm:TIMM",
@@ -129,6 +132,8 @@ def convert(
             "convert a model that predicts in float32"
         )
     lost = LAYOUTS[to].write(bundle, destination)
+    if bundle.words is not None and not isinstance(LAYOUTS[to], StoresTexts):
+        lost = (*lost, "the text tower and its tokenizer")
     return (*bundle.notes, *(f"not carried: {item}" for item in lost))
 
 
@@ -169,8 +174,10 @@ def _read(path: Path, layout: Layout | None, hints: Hints) -> Bundle:
             f"vitrail, {', '.join(LAYOUTS)}"
         )
     description = _described(checkpoint, layout, hints)
-    _check_heads(checkpoint.tensors.path, description.config, hints)
-    network = assemble(description)
+    network, words = assemble(description), None
+    if description.tokenizer is not None:
+        network, words = network.image, Words.of(network, description.tokenizer)
+    _check_heads(checkpoint.tensors.path, network.config, hints)
     notes = (*checkpoint.tensors.notes, *description.notes)
     classes = description.classes
     if classes is None:
@@ -189,6 +196,7 @@ def _read(path: Path, layout: Layout | None, hints: Hints) -> Bundle:
         output=description.output,
         provenance=provenance,
         notes=notes,
+        words=words,
     )
     return replace(adapted(bundle, image_size=description.image_size), notes=notes)
 

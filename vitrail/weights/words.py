@@ -24,8 +24,8 @@ from vitrail.settings import from_plain, to_plain
 from vitrail.weights.answers import OutputKind
 from vitrail.weights.saved import TEXT_WEIGHTS, StoredFormat
 
-SPARE_TOKENS = 1024
-"""Largest number of tokens that a text tower may have beyond those of its tokenizer. Some towers round it up."""
+SPARE_TOKENS = 1 / 16
+"""Largest fraction of a text tower's tokens that its tokenizer may lack. Some towers round their number up."""
 
 
 class TextEmbeddings(NamedTuple):
@@ -53,7 +53,7 @@ class Words:
         config, tokenizer = self.tower.config, self.tokenizer
         spare = config.vocabulary - tokenizer.vocabulary
         rule = "so it does not belong to these weights; use the tokenizer of the folder that the weights come from"
-        if not 0 <= spare <= SPARE_TOKENS:
+        if not 0 <= spare <= SPARE_TOKENS * config.vocabulary:
             raise BundleError(
                 f"the tokenizer has {tokenizer.vocabulary:,} tokens, but the text tower has {config.vocabulary:,}, "
                 f"{rule}"

@@ -20,8 +20,11 @@ import torch
 from torch import Tensor
 
 from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.text_tokenizer import TextTokenizer
 from vitrail.errors import BundleError
-from vitrail.models.variants import VARIANTS, AnyConfig, AnyNetwork, Variant, build
+from vitrail.models.pair import Pair as TwoTowers
+from vitrail.models.pair import PairConfig
+from vitrail.models.variants import VARIANTS, AnyConfig, Variant, build
 from vitrail.weights.answers import OutputKind
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.tensors import TensorFile
@@ -55,7 +58,7 @@ class Pair:
         return made[0] if len(made) == 1 else torch.cat(made)
 
     def write(self, tensor: Tensor) -> dict[str, Tensor]:
-        parts = tensor.chunk(len(self.theirs))
+        parts = tensor.chunk(len(self.theirs)) if len(self.theirs) > 1 else (tensor,)
         return {name: self.to_theirs(part).contiguous() for name, part in zip(self.theirs, parts, strict=True)}
 
 
@@ -89,7 +92,9 @@ class Description:
 
     tensors: TensorFile
     """Tensors of the file, under the names that the pairs use."""
-    config: AnyConfig
+    config: AnyConfig | PairConfig
+    """Config of the network. For an image and a text tower, the names in `pairs` are those of a
+    `vitrail.models.pair.Pair`."""
     preprocess: Preprocess
     pairs: tuple[Pair, ...]
     classes: tuple[str, ...] | None = None
@@ -99,6 +104,8 @@ class Description:
     the file."""
     output: OutputKind = "softmax"
     """Meaning of the outputs."""
+    tokenizer: TextTokenizer | None = None
+    """Tokenizer of the text tower."""
     ignored: tuple[str, ...] = ()
     """Tensors of the file that our network does not have, such as a mask token."""
     notes: tuple[str, ...] = ()
@@ -127,15 +134,20 @@ class Layout(Protocol):
         """Write a file or folder that the library can read. Return the options that it does not store."""
 
 
-def assemble(description: Description) -> AnyNetwork:
-    """Return a network with the file's weights.
+class StoresTexts:
+    """A layout that stores a text tower with its tokenizer."""
+
+
+def assemble(description: Description) -> Any:
+    """Return a network, or an image and a text tower, with the file's weights.
 
     All names and shapes are checked before any tensor is read. If a tensor is missing, unexpected or of another shape,
     raise `BundleError` with a list of all such tensors.
     """
     tensors = description.tensors
     with torch.device("meta"):  # no random weights are drawn, because the file has the weights
-        network = build(description.config)
+        config = description.config
+        network: torch.nn.Module = TwoTowers(config) if isinstance(config, PairConfig) else build(config)
     expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     problems, known = [], set(description.ignored)
     for pair in description.pairs:
@@ -190,10 +202,10 @@ def border_loss(preprocess: Preprocess) -> list[str]:
     return [f"pad_value={preprocess.pad_value} (its code uses the mean, {levels})"] if others else []
 
 
-def patch_pair(theirs: str, patch_size: tuple[int, int], channels: int) -> Pair:
+def patch_pair(theirs: str, patch_size: tuple[int, int], channels: int, *, ours: str = "patches") -> Pair:
     """Return the pair for the patch projection, which PyTorch libraries store as a convolution."""
     return Pair(
-        "patches.projection.weight",
+        f"{ours}.projection.weight",
         (f"{theirs}.weight",),
         lambda t: t.flatten(1),
         lambda t: t.reshape(-1, channels, *patch_size),

@@ -1,0 +1,401 @@
+"""Folders of Hugging Face's transformers with an image and a text tower: CLIP, SigLIP, and SigLIP 2 of one resolution.
+
+A folder has `config.json`, weights, `preprocessor_config.json`, and the files of the tokenizer. The tokenizer of SigLIP
+is a model of sentencepiece (`spiece.model`), and those of CLIP and SigLIP 2 are a `tokenizer.json`, or the tables
+`vocab.json` and `merges.txt`. SigLIP reads lower case without punctuation, and SigLIP 2 lower case.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vitrail.data.text_tokenizer import END, START, Cleaning, TextTokenizer, clip_pipeline
+from vitrail.errors import BundleError
+from vitrail.files import replacing_folder, write_json
+from vitrail.models.pair import PairConfig
+from vitrail.models.text import TextConfig
+from vitrail.models.vit_config import Activation, ViTConfig
+from vitrail.registry import optional_module
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.layouts.huggingface import ConfigFile
+from vitrail.weights.layouts.huggingface_preprocess import PREPROCESS, preprocess_of, preprocessor_config
+from vitrail.weights.layouts.layout import (
+    KEPT,
+    PRODUCER,
+    SHAPE,
+    Checkpoint,
+    Description,
+    Hints,
+    Pair,
+    StoresTexts,
+    Table,
+    both,
+    carried,
+    depth_of,
+    only,
+    own,
+    patch_pair,
+    theirs_of,
+)
+from vitrail.weights.saved import read_object
+from vitrail.weights.tensors import TensorFile, save_tensors
+from vitrail.weights.words import Words
+
+ACTIVATIONS: dict[str, Activation] = {
+    "quick_gelu": "quick-gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu-tanh", "gelu_new": "gelu-tanh",
+}  # fmt: skip
+SPIECE = "spiece.model"
+VISION, TEXT = "vision_model.", "text_model."
+UNUSED = ("vision_model.embeddings.position_ids", "text_model.embeddings.position_ids")
+"""Tensors of older files that hold the numbers 0, 1, 2, ..."""
+
+CLIP_COLOURS = {
+    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PairFamily:
+    """A model family of the library, and the values that are fixed in its code or are its defaults."""
+
+    model_type: str
+    class_name: str
+    activation: str
+    norm_eps: float
+    text_heads: int
+    image: dict[str, Any]
+    """Fields of the image tower's config."""
+    text: dict[str, Any]
+    """Fields of the text tower's config."""
+
+
+CLIP = PairFamily(
+    "clip", "CLIPModel", "quick_gelu", 1e-5, 8,
+    {"pool": "cls", "pre_norm": True, "patch_bias": False}, {"pool": "eot", "is_causal": True},
+)  # fmt: skip
+SIGLIP = PairFamily(
+    "siglip", "SiglipModel", "gelu_pytorch_tanh", 1e-6, 12,
+    {"pool": "map"}, {"pool": "last", "is_causal": False, "output_bias": True},
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HuggingFacePair(StoresTexts):
+    family: PairFamily
+    folder_files: tuple[str, ...] = (
+        "model.safetensors", "config.json", "preprocessor_config.json", "tokenizer_config.json", "tokenizer.json",
+        SPIECE,
+    )  # fmt: skip
+
+    @property
+    def name(self) -> str:
+        return f"huggingface-{self.family.model_type}"
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        has_bias = "logit_bias" in checkpoint.tensors
+        return f"{TEXT}encoder.layers.0.mlp.fc1.bias" in checkpoint.tensors and has_bias == (self.family is SIGLIP)
+
+    def describe(self, checkpoint: Checkpoint, hints: Hints) -> Description:
+        tensors, family = checkpoint.tensors, self.family
+        settings = ConfigFile(tensors.path, checkpoint.config)
+        kind = settings.get("model_type", str, family.model_type)
+        if kind != family.model_type:
+            raise BundleError(f"{settings.path}: model_type={kind!r} is not {family.model_type!r}, as the weights are")
+        parts = [replace(settings, content=settings.get(f"{part}_config", dict, {})) for part in ("vision", "text")]
+        image = _image_config(tensors, parts[0], family)
+        if hints.heads not in (None, image.heads):
+            raise BundleError(f"heads={hints.heads} does not agree with config.json, which has {image.heads}")
+        context = tensors.shapes[f"{TEXT}embeddings.position_embedding.weight"][0]
+        tokenizer = read_tokenizer(tensors.path.parent, context, family)
+        text = _text_config(tensors, parts[1], family, tokenizer)
+        config = PairConfig(image=image, text=text, bias=0.0 if family is SIGLIP else None)
+        preprocessor, notes = checkpoint.preprocessor, []
+        if not preprocessor:
+            notes = ["there is no preprocessor_config.json: the preprocessing of the published models is assumed"]
+        height, width = image.image_size
+        usual = {"size": {"height": height, "width": width}, "resample": 3, "image_mean": [0.5], "image_std": [0.5]}
+        if family is CLIP:
+            usual = {"size": {"shortest_edge": height}, "crop_size": height, "resample": 3, **CLIP_COLOURS}
+        read = preprocess_of({**usual, **preprocessor}, image, "vit")
+        size = read.size if read.size != image.image_size else None
+        return Description(
+            tensors=tensors,
+            config=config,
+            preprocess=read.preprocess,
+            pairs=tuple(pairs(config, family, reads=True)),
+            classes=(),
+            tokenizer=tokenizer,
+            ignored=tuple(name for name in UNUSED if name in tensors),
+            notes=(*notes, *read.notes),
+            image_size=size,
+        )
+
+    def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
+        family, words, config = self.family, bundle.words, bundle.network.config
+        if words is None or not isinstance(config, ViTConfig):
+            raise BundleError(f"the layout {self.name} stores a Vision Transformer with a text tower; choose another")
+        if config.num_classes or (words.bias is not None) != (family is SIGLIP):
+            raise BundleError(
+                f"the layout {self.name} stores pairs {'with' if family is SIGLIP else 'without'} a bias of the logits "
+                "and without a head of classes; choose another layout, or convert the model before it got its head"
+            )
+        if len({*config.image_size}) > 1 or len({*config.patch_size}) > 1:
+            raise BundleError(f"the layout {self.name} stores square images and patches, not {config.image_size}")
+        lost = [
+            *carried(self.name, config, _image_rules(family)),
+            *carried(self.name, words.tower.config, _texts(family)),
+        ]
+        lost += carried(self.name, bundle.preprocess, PREPROCESS)
+        preprocessor, lost_preprocess = preprocessor_config(bundle.preprocess, "vit")
+        state = {f"image.{name}": tensor for name, tensor in bundle.network.state_dict().items()}
+        state |= {f"text.{name}": tensor for name, tensor in words.tower.state_dict().items()}
+        state["scale"] = torch.tensor(words.scale)
+        if words.bias is not None:
+            state["bias"] = torch.tensor(words.bias)
+            pool = "image.attention_pool."
+            for part in ("weight", "bias"):
+                query, key_value = state.pop(f"{pool}query.{part}"), state.pop(f"{pool}key_value.{part}")
+                state[f"{pool}in_proj.{part}"] = torch.cat([query, key_value])
+        pair = PairConfig(image=config, text=words.tower.config, bias=words.bias)
+        tensors = theirs_of(state, pairs(pair, family, reads=False))
+        with replacing_folder("the model", path, self.folder_files) as partial:
+            save_tensors(tensors, partial / "model.safetensors", (".safetensors",))
+            write_json(partial / "config.json", {**_config_json(pair, family, words), "producer": PRODUCER})
+            write_json(partial / "preprocessor_config.json", preprocessor)
+            lost += write_tokenizer(words.tokenizer, partial, family)
+        return (*lost, *lost_preprocess)
+
+
+def pairs(config: PairConfig, family: PairFamily, *, reads: bool) -> Iterator[Pair]:
+    """Yield the pairs of tensor names of both towers. The library stores the query, keys and values of attention
+    pooling in one tensor, of which two of ours are parts when a file is read."""
+    image, text = config.image, config.text
+    assert isinstance(image, ViTConfig)
+    yield patch_pair(f"{VISION}embeddings.patch_embedding", image.patch_size, image.channels, ours="image.patches")
+    if family is SIGLIP:
+        yield Pair("image.patches.projection.bias", (f"{VISION}embeddings.patch_embedding.bias",))
+    else:
+        yield Pair(
+            "image.prefix.cls", (f"{VISION}embeddings.class_embedding",), lambda t: t[None, None], lambda t: t[0, 0]
+        )
+        yield from both("image.pre_norm", f"{VISION}pre_layrnorm")
+        yield Pair("image.projection.weight", ("visual_projection.weight",))
+    places = f"{VISION}embeddings.position_embedding.weight"
+    yield Pair("image.positions.embedding", (places,), lambda t: t[None], lambda t: t[0])
+    yield from _blocks("image", VISION, image.depth)
+    yield from both("image.norm", f"{VISION}post_layernorm")
+    if family is SIGLIP:
+        yield from _pool(image.width, reads=reads)
+    yield Pair("text.embedding.weight", (f"{TEXT}embeddings.token_embedding.weight",))
+    yield Pair("text.positions", (f"{TEXT}embeddings.position_embedding.weight",))
+    yield from _blocks("text", TEXT, text.depth)
+    yield from both("text.norm", f"{TEXT}final_layer_norm")
+    yield from both(
+        "text.projection", *(("text_model.head",) if family is SIGLIP else ("text_projection",)), bias=family is SIGLIP
+    )
+    for ours, theirs in (("scale", "logit_scale"), ("bias", "logit_bias")):
+        if ours == "scale" or family is SIGLIP:
+            yield Pair(ours, (theirs,), lambda t: t.reshape(()), lambda t: t.reshape((1,) if family is SIGLIP else ()))
+
+
+def _blocks(ours: str, theirs: str, depth: int) -> Iterator[Pair]:
+    for layer in range(depth):
+        block, layer_name = f"{ours}.blocks.{layer}.", f"{theirs}encoder.layers.{layer}."
+        yield from both(f"{block}norm1", f"{layer_name}layer_norm1")
+        yield from both(f"{block}attention.qkv", *(f"{layer_name}self_attn.{part}_proj" for part in "qkv"))
+        yield from both(f"{block}attention.out", f"{layer_name}self_attn.out_proj")
+        yield from both(f"{block}norm2", f"{layer_name}layer_norm2")
+        yield from both(f"{block}mlp.up", f"{layer_name}mlp.fc1")
+        yield from both(f"{block}mlp.down", f"{layer_name}mlp.fc2")
+
+
+def _pool(width: int, *, reads: bool) -> Iterator[Pair]:
+    ours, theirs = "image.attention_pool.", f"{VISION}head."
+    yield Pair(f"{ours}probe", (f"{theirs}probe",))
+    for part in ("weight", "bias"):
+        name = f"{theirs}attention.in_proj_{part}"
+        if reads:
+            yield Pair(f"{ours}query.{part}", (name,), lambda t: t[:width])
+            yield Pair(f"{ours}key_value.{part}", (name,), lambda t: t[width:])
+        else:
+            yield Pair(f"{ours}in_proj.{part}", (name,))
+    yield from both(f"{ours}out", f"{theirs}attention.out_proj")
+    yield from both(f"{ours}norm", f"{theirs}layernorm")
+    yield from both(f"{ours}mlp.up", f"{theirs}mlp.fc1")
+    yield from both(f"{ours}mlp.down", f"{theirs}mlp.fc2")
+
+
+# --- configs
+
+
+def _shared(tensors: TensorFile, settings: ConfigFile, family: PairFamily, prefix: str, heads: int) -> dict[str, Any]:
+    """Return the fields that the configs of both towers have."""
+    act = settings.get("hidden_act", str, family.activation)
+    if act not in ACTIVATIONS:
+        raise BundleError(f"{settings.path}: hidden_act={act!r} is not one of {', '.join(map(repr, ACTIVATIONS))}")
+    mlp_width, width = tensors.shapes[f"{prefix}encoder.layers.0.mlp.fc1.weight"]
+    return {
+        "width": width, "mlp_width": mlp_width, "depth": depth_of(tensors, f"{prefix}encoder.layers."),
+        "heads": settings.get("num_attention_heads", int, heads), "activation": ACTIVATIONS[act],
+        "norm_eps": float(settings.get("layer_norm_eps", (int, float), family.norm_eps)),
+    }  # fmt: skip
+
+
+def _image_config(tensors: TensorFile, settings: ConfigFile, family: PairFamily) -> ViTConfig:
+    _, channels, *patch = tensors.shapes[f"{VISION}embeddings.patch_embedding.weight"]
+    return ViTConfig(
+        image_size=settings.image_size() or (224, 224),
+        patch_size=(patch[0], patch[1]),
+        channels=channels,
+        num_classes=0,
+        projection=tensors.shapes["visual_projection.weight"][0] if family is CLIP else 0,
+        position_resize="bicubic",
+        **family.image,
+        **_shared(tensors, settings, family, VISION, 12),
+    )
+
+
+def _text_config(tensors: TensorFile, settings: ConfigFile, family: PairFamily, tokenizer: TextTokenizer) -> TextConfig:
+    if settings.get("projection_size", int, None) not in (None, tensors.shapes.get("text_model.head.bias", (None,))[0]):
+        raise BundleError(f"{settings.path}: projection_size does not agree with the weights")
+    projection = "text_projection.weight" if family is CLIP else f"{TEXT}head.weight"
+    return TextConfig(
+        vocabulary=tensors.shapes[f"{TEXT}embeddings.token_embedding.weight"][0],
+        context=tokenizer.context,
+        end_token=tokenizer.end_token,
+        outputs=tensors.shapes[projection][0],
+        **family.text,
+        **_shared(tensors, settings, family, TEXT, family.text_heads),
+    )
+
+
+def _config_json(pair: PairConfig, family: PairFamily, words: Words) -> dict[str, Any]:
+    image, text, tokenizer = pair.image, pair.text, words.tokenizer
+    assert isinstance(image, ViTConfig)
+
+    def shared(config: ViTConfig | TextConfig) -> dict[str, Any]:
+        return {
+            "hidden_size": config.width, "intermediate_size": config.mlp_width, "num_hidden_layers": config.depth,
+            "num_attention_heads": config.heads, "layer_norm_eps": config.norm_eps, "attention_dropout": 0.0,
+            "hidden_act": next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation),
+        }  # fmt: skip
+
+    vision = {"image_size": image.image_size[0], "patch_size": image.patch_size[0], "num_channels": image.channels}
+    tokens = {
+        "vocab_size": text.vocabulary, "max_position_embeddings": text.context, "eos_token_id": text.end_token,
+        "bos_token_id": tokenizer.start_token, "pad_token_id": tokenizer.padding,
+    }  # fmt: skip
+    content: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.model_type}
+    size = {"projection_dim": text.outputs} if family is CLIP else {}
+    content["vision_config"] = {"model_type": f"{family.model_type}_vision_model", **vision, **shared(image), **size}
+    size = size or {"projection_size": text.outputs}
+    content["text_config"] = {"model_type": f"{family.model_type}_text_model", **tokens, **shared(text), **size}
+    return content | ({"projection_dim": text.outputs} if family is CLIP else {})
+
+
+def _image_rules(family: PairFamily) -> Table:
+    fixed = {name: only(value) for name, value in family.image.items()}
+    return {
+        **SHAPE, "root": only(None), "class_token": only(family is CLIP), "registers": only(0), "head_hidden": only(0),
+        "final_norm": only("tokens"), "positions": only("learned"), "positions_at": only("stem"),
+        "positions_cover": only("class", "all"), "position_resize": own("bicubic"),
+        "activation": only(*ACTIVATIONS.values()), "layer_scale": only(0.0), "qk_norm": only(False),
+        "qkv_bias": only(True), "dense_bias": only(True), "patch_bias": only(True), "norm_eps": KEPT,
+        "projection": KEPT if family is CLIP else only(0), **fixed, "head_normalises": KEPT,
+    }  # fmt: skip
+
+
+def _texts(family: PairFamily) -> Table:
+    sizes = ("vocabulary", "context", "width", "depth", "heads", "mlp_width", "end_token", "outputs", "norm_eps")
+    fixed = {name: only(value) for name, value in {"output_bias": False, **family.text}.items()}
+    return {**dict.fromkeys(sizes, KEPT), "activation": only(*ACTIVATIONS.values()), **fixed}
+
+
+# --- tokenizers
+
+
+def read_tokenizer(folder: Path, context: int, family: PairFamily) -> TextTokenizer:
+    """Return the tokenizer in a folder. Raise `BundleError` if the folder has none."""
+    path = folder / "tokenizer_config.json"
+    settings = read_object(path) if path.is_file() else {}
+    cleaning: Cleaning = "none"
+    if (folder / SPIECE).is_file():
+        content, kind, cleaning = (folder / SPIECE).read_bytes(), "sentencepiece", "canonical"
+        pieces = optional_module(kind, "words").SentencePieceProcessor(model_proto=content)
+
+        def number(piece: str) -> int | None:
+            found: int = pieces.piece_to_id(piece)
+            return found if pieces.id_to_piece(found) == piece else None
+
+        names = {"eos_token": "</s>", "pad_token": "</s>"}
+    elif (library := _tokenizers_of(folder)) is not None:
+        content, kind, number = library.to_str().encode(), "tokenizers", library.token_to_id
+        names = {"eos_token": END, "pad_token": END, "bos_token": START}
+        if family is SIGLIP:
+            names, cleaning = {"eos_token": "<eos>", "pad_token": "<pad>"}, "lower"
+    else:
+        raise BundleError(
+            f"{folder} has no tokenizer, so its texts cannot be read: put tokenizer.json, {SPIECE}, or vocab.json and "
+            "merges.txt beside the weights"
+        )
+    found = {}
+    for name, usual in names.items():
+        given = settings.get(name, usual)
+        token = given.get("content") if isinstance(given, Mapping) else given
+        found[name] = number(token) if isinstance(token, str) else None
+        if found[name] is None:
+            raise BundleError(f"{path}: {name}={token!r} is not a token of the tokenizer")
+    return TextTokenizer(
+        content, kind, context, end_token=found["eos_token"], padding=found["pad_token"],  # type: ignore[arg-type]
+        start_token=found.get("bos_token"), cleaning=cleaning,
+    )  # fmt: skip
+
+
+def _tokenizers_of(folder: Path) -> Any:
+    """Return the tokenizer of the library `tokenizers` in a folder, or None."""
+    file, vocabulary, merges = folder / "tokenizer.json", folder / "vocab.json", folder / "merges.txt"
+    if not file.is_file() and not (vocabulary.is_file() and merges.is_file()):
+        return None
+    library = optional_module("tokenizers", "words")
+    try:
+        if file.is_file():
+            return library.Tokenizer.from_buffer(file.read_bytes())
+        lines = [line for line in merges.read_text(encoding="utf-8").splitlines() if line and line[:8] != "#version"]
+        table = json.loads(vocabulary.read_text(encoding="utf-8"))
+        pieces = [tuple(line.split(" ")) for line in lines]
+        made = clip_pipeline(library.models.BPE(vocab=table, merges=pieces, end_of_word_suffix="</w>", unk_token=END))
+        made.add_special_tokens([START, END])
+        return made
+    except Exception as error:  # the library raises nothing more specific
+        raise BundleError(f"the tokenizer in {folder} cannot be read: {error}") from error
+
+
+def write_tokenizer(tokenizer: TextTokenizer, folder: Path, family: PairFamily) -> list[str]:
+    """Write the files of a tokenizer, and return the rules that they do not store."""
+    own_cleaning = "none" if family is CLIP else "lower" if tokenizer.kind == "tokenizers" else "canonical"
+    file = SPIECE if tokenizer.kind == "sentencepiece" else "tokenizer.json"
+    (folder / file).write_bytes(tokenizer.content)
+    if tokenizer.kind == "sentencepiece":
+        pieces = optional_module("sentencepiece", "words").SentencePieceProcessor(model_proto=tokenizer.content)
+        named, kind = pieces.id_to_piece, "SiglipTokenizer"
+    else:
+        named = optional_module("tokenizers", "words").Tokenizer.from_buffer(tokenizer.content).id_to_token
+        kind = "CLIPTokenizer" if family is CLIP else "Siglip2Tokenizer"
+    numbers = {"eos_token": tokenizer.end_token, "pad_token": tokenizer.padding, "bos_token": tokenizer.start_token}
+    names = {name: named(number) for name, number in numbers.items() if number is not None}
+    unknown = {"unk_token": names["eos_token"] if family is CLIP else "<unk>"}
+    write_json(
+        folder / "tokenizer_config.json",
+        {"tokenizer_class": kind, "model_max_length": tokenizer.context, "padding_side": "right", **unknown, **names},
+    )
+    differs = tokenizer.cleaning != own_cleaning
+    return [f"cleaning={tokenizer.cleaning!r} of texts (its code does {own_cleaning!r})"] if differs else []
+
+
+HUGGINGFACE_CLIP, HUGGINGFACE_SIGLIP = HuggingFacePair(CLIP), HuggingFacePair(SIGLIP)
