@@ -13,6 +13,7 @@ from PIL import Image
 
 from tests.analysis.networks import images_of, make
 from vitrail.analysis.charts import colours, standalone
+from vitrail.analysis.explained_outputs import Wanted
 from vitrail.analysis.faithfulness import RandomisedWeights, SaliencyCurves
 from vitrail.analysis.features import LayerProbe, embedding_filters, patch_colours, position_similarity, token_norms
 from vitrail.analysis.heads import attention_distance, effective_receptive_field
@@ -69,7 +70,7 @@ def pixels_of(file: bytes) -> np.ndarray:
 def test_overlays_are_those_of_explanations(changes: dict[str, Any]) -> None:
     bundle, image = make_bundle(**changes), file_of((47, 61))
     for target in (0, 2, None) if bundle.classes else (None,):
-        explained = Explainer(bundle, target=target).explain(image)
+        explained = Explainer(bundle, wanted=Wanted(target)).explain(image)
         values = explained.rollout if target is None else explained.relevance
         assert values is not None
         found = pixels_of(Overlays().draw(bundle, image, target))

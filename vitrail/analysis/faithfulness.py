@@ -88,7 +88,8 @@ def saliency_curves(
     outputs, as in `Bundle.output`. Raises `ConfigError` if a name is "random", if a map has other patches than the
     images, for outputs that are numbers, and for fewer than one step.
     """
-    check_predicts_classes(output, "measured by these curves, which show probabilities")
+    if transformer_of(network).config.dense_head is None:
+        check_predicts_classes(output, "measured by these curves, which show probabilities")
     if RANDOM in maps:
         raise ConfigError(f"maps has the name {RANDOM!r}, which stands for a random order; choose another name")
     if steps < 1:
@@ -127,6 +128,7 @@ class _Hiding:
         """`targets` are the classes, by default the predicted ones. Hidden patches are filled with `fill`."""
         config = transformer_of(network).config
         stride = config.root.stride if config.root else 1
+        self.head = config.dense_head
         self.predictor = Predictor(network)
         self.images = images
         self.output = output
@@ -135,7 +137,7 @@ class _Hiding:
         self.grid = config.grid_of(images.shape[2], images.shape[3])
         self.count = self.grid[0] * self.grid[1]
         self.patch = config.patch_size[0] * stride, config.patch_size[1] * stride
-        self.targets = self._logits(images).argmax(dim=1) if targets is None else targets
+        self.targets = self._probabilities(images).argmax(dim=1) if targets is None else targets
 
     def order(self, name: str, maps: SaliencyMaps) -> Int64[np.ndarray, "b patches"]:
         """Return the patches of each image, most salient first. Raise `ConfigError` if the maps have other patches."""
@@ -156,15 +158,16 @@ class _Hiding:
             hidden = torch.full(order.shape, not delete)
             hidden.scatter_(1, torch.from_numpy(order[:, :number]), delete)
             mask = _pixel_mask(hidden.reshape(-1, *self.grid), self.patch, self.images.shape[2:])
-            logits = self._logits(self.images.masked_fill(mask.to(self.images.device)[:, None], self.fill))
-            outputs = logits.float()
-            probabilities = probabilities_of(outputs, self.output)
+            hidden_images = self.images.masked_fill(mask.to(self.images.device)[:, None], self.fill)
+            probabilities = self._probabilities(hidden_images)
             chosen = probabilities.gather(1, self.targets[:, None])[:, 0]
             found.append(chosen.double().cpu().numpy())
         return np.stack(found, axis=1)
 
-    def _logits(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
-        return torch.cat([self.predictor.logits(batch) for batch in torch.split(images, self.batch_size)])
+    def _probabilities(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b answers"]:
+        """Return the probability of each class, or of each class of each row of a head of boxes or masks."""
+        outputs = torch.cat([self.predictor.logits(batch).float() for batch in torch.split(images, self.batch_size)])
+        return probabilities_of(outputs, self.output) if self.head is None else self.head.scores(outputs).flatten(1)
 
 
 def randomised_weights(

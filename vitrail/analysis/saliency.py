@@ -15,8 +15,9 @@ import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
 
-from vitrail.analysis.tracing import BATCH, Kept, Trace, TracePrecision, traces, transformer_of
+from vitrail.analysis.tracing import BATCH, Kept, Trace, TracePrecision, explainable, traces, transformer_of
 from vitrail.errors import ConfigError
+from vitrail.models.network import Features
 from vitrail.models.tokens import AttentionPool
 from vitrail.models.vit import VisionTransformer
 
@@ -39,6 +40,7 @@ class SaliencyMaps:
 def attention_rollout(
     network: nn.Module,
     images: Float[Tensor, "b c h w"],
+    targets: Int64[Tensor, " b"] | None = None,
     *,
     identity: bool = True,
     fusion: Fusion = "mean",
@@ -49,7 +51,8 @@ def attention_rollout(
     """Return the attention of the network's output to each patch, through all layers (paper Appendix D.8, figure 6).
 
     For a network that pools the class token, this is the class token's row of `rollout`. For mean pooling, it is the
-    mean of the patches' rows, and for attention pooling, a mean weighted by the pooling's attention. For `identity`,
+    mean of the patches' rows, and for attention pooling, a mean weighted by the pooling's attention. For a head of
+    boxes or masks, it is that of the tokens that the output `targets` of each image reads. For `identity`,
     `fusion` and `discard`, see `rollout`. For the other arguments and the errors, see
     `vitrail.analysis.tracing.trace`.
     """
@@ -61,7 +64,14 @@ def attention_rollout(
         joint = rollout(piece.attention, identity=identity, fusion=fusion, discard=discard)
         return _patch_map(_reading(vit, piece), joint, piece)
 
-    pieces = traces(vit, images, keep={"attention", *_for_reading(vit)}, precision=precision, batch_size=batch_size)
+    pieces = traces(
+        vit,
+        images,
+        keep={"attention", *_for_reading(vit)},
+        targets=None if vit.config.dense_head is None else targets,
+        precision=precision,
+        batch_size=batch_size,
+    )
     found = [from_piece(piece) for piece in pieces]
     return SaliencyMaps(_joined(found))
 
@@ -160,12 +170,14 @@ def _fused(weights: Float[Tensor, "b heads n n"], fusion: Fusion) -> Float[Tenso
 
 def _for_reading(vit: VisionTransformer) -> set[Kept]:
     """Return the tensors that `_reading` needs in addition to the attention."""
-    return {"outputs"} if vit.config.pool == "map" else set()
+    return {"outputs"} if vit.config.pool == "map" or vit.config.dense_head is not None else set()
 
 
 def _reading(vit: VisionTransformer, piece: Trace) -> Float[Tensor, "b n"]:
     """Return the fraction with which the head reads each token after the last block. Rows add up to 1."""
     assert piece.attention is not None
+    if vit.config.dense_head is not None and piece.targets is not None:
+        return _dense_reading(vit, piece).to(piece.attention.dtype)
     images, tokens = len(piece.attention), piece.attention.shape[-1]
     class_token, register, patches = piece.attention.new_zeros(3, images, tokens)
     class_token[:, 0] = 1.0
@@ -183,6 +195,21 @@ def _reading(vit: VisionTransformer, piece: Trace) -> Float[Tensor, "b n"]:
         register[:, 1] = 1.0
         return (class_token + register) / 2
     return class_token if pool == "cls" else patches
+
+
+def _dense_reading(vit: VisionTransformer, piece: Trace) -> Float[Tensor, "b n"]:
+    """Return the fraction with which a head of boxes or masks reads each token for the explained output: the size of
+    the product of token and gradient. A detection token, or a patch with a linear head, is read alone."""
+    assert piece.outputs is not None and piece.targets is not None and isinstance(vit.head, nn.Module)
+    last, first = piece.outputs[:, -1], int(piece.has_class_token)
+    with torch.enable_grad():
+        tokens = (vit.norm(last) if vit.config.final_norm == "tokens" else last).detach().requires_grad_()
+        cls = tokens[:, 0] if first else None
+        features = Features(cls, tokens[:, first : piece.prefix], tokens[:, piece.prefix :], piece.grid)
+        chosen = explainable(vit, vit.head(features)).gather(1, piece.targets[:, None])
+        (slopes,) = torch.autograd.grad(chosen.sum(), tokens)
+    read = (tokens.detach() * slopes).sum(dim=2).abs()
+    return read / read.sum(dim=1, keepdim=True).clamp(min=1e-30)
 
 
 def _pool_weights(pool: AttentionPool, tokens: Float[Tensor, "b n width"]) -> Float[Tensor, "b n"]:

@@ -46,6 +46,13 @@ def with_all_tokens(copied: VisionTransformer) -> VisionTransformer:
     return copied
 
 
+def explainable(network: VisionTransformer, outputs: Float[Tensor, "b ..."]) -> Float[Tensor, "b answers"]:
+    """Return the outputs of which one can be explained: the logits of classes or numbers, and for a head of boxes or
+    masks the logits of the classes of each row, one row after the other."""
+    head = network.config.dense_head
+    return outputs if head is None else head.row_logits(outputs).flatten(1)
+
+
 class GradientPass:
     """Computes gradients with respect to attention weights, with dense attention in the chosen layers."""
 
@@ -59,9 +66,9 @@ class GradientPass:
             self.dense[layer] = block.attention = _DenseAttention(block.attention)
 
     def __call__(self, images: Tensor, targets: Tensor) -> Float[Tensor, "b layers heads n n"]:
-        """Return the gradients of the logits of `targets`, one class per image."""
+        """Return the gradients of one of the `explainable` outputs of each image."""
         with torch.enable_grad():
-            logits = self.network(images)
+            logits = explainable(self.network, self.network(images))
             chosen = logits.gather(1, targets[:, None]).float().sum()
             maps = [self.dense[layer].map for layer in self.layers]
             gradients = torch.autograd.grad(chosen, [map_ for map_ in maps if map_ is not None])
@@ -142,7 +149,7 @@ class Trace:
     gradients: Float[Tensor, "b layers heads n n"] | None = None
     """Gradient of the target's logit with respect to the attention weights."""
     targets: Int64[Tensor, " b"] | None = None
-    """Class of each image whose logit the gradients belong to."""
+    """The explained output of each image (`explainable`), such as its class. Gradients are those of its logit."""
 
 
 def trace(
@@ -159,9 +166,10 @@ def trace(
     """Return the chosen tensors of all images.
 
     `layers` and `heads` count from 0, or backward from -1. By default, all of them are traced. `keep` names the
-    tensors. "gradients" are those of the logit of `targets`, one class per image, which by default is the predicted
-    class. The network is not changed: neither its mode, nor its hooks, nor its gradients. It runs in evaluation mode,
-    and `batch_size` images at a time. A network that merges or prunes tokens is traced with all its tokens.
+    tensors. "gradients" are those of the logit of `targets`, one class per image (or another output of `explainable`),
+    which by default is the predicted class. The network is not changed: neither its mode, nor its hooks, nor its
+    gradients. It runs in evaluation mode, and `batch_size` images at a time. A network that merges or prunes tokens is
+    traced with all its tokens.
 
     The result takes `images * layers * heads * tokens**2 * 4` bytes. `traces` yields it in pieces of bounded size.
 
@@ -242,7 +250,7 @@ def transformer_of(network: nn.Module) -> VisionTransformer:
 def has_maps(network: nn.Module) -> bool:
     """Return True if the network has attention whose weights and gradients can be traced."""
     vit = transformer(network)
-    if vit is None:
+    if vit is None or (vit.config.dense_head is not None and vit.config.dense_head.adds_tokens):
         return False
     block = vit.blocks[0]
     assert isinstance(block, Block)
@@ -253,6 +261,8 @@ def has_maps(network: nn.Module) -> bool:
 def _checked_targets(vit: VisionTransformer, targets: Tensor | None) -> Tensor | None:
     if targets is None:
         return None
+    if vit.config.dense_head is not None:
+        return targets
     classes = vit.config.num_classes
     wrong = targets[(targets < 0) | (targets >= classes)]
     if len(wrong):
@@ -314,8 +324,7 @@ class _Tracer:
         grid = config.grid_of(images.shape[2], images.shape[3])
         with torch.no_grad(), autocast(self.precision, self.device):
             logits = self.network(images)
-        if targets is None:
-            targets = logits.argmax(dim=1)
+        chosen = explainable(self.network, logits).argmax(dim=1) if targets is None else targets
         size = min(self._piece_size(grid), self.most_images)
         stride = config.root.stride if config.root else 1
         for start in range(0, len(images), size):
@@ -324,8 +333,10 @@ class _Tracer:
                 found = self._found(part)
             if self._gradients is not None:
                 with autocast(self.precision, self.device):
-                    gradients = self._gradients(images[part], targets[part])
-                found |= {"gradients": gradients[:, :, list(self.heads)], "targets": targets[part]}
+                    gradients = self._gradients(images[part], chosen[part])
+                found["gradients"] = gradients[:, :, list(self.heads)]
+            if self._gradients is not None or targets is not None:
+                found["targets"] = chosen[part]
             yield Trace(
                 layers=self.layers,
                 heads=self.heads,
@@ -344,6 +355,11 @@ class _Tracer:
         config, layer = self.network.config, type(self._block(self.layers[0]).attention)
         if layer.weights is AttentionLayer.weights:
             raise ConfigError(f"attention={config.attention!r} has no dense map of weights, so it cannot be traced")
+        if config.dense_head is not None and config.dense_head.adds_tokens:
+            raise ConfigError(
+                f"head_kind={config.head_kind!r} adds tokens before the last blocks, so that the maps of the blocks "
+                "have different sizes; they cannot be traced"
+            )
         lacking = sorted(self.keep & {"queries", "keys", "gradients"})
         if layer.operands is AttentionLayer.operands and lacking:
             raise ConfigError(

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from vitrail.analysis.comparison import check_comparable, compare
+from vitrail.analysis.explained_outputs import Wanted
 from vitrail.analysis.overview import overview
 from vitrail.analysis.pages.comparison_page import COMPARISON_FILES, comparison_as_plain, verdict, write_comparison
 from vitrail.analysis.pages.explanation import MAX_BYTES, Explainer, write_explanation
@@ -50,6 +51,12 @@ class Explain:
     """Folder to write to."""
     label: str | None = None
     """Class to explain. The default is the most probable class of each image."""
+    box: int | None = setting(None, least=1, metavar="N")
+    """Object to explain, from 1, in the order of vitrail predict --json. The default is the one with the highest
+    score, or with the highest score of --label."""
+    place: tuple[float, float] | None = setting(None, least=0, metavar="X Y")
+    """Place of a mask to explain, in pixels of the image: the predicted class there, or --label. The default is the
+    place where the class is clearest."""
     layers: tuple[int, ...] = (-1,)
     """Blocks whose heads are written as PNG files, from 0, or backward from -1. The default is the last one."""
     heads: tuple[int, ...] | None = None
@@ -73,11 +80,12 @@ EXPLAIN = Command(
     examples=(
         Example("vitrail explain runs/flowers rose.jpg", "Explain the prediction for one image."),
         Example("vitrail explain runs/flowers rose.jpg --label tulip", "Show which parts support another class."),
+        Example("vitrail explain runs/cells blood.jpg --box 2", "Show which parts support the second object."),
         Example("vitrail explain runs/flowers photos/ --out maps --layers 0 -1", "Write the heads of two layers."),
     ),
     options=(Explain,),
     essential={
-        "Maps": ("label", "layers", "heads", "image_size"),
+        "Maps": ("label", "box", "place", "layers", "heads", "image_size"),
         "Output": ("out", "top", "page_size", "overwrite"),
         "Speed": ("device",),
     },
@@ -94,7 +102,8 @@ def run_explain(call: Call) -> int:
     target = _target(options, bundle)
     for note in bundle.notes:
         print(f"vitrail: {EXPLAIN.note(note)}", file=sys.stderr)
-    explainer = Explainer(bundle, target=target, layers=options.layers, heads=options.heads, top=options.top)
+    wanted = Wanted(target, options.box, options.place)
+    explainer = Explainer(bundle, wanted=wanted, layers=options.layers, heads=options.heads, top=options.top)
     broken, names = [], _names(paths)
     with replacing_folder("explanations", options.out, (CONTENTS, *earlier)) as partial:
         files: list[str] = []

@@ -5,22 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Float32, UInt8
+from PIL import Image
 from torch import Tensor
 
 from vitrail.analysis.charts import png
+from vitrail.analysis.explained_outputs import ExplainedOutput, Wanted, outputs_to_explain
 from vitrail.analysis.images import on_picture, overlay
 from vitrail.analysis.pages.interactive import AttentionMaps, make_page
 from vitrail.analysis.saliency import attention_rollout, class_relevance
 from vitrail.analysis.tracing import Trace, trace, transformer_of
 from vitrail.data.pixels.decode import to_pil
 from vitrail.data.pixels.geometry import Placement
-from vitrail.errors import BundleError, ConfigError
+from vitrail.errors import BundleError
 from vitrail.models.vit import VisionTransformer
-from vitrail.weights.answers import DENSE, OUTPUT_NOUNS, NumberPrediction, Prediction
+from vitrail.report.drawing import draw_boxes
+from vitrail.weights.answers import DENSE, Detections, MaskPrediction, NumberPrediction, Prediction
 from vitrail.weights.bundle import Bundle
 
 MAX_BYTES = 5_000_000
@@ -28,6 +32,13 @@ MAX_BYTES = 5_000_000
 
 MAX_CLASSES = 10
 """Largest number of classes, beside the chosen one, whose relevance is computed. Each needs a backward pass."""
+
+
+NAMED_SIDE = 160
+"""Shortest side in pixels of a picture on which the name of an object is drawn."""
+
+LIKELIEST = Wanted()
+"""The likeliest output of a model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +52,9 @@ class Explanation:
     """True if the values of the ranking are probabilities."""
     rollout: Float[np.ndarray, "height width"]
     relevance: Float[np.ndarray, "height width"] | None
-    """Relevance for the chosen class, or None if the model has no head."""
+    """Relevance for the chosen output, or None if the model has no head."""
+    chosen: ExplainedOutput | None
+    """The output that the maps explain, or None if the model has no head."""
     heads: dict[tuple[int, int], Float[np.ndarray, "height width"]]
     """Attention of the query of each chosen layer and head."""
     maps: AttentionMaps
@@ -65,28 +78,24 @@ class Explainer:
         self,
         bundle: Bundle,
         *,
-        target: int | None = None,
+        wanted: Wanted = LIKELIEST,
         layers: Sequence[int] = (-1,),
         heads: Sequence[int] | None = None,
         top: int = 5,
     ) -> None:
-        """`target` is the class to explain, by default the most probable one. `layers` and `heads` are those whose maps
-        have the size of the picture. Raise `ConfigError` for a model of boxes or masks."""
-        if bundle.classes and bundle.output in DENSE:
-            raise ConfigError(
-                f"MODEL predicts {OUTPUT_NOUNS[bundle.output]}, and only predictions about whole images are explained; "
-                "draw its answers with vitrail predict --out, or see its attention on the page of vitrail serve"
-            )
+        """`wanted` is the output to explain, by default the likeliest one. `layers` and `heads` are those whose maps
+        have the size of the picture. Raise `ConfigError` for an output that the model does not have."""
+        wanted.check(bundle.output)
         self._bundle = bundle
         self._network = transformer_of(bundle.network)
-        self._target = target
+        self._wanted = wanted
         self._layers = layers
         self._heads = heads
         self._top = top
 
     def explain(self, image: bytes) -> Explanation:
         """Return the explanation of an image file. Raise `UndecodableImage`, `BundleError` if the attention is not
-        finite, and the errors of `trace`."""
+        finite, `ConfigError` if there is no such object or place, and the errors of `trace`."""
         bundle, network = self._bundle, self._network
         picture = np.asarray(to_pil(image, 3))
         inputs = bundle.inputs([bundle.preprocess.pixels(image)])
@@ -98,8 +107,10 @@ class Explainer:
         def full_size(values: np.ndarray) -> np.ndarray:
             return on_picture(values, every, placement)
 
-        rollout = attention_rollout(network, inputs).values[0]
-        relevance = self._relevance(inputs, every.logits[0])
+        outputs = self._outputs(every.logits, placement)
+        targets = torch.tensor([outputs[0].number if outputs else 0], device=inputs.device)
+        rollout = attention_rollout(network, inputs, targets).values[0]
+        relevance = self._relevance(inputs, outputs)
         large = _query_maps(chosen)
         return Explanation(
             picture=picture,
@@ -107,6 +118,7 @@ class Explainer:
             has_probabilities=bundle.output != "numbers",
             rollout=full_size(rollout),
             relevance=full_size(relevance[0][1]) if relevance else None,
+            chosen=outputs[0] if outputs else None,
             heads={
                 (layer, head): full_size(large[row, column])
                 for row, layer in enumerate(chosen.layers)
@@ -123,19 +135,24 @@ class Explainer:
             ),
         )
 
+    def _outputs(self, logits: Float[Tensor, "1 ..."], placement: Placement) -> list[ExplainedOutput]:
+        """Return the chosen output and then the likeliest ones. A model of boxes can find none."""
+        bundle = self._bundle
+        if not bundle.classes:
+            return []
+        most = min(self._top, MAX_CLASSES)
+        config: Any = bundle.network.config
+        return outputs_to_explain(config, logits, bundle.classes, placement, self._wanted, most)
+
     def _relevance(
-        self, inputs: Tensor, logits: Float[Tensor, " classes"]
+        self, inputs: Tensor, outputs: Sequence[ExplainedOutput]
     ) -> tuple[tuple[str, Float[np.ndarray, "rows columns"]], ...]:
-        """Return the relevance for the chosen class and then for the likeliest ones."""
-        classes = self._bundle.classes
-        if not classes:
+        """Return the relevance for each of the outputs."""
+        if not outputs:
             return ()
-        likeliest = logits.argsort(descending=True, stable=True)[: min(self._top, MAX_CLASSES)].tolist()
-        first = likeliest[0] if self._target is None else self._target
-        numbers = [first, *(number for number in likeliest if number != first)]
-        targets = torch.tensor(numbers, device=inputs.device)
-        found = class_relevance(self._network, inputs.expand(len(numbers), -1, -1, -1), targets, batch_size=1)
-        return tuple((classes[number], values) for number, values in zip(numbers, found.values, strict=True))
+        targets = torch.tensor([one.number for one in outputs], device=inputs.device)
+        found = class_relevance(self._network, inputs.expand(len(outputs), -1, -1, -1), targets, batch_size=1)
+        return tuple((one.name, values) for one, values in zip(outputs, found.values, strict=True))
 
     def _ranking(self, image: bytes) -> tuple[tuple[str, float], ...]:
         bundle = self._bundle
@@ -145,6 +162,12 @@ class Explainer:
             (numbers,) = bundle.predict([image])
             assert isinstance(numbers, NumberPrediction)
             return tuple(zip(numbers.names, numbers.values, strict=True))
+        if bundle.output in DENSE:
+            (answer,) = bundle.predict([image])
+            assert isinstance(answer, Detections | MaskPrediction)
+            if isinstance(answer, MaskPrediction):
+                return tuple(answer.shares().items())[: self._top]
+            return tuple((f"{n}: {one.label}", one.score) for n, one in enumerate(answer, 1))[: self._top]
         (found,) = bundle.predict([image], top=min(self._top, len(bundle.classes)))
         assert isinstance(found, Prediction)
         return found.ranking
@@ -157,17 +180,27 @@ def write_explanation(
 
     The pictures of the files have the size of the image. For `max_bytes`, see `make_page`.
     """
-    picture = explanation.picture
+    picture, chosen = explanation.picture, explanation.chosen
     files = {f"{name}-rollout.png": overlay(picture, explanation.rollout)}
     if explanation.relevance is not None:
         files[f"{name}-relevance.png"] = overlay(picture, explanation.relevance)
     for (layer, head), values in explanation.heads.items():
         files[f"{name}-layer-{layer:02}-head-{head:02}.png"] = overlay(picture, values)
+    if chosen is not None and chosen.box is not None:
+        files = {file: with_box(pixels, chosen) for file, pixels in files.items()}
+        picture = with_box(picture, chosen)
     for file, pixels in files.items():
         (folder / file).write_bytes(png(pixels))
     page = make_page(explanation.maps, picture, title=title, predictions=_predictions(explanation), max_bytes=max_bytes)
     (folder / f"{name}.html").write_text(page.text, encoding="utf-8")
     return Written([f"{name}.html", *files], page.notes)
+
+
+def with_box(picture: UInt8[np.ndarray, "height width 3"], one: ExplainedOutput) -> UInt8[np.ndarray, "height width 3"]:
+    """Return a picture with the box of an explained output, and its name if it would not cover much of the picture."""
+    assert one.box is not None
+    name = one.name if min(picture.shape[:2]) >= NAMED_SIDE else ""
+    return np.asarray(draw_boxes(Image.fromarray(picture), one.box[None], [one.label], [name]))
 
 
 def _predictions(explanation: Explanation) -> list[tuple[str, str]]:

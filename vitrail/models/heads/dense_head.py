@@ -28,6 +28,8 @@ class FoundBoxes(NamedTuple):
     and `boxes` are only as fine as the maps. None for a head without masks."""
     mask_rows: Int64[Tensor, " n"] | None = None
     """The row in `masks` of each object. Several classes can share a mask."""
+    rows: Int64[Tensor, " n"] | None = None
+    """The row of the outputs that each box comes from, if the head does not add tokens."""
 
 
 MOST_BOXES = 100
@@ -73,6 +75,16 @@ class DenseHead(nn.Module, ABC):
     @abstractmethod
     def initialise(self) -> None:
         """Draw new weights."""
+
+    @classmethod
+    def row_logits(cls, outputs: Float[Tensor, "b rows outputs"]) -> Float[Tensor, "b rows classes"]:
+        """Return the logits of the classes of each row, of which an explanation chooses one."""
+        return outputs
+
+    @classmethod
+    def scores(cls, outputs: Float[Tensor, "b rows outputs"]) -> Float[Tensor, "b rows classes"]:
+        """Return the probability of each class of each row."""
+        return outputs.softmax(dim=2)
 
     @classmethod
     def needed(cls, config: Any) -> dict[str, Any]:

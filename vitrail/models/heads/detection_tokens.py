@@ -61,10 +61,21 @@ class DetectionTokens(BoxHead):
     def objects(cls, outputs: Float[Tensor, "b tokens outputs"], grid: tuple[int, int]) -> list[FoundBoxes]:
         """Return the likeliest class of each token with its box. Boxes that overlap all stay, because each object has
         one token."""
-        scores, labels = outputs[..., 4:].softmax(dim=2)[..., :-1].max(dim=2)
+        scores, labels = cls.scores(outputs).max(dim=2)
         order = scores.argsort(dim=1, descending=True, stable=True)[:, :MOST_BOXES]
-        found = (outputs[..., :4].clamp(0, 1), scores, labels)
-        return [FoundBoxes(*(each[image][rows] for each in found)) for image, rows in enumerate(order)]
+        boxes = outputs[..., :4].clamp(0, 1)
+        return [
+            FoundBoxes(boxes[image][rows], scores[image][rows], labels[image][rows], rows=rows)
+            for image, rows in enumerate(order)
+        ]
+
+    @classmethod
+    def row_logits(cls, outputs: Float[Tensor, "b tokens outputs"]) -> Float[Tensor, "b tokens classes"]:
+        return outputs[..., 4:-1]
+
+    @classmethod
+    def scores(cls, outputs: Float[Tensor, "b tokens outputs"]) -> Float[Tensor, "b tokens classes"]:
+        return outputs[..., 4:].softmax(dim=2)[..., :-1]
 
     @classmethod
     def needed(cls, config: Any) -> dict[str, Any]:

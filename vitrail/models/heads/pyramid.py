@@ -90,7 +90,15 @@ class Pyramid(BoxHead):
 
     @classmethod
     def objects(cls, outputs: Float[Tensor, "b cells outputs"], grid: tuple[int, int]) -> list[FoundBoxes]:
-        return [best_boxes(image[:, :4], image[:, 4:].sigmoid()) for image in outputs]
+        return [best_boxes(image[:, :4], scores) for image, scores in zip(outputs, cls.scores(outputs), strict=True)]
+
+    @classmethod
+    def row_logits(cls, outputs: Float[Tensor, "b cells outputs"]) -> Float[Tensor, "b cells classes"]:
+        return outputs[..., 4:]
+
+    @classmethod
+    def scores(cls, outputs: Float[Tensor, "b cells outputs"]) -> Float[Tensor, "b cells classes"]:
+        return outputs[..., 4:].sigmoid()
 
     @classmethod
     def macs(cls, config: Any) -> int:
@@ -129,7 +137,8 @@ def best_boxes(boxes: Float[Tensor, "n 4"], scores: Float[Tensor, "n classes"]) 
     """Return the boxes with the highest scores. Of boxes of one class that overlap by more than `OVERLAP`, only the one
     with the highest score stays (non-maximum suppression)."""
     values, places = scores.flatten().topk(min(CANDIDATES, scores.numel()))
-    boxes, labels = boxes[places // scores.shape[1]], places % scores.shape[1]
+    rows, labels = places // scores.shape[1], places % scores.shape[1]
+    boxes = boxes[rows]
     apart = boxes + 2 * labels[:, None]  # boxes of different classes never overlap
     same = overlaps(apart, apart) > OVERLAP
     kept: list[int] = []
@@ -141,7 +150,7 @@ def best_boxes(boxes: Float[Tensor, "n 4"], scores: Float[Tensor, "n classes"]) 
             if len(kept) == MOST_BOXES:
                 break
     chosen = torch.tensor(kept, dtype=torch.int64)
-    return FoundBoxes(boxes[chosen].clamp(0, 1), values[chosen], labels[chosen])
+    return FoundBoxes(boxes[chosen].clamp(0, 1), values[chosen], labels[chosen], rows=rows[chosen])
 
 
 def overlaps(first: Float[Tensor, "n 4"], second: Float[Tensor, "m 4"]) -> Float[Tensor, "n m"]:
