@@ -141,7 +141,9 @@ def dense_bundle(head_kind: str = "pyramid", **fields: Any) -> Bundle:
     pictures. Its classes are those of `make_voc_folder` or of `make_masks_folder`."""
     output: Any = "mask" if head_kind.endswith("patches") else "boxes"
     classes = ("background", *SHAPES) if output == "mask" else SHAPES
-    tokens = {"registers": 9} if head_kind == "detection-tokens" else {}
+    tokens: dict[str, Any] = {
+        "detection-tokens": {"registers": 9}, "queries": {"queries": 9, "query_blocks": 1},
+    }.get(head_kind, {})  # fmt: skip
     size = {"image_size": (32, 40), "patch_size": (8, 8), "num_classes": len(classes), **tokens, **fields}
     config = small_config(**{"head_kind": head_kind, "width": 16, "heads": 2, **size})
     preprocess = Preprocess(image_size=config.image_size, channels=3, resize="pad")

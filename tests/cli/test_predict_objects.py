@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 from faster_coco_eval import COCO  # type: ignore[import-untyped]
 from PIL import Image
 
-from tests.make import OBJECT_NAMES, coco_data, dense_model, make_voc_folder
+from tests.make import OBJECT_NAMES, coco_data, dense_bundle, dense_model, make_outlines_folder, make_voc_folder
 from vitrail.cli import main
+from vitrail.data.objects import Runs
 from vitrail.tasks.detection import Detection
 from vitrail.training.config import TrainConfig
 from vitrail.training.run import train
@@ -226,3 +228,30 @@ def test_options_that_do_not_fit_are_refused(
     dense_model(Path("model"), kind)
     assert main(["predict", "model", "photos", *words]) == 2
     assert message in capsys.readouterr().err and not Path("new").exists() and not Path("new.json").exists()
+
+
+def test_masks_of_objects_are_written_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_outlines_folder(tmp_path / "data", train=2, validation=0, test=4)
+    model = replace(dense_bundle("queries"), provenance={"class_ids": [3, 7]}).save(tmp_path / "model")
+    words = ["predict", str(model), "--data", str(tmp_path / "data"), "--split", "test", "--threshold", "0.05"]
+    files = ["--coco", str(tmp_path / "found.json"), "--out", str(tmp_path / "drawn"), "--yolo", str(tmp_path / "yolo")]
+    assert main([*words, *files]) == 0
+    assert "--yolo writes the boxes around the masks" in capsys.readouterr().err
+    rows = json.loads((tmp_path / "found.json").read_text())
+    true = COCO(str(tmp_path / "data/annotations/instances_test.json"))
+    found = true.loadRes(rows)
+    for row, annotation in zip(rows, found.loadAnns(found.getAnnIds()), strict=True):
+        mask = found.annToMask(annotation)
+        (down, across) = (np.flatnonzero(mask.any(axis=axis)) for axis in (1, 0))
+        box = [across[0], down[0], across[-1] + 1 - across[0], down[-1] + 1 - down[0]]
+        assert row["bbox"] == box and row["image_id"] in range(100, 104)
+    with Image.open(tmp_path / "data/test/001.png") as plain, Image.open(tmp_path / "drawn/test/001.jpg") as drawn:
+        assert plain.size == drawn.size
+        seen = [row for row in rows if row["image_id"] == 101 and row["score"] >= 0.05]
+        inside = np.any([Runs(tuple(row["segmentation"]["size"]), row["segmentation"]["counts"].encode()).mask()
+                         for row in seen], axis=0)  # fmt: skip
+        changed = np.abs(np.asarray(drawn).astype(int) - np.asarray(plain.convert("RGB"))).sum(axis=2) > 60
+        assert changed[inside].mean() > 0.8 and seen
+    assert main(["evaluate", str(model), "--data", str(tmp_path / "data"), "--split", "test", "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)["test"]
+    assert measured["images"] == 4 and {"average_precision", "box_average_precision"} <= measured.keys()

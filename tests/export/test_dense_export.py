@@ -18,9 +18,6 @@ from vitrail.models.heads import HEADS
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
-KINDS = [kind for kind in HEADS if kind != "queries"]
-"""Kinds of heads whose files are tested."""
-
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
@@ -43,12 +40,16 @@ def assert_same_answers(bundle: Bundle, file: Bundle, samples: list[Sample]) -> 
             np.testing.assert_array_equal(one.labels, other.labels)
             np.testing.assert_allclose(one.boxes, other.boxes, atol=1e-2)
             np.testing.assert_allclose(one.scores, other.scores, atol=1e-4)
+            pairs = zip(one.masks, other.masks, strict=True)
+            assert len(one.masks) == (len(one) if bundle.finds_masks else 0)
+            assert all((our.mask() != their.mask()).mean() < 1e-2 for our, their in pairs)
 
 
 @pytest.mark.parametrize(("kind", "to"), [
     ("detection-tokens", "onnx"),
     ("patches", "pt2"),
-    *(pytest.param(kind, to, marks=pytest.mark.slow) for kind in KINDS for to in ("pt2", "onnx", "openvino")),
+    ("queries", "pt2"),
+    *(pytest.param(kind, to, marks=pytest.mark.slow) for kind in HEADS for to in ("pt2", "onnx", "openvino")),
 ])  # fmt: skip
 def test_a_file_answers_like_the_model(kind: str, to: str, samples: list[Sample], tmp_path: Path) -> None:
     if to == "openvino":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from vitrail.weights.bundle import Bundle
 @pytest.fixture(scope="module")
 def dense() -> dict[str, Bundle]:
     boxes = replace(dense_bundle(), metrics={"validation_score_threshold": 0.7}, provenance={"class_ids": [90, 5]})
-    return {"boxes": boxes, "masks": dense_bundle("patches")}
+    return {"boxes": boxes, "masks": dense_bundle("patches"), "outlines": dense_bundle("queries")}
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,18 @@ def test_the_shapes_of_hugging_face(dense_server: Running, dense: dict[str, Bund
     assert [one["label"] for one in parts] == [*mask.shares()]
     covered = sum((index_png(one["mask"]) == 255).astype(int) for one in parts)
     assert covered.shape == mask.indices.shape and (covered == 1).all(), "each pixel has one class"
+
+
+def test_the_masks_of_objects(dense_server: Running, dense: dict[str, Bundle], images: list[bytes]) -> None:
+    wanted: Any = dense["outlines"].predict(images[:1])[0].above(0.05)
+    answer = dense_server.ask_form("/predict?model=outlines&threshold=0.05", ("a.png", images[0])).json
+    assert len(wanted) > 2 and answer["results"][0]["objects"] == json.loads(json.dumps(wanted.coco()))
+    sent = {"inputs": base64.b64encode(images[0]).decode(), "parameters": {"threshold": 0.05}}
+    objects = dense_server.ask_json("/?model=outlines", sent).json
+    assert [one["label"] for one in objects] == [one.label for one in wanted]
+    for one, runs in zip(objects, wanted.masks, strict=True):
+        with Image.open(io.BytesIO(base64.b64decode(one["mask"]))) as mask:
+            assert np.array_equal(np.asarray(mask) > 0, runs.mask())
 
 
 def test_the_inference_protocol_sends_rows(dense_server: Running, dense: dict[str, Bundle]) -> None:

@@ -278,6 +278,8 @@ def _notes(options: Predict, bundle: Bundle) -> Iterator[str]:
             f"objects are shown from a score of {USUAL_THRESHOLD} on, because none was chosen on validation images; "
             "choose one with --threshold"
         )
+    if options.yolo and bundle.finds_masks:
+        yield "--yolo writes the boxes around the masks; --coco and --json write the masks too"
     if (options.coco or options.json) and not bundle.class_ids:
         yield "category_id counts the model's classes from 1, because its training data had no numbers of its own"
 

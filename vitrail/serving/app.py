@@ -398,8 +398,14 @@ def _placed(model: ServedModel, row: Row, image: bytes, asked: _Asked) -> dict[s
 
 
 def _placed_hugging_face(model: ServedModel, row: Row, image: bytes, asked: _Asked) -> list[dict[str, Any]]:
-    """Return the objects of an image, or a mask for each class in it, in Hugging Face's shapes."""
+    """Return the objects of an image with their boxes or masks, or a mask for each class in it, in Hugging Face's
+    shapes."""
     found = _shown(model, row, image, asked)
+    if isinstance(found, Detections) and model.bundle.finds_masks:
+        return [
+            {"label": one.label, "score": one.score, "mask": _png(255 * runs.mask().astype(np.uint8))}
+            for one, runs in zip(found, found.masks, strict=True)
+        ]
     if isinstance(found, Detections):
         sides = ("xmin", "ymin", "xmax", "ymax")
         return [

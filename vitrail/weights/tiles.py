@@ -92,8 +92,7 @@ def merged(
         ends = np.array([left, top, left + tile.size[1], top + tile.size[0]])
         is_inner = ends != np.array([0, 0, width, height])
         cut.append(((np.abs(boxes - ends) <= AT_EDGE) & is_inner).any(axis=1))
-        masks = tuple(_moved(runs, (top, left), whole.size) for runs in tile.masks)
-        every.append(replace(tile, boxes=boxes, size=whole.size, masks=masks))
+        every.append(replace(tile, boxes=boxes, size=whole.size))
     joined = Detections(
         whole.names,
         np.concatenate([one.boxes for one in every]),
@@ -102,7 +101,10 @@ def merged(
         whole.size,
         tuple(runs for one in every for runs in one.masks),
     )
-    return joined.taken(_kept(joined.boxes, joined.scores, joined.labels, np.concatenate(cut)))
+    rows = _kept(joined.boxes, joined.scores, joined.labels, np.concatenate(cut))
+    places = [corner for one, corner in zip(every, [(0, 0), *corners], strict=True) for _ in one.masks]
+    masks = tuple(_moved(joined.masks[row], places[row], whole.size) for row in rows.tolist() if joined.masks)
+    return replace(joined.taken(rows), masks=masks)
 
 
 def _kept(
@@ -129,6 +131,8 @@ def _kept(
 
 def _moved(runs: Runs, corner: Corner, size: tuple[int, int]) -> Runs:
     """Return the pixels of an object in a tile as those of the whole image."""
+    if runs.size == size:
+        return runs
     found = np.zeros(size, np.bool_)
     found[corner[0] : corner[0] + runs.size[0], corner[1] : corner[1] + runs.size[1]] = runs.mask()
     return Runs.of(found)

@@ -68,14 +68,14 @@ class QueryMasks(BoxHead, MaskHead):
     def entering(self, tokens: Float[Tensor, "b n width"], layer: int) -> Float[Tensor, "b m width"]:
         if layer != self.first:
             return tokens
-        return torch.cat([tokens, self.queries.to(tokens.dtype).expand(len(tokens), -1, -1)], dim=1)
+        return torch.cat([tokens, self.queries.to(tokens.dtype).expand(tokens.shape[0], -1, -1)], dim=1)
 
     def forward(self, features: Features) -> Float[Tensor, "b queries outputs"]:
         found, patches = features.queries, features.patches
         assert found is not None, "the network adds the queries of its head"
         first, second, last = self.layers
         masks = last(F.gelu(second(F.gelu(first(found)))))
-        maps = self.enlarged(patches.transpose(1, 2).reshape(len(patches), -1, *features.grid))
+        maps = self.enlarged(torch.unflatten(patches.transpose(1, 2), 2, features.grid))
         return torch.cat([self.classes(found).float(), (masks @ maps.flatten(2)).float()], dim=2)
 
     @torch.no_grad()
