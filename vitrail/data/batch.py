@@ -12,12 +12,14 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped, UInt8
 from torch import Tensor
 
+from vitrail.data.augment.draws import Slot, keyed_uniform
 from vitrail.data.objects import IGNORED, Mask, Objects
 from vitrail.data.pixels.decode import decode, image_size_of
 from vitrail.data.pixels.geometry import Box, Jitter, Placement
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, image_of, soft_target_of
-from vitrail.data.targets import Target, TargetKind, class_indices
+from vitrail.data.targets import Target, TargetKind, class_indices, is_texts
+from vitrail.data.text_tokenizer import TextTokenizer
 from vitrail.errors import UndecodableImage
 
 
@@ -40,7 +42,8 @@ class Batch:
     """Levels from 0 to 255, or normalised values after normalisation. Levels are uint8. In evaluation, levels are
     float32 if the resampler of the preprocessing keeps fractions of levels."""
     labels: Int64[Tensor, " b"]
-    """Class indices. The index is -1 for an image that has no label, or whose target is in `targets`."""
+    """Class indices. The index is -1 for an image that has no label, or whose target is in `targets`. With texts, it is
+    0 for an image that has a text."""
     valid: Bool[Tensor, " b"]
     samples: Int64[Tensor, " b"]
     """Index of each image in its source. `samples`, `epochs` and `views` stay on the CPU, because random numbers are
@@ -63,6 +66,8 @@ class Batch:
     8 p + k."""
     masks: UInt8[Tensor, "b h w"] | None = None
     """With masks, the class of each pixel of `images`, or 255 for a pixel without a class."""
+    texts: Int64[Tensor, "b context"] | None = None
+    """With texts and a tokenizer, the tokens of one text of each image, which is drawn anew in each epoch."""
     target_kind: TargetKind = "class"
     has_soft_targets: bool = False
     """True if the source has soft targets. `targets` then holds the amounts of all images, and `labels` their most
@@ -152,7 +157,7 @@ class Batch:
         ]
 
 
-ON_DEVICE = ("images", "labels", "valid", "targets", "boxes", "box_labels", "outlines", "masks")
+ON_DEVICE = ("images", "labels", "valid", "targets", "boxes", "box_labels", "outlines", "masks", "texts")
 
 
 @runtime_checkable
@@ -210,6 +215,10 @@ class Loader:
     """True to round the pixels to uint8, which augmentation needs."""
     soft: bool = False
     """True for soft targets, if some samples of the source have them."""
+    tokenizer: TextTokenizer | None = None
+    """The tokenizer of texts. By default batches have no texts."""
+    seed: int = 0
+    """Seed of the choice of a text."""
     kept: KeptPixels | None = None
     """Memory for pixels that later epochs use again. It requires `whole_levels`, and neither `crop` nor `local`."""
     outlines: bool = False
@@ -235,9 +244,19 @@ class Loader:
         return {
             **dense,
             "images": pixels, "valid": skipped is None, "samples": place, "epochs": epoch, "local": local,
-            "labels": target if isinstance(target, int) else -1, "skipped": skipped,
-            "targets": self._values(place, target),
+            "labels": target if isinstance(target, int) else 0 if is_texts(target) else -1, "skipped": skipped,
+            "targets": self._values(place, target), "texts": self._tokens(epoch, place, target),
         }  # fmt: skip
+
+    def _tokens(self, epoch: int, place: int, target: Target) -> np.ndarray | None:
+        """Return the tokens of one text of an image, or padding if it has none. Return None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        if not is_texts(target):
+            return np.full(self.tokenizer.context, self.tokenizer.padding, np.int64)
+        key = np.array([epoch], np.int64), np.array([place], np.int64)
+        drawn = float(keyed_uniform(self.seed, *key, draws=1, first=Slot.TEXT)[0, 0])
+        return self.tokenizer.encode([target[int(drawn * len(target))]]).tokens[0]
 
     def _pixels(self, epoch: int, place: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Return the pixels of each view, and of each local view. The image is decoded once for all views. With
@@ -361,8 +380,9 @@ def _stacked(parts: Sequence[dict[str, Any]], name: str, first: int) -> dict[str
                 columns[column] = _padded([part[column] for part in parts], -1 if column == "box_labels" else 0)
     if "masks" in parts[0]:
         columns["masks"] = np.stack([part["masks"] for part in parts])
-    if parts[0]["targets"] is not None:
-        columns["targets"] = np.stack([part["targets"] for part in parts]).repeat(views, 0)
+    for column in ("targets", "texts"):
+        if parts[0][column] is not None:
+            columns[column] = np.stack([part[column] for part in parts]).repeat(views, 0)
     return columns
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from vitrail.data.batch import Batch, Crop, KeptPixels, Loader, LocalViews, as_batch, collate
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, has_soft_targets, parts_of, target_kind
+from vitrail.data.text_tokenizer import TextTokenizer
 from vitrail.errors import ConfigError, ProcessError
 
 if TYPE_CHECKING:
@@ -138,7 +139,8 @@ class TrainingBatches(Iterator[Batch]):
     the image size and the batch size of that stage; the order of the samples does not change. With `keep`, each
     image is decoded once, and its pixels stay in memory for later epochs, so the source must return the same image each
     time. With random boxes, local views or worker processes, `keep` has no effect. With `outlines`, batches have the
-    pixels of objects. Raise `ConfigError` if a batch size is not divisible by the number of ranks.
+    pixels of objects, and with a `tokenizer`, the tokens of one text of each sample (`Batch.texts`). Raise
+    `ConfigError` if a batch size is not divisible by the number of ranks.
     """
 
     def __init__(
@@ -157,6 +159,7 @@ class TrainingBatches(Iterator[Batch]):
         partners: bool = False,
         keep: bool = False,
         outlines: bool = False,
+        tokenizer: TextTokenizer | None = None,
     ) -> None:
         if views < 1:
             raise ConfigError(f"views={views} is less than 1")
@@ -167,6 +170,7 @@ class TrainingBatches(Iterator[Batch]):
         self._kind = target_kind(source)
         self._readers = readers
         self._keep, self._outlines = keep, outlines
+        self._tokenizer = tokenizer
         self._kept: tuple[Stage, KeptPixels] | None = None
         self._taken = 0
         self._iterator: Any = None
@@ -218,7 +222,8 @@ class TrainingBatches(Iterator[Batch]):
         def loader(first: int, length: int) -> Loader:
             return Loader(
                 source, stage.preprocess, kind, crop, first, length, views, stage.local,
-                whole_levels=True, soft=soft, kept=kept, outlines=self._outlines,
+                whole_levels=True, soft=soft, kept=kept, outlines=self._outlines, tokenizer=self._tokenizer,
+                seed=self._seed,
             )  # fmt: skip
 
         return self._order(loader)

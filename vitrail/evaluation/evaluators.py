@@ -46,6 +46,7 @@ EVALUATORS = Registry[Any](
         "detection": "vitrail.evaluation.detection:ByDetection",
         "masks": "vitrail.evaluation.segmentation:ByMasks",
         "segmentation": "vitrail.evaluation.segmentation:BySegmentation",
+        "retrieval": "vitrail.evaluation.retrieval:ByRetrieval",
     }
 )
 """Classes of evaluators by name. The fields of a class are the settings of the evaluator."""
@@ -57,9 +58,9 @@ BY_HEAD: dict[OutputKind, str] = {
 """Name of the evaluator that measures a model's own head, for each meaning of the outputs."""
 
 OF_PLACED: dict[str, frozenset[str]] = {
-    "boxes": frozenset({"detection"}), "mask": frozenset({"masks", "segmentation"}),
+    "boxes": frozenset({"detection"}), "mask": frozenset({"masks", "segmentation"}), "texts": frozenset({"retrieval"}),
 }  # fmt: skip
-"""Names of the evaluators that measure data with boxes and data with masks. No other data has targets for them, and no
+"""Names of the evaluators that measure data with boxes, masks or texts. No other data has targets for them, and no
 other evaluator measures such data."""
 
 

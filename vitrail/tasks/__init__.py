@@ -20,6 +20,8 @@ TASKS = Registry[type[Task]](
         "simclr": "vitrail.tasks.simclr:SimClr",
         "dino": "vitrail.tasks.dino:Dino",
         "moco": "vitrail.tasks.moco:MoCo",
+        "clip": "vitrail.tasks.pairs:Clip",
+        "siglip": "vitrail.tasks.pairs:SigLip",
         "vqvae": "vitrail.tasks.vqvae:VqVae",
     }
 )

@@ -20,6 +20,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, parts_of
 from vitrail.data.splits import Splits
 from vitrail.data.targets import TargetKind
+from vitrail.data.text_tokenizer import TextTokenizer
 from vitrail.errors import ConfigError, nearest
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.models.network import FootprintPrecision
@@ -30,6 +31,7 @@ from vitrail.tasks.own_model import OwnModel, has_known_architecture
 from vitrail.tasks.pictures import PictureTable
 from vitrail.weights.answers import OutputKind
 from vitrail.weights.bundle import Bundle
+from vitrail.weights.words import Words
 
 
 class LossOutput(NamedTuple):
@@ -63,9 +65,15 @@ class Objective(nn.Module, ABC):
     """Name of the module with the weights of `saved_network`. The weights of all other modules are kept beside the
     model."""
 
+    text_tokenizer: TextTokenizer | None = None
+    """Tokenizer of the texts in batches. By default batches have no texts."""
+
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network: Any = network
+
+    def receive(self, words: Words) -> None:
+        """Receive the text tower with which the run begins, if the task has one (`Task.words`)."""
 
     def begin(self, preprocess: Preprocess, seed: int) -> None:
         """Receive the preprocessing of the run's images and the seed of the run, before the first step.
@@ -208,6 +216,8 @@ class Task(ABC):
     """Kinds of heads that the task trains (`ViTConfig.head_kind`). The first one is used unless the user chooses."""
     views: ClassVar[int] = 1
     """Number of augmented views of each image in a batch."""
+    least_batch: ClassVar[int] = 1
+    """Smallest number of images per step."""
     averages_weights: ClassVar[bool] = False
     """True if the saved model is a running mean of the trained weights, which the objective keeps."""
     output_noun: ClassVar[str]
@@ -278,6 +288,11 @@ class Task(ABC):
 
         `images` is the preprocessing of the run's images. Raise `ConfigError` if it does not fit the settings.
         """
+        return None
+
+    def words(self, model: Bundle | None, network: Any, splits: Splits) -> Words | None:
+        """Return the text tower with which a run begins, from the model to start from or a new one. By default the task
+        learns from no texts."""
         return None
 
     @abstractmethod

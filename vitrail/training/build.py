@@ -63,6 +63,8 @@ def make_network(
     else:
         network = build(network_config_of(config, None, job.origin, num_classes=len(names)))
     choose_weights(network, config.start)
+    if job.words is None:
+        job = replace(job, words=task.words(model, network, splits))
     if config.run.checkpoint_activations:
         network.checkpoints_activations = True
     check_names(network, config.optimizer)
@@ -77,7 +79,10 @@ def make_state(job: Job, network: nn.Module) -> TrainState:
     """Return the state before the first step."""
     config = job.config
     optimizer = config.optimizer.for_batch_size(config.run.batch_size)
-    objective = config.task.objective(network, job.splits).to(job.first_device)
+    objective = config.task.objective(network, job.splits)
+    if job.words is not None:
+        objective.receive(job.words)
+    objective.to(job.first_device)
     job.processes.copy_from_first((*objective.parameters(), *objective.buffers()))
     objective.begin(config.images, config.run.seed)
     copied: Objective | None = None
@@ -106,6 +111,7 @@ def make_state(job: Job, network: nn.Module) -> TrainState:
         later=later,
         keep=_keeps_pixels(job),
         outlines=config.task.reads_outlines(job.network or own_config(network)),
+        tokenizer=objective.text_tokenizer,
     )
     average = Average(objective, optimizer.average, optimizer.average_start) if optimizer.average else None
     made = make_optimizer(objective, optimizer, config.run.precision)

@@ -475,7 +475,7 @@ class TrainConfig:
                 "choose task='regression'"
             )
         for name, alpha in (("mixup", self.augment.settings.mixup), ("cutmix", self.augment.cutmix)):
-            if alpha and "none" in self.task.targets:
+            if alpha and {"none", "texts"} & set(self.task.targets):
                 yield (
                     f"{name}={alpha} mixes the labels of images, which the task {self.task.name} does not learn; leave "
                     f"{name} out"
@@ -494,6 +494,11 @@ class TrainConfig:
                     f"linear_head=True starts with a linear model of one vector per image, but the task "
                     f"{self.task.name} learns {' and '.join(self.task.targets)}; leave it out"
                 )
+        if self.run.batch_size < self.task.least_batch:
+            yield (
+                f"batch_size={self.run.batch_size}: the task {self.task.name} compares the images of a batch with each "
+                f"other; choose at least {self.task.least_batch}"
+            )
         if self.task.views > 1 and not self.augment.is_random:
             yield (
                 f"task={self.task.name!r} compares {self.task.views} views of each image, which are all equal without "

@@ -45,6 +45,7 @@ from vitrail.training.start import Origin, check_choice, fitted, head_fields
 from vitrail.training.state import TrainState
 from vitrail.weights.answers import DENSE
 from vitrail.weights.bundle import Bundle, check_loadable
+from vitrail.weights.words import Words
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class Job:
     """The config of the run's network with a head for two classes, or None for a network of the user's own."""
     processes: Processes = Processes()
     """The processes that share every batch."""
+    words: Words | None = None
+    """The text tower with which the run begins, or None if the task learns from no texts."""
 
     @property
     def shards(self) -> bool:

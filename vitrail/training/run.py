@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -29,6 +29,7 @@ from vitrail.models.linear.float32 import float32_products
 from vitrail.models.vit_config import ViTConfig
 from vitrail.processes.group import Processes, join_processes
 from vitrail.tasks.own_model import BESIDE, beside, load_beside, load_weights, without_adapters, write_weights
+from vitrail.tasks.pairs import save_words, saved_words
 from vitrail.tasks.task import Objective, Task
 from vitrail.training.after_step import Run, adaptations, before_first_step, check_finite
 from vitrail.training.build import make_bundle, make_network, make_state
@@ -113,6 +114,8 @@ def train(
             folder = processes.on_first(lambda: new_folder(job.config))
             with _locked(folder, processes):
                 processes.on_first(lambda: _write_record(job, folder))
+                if (words := job.words) is not None:
+                    processes.on_first(lambda: save_words(words, folder))
                 run, state = open_run(job, folder, trained, log, started)
                 _announce(run, trained, notes, memory)
                 run.log.tell("started", step=0, steps=job.steps)
@@ -182,7 +185,7 @@ def resume(
         processes.on_first(lambda: recover_folder(folder / "model"))
         with _same_arithmetic(job.config):
             torch.manual_seed(record.config.run.seed)
-            trained, job, notes = make_network(job, model)
+            trained, job, notes = make_network(replace(job, words=saved_words(folder)), model)
             if differences:
                 processes.on_first(lambda: replace_config(folder, job.config))
             memory, before = _memory_of_resumed(job), record.config.total_steps(record.images)

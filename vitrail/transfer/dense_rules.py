@@ -24,7 +24,7 @@ from vitrail.machine import Precision, available_memory, resolve_precision
 from vitrail.models.network import Features
 from vitrail.models.variants import AnyConfig, build, transformer_config
 from vitrail.models.vit_config import ViTConfig
-from vitrail.tasks.dense_objective import KEPT_FRACTION
+from vitrail.tasks.kept_outputs import KEPT_FRACTION
 from vitrail.training.config import TrainConfig
 from vitrail.training.optimizer import OptimizerConfig
 from vitrail.training.pilot import training_speeds

@@ -28,6 +28,7 @@ class Slot(IntEnum):
     WINDOW = (1 << 20) + 1024
     VIEW = (1 << 20) + 1280
     ERASED_BOX = (1 << 20) + 1344
+    TEXT = (1 << 20) + 2048
     PATCH_ORDER = 1 << 21
     """One draw per patch. About two million draws are reserved for each of the slots of patches."""
     PATCH_SOURCE = 1 << 22

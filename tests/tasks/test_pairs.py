@@ -1,0 +1,199 @@
+"""Tests of the tasks that learn from images with texts: losses, exact batches, runs and refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+import vitrail
+from tests.several import in_processes
+from tests.tasks.images import batch_of, images_of
+from tests.tasks.objectives import small_network
+from tests.training import ranks
+from vitrail.data.batch import Batch
+from vitrail.data.text_tokenizer import train_tokenizer
+from vitrail.errors import ConfigError, DataError
+from vitrail.models.text import TextTower
+from vitrail.models.variants import ModelConfig
+from vitrail.processes.group import Processes
+from vitrail.tasks.pairs import Clip, Embeddings, PairObjective, PairTask, SigLip
+from vitrail.training.config import TrainConfig
+from vitrail.training.log import read_journal
+from vitrail.training.run import resume, train
+from vitrail.weights.words import Words
+
+TEXTS = [f"{colour} {shape}" for colour in ("red", "blue", "green") for shape in ("circle", "square", "bar")]
+
+
+def small_task(kind: type[PairTask], **settings: Any) -> PairTask:
+    return kind(**{"text_width": 16, "text_depth": 1, "text_context": 16, **settings})
+
+
+def make_objective(task: PairTask, **fields: Any) -> PairObjective:
+    network = small_network(**fields)
+    torch.manual_seed(1)
+    tokenizer = train_tokenizer(TEXTS, vocabulary=600, context=16)
+    tower = TextTower(task.text_config(network.config.embed_width, tokenizer))
+    objective = PairObjective(network, task)
+    scale = float(torch.tensor(task.initial_scale).log())
+    objective.receive(Words(tower, tokenizer, scale, task.initial_bias))
+    return objective
+
+
+def pairs_batch(count: int, *, without: tuple[int, ...] = ()) -> Batch:
+    """Return images with texts. Images `without` have none."""
+    tokenizer = train_tokenizer(TEXTS, vocabulary=600, context=16)
+    tokens = torch.from_numpy(tokenizer.encode([TEXTS[row % len(TEXTS)] for row in range(count)]).tokens)
+    labels = torch.tensor([-1 if row in without else 0 for row in range(count)])
+    return replace(batch_of(images_of(count)), texts=tokens, labels=labels, target_kind="texts")
+
+
+def pairs_of(images: Tensor, texts: Tensor, valid: Tensor | None = None) -> Embeddings:
+    valid = torch.ones(len(images), dtype=torch.bool) if valid is None else valid
+    return Embeddings(images, texts, images, texts, valid, 0)
+
+
+@pytest.fixture
+def embeddings() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(3)
+    return F.normalize(torch.randn(7, 12), dim=1), F.normalize(torch.randn(7, 12), dim=1)
+
+
+def test_the_softmax_loss_is_that_of_transformers(embeddings: tuple[Tensor, Tensor]) -> None:
+    clip = pytest.importorskip("transformers.models.clip.modeling_clip")
+    images, texts = embeddings
+    scale = torch.tensor(2.5)
+    losses = Clip().losses(pairs_of(images, texts), scale, None, Processes())
+    expected = clip.image_text_contrastive_loss(scale.exp() * texts @ images.T)
+    torch.testing.assert_close(losses.mean(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_sigmoid_loss_is_that_of_transformers(embeddings: tuple[Tensor, Tensor]) -> None:
+    transformers = pytest.importorskip("transformers")
+    own = {"hidden_size": 12, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.SiglipConfig(
+        text_config={**own, "vocab_size": 20, "max_position_embeddings": 4}, vision_config={**own, "image_size": 32}
+    )
+    torch.manual_seed(0)
+    model = transformers.SiglipModel(config).eval()
+    tokens, pixels = torch.randint(0, 20, (7, 4)), torch.randn(7, 3, 32, 32)
+    expected = model(input_ids=tokens, pixel_values=pixels, return_loss=True)
+    found = pairs_of(expected.image_embeds, expected.text_embeds)
+    losses = SigLip().losses(found, model.logit_scale[0], model.logit_bias[0], Processes())
+    torch.testing.assert_close(losses.mean(), expected.loss, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("task", [Clip(), SigLip()])
+def test_pairs_that_do_not_count_change_nothing(task: PairTask, embeddings: tuple[Tensor, Tensor]) -> None:
+    images, texts = embeddings
+    scale, bias = torch.tensor(2.0), None if task.initial_bias is None else torch.tensor(-3.0)
+    valid = torch.tensor([True, False, True, True, False, True, True])
+    found = task.losses(pairs_of(images, texts, valid), scale, bias, Processes())[valid]
+    alone = task.losses(pairs_of(images[valid], texts[valid]), scale, bias, Processes())
+    torch.testing.assert_close(found, alone)
+
+
+def write_pairs(folder: Path, count: int = 24) -> Path:
+    folder.mkdir(parents=True)
+    lines = ["path,text"]
+    colours = {"red": (255, 0, 0), "blue": (0, 0, 255), "green": (0, 255, 0)}
+    for number in range(count):
+        text = TEXTS[number % len(TEXTS)]
+        pixels = np.zeros((14, 14, 3), np.uint8)
+        pixels[3 : 5 + number % 3 * 3, 2:12] = colours[text.split()[0]]
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+        lines += [f"{number}.png,a {text}", f"{number}.png,one {text} here"]
+    (folder / "pairs.csv").write_text("\n".join(lines))
+    return folder / "pairs.csv"
+
+
+SMALL = {
+    "variant": "ViT-Pico/7", "image_size": (14, 14), "width": 16, "depth": 1, "heads": 2, "mlp_width": 32,
+    "text_width": 16, "text_depth": 1, "text_context": 16, "vocabulary": 560, "steps": 4, "batch_size": 8,
+    "flip": False, "shift": 0,
+}  # fmt: skip
+
+
+def config_of(data: Path, run: Path, **more: Any) -> TrainConfig:
+    given = {"task": "clip", **SMALL, **more}
+    return ranks.config_of(data, run, **{"evaluations": 1, "checkpoints": 2, "validation_share": 0.25, **given})
+
+
+@pytest.mark.parametrize("task", ["clip", "siglip"])
+@pytest.mark.parametrize("freeze", ["none", "image"])
+def test_all_pairs_of_a_batch_are_compared_in_every_division(tmp_path: Path, task: str, freeze: str) -> None:
+    data = write_pairs(tmp_path / "data")
+    config = config_of(data, tmp_path / "run", task=task, freeze=freeze, clip=0.0)
+    loss, gradients = ranks.gradients(config, (1, 2), at_once=True)
+    assert ("network.patches.projection.weight" in gradients) == (freeze == "none")
+    several = in_processes(2, ranks.gradients, config.override(accumulation=2), (1, 2)) if freeze == "none" else []
+    assert [ended.error for ended in several] == [None] * len(several)
+    found = [ranks.gradients(config.override(accumulation=8), (1, 2)), *(ended.result for ended in several)]
+    for metrics, ours in found:
+        assert metrics["loss"] == pytest.approx(loss["loss"], rel=1e-6) and ours.keys() == gradients.keys()
+        for name, values in gradients.items():
+            np.testing.assert_allclose(ours[name], values, rtol=0, atol=1e-6)
+
+
+def test_a_run_that_is_stopped_continues_bit_by_bit(tmp_path: Path) -> None:
+    data = write_pairs(tmp_path / "data")
+    whole = train(config_of(data, tmp_path / "whole"))
+    (stopped,) = in_processes(1, ranks.trained_and_stopped, config_of(data, tmp_path / "parts"), 0, 2)
+    assert "stopped at step" in stopped.result
+    resumed = resume(tmp_path / "parts")
+    assert whole.bundle.words is not None and resumed.bundle.words is not None
+    for one, other in zip(whole.bundle.words.tower.parameters(), resumed.bundle.words.tower.parameters(), strict=True):
+        assert torch.equal(one, other)
+    losses = [
+        [event["loss"] for event in read_journal(tmp_path / name / "journal.jsonl") if event["event"] == "step"]
+        for name in ("whole", "parts")
+    ]
+    assert losses[0][-1] == losses[1][-1]
+
+
+def test_a_trained_pair_finds_its_texts_and_continues_as_initial_model(tmp_path: Path) -> None:
+    data = write_pairs(tmp_path / "data", 36)
+    more = {"optimizer": "adamw", "learning_rate": 3e-3, "steps": 40, "evaluations": 2}
+    result = train(config_of(data, tmp_path / "run", task="siglip", initial_bias=-2.0, **more))
+    assert result.metrics["validation_mean_recall"] > 0.4
+    model = vitrail.load(tmp_path / "run" / "model")
+    assert model.words is not None and model.words.bias is not None
+    config = config_of(data, tmp_path / "again", freeze="image", steps=1)
+    config = replace(config, model=ModelConfig()).override(init=str(tmp_path / "run"))
+    again = train(config)
+    for one, other in zip(model.network.parameters(), again.bundle.network.parameters(), strict=True):
+        assert torch.equal(one, other), "the frozen tower stays"
+    assert again.bundle.words is not None and again.bundle.words.tokenizer == model.words.tokenizer
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"batch_size": 1}, "batch_size=1: the task clip compares the images of a batch"),
+        ({"freeze": "text"}, "freeze='text' needs a model with a text tower"),
+        ({"mixup": 0.5}, "mixup=0.5 mixes the labels"),
+        ({"task": "siglip", "initial_bias": None}, "the sigmoid loss needs a bias"),
+        ({"vocabulary": 100}, "vocabulary=100"),
+    ],
+)
+def test_unfit_settings_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    data = write_pairs(tmp_path / "data")
+    with pytest.raises(ConfigError, match=message):
+        train(config_of(data, tmp_path / "run", **fields))
+
+
+def test_data_without_texts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="clip needs images with texts"):
+        train(config_of(Path("bundled"), tmp_path / "run", channels=1))
+    data = write_pairs(tmp_path / "data")
+    data.write_text("path,text\n0.png,same\n1.png,same\n")
+    with pytest.raises(DataError, match="fewer than two different"):
+        train(config_of(data, tmp_path / "run", validation_share=0.0))

@@ -1,0 +1,141 @@
+"""Retrieval: finding the texts of an image among all texts, and the image of a text among all images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Float64, Int64
+from torch import Tensor
+
+from vitrail.data.source import Source, target_kind
+from vitrail.errors import ConfigError, DataError
+from vitrail.evaluation.metrics.intervals import Metric, interval, resampled_means, wilson_interval, with_intervals
+from vitrail.evaluation.outputs import Outputs
+
+KS = (1, 5, 10)
+
+METRICS = {
+    "mean_recall": "mean recall",
+    **{f"image_to_text_{k}": f"image to text R@{k}" for k in KS},
+    **{f"text_to_image_{k}": f"text to image R@{k}" for k in KS},
+}
+"""Names of the metrics, and their names in texts. R@k is the fraction of images (or texts) for which a right text (or
+image) is among the k most similar ones. The mean recall is the mean of all six."""
+
+BLOCK = 1024
+"""Number of rows of similarities that are computed together."""
+
+
+@dataclass(frozen=True)
+class ByRetrieval:
+    """R@1, R@5 and R@10 in both directions, with intervals. Each of several texts of an image is right, and equal texts
+    count as one. Of equally similar ones, those that are wrong come first."""
+
+    bootstrap: int = 1000
+    """Number of bootstrap resamples of the images for each 95 % confidence interval. 0 computes no intervals."""
+
+    def __post_init__(self) -> None:
+        if self.bootstrap < 0:
+            raise ConfigError(f"bootstrap={self.bootstrap} is less than 0, the value for no intervals")
+
+    def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
+        """Raise `ConfigError` for a model without a text tower, and `DataError` for data without texts."""
+        outputs.bundle.reader_of_texts()
+        if target_kind(held_out) != "texts":
+            raise DataError(
+                "retrieval needs images with texts, and this data has none; use data with a column such as text or "
+                "caption, or measure classes by zeroshot"
+            )
+
+    def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
+        """Return the metrics of `METRICS`, and the counts `images`, `texts` and `skipped`. Without an image with a
+        text, only the counts are returned. Raise the errors of `check`."""
+        self.check(outputs, train, held_out)
+        return self.of(embedded(outputs, held_out))
+
+    def of(self, pairs: EmbeddedPairs) -> dict[str, float]:
+        """Return the metrics of embeddings."""
+        images, texts, owners, places = pairs.images, pairs.texts, pairs.owners, pairs.places
+        counts = {"images": float(len(images)), "texts": float(len(texts)), "skipped": float(pairs.skipped)}
+        if not len(images):
+            return counts
+        of_images = best_ranks(images, texts, owners, places)
+        of_texts = best_ranks(texts, images, places, owners)
+        first_owner = np.zeros(len(texts), np.int64)
+        first_owner[places[::-1]] = owners[::-1]
+
+        def per_image(values: np.ndarray) -> np.ndarray:
+            return np.bincount(first_owner, weights=values, minlength=len(images))
+
+        columns = [of_images < k for k in KS] + [per_image(of_texts < k) for k in KS] + [per_image(of_texts >= 0)]
+        values = np.stack(columns, axis=1).astype(np.float64)
+        means = resampled_means(values, resamples=self.bootstrap, seed=0).reshape(-1, len(columns))
+        value = _recalls(values.mean(axis=0)[None])[0]
+        resampled = _recalls(means)
+        found = dict(zip(METRICS, map(_metric, value, resampled.T, [len(images)] * len(value)), strict=True))
+        return {**with_intervals(found), **counts}
+
+
+def _recalls(means: Float64[np.ndarray, "n 7"]) -> Float64[np.ndarray, "n 7"]:
+    """Return the metrics of `METRICS` from the means over images of the hits of images and of texts, and of the number
+    of texts."""
+    each = np.concatenate([means[:, :3], means[:, 3:6] / means[:, 6:].clip(min=1e-12)], axis=1)
+    return np.concatenate([each.mean(axis=1, keepdims=True), each], axis=1)
+
+
+def _metric(value: float, resampled: Float64[np.ndarray, " resamples"], images: int) -> Metric:
+    """Return a metric with its interval, which is Wilson's if all resamples are equal."""
+    found = interval(float(value), resampled)
+    return wilson_interval(float(value), images) if found.low is not None and found.low == found.high else found
+
+
+@dataclass(frozen=True)
+class EmbeddedPairs:
+    """The embeddings of images with texts, and those of their different texts. All have length 1."""
+
+    images: Float[Tensor, "n width"]
+    texts: Float[Tensor, "t width"]
+    owners: Int64[np.ndarray, " p"]
+    """The image of each pair of an image and one of its texts, in the order of the images."""
+    places: Int64[np.ndarray, " p"]
+    """The text of each pair."""
+    skipped: int
+
+
+def embedded(outputs: Outputs, held_out: Source) -> EmbeddedPairs:
+    """Return the embeddings of all images that can be decoded and have a text. Texts that are cut are no error."""
+    features = outputs.features(held_out)
+    known = np.flatnonzero(features.truth.known)
+    truth = features.truth.rows(known)
+    assert truth.texts is not None and truth.starts is not None, "the targets are texts"
+    images = F.normalize(torch.from_numpy(np.ascontiguousarray(features.features[known])), dim=1)
+    rows, places = np.unique(truth.values, return_inverse=True)
+    texts = images[:0]
+    if len(rows):
+        texts = outputs.bundle.reader_of_texts().embed([truth.texts[row] for row in rows.tolist()]).vectors
+    owners = np.repeat(np.arange(len(known)), np.diff(truth.starts))
+    return EmbeddedPairs(images, texts, owners, places.astype(np.int64), len(features.skipped))
+
+
+def best_ranks(
+    queries: Float[Tensor, "q width"],
+    answers: Float[Tensor, "a width"],
+    query_of: Int64[np.ndarray, " n"],
+    answer_of: Int64[np.ndarray, " n"],
+) -> Int64[np.ndarray, " q"]:
+    """Return, for each query, the number of wrong answers that are at least as similar as the best right one. Pair i is
+    the query `query_of[i]` with the right answer `answer_of[i]`."""
+    ranks = torch.empty(len(queries), dtype=torch.int64)
+    order = np.argsort(query_of, kind="stable")
+    ends = np.searchsorted(query_of[order], np.arange(len(queries) + 1))
+    for start in range(0, len(queries), BLOCK):
+        likeness = queries[start : start + BLOCK] @ answers.T
+        chosen = order[ends[start] : ends[min(start + BLOCK, len(queries))]]
+        right = torch.zeros(likeness.shape, dtype=torch.bool)
+        right[torch.from_numpy(query_of[chosen] - start), torch.from_numpy(answer_of[chosen])] = True
+        best = likeness.masked_fill(~right, -torch.inf).amax(dim=1, keepdim=True)
+        ranks[start : start + BLOCK] = (~right & ~(likeness < best)).sum(dim=1)
+    return ranks.numpy()
