@@ -1,18 +1,22 @@
-"""The number of compute threads while other programs use the same cores.
+"""Compute threads beside other programs on the same cores.
 
-Threads of one matrix product wait for each other. If another program holds one of their cores, all of them wait until
-the operating system lets the last one run, and a step takes many times as long (docs/performance.md). With at most as
-many threads as free cores, no thread waits.
+Threads of one matrix product wait for each other, and the library that runs them (libgomp) lets a waiting thread check
+a variable about 300,000 times before it sleeps. If another program needs the core meanwhile, the thread for which all
+wait cannot run, and a step takes up to a hundred times as long (docs/performance.md). `share_cores` therefore lets
+waiting threads sleep at once while other programs use the cores. The number of threads and all results stay the same.
 """
 
 from __future__ import annotations
 
-import math
+import ctypes
 import os
+import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -69,83 +73,97 @@ def compute_threads(number: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@contextmanager
-def following_cores(precision: str, device: torch.device) -> Iterator[Callable[[], object]]:
-    """Yield a function to call after every batch, which adapts the number of compute threads as `SharedCores` does.
+def share_cores() -> None:
+    """From now on, watch the cores, and let waiting compute threads sleep at once while other programs use them.
 
-    The function does nothing for float32, whose bits depend on the number of threads, and on other devices than CPUs.
-    After the block the number of threads is the same as before.
+    A thread in the background reads twice a second how much of the cores was free. Further calls change nothing.
+    Nothing happens on systems without /proc, and with other thread libraries than libgomp, which the usual builds of
+    PyTorch for Linux contain.
     """
-    with compute_threads(None):
-        yield SharedCores().check if precision != "float32" and device.type == "cpu" else lambda: None
+    global _watcher
+    with _starting:
+        if _watcher is None or not _watcher.is_alive():  # a forked process has no threads
+            _watcher = threading.Thread(target=_watch, name="cores", daemon=True)
+            _watcher.start()
+
+
+_starting = threading.Lock()
+_watcher: threading.Thread | None = None
+
+
+def _watch() -> None:
+    cores = SharedCores(ShortWaits())
+    while cores.check():
+        time.sleep(SharedCores.WINDOW)
 
 
 class SharedCores:
-    """Adapts the number of compute threads to the cores that other programs leave. Call `check` after every step.
+    """Decides from the use of the cores whether waiting threads sleep at once. Call `check` every half second.
 
-    The number falls when other programs have taken half a core or more of the threads' cores for two seconds. It rises
-    when cores are idle for three seconds. A program that would give way is not idle time, so the full number is also
-    tried for a second, first after half a minute, and then at growing intervals.
-
-    The number of threads changes results by rounding, so this class is not used where equal bits are promised.
+    They do when other programs have taken half a core or more of the threads' cores since the last call, and no longer
+    when the cores were free for three seconds.
     """
 
-    WINDOW = 1.0
-    """Seconds between two readings. A reading also contains a whole step."""
-    FALL, RISE = 2, 3
-    """Numbers of consecutive readings after which the number of threads falls or rises."""
-    FIRST_TRIAL, LAST_TRIAL = 30.0, 480.0
-    """Shortest and longest interval between two trials of the full number, in seconds."""
+    WINDOW = 0.5
+    """Seconds between two readings."""
+    CALM = 6
+    """Number of readings of free cores after which waiting threads are active again."""
 
-    def __init__(self, read: Callable[[], Usage | None] = read_usage) -> None:
-        self.full = torch.get_num_threads()
-        """The number of threads on free cores."""
-        self.threads = self.full
-        """The number that was chosen last. During a trial, torch uses `full` threads."""
-        self._read = read
-        self._before = read() if self.full > 1 else None
-        self._readings: list[int] = []
-        """Numbers of threads for which the last readings had free cores."""
-        self._trial_begins = math.inf
-        self._interval = self.FIRST_TRIAL
-        self._in_trial = False
+    def __init__(self, waits: ShortWaits, read: Callable[[], Usage | None] | None = None) -> None:
+        self._waits, self._read = waits, read or read_usage
+        self._before = self._read()
+        self._calm = 0
 
-    def check(self) -> int | None:
-        """Adapt the number of threads. Return the new number if it has changed for good, else None."""
-        before = self._before
-        if before is None or time.perf_counter() - before.wall < self.WINDOW:
-            return None
-        now = self._read()
+    def check(self) -> bool:
+        """Read the use of the cores, and choose how threads wait. Return False if it cannot be read."""
+        before, now = self._before, self._read()
+        if before is None or now is None:
+            return False
         self._before = now
-        if now is None:
-            return None
-        free = max(1, min(self.full, math.floor(now.since(before).available + 0.5)))
-        if self._in_trial:
-            return self._end_trial(free)
-        self._readings = [*self._readings, free][-max(self.FALL, self.RISE) :]
-        falls, rises = self._readings[-self.FALL :], self._readings[-self.RISE :]
-        if len(falls) == self.FALL and max(falls) < self.threads:
-            return self._use(max(falls), now.wall)
-        if len(rises) == self.RISE and min(rises) > self.threads:
-            return self._use(min(rises), now.wall)
-        if now.wall >= self._trial_begins:
-            self._in_trial = True
-            torch.set_num_threads(self.full)
-        return None
+        if (threads := torch.get_num_threads()) > 1 and now.since(before).available <= threads - 0.5:
+            self._calm = 0
+            self._waits.begin()
+        else:
+            self._calm += 1
+            if self._calm == self.CALM:
+                self._waits.end()
+        return True
 
-    def _use(self, threads: int, now: float) -> int:
-        """Compute with this number of threads from now on, and plan a trial unless the number is the full one."""
-        torch.set_num_threads(threads)
-        self.threads, self._readings = threads, []
-        self._trial_begins = now + self._interval if threads < self.full else math.inf
-        return threads
 
-    def _end_trial(self, free: int) -> int | None:
-        self._in_trial = False
-        assert self._before is not None
-        if free == self.full:
-            self._interval = self.FIRST_TRIAL
-            return self._use(self.full, self._before.wall)
-        self._interval = min(2 * self._interval, self.LAST_TRIAL)
-        self._use(self.threads, self._before.wall)
-        return None
+class ShortWaits:
+    """Lets waiting threads of this process sleep at once between `begin` and `end`.
+
+    libgomp shortens the wait (from 300,000 to 100 checks) while a process has more of its threads than cores. Therefore
+    an idle thread owns as many further compute threads as there are cores, all of which sleep.
+    """
+
+    def __init__(self) -> None:
+        self._ended: threading.Event | None = None
+
+    def begin(self) -> None:
+        if self._ended is None:
+            self._ended = threading.Event()
+            threading.Thread(target=_own_threads, args=(self._ended,), name="cores", daemon=True).start()
+
+    def end(self) -> None:
+        if self._ended is not None:
+            self._ended.set()
+            self._ended = None
+
+
+def _own_threads(ended: threading.Event) -> None:
+    """Own further compute threads until `ended` is set: they end with the thread that calls this."""
+    for path in _libraries():
+        library = ctypes.CDLL(path)
+        nothing = ctypes.cast(library.omp_get_thread_num, ctypes.c_void_p)  # a function without an effect
+        library.GOMP_parallel(nothing, None, ctypes.c_uint(len(os.sched_getaffinity(0)) + 1), ctypes.c_uint(0))
+    ended.wait()
+
+
+def _libraries() -> list[str]:
+    """Return the paths of the libgomp libraries that are loaded."""
+    try:
+        loaded = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return sorted(set(re.findall(r"(/\S*/libgomp[^/\s]*\.so\S*)$", loaded, re.MULTILINE)))

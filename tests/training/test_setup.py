@@ -40,18 +40,14 @@ def test_the_original_crop_excludes_averaging_while_decoding() -> None:
         TrainConfig().override(preset="augreg-light1", scaled_decode=True)
 
 
-def test_the_number_of_threads_is_fixed_where_equal_bits_are_promised(
-    small: Callable[..., TrainConfig], tmp_path: Path
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_the_number_of_threads_is_kept_in_the_run(
+    small: Callable[..., TrainConfig], tmp_path: Path, precision: str
 ) -> None:
-    def fixed(**fields: Any) -> tuple[int | None, bool]:
-        setup = prepare(small(tmp_path / "run", **fields))
-        return setup.config.run.compute_threads, setup.adapts_threads
+    def fixed(**fields: Any) -> int | None:
+        return prepare(small(tmp_path / "run", precision=precision, **fields)).config.run.compute_threads
 
-    assert fixed(precision="float32") == (torch.get_num_threads(), False)
-    assert fixed(precision="float32", compute_threads=3) == (3, False)
-    assert fixed(precision="bf16") == (None, True)
-    assert fixed(precision="bf16", compute_threads=3) == (3, False)
-    assert fixed(precision="bf16", processes=1) == (None, False)
+    assert fixed() == torch.get_num_threads() and fixed(compute_threads=3) == 3
 
 
 def test_pixels_are_kept_if_they_fit_and_are_read_again(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from dataclasses import replace
@@ -11,13 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from vitrail.cli import main
-from vitrail.cores import compute_threads
 from vitrail.errors import ConfigError, RunError
-from vitrail.machine import Precision
-from vitrail.models.predictor import Predictor
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import locked
 from vitrail.training.log import read_journal
@@ -114,22 +109,8 @@ def test_the_rates_of_the_rule_rise(tiny_bundle: Bundle, model: Path, colours: P
     assert chosen is not None and not chosen.rising
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a single core has no second thread")
-@pytest.mark.parametrize(("precision", "passes"), [("float32", {(2, 5)}), ("bf16", {(2, 5), (1, 1)})])
-def test_one_thread_is_measured_where_training_follows_the_cores(
-    precision: Precision, passes: set[tuple[int, int]], tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen, embed = set[tuple[int, int]](), Predictor.embed
-
-    def watched(self: Predictor, images: Any, **options: Any) -> Any:
-        seen.add((torch.get_num_threads(), len(images)))
-        return embed(self, images, **options)
-
-    monkeypatch.setattr(Predictor, "embed", watched)
-    with compute_threads(2):
-        assert 0 < forward_seconds(tiny_bundle, precision, batch=5) < 10
-        assert torch.get_num_threads() == 2
-    assert seen == passes
+def test_the_forward_pass_is_timed_per_image(tiny_bundle: Bundle) -> None:
+    assert 0 < forward_seconds(tiny_bundle, "float32", batch=5) < 10
 
 
 def test_one_process_at_a_time_tries_settings_for_a_run(tiny_bundle: Bundle, model: Path, colours: Path) -> None:

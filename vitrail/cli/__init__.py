@@ -158,6 +158,10 @@ def _run(name: str, arguments: list[str], started: float, debug: bool) -> int:
             )
             error.is_reported = place.rank > 0
             raise error
+        if "torch" in sys.modules:
+            from vitrail.cores import share_cores
+
+            share_cores()
         with _printing_once():
             code = run(Call(tuple(arguments), given, started))
         sys.stdout.flush()

@@ -180,7 +180,6 @@ class ConsoleDisplay:
         self._last_line = 0.0
         self._extracted: float = math.inf
         self._skipped: defaultdict[str, set[str]] = defaultdict(set)
-        self._has_shared = False
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Show an event, if it is one that is shown."""
@@ -213,12 +212,6 @@ class ConsoleDisplay:
                 ]
                 chosen = _readers(event["threads"])
                 self.say(f"images are read by {chosen} from now on: a step took {' and '.join(times)}")
-            case "threads" if not self._has_shared:
-                self._has_shared = True
-                self.note(
-                    f"other programs use the cores, so {event['threads']} of {event['at_most']} compute threads are "
-                    "used until cores are free again"
-                )
             case "limit too low":
                 self.note(
                     "the steps are faster than the matrix products that were measured alone, so other programs used "
@@ -246,7 +239,6 @@ class ConsoleDisplay:
         """Start to show a run of `steps` steps, of which `step` are done."""
         self.steps, self.task = steps, task
         self._skipped.clear()
-        self._has_shared = False
         self._began = time.perf_counter()
         self._last_line = self._began - self.LINE_SECONDS + self.FIRST_SECONDS
         if not self.console.is_terminal:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from vitrail.cores import following_cores
+from vitrail.cores import share_cores
 from vitrail.data.batch import Batch, Skipped
 from vitrail.data.pipeline import evaluation_batches
 from vitrail.data.source import Source, image_of
@@ -73,8 +73,7 @@ class Outputs(Pass):
 
         Samples that cannot be decoded keep their rows in a batch, so `take` has to skip rows that are not
         `batch.valid`. Return the samples that could not be decoded. The network is not changed. Raise `ConfigError` for
-        a network without a head. The number of compute threads follows the cores that other programs leave, except in
-        float32. The outputs are stored for `kept` if they have at most `keep` values.
+        a network without a head. The outputs are stored for `kept` if they have at most `keep` values.
 
         Several processes share the batches. Each of them calls `take` with all batches and outputs in the order of the
         source, so all of them measure the same as one process would. Their batches have no pixels (images of 0 x 0).
@@ -165,13 +164,12 @@ class Outputs(Pass):
         found: Iterator[tuple[Batch, Tensor]] = map(outputs_of, self._batches(source, size))
         if self.processes.are_several:
             found = self._of_all(found, math.ceil(len(source) / size), predictor.device)
-        with following_cores(predictor.precision, predictor.device) as adapt_threads:
-            for batch, outputs in found:
-                skipped += batch.skipped
-                for item in batch.skipped:
-                    self.skip(item)
-                take(batch, outputs)
-                adapt_threads()
+        share_cores()
+        for batch, outputs in found:
+            skipped += batch.skipped
+            for item in batch.skipped:
+                self.skip(item)
+            take(batch, outputs)
         return tuple(skipped)
 
     def _of_all(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vitrail.cores import compute_threads
+from vitrail.cores import compute_threads, share_cores
 
 NEARLY = 1.15
 """Largest ratio of the time of an image with the chosen number of threads to its time with the best number. Threads
@@ -67,6 +67,7 @@ class Compute:
 
     def __init__(self, workers: int, threads: int) -> None:
         """Compute at most `workers` batches at the same time, with `threads` compute threads in all."""
+        share_cores()
         self.workers = workers
         self._threads = threads
         self._running = 0

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.cores import SharedCores
 from vitrail.data.batch import Batch, Skipped
 from vitrail.data.pipeline import Readers, default_threads, skips_allowed
 from vitrail.data.source import Source
@@ -239,8 +238,6 @@ class Run:
     stop: StopRequest
     evaluation_batch: int
     """Images per forward pass in evaluations."""
-    cores: SharedCores | None = None
-    """The cores that other programs leave, if the number of compute threads follows them."""
     trials: ReaderTrials | None = None
     """The measurements of the first steps, if they decide whether threads or the main thread reads the images."""
     meter: Meter = field(default_factory=Meter)
@@ -375,13 +372,11 @@ def _report_skipped(run: Run, state: TrainState) -> None:
         )
 
 
-def adaptations(job: Job, state: TrainState) -> tuple[SharedCores | None, ReaderTrials | None]:
-    """Return what chooses the numbers of compute threads and of reading threads by measurements, if the run has them
-    chosen."""
-    cores = SharedCores() if job.adapts_threads else None
+def reader_trials(job: Job, state: TrainState) -> ReaderTrials | None:
+    """Return what chooses the number of reading threads by measurements, if the run has it chosen."""
     if job.config.run.threads != "auto" or job.processes.are_several:
-        return cores, None
-    return cores, ReaderTrials((default_threads(), 0), lambda threads: state.batches.use_readers(Readers(threads)))
+        return None
+    return ReaderTrials((default_threads(), 0), lambda threads: state.batches.use_readers(Readers(threads)))
 
 
 def _adapt(run: Run, state: TrainState, seconds: float, work: float) -> None:
@@ -390,8 +385,6 @@ def _adapt(run: Run, state: TrainState, seconds: float, work: float) -> None:
         run.log.tell("readers", step=state.step, threads=threads, seconds_per_step=run.trials.times)
         run.trials = None
         replace_config(run.folder, run.job.config.override(threads=threads))
-    if run.cores is not None and (threads := run.cores.check()) is not None:
-        run.log.tell("threads", step=state.step, threads=threads, at_most=run.cores.full)
 
 
 # Evaluation between steps: on the validation split, to choose the best weights, and by probes. It measures the weights

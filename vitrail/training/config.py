@@ -262,8 +262,8 @@ class RunConfig:
     """Library that computes large dense layers in float32 on a CPU. auto: oneDNN on AMD processors with AVX-512, else
     mkl. mkl is PyTorch's own choice."""
     compute_threads: int | None = setting(None, on_resume=ROUNDING, resolved=True, of_machine=True, least=1)
-    """Threads that compute on a CPU. By default as many as PyTorch chooses, usually one per core, and fewer while other
-    programs use the cores. In float32 the number is fixed, so that repeated runs compute equal bits."""
+    """Threads that compute on a CPU. By default as many as PyTorch chooses, usually one per core. The number stays the
+    same when a run is resumed, because it changes how sums are rounded."""
     deterministic: bool = False
     """Compute the same bits in every repetition on one machine, also in bf16 and on a GPU: with PyTorch's deterministic
     algorithms and a fixed number of compute threads. Some steps are slower."""

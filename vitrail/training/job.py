@@ -25,7 +25,7 @@ from vitrail.data.splits import Splits
 from vitrail.data.targets import Target, TargetKind
 from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.evaluation.evaluators import EVALUATORS, OF_PLACED, Evaluator, Together, evaluators_of
-from vitrail.machine import TrainingPrecision, check_memory, describe, pick_device, resolve_precision, total_memory
+from vitrail.machine import check_memory, describe, pick_device, resolve_precision, total_memory
 from vitrail.models.compiled import Compiled, resolve_compile
 from vitrail.models.cost import activation_bytes, checkpointed_bytes, prediction_bytes, training_bytes
 from vitrail.models.linear.float32 import resolve_float32_products
@@ -95,14 +95,6 @@ class Job:
         if readers.threads is not None or here == 1:
             return readers
         return replace(readers, threads=max(1, default_threads() // here))
-
-    @property
-    def adapts_threads(self) -> bool:
-        """True if the number of compute threads follows the cores that other programs leave. Worker processes of the
-        run cannot be distinguished from other programs."""
-        run = self.config.run
-        is_alone = not run.processes and not self.processes.are_several
-        return run.compute_threads is None and self.device.type == "cpu" and is_alone
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -174,7 +166,7 @@ def prepare(
     config = config.override(
         precision=precision,
         float32_products=resolve_float32_products(config.run.float32_products),
-        compute_threads=_fixed_threads(config.run, precision, device),
+        compute_threads=_fixed_threads(config.run, device),
     )
     compiled: Compiled = "off"
     network_config: AnyConfig | None = None
@@ -323,12 +315,10 @@ def network_config_of(
     return replace(made, **kind)
 
 
-def _fixed_threads(run: RunConfig, precision: TrainingPrecision, device: torch.device) -> int | None:
-    """Return the number of compute threads that the whole run uses, or None if the number follows the free cores.
-
-    Sums depend on the number of threads, so a float32 run that is resumed uses the same number.
-    """
-    if run.compute_threads is None and (run.deterministic or (precision == "float32" and device.type == "cpu")):
+def _fixed_threads(run: RunConfig, device: torch.device) -> int | None:
+    """Return the number of compute threads that the whole run uses, because sums depend on it, also when the run is
+    resumed. Return None where a GPU computes."""
+    if run.compute_threads is None and (run.deterministic or device.type == "cpu"):
         return torch.get_num_threads()
     return run.compute_threads
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitrail.cores import compute_threads
+from vitrail.cores import compute_threads, share_cores
 from vitrail.data.batch import Skipped
 from vitrail.data.check.findings import quick_check
 from vitrail.data.check.images import colour_note, images_of
@@ -31,7 +31,7 @@ from vitrail.processes.group import Processes, join_processes
 from vitrail.tasks.own_model import BESIDE, beside, load_beside, load_weights, without_adapters, write_weights
 from vitrail.tasks.pairs import save_words, saved_words
 from vitrail.tasks.task import Objective, Task
-from vitrail.training.after_step import Run, adaptations, before_first_step, check_finite
+from vitrail.training.after_step import Run, before_first_step, check_finite, reader_trials
 from vitrail.training.build import make_bundle, make_network, make_state
 from vitrail.training.checkpoint import BestModel, Checkpoints
 from vitrail.training.clock import MachineLimit, Timing
@@ -242,6 +242,7 @@ def _write_record(job: Job, folder: Path) -> None:
 def _same_arithmetic(config: TrainConfig) -> Iterator[None]:
     """Compute inside the `with` block with the settings of a checked config, so that a resumed run computes the same
     bits."""
+    share_cores()
     with (
         float32_products(config.run.float32_products),
         compute_threads(config.run.compute_threads),
@@ -361,7 +362,7 @@ def _train(run: Run, state: TrainState) -> None:
     with run.stop:
         has_limit = all(phase.flops for phase in job.phases)
         run.clock.begin(state.step, MachineLimit(job, log, state) if has_limit else None)
-        run.cores, run.trials = adaptations(job, state)
+        run.trials = reader_trials(job, state)
         log.show("begin", step=state.step, steps=job.steps, task=job.config.task)
         try:
             with closing(run.checkpoints):

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vitrail.cores import compute_threads
 from vitrail.data.source import fingerprint, subset
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
@@ -88,24 +87,15 @@ class Tried(NamedTuple):
 
 
 def forward_seconds(bundle: Bundle, precision: Precision, batch: int = 16) -> float:
-    """Return the time of a model's forward pass on its device, in seconds per image.
-
-    Where training follows the free cores (`vitrail.cores`), one thread is measured as well, because several threads
-    are many times slower if other programs use their cores.
-    """
+    """Return the time of a model's forward pass on its device, in seconds per image."""
     config = bundle.network.config
     predictor = Predictor(bundle.network, precision)
-    passes: list[tuple[int | None, int]] = [(None, batch)]
-    if precision != "float32" and predictor.device.type == "cpu":
-        passes.append((1, max(1, batch // 4)))
+    images = torch.zeros(batch, config.channels, *config.image_size, device=predictor.device)
     best = math.inf
-    for threads, size in passes:
-        images = torch.zeros(size, config.channels, *config.image_size, device=predictor.device)
-        with compute_threads(threads):
-            for _ in range(3):
-                begin = time.perf_counter()
-                predictor.embed(images).sum().item()  # waits for the device
-                best = min(best, (time.perf_counter() - begin) / size)
+    for _ in range(3):
+        begin = time.perf_counter()
+        predictor.embed(images).sum().item()  # waits for the device
+        best = min(best, (time.perf_counter() - begin) / batch)
     return best
 
 

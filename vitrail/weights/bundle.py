@@ -15,7 +15,7 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor, nn
 
-from vitrail.cores import following_cores
+from vitrail.cores import share_cores
 from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.geometry import Placement
 from vitrail.data.pixels.preprocess import Pixels, Preprocess
@@ -187,8 +187,7 @@ class Bundle:
         model's output is "numbers", "boxes" or "mask". A `Prediction` ranks the `top` likeliest classes, or all classes
         if `top` is None. Matrix products are computed in `precision`, by default the bundle's own. "auto" is bf16 on
         processors with matrix units for bf16, else float32. bf16 is faster and changes probabilities slightly
-        (docs/performance.md). The default `batch_size` follows from the network's arithmetic and memory. The number of
-        compute threads follows the cores that other programs leave, except in float32.
+        (docs/performance.md). The default `batch_size` follows from the network's arithmetic and memory.
 
         An image that cannot be decoded raises `UndecodableImage`. With `undecodable="return"`, the list contains the
         exception instead of a prediction for that image. Raises `DataError` for a path that does not exist,
@@ -203,24 +202,24 @@ class Bundle:
         self._count(top)
         results: list[AnyPrediction | UndecodableImage] = []
         predictor = Predictor(self.network, precision or self.precision)
-        with following_cores(predictor.precision, predictor.device) as adapt_threads:
-            for batch in _batches(images, self._batch_size(batch_size, precision or self.precision)):
-                loaded = [self._pixels(image) for image in batch]
-                broken = [item for item in loaded if isinstance(item, UndecodableImage)]
-                if broken and undecodable == "raise":
-                    raise broken[0]
-                pixels = [item for item in loaded if not isinstance(item, UndecodableImage)]
-                placements = self.placements(
-                    [image for image, item in zip(batch, loaded, strict=True) if not isinstance(item, UndecodableImage)]
-                )
-                outputs = predictor.logits(self.inputs(pixels)) if pixels else torch.empty(0)
-                predictions = iter(self.answers(outputs, top, placements) if pixels else ())
-                results += [item if isinstance(item, UndecodableImage) else next(predictions) for item in loaded]
-                adapt_threads()
+        share_cores()
+        for batch in _batches(images, self._batch_size(batch_size, precision or self.precision)):
+            loaded = [self._pixels(image) for image in batch]
+            broken = [item for item in loaded if isinstance(item, UndecodableImage)]
+            if broken and undecodable == "raise":
+                raise broken[0]
+            pixels = [item for item in loaded if not isinstance(item, UndecodableImage)]
+            placements = self.placements(
+                [image for image, item in zip(batch, loaded, strict=True) if not isinstance(item, UndecodableImage)]
+            )
+            outputs = predictor.logits(self.inputs(pixels)) if pixels else torch.empty(0)
+            predictions = iter(self.answers(outputs, top, placements) if pixels else ())
+            results += [item if isinstance(item, UndecodableImage) else next(predictions) for item in loaded]
         return results
 
     def embed(self, images: Images, *, batch_size: int | None = None) -> Float[Tensor, "b embed_width"]:
         """Return the head's input for each image, in float32 on the CPU. Raises the same errors as `predict`."""
+        share_cores()
         predictor = Predictor(self.network, self.precision)
         parts = [torch.empty(0, self.network.config.embed_width)]
         for batch in _batches(images, self._batch_size(batch_size, self.precision)):
