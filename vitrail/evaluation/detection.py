@@ -84,6 +84,10 @@ class ByDetection:
 def objects_in(outputs: Outputs, source: Source) -> FoundInSource:
     """Return the true objects of the images of a source, and those that the model finds. Images that cannot be decoded
     or whose annotation has another size are skipped."""
+    return outputs.once(source, _objects_in)
+
+
+def _objects_in(outputs: Outputs, source: Source) -> FoundInSource:
     seen = FoundInSource([], [], [], is_finite=True)
 
     def take(place: int, found: AnyPrediction) -> None:

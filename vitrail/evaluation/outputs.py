@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from vitrail.models.predictor import Predictor
 from vitrail.weights.answers import AnyPrediction
 
 Take = Callable[[Batch, Tensor], None]
+Seen = TypeVar("Seen")
 
 
 @dataclass(eq=False)
@@ -36,6 +38,7 @@ class Outputs(Pass):
         self._features: dict[tuple[int, Layer], tuple[Source, FeatureSet]] = {}
         self._predictions: dict[int, tuple[Source, Predictions]] = {}
         self._rows: dict[int, tuple[Source, Rows, tuple[Skipped, ...]]] = {}
+        self._seen: dict[int, tuple[Source, Any]] = {}
 
     def has_features(self, source: Source, layer: Layer = "embedding") -> bool:
         """Return True if the features of a source have been computed."""
@@ -112,6 +115,18 @@ class Outputs(Pass):
         self.each_batch(source, answer)
         return is_finite
 
+    def once(self, source: Source, compute: Callable[[Outputs, Source], Seen]) -> Seen:
+        """Return `compute(self, source)`: what a model of boxes or masks answers to the images of a source, and what is
+        true. It is computed once, also for the report of a run (`remember`)."""
+        if id(source) not in self._seen:
+            self.remember(source, compute(self, source))
+        found: Seen = self._seen[id(source)][1]
+        return found
+
+    def remember(self, source: Source, seen: Any) -> None:
+        """Store what `once` returns for a source."""
+        self._seen[id(source)] = source, seen
+
     def batches(self, source: Source) -> Iterator[Batch]:
         """Yield the batches of a source that this process computes, for evaluators that need more than the outputs of
         the head. Without a `batch_size`, they have 256 images."""
@@ -125,10 +140,11 @@ class Outputs(Pass):
             super().skip(item)
         return len(everyone)
 
-    def kept(self, source: Source) -> Predictions | None:
-        """Return the outputs that `each_batch` stored for a source, or None. Raise the errors of `Rows.predictions`."""
+    def kept(self, source: Source) -> Any:
+        """Return the outputs that `each_batch` stored for a source (`Predictions`), what `once` has stored, or None.
+        Raise the errors of `Rows.predictions`."""
         if id(source) not in self._rows:
-            return None
+            return self._seen.get(id(source), (source, None))[1]
         _, rows, skipped = self._rows[id(source)]
         return rows.predictions(self.bundle.output, skipped)
 

@@ -109,6 +109,10 @@ class ByMasks:
 def confused_pixels(outputs: Outputs, source: Source) -> ConfusedPixels:
     """Return the pixels of the images of a source by true and predicted class. Images that cannot be decoded or whose
     masks cannot be used are skipped."""
+    return outputs.once(source, _confused_pixels)
+
+
+def _confused_pixels(outputs: Outputs, source: Source) -> ConfusedPixels:
     seen = ConfusedPixels([], [], is_finite=True)
 
     def take(place: int, found: AnyPrediction) -> None:

@@ -22,7 +22,6 @@ from vitrail.data.source import Source
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, NonFiniteLoss, RunComplete, RunError, SaveError, plural
-from vitrail.evaluation.predictions import Predictions
 from vitrail.files import recover_folder, saving, write_json
 from vitrail.machine import deterministic_algorithms, keep_freed_memory, peak_memory
 from vitrail.models.linear.float32 import float32_products
@@ -478,8 +477,9 @@ class RunResult:
     """A few held-out images, saved as files, with the model's predictions."""
     task: Task
     """The task that the model was trained for."""
-    predictions: Mapping[str, Predictions] = field(default_factory=dict)
-    """Outputs of the model by the name of the held-out split. A split with more than `MAX_KEPT` outputs is missing."""
+    predictions: Mapping[str, Any] = field(default_factory=dict)
+    """Outputs of the model by the name of the held-out split: `Predictions`, or what a model of boxes or masks answers
+    (`FoundInSource`, `ConfusedPixels`). A split with more than `MAX_KEPT` outputs of classes is missing."""
 
     def texts(self, split: str) -> list[str]:
         """Return the metrics of a split as texts with their names, such as "accuracy 89.30%".
@@ -544,7 +544,7 @@ def _write_pictures(run: Run, bundle: Bundle, objective: Objective, source: Sour
     write_pictures(run.folder, heading, bundle.metrics, config.task.pictures(objective, bundle, source))
 
 
-def _measure(run: Run, state: TrainState, bundle: Bundle) -> dict[str, Predictions]:
+def _measure(run: Run, state: TrainState, bundle: Bundle) -> dict[str, Any]:
     """Measure the finished model on the held-out splits, and add the metrics to it. Return its outputs."""
     task, splits, split = run.job.config.task, run.job.splits, ""
 
@@ -552,7 +552,7 @@ def _measure(run: Run, state: TrainState, bundle: Bundle) -> dict[str, Predictio
         run.log.tell("skipped", step=state.step, split=split, key=item.key, reason=item.reason)
 
     outputs = run.outputs(state, bundle, skip, keep=MAX_KEPT)
-    predictions: dict[str, Predictions] = {}
+    predictions: dict[str, Any] = {}
     evaluator = task.evaluator(state.copy or state.objective)
     for split, source in (("validation", splits.validation), ("test", splits.test)):
         if source is not None:

@@ -193,7 +193,7 @@ def _epochs(
     affordable = int(EVALUATED * seconds / max(held_out * each, 1e-9))
     evaluations = choices.explicit.get("evaluations", min(MOST_EVALUATIONS, max(1, affordable)) if held_out else 0)
     choices.add(evaluations=evaluations)
-    measured = (evaluations + 1) * held_out + 2 * tested  # the report measures the test split again
+    measured = (evaluations + 1) * held_out + tested
     left = max(LEAST * seconds, seconds - measured * each)
     if not trains_all:
         return min(MOST_EPOCHS, times.epochs_of_head(left))

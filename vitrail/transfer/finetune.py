@@ -306,6 +306,8 @@ def evaluate_run(
     predictions = None if run.bundle.output in DENSE else _predictions(run, split, source, config)
     if predictions is None:
         outputs = Outputs(run.bundle, readers=config.run.readers)
+        if (seen := run.predictions.get(split)) is not None and len(seen.indices) == len(source):
+            outputs.remember(source, seen)
         found = (box_report if run.bundle.output == "boxes" else mask_report)(outputs, source)
     elif run.bundle.output == "numbers":
         found = regression_report(predictions, points=MAX_POINTS)
