@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.make import make_masks_folder, make_voc_folder
 from tests.models.networks import with_slow
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
@@ -30,7 +31,9 @@ from vitrail.models.variants import PUBLISHED, AnyConfig, build, variant_config
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
 from vitrail.tasks.classification import Classification, ClassificationObjective
+from vitrail.tasks.detection import Detection
 from vitrail.tasks.regression import Regression
+from vitrail.tasks.segmentation import Segmentation
 from vitrail.tasks.task import BatchObjective, LossOutput
 from vitrail.testing import check_evaluator, check_network, check_task
 from vitrail.weights.bundle import Bundle
@@ -414,6 +417,11 @@ def all_pixels(objective: Constant, batch: Batch) -> LossOutput:
 
 def counted(outputs: Outputs, train: Any, held_out: Any) -> dict[str, float]:
     return {"images": 1.0, "skipped": 0.0}
+
+
+@pytest.mark.parametrize(("task", "make"), [(Detection(), make_voc_folder), (Segmentation(), make_masks_folder)])
+def test_tasks_of_boxes_and_masks_fulfil_the_contract(task: Any, make: Callable[[Path], Path], tmp_path: Path) -> None:
+    check_task(task, open_data(str(make(tmp_path / "data")), validation_share=0.0))
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,11 @@ from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.network import Features
-from vitrail.models.variants import create
+from vitrail.models.variants import build, variant_config
 from vitrail.processes.group import Processes
 from vitrail.settings import from_plain, to_plain
 from vitrail.tasks.task import BatchObjective, LossOutput, Objective, Position, Task
+from vitrail.training.start import head_fields
 from vitrail.weights.bundle import Bundle, weights_sha256
 
 
@@ -266,12 +267,13 @@ def check_task(task: Any, splits: Splits) -> None:
     outputs = task.output_names(splits)
     preprocess = Preprocess(image_size=(28, 42))
     torch.manual_seed(0)
-    network = create(
+    config = variant_config(
         "ViT-Pico/7", image_size=(28, 42), width=16, depth=1, heads=2, mlp_width=16, num_classes=len(outputs)
     )
+    network = build(replace(config, **head_fields(config, {}, task)))
+    task.check_network(network.config)
     objective = task.objective(network, splits)
     assert isinstance(objective, Objective), f"objective() must return an Objective, not {type(objective).__name__}"
-    task.check_network(network.config)
     objective.begin(preprocess, seed=0)
     batches = TrainingBatches(
         splits.train,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import ChainMap
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
@@ -83,7 +84,7 @@ class ViTConfig(NetworkConfig, TransformerConfig):
     """Hidden units of each block's MLP. With "swiglu", the gate and the value each have this many units."""
     num_classes: int = setting(1000, least=0, advice="0 means none")
     """Number of outputs of the head. 0 makes a network without a head."""
-    head_kind: str = setting("pooled", changes_weights=False, choices=("pooled", *HEADS))
+    head_kind: str = setting("pooled", changes_weights=False, choices=ChainMap[str, Any]({"pooled": None}, HEADS))
     """Kind of head: a linear layer of the pooled tokens (pooled), or a name of `vitrail.models.heads.HEADS`, whose
     outputs are boxes or the classes of patches. The task chooses it."""
     queries: int = setting(100, least=1)
