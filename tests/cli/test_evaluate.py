@@ -400,7 +400,7 @@ def test_wrong_use_is_explained(
         (("--by", "fewshot", "--shots", "5", "0"), "--shots 5 0 must be whole numbers of images per class, 1 or more"),
         (("--shots", "5"), "--shots: only fewshot uses it, but --by is accuracy; add fewshot to --by, or leave out"),
         (("--by", "linear", "--k", "5"), "--k: only knn uses it, but --by is linear; add knn to --by"),
-        (("--by", "linear", "--bootstrap", "0"), "--bootstrap: only accuracy, regression, detection and masks"),
+        (("--by", "linear", "--bootstrap", "0"), "--bootstrap: only accuracy, regression, detection, masks"),
         (("--features", "embedding"), "--features: only linear, fewshot and knn use it, but --by is accuracy"),
         (("--by", "accuracy", "--numbers", "age"), "--numbers: only linear and knn use it"),
         (("--by", "regression", "--class-names", "x"), "--class-names: only accuracy uses it, but --by is regression"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,38 +10,22 @@ import pytest
 import torch
 
 import vitrail
-from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.text_tokenizer import TextTokenizer, train_tokenizer
+from tests.words import model_with_words, text_config, tokenizer_of_bees
+from vitrail.data.text_tokenizer import TextTokenizer
 from vitrail.errors import BundleError, ConfigError
-from vitrail.models.pair import Pair, PairConfig
-from vitrail.models.text import TextConfig, TextTower
-from vitrail.models.vit_config import ViTConfig
+from vitrail.models.text import TextTower
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.words import Words
-
-IMAGE = ViTConfig(
-    image_size=(24, 16), patch_size=(8, 8), width=24, depth=2, heads=2, mlp_width=40, num_classes=0, projection=20,
-    pre_norm=True, patch_bias=False, activation="quick-gelu",
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> TextTokenizer:
-    return train_tokenizer(["a photo of a bee", "a photo of a wasp"] * 3, vocabulary=540, context=12)
-
-
-def text_config(tokenizer: TextTokenizer) -> TextConfig:
-    return TextConfig(
-        vocabulary=tokenizer.vocabulary, context=12, width=16, depth=2, heads=2, mlp_width=24,
-        end_token=tokenizer.end_token, outputs=20,
-    )  # fmt: skip
+    return tokenizer_of_bees()
 
 
 @pytest.fixture(params=[None, -3.0], ids=["clip", "siglip"])
-def model(request: pytest.FixtureRequest, tokenizer: TextTokenizer) -> Bundle:
-    torch.manual_seed(1)
-    pair = Pair(PairConfig(image=IMAGE, text=text_config(tokenizer), scale=math.log(20), bias=request.param)).eval()
-    return Bundle(pair.image, (), Preprocess(image_size=(24, 16)), words=Words.of(pair, tokenizer))
+def model(request: pytest.FixtureRequest) -> Bundle:
+    return model_with_words(bias=request.param)
 
 
 def test_a_saved_model_reads_the_same_texts(model: Bundle, tmp_path: Path) -> None:

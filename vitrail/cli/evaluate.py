@@ -20,7 +20,15 @@ from vitrail.cli.options import Call, Command, Example, Option, flag, options_of
 from vitrail.data.check.images import colour_note, images_of
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError
-from vitrail.evaluation.evaluators import BY_HEAD, EVALUATORS, Evaluator, check_evaluators, evaluators_of, measure
+from vitrail.evaluation.evaluators import (
+    BY_HEAD,
+    EVALUATORS,
+    UNLEARNED,
+    Evaluator,
+    check_evaluators,
+    evaluators_of,
+    measure,
+)
 from vitrail.evaluation.features.cache import default_cache
 from vitrail.evaluation.head import ByAccuracy
 from vitrail.evaluation.imagenet import read_real, read_synsets
@@ -49,9 +57,10 @@ class Evaluate:
     """Data set, in any form that `vitrail train` accepts. With --suite, a folder that can hold a folder of data per
     task, named like the task."""
     by: str = ""
-    """Evaluators, separated by commas: accuracy, regression, detection, masks, linear, fewshot, knn, segmentation. The
-    first four measure the model's own head, and the default is the one for what the model predicts. The others train a
-    simple model on features of the training split: a linear model, least squares on a few images per class, nearest
+    """Evaluators, separated by commas: accuracy, regression, detection, masks, linear, fewshot, knn, segmentation,
+    zeroshot. The first four measure the model's own head, and the default is the one for what the model predicts. The
+    last makes a head from the names of the classes, which a model of images and texts reads. The others train a simple
+    model on features of the training split: a linear model, least squares on a few images per class, nearest
     neighbours, or, for data with masks, a linear model of patch tokens."""
     numbers: tuple[str, ...] = setting((), commas=True)
     """Numeric columns of a table to measure instead of classes. By default the columns that the model predicts."""
@@ -430,23 +439,26 @@ def plan_of(
     by_features = {name: evaluator for name, evaluator in evaluators.items() if name not in heads}
     data, split = options.data, options.split
     learned = None
+    learning = by_features.keys() - UNLEARNED
     if by_features:
-        learned = open_images(bundle, data, split, by_features=True, numbers=options.numbers, common=common)
+        learned = open_images(
+            bundle, data, split, by_features=True, numbers=options.numbers, common=common, needs_training=bool(learning)
+        )
     class_names = next((one.class_names for one in by_head.values() if isinstance(one, ByAccuracy)), "")
     judged = None
     if by_head:
         judged = open_images(
             bundle, data, split, by_features=False, class_names=class_names, own=learned, common=common
         )
-    if learned is not None and list(learned.sources) == ["train"]:
+    if learned is not None and learning and list(learned.sources) == ["train"]:
         raise ConfigError(
-            f"--split {split}: {', '.join(by_features)} cannot be measured on the images that it learns from; leave "
+            f"--split {split}: {', '.join(sorted(learning))} cannot be measured on the images that it learns from; leave "
             "out --split to measure held-out images"
         )
     head = judged.sources if judged is not None else {}
     jobs = [Job(name, by_head, source, source) for name, source in head.items()]
     if learned is not None:
-        tested = {name: source for name, source in learned.sources.items() if name != "train"}
+        tested = {name: source for name, source in learned.sources.items() if name != "train" or not learning}
         jobs += [Job(name, by_features, learned.train, source) for name, source in tested.items()]
     for job in jobs:
         check_evaluators(job.evaluators, outputs, job.train, job.source)

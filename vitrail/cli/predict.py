@@ -47,6 +47,7 @@ from vitrail.weights.answers import (
 from vitrail.weights.bundle import Bundle, ImageLike, read_image
 from vitrail.weights.load import load
 from vitrail.weights.tiles import predict_tiles
+from vitrail.weights.zero_shot import zero_shot
 
 TOP = 3
 """Default number of classes in the table and in CSV."""
@@ -85,6 +86,16 @@ class Predict:
         "held-out", needs=("data", "only --data has splits; name a data set, or leave it out")
     )
     """Split of --data. held-out is the test split if there is one, else the images that training held out."""
+    classes: tuple[str, ...] = setting((), metavar="NAME")
+    """Names of classes for a model that reads texts, such as CLIP or SigLIP: it classifies without training. The
+    probabilities add up to 1 over these classes (CLIP), or are independent of each other (SigLIP)."""
+    templates: str = setting("usual", needs=("classes", "only names of --classes are put into texts; name classes"))
+    """Texts around the name of a class: usual (a photo of a {}.), imagenet (80), short (7), or a file with a text that
+    contains {} in each line."""
+    save: Path | None = setting(
+        None, metavar="DIR", needs=("classes", "only the classifier of --classes is saved; name classes")
+    )
+    """New folder for the classifier of --classes, which all commands read as a model."""
     top: int | None = setting(None, least=1, advice="choose the number of classes to show for each image")
     """Number of classes for each image, starting with the most probable. The default is 3, and all classes with
     --json."""
@@ -129,10 +140,14 @@ COMMAND = Command(
         Example("vitrail predict runs/flowers photos/ --top 5", "Show five classes for every image in a folder."),
         Example("vitrail predict google/vit-base-patch16-224 cat.jpg --json", "Use a model from the hub; print JSON."),
         Example("vitrail predict runs/cells photos/ --out drawn/", "Draw the objects or the masks of a folder."),
+        Example(
+            'vitrail predict clip photos/ --classes "a bee" "a wasp"', "Name classes for a model that reads texts."
+        ),
     ),
     options=(Predict,),
     essential={
         "Images": ("data", "split"),
+        "Classes in words": ("classes", "templates"),
         "Output": ("top", "threshold", "tiles", "csv", "json", "out", "coco", "yolo", "masks", "overwrite"),
         "Speed": ("image_size", "device", "precision"),
     },
@@ -158,6 +173,10 @@ def main(call: Call) -> int:
     folders = _check(options)
     given = list(_named(options.images))  # before a model is loaded in vain
     bundle = load(options.model, device=options.device, image_size=options.image_size)
+    if options.classes:
+        bundle = zero_shot(bundle, options.classes, templates=options.templates)
+        if options.save is not None:
+            bundle.save(options.save, overwrite=options.overwrite)
     _check_fitting(options, call.options, bundle)
     pictures, notes = _pictures(options, bundle) if options.data else (given, ())
     for option, _ in folders:

@@ -47,6 +47,7 @@ EVALUATORS = Registry[Any](
         "masks": "vitrail.evaluation.segmentation:ByMasks",
         "segmentation": "vitrail.evaluation.segmentation:BySegmentation",
         "retrieval": "vitrail.evaluation.retrieval:ByRetrieval",
+        "zeroshot": "vitrail.evaluation.zero_shot:ByZeroShot",
     }
 )
 """Classes of evaluators by name. The fields of a class are the settings of the evaluator."""
@@ -56,6 +57,9 @@ BY_HEAD: dict[OutputKind, str] = {
     "softmax": "accuracy", "sigmoid": "accuracy", "numbers": "regression", "boxes": "detection", "mask": "masks",
 }  # fmt: skip
 """Name of the evaluator that measures a model's own head, for each meaning of the outputs."""
+
+UNLEARNED = frozenset({"retrieval", "zeroshot"})
+"""Names of the evaluators that measure features without learning from training images."""
 
 OF_PLACED: dict[str, frozenset[str]] = {
     "boxes": frozenset({"detection"}), "mask": frozenset({"masks", "segmentation"}), "texts": frozenset({"retrieval"}),

@@ -156,7 +156,7 @@ class VisionTransformer(nn.Module):
         """Return the embedding, or the hidden layer before the head if there is one ("pre_logits" in the original)."""
         x = self.embed(images)
         x = x if self.head_hidden is None else torch.tanh(self.head_hidden(x))
-        return F.normalize(x.float(), dim=-1) if self.config.head_normalises else x
+        return F.normalize(x.float(), dim=-1).to(x.dtype) if self.config.head_normalises else x
 
     def embed(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b embed_width"]:
         """Return one vector for each image: the pooled tokens, projected if the network has a projection."""

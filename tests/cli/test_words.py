@@ -1,0 +1,65 @@
+"""Tests of commands with a model that reads texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.words import model_with_words
+from vitrail.cli import main
+from vitrail.weights.load import load
+from vitrail.weights.zero_shot import zero_shot
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_with_words(bias=-2.0).save(tmp_path_factory.mktemp("words") / "model")
+
+
+def test_classes_in_words_without_training(
+    words: Path, colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = next(colour_folder.rglob("*.png"))
+    command = ["predict", str(words), str(image), "--classes", "a red wall", "a blue wall", "--json"]
+    assert main([*command, "--save", str(tmp_path / "walls")]) == 0
+    row = json.loads(capsys.readouterr().out)
+    expected = zero_shot(load(words), ["a red wall", "a blue wall"]).predict([image])[0]
+    assert row["probabilities"] == pytest.approx(dict(expected.ranking), abs=1e-5)  # type: ignore[union-attr]
+    assert main(["predict", str(tmp_path / "walls"), str(image), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["probabilities"] == pytest.approx(row["probabilities"], abs=1e-5)
+
+
+def test_zero_shot_accuracy(words: Path, colour_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(words), "--data", str(colour_folder), "--by", "zeroshot,knn", "--json"]) == 0
+    shown = capsys.readouterr()
+    (found,) = json.loads(shown.out).values()
+    assert 0 <= found["zeroshot_accuracy"] <= 1 and "zeroshot_accuracy_low" in found and found["images"] > 0
+    assert "independent" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--classes", "a bee", ""], "empty"),
+        (["--classes", "a bee", "a bee"], "more than once"),
+        (["--templates", "short"], "--templates"),
+        (["--classes", "a bee", "a fly", "--templates", "none"], "neither a file nor a name"),
+        ([], "--classes"),
+    ],
+)
+def test_faults(
+    options: list[str], message: str, words: Path, colour_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = next(colour_folder.rglob("*.png"))
+    assert main(["predict", str(words), str(image), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_without_words(colour_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = next(colour_folder.rglob("*.png"))
+    assert main(["predict", "small", str(image), "--classes", "a bee", "a fly"]) == 2
+    assert "no text tower" in capsys.readouterr().err
+    assert main(["evaluate", "small", "--data", str(colour_folder), "--by", "zeroshot", "--split", "all"]) == 2
+    assert "no text tower" in capsys.readouterr().err

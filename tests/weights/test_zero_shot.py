@@ -1,0 +1,91 @@
+"""Tests of zero-shot classification: its probabilities are those of the pair of towers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import vitrail
+from tests.words import model_with_words
+from vitrail.errors import ConfigError, DataError
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.zero_shot import read_templates, readable_name, zero_shot
+
+CLASSES = ["a bee", "a wasp", "a fly"]
+
+
+@pytest.fixture(params=[None, -3.0], ids=["clip", "siglip"])
+def model(request: pytest.FixtureRequest) -> Bundle:
+    return model_with_words(bias=request.param)
+
+
+def images(count: int = 3) -> list[np.ndarray]:
+    return list(np.random.default_rng(0).integers(0, 256, (count, 30, 41, 3), dtype=np.uint8))
+
+
+def test_probabilities_are_those_of_the_pair(model: Bundle, tmp_path: Path) -> None:
+    templates = ("a photo of {}", "{} x")
+    made = zero_shot(model, CLASSES, templates=templates)
+    words = model.words
+    assert words is not None
+    texts = torch.stack(
+        [F.normalize(model.embed_texts([t.replace("{}", c) for t in templates]).mean(0), dim=0) for c in CLASSES]
+    )
+    embedded = F.normalize(model.embed(images()), dim=-1)
+    logits = math.exp(words.scale) * embedded @ texts.T + (words.bias or 0.0)
+    expected = logits.softmax(dim=1) if words.bias is None else logits.sigmoid()
+    found = torch.tensor([[dict(row.ranking)[name] for name in CLASSES] for row in made.predict(images())])
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert made.output == words.output and made.notes[-1].startswith("zero-shot")
+    again = vitrail.load(made.save(tmp_path / "model"), device="cpu")
+    for one, other in zip(again.predict(images()), made.predict(images()), strict=True):
+        assert dict(one.ranking) == pytest.approx(dict(other.ranking), abs=1e-5)
+    assert torch.allclose(again.embed(images()), model.embed(images()), atol=1e-6), "the space of texts is kept"
+    assert zero_shot(again, ["a bee", "an ant"]).classes == ("a bee", "an ant")
+
+
+def test_names_of_folders_are_made_readable(model: Bundle) -> None:
+    assert readable_name("001.Black_footed-Albatross") == "Black footed Albatross"
+    assert readable_name("AnnualCrop") == "Annual Crop"
+    assert readable_name("great white shark, man-eater") == "great white shark"
+    assert readable_name("747-400") == "747 400" and readable_name("7") == "7"
+    made = zero_shot(model, ["01_honey_bee", "WaspNest"], templates=("{}",), readable=True)
+    assert made.provenance["zero_shot"]["texts"] == ["honey bee", "Wasp Nest"]
+    assert made.classes == ("01_honey_bee", "WaspNest")
+
+
+def test_published_templates_and_those_of_a_file(tmp_path: Path) -> None:
+    assert [len(read_templates(name)) for name in ("usual", "short", "imagenet")] == [1, 7, 80]
+    path = tmp_path / "mine.txt"
+    path.write_text("a {} at night\n\n{}\n")
+    assert read_templates(str(path)) == ("a {} at night", "{}")
+    path.write_text("a photo\n")
+    with pytest.raises(ConfigError, match="'a photo'"):
+        read_templates(str(path))
+    with pytest.raises(ConfigError, match="nearest: imagenet"):
+        read_templates("imagenet1k")
+    path.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(DataError, match="cannot be read"):
+        read_templates(str(path))
+
+
+def test_faults_of_class_names(model: Bundle) -> None:
+    with pytest.raises(ConfigError, match="empty"):
+        zero_shot(model, ["a bee", " "])
+    with pytest.raises(ConfigError, match="empty"):
+        zero_shot(model, [])
+    with pytest.raises(ConfigError, match="1 name of 500 classes"):
+        zero_shot(model, ["a bee"] * 500)
+    with pytest.raises(ConfigError, match="no text tower"):
+        zero_shot(replace(model, words=None), CLASSES)
+    long = zero_shot(model, ["bee " * 50, "wasp"])
+    assert any("12 tokens" in note for note in long.notes)
+    if model.words is not None and model.words.bias is None:
+        with pytest.raises(ConfigError, match="two or more"):
+            zero_shot(model, ["a bee"])

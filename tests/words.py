@@ -1,0 +1,41 @@
+"""A tiny model of images and texts with random weights, and its tokenizer."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.text_tokenizer import TextTokenizer, train_tokenizer
+from vitrail.models.pair import Pair, PairConfig
+from vitrail.models.text import TextConfig
+from vitrail.models.vit_config import ViTConfig
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.words import Words
+
+IMAGE = ViTConfig(
+    image_size=(24, 16), patch_size=(8, 8), width=24, depth=2, heads=2, mlp_width=40, num_classes=0, projection=20,
+    pre_norm=True, patch_bias=False, activation="quick-gelu",
+)  # fmt: skip
+
+
+@functools.cache
+def tokenizer_of_bees() -> TextTokenizer:
+    return train_tokenizer(["a photo of a bee", "a photo of a wasp"] * 3, vocabulary=540, context=12)
+
+
+def text_config(tokenizer: TextTokenizer) -> TextConfig:
+    return TextConfig(
+        vocabulary=tokenizer.vocabulary, context=12, width=16, depth=2, heads=2, mlp_width=24,
+        end_token=tokenizer.end_token, outputs=20,
+    )  # fmt: skip
+
+
+def model_with_words(*, bias: float | None = None) -> Bundle:
+    """Return a model like CLIP, or with a bias of the logits one like SigLIP."""
+    torch.manual_seed(1)
+    tokenizer = tokenizer_of_bees()
+    pair = Pair(PairConfig(image=IMAGE, text=text_config(tokenizer), scale=math.log(20), bias=bias)).eval()
+    return Bundle(pair.image, (), Preprocess(image_size=(24, 16)), words=Words.of(pair, tokenizer))

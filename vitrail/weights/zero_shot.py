@@ -1,0 +1,135 @@
+"""Zero-shot classification: a head whose rows are embeddings of the names of classes (2103.00020, section 3.1)."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from vitrail.errors import ConfigError, DataError, listed, nearest, plural
+from vitrail.models.network import with_weights
+from vitrail.models.vit_config import ViTConfig
+from vitrail.weights.bundle import Bundle
+
+PLACE = "{}"
+"""Place of the name of a class in a template."""
+
+USUAL_TEMPLATES = ("a photo of a {}.",)
+"""Templates that are used unless others are chosen."""
+
+
+@dataclass(frozen=True)
+class ClassTexts:
+    """The embeddings of classes, and notes on texts that were cut."""
+
+    vectors: Float[Tensor, "classes embed_width"]
+    """Mean of the embeddings of all templates of a class, scaled to length 1."""
+    notes: tuple[str, ...]
+
+
+def zero_shot(
+    bundle: Bundle, classes: Sequence[str], *, templates: str | Sequence[str] = USUAL_TEMPLATES, readable: bool = False
+) -> Bundle:
+    """Return a classifier of the named classes, made from a model that reads texts. Its probabilities are those of the
+    pair of towers: a softmax over the given classes, or with a bias of the logits an independent probability of each.
+
+    `templates` are texts with {} in the place of the class, or a name or a file (`read_templates`). With `readable`,
+    texts are made from names of folders (`readable_name`), and the classes keep their names.
+
+    Raise `ConfigError` for a model without a text tower, for empty names, and for names that are given twice.
+    """
+    texts = [readable_name(name) for name in classes] if readable else list(classes)
+    chosen = read_templates(templates) if isinstance(templates, str) else _checked(templates, "templates")
+    found = embed_classes(bundle, texts, chosen)
+    words = bundle.reader_of_texts()
+    if words.output == "softmax" and len(classes) < 2:
+        raise ConfigError(
+            f"classes={list(classes)}: this model compares classes with each other, so it needs two or more; add "
+            "another class, such as what else the images can show"
+        )
+    config = bundle.network.config
+    if not isinstance(config, ViTConfig) or config.head_hidden:
+        raise ConfigError("zero-shot classification needs a Vision Transformer without a hidden layer before its head")
+    config = replace(config, num_classes=len(classes), head_normalises=True, head_kind="pooled")
+    state = {name: weight for name, weight in bundle.network.state_dict().items() if not name.startswith("head.")}
+    device = bundle.device
+    state["head.weight"] = (math.exp(words.scale) * found.vectors).to(device)
+    state["head.bias"] = torch.full((len(classes),), words.bias or 0.0, device=device)
+    network = with_weights(bundle.network, config, state).eval()
+    origin = {**bundle.provenance, "zero_shot": {"texts": texts, "templates": list(chosen)}}
+    meaning = "are compared with each other only" if words.output == "softmax" else "are independent of each other"
+    note = f"zero-shot: the probabilities of the {plural(len(classes), 'class')} {meaning}; no image was learned from"
+    return replace(
+        bundle, network=network, classes=tuple(classes), output=words.output, metrics={}, provenance=origin,
+        notes=(*bundle.notes, *found.notes, note),
+    )  # fmt: skip
+
+
+def embed_classes(bundle: Bundle, names: Sequence[str], templates: Sequence[str]) -> ClassTexts:
+    """Return the embeddings of classes, averaged over all templates. Raise the errors of `zero_shot`."""
+    words = bundle.reader_of_texts()
+    if not names or any(not name.strip() for name in names):
+        raise ConfigError(f"classes={list(names)[:5]}: the name of a class is empty; name what the images show")
+    counts = Counter(name.strip().lower() for name in names)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ConfigError(
+            f"classes: {plural(len(twice), 'name')} of {plural(len(names), 'class')} occur more than once, so that "
+            f"their texts do not differ: {listed(twice)}; give each class a name of its own"
+        )
+    texts = [template.replace(PLACE, name.strip()) for name in names for template in templates]
+    vectors, notes = words.embed(texts)
+    mean = vectors.view(len(names), len(templates), -1).mean(dim=1)
+    return ClassTexts(F.normalize(mean, dim=-1), notes)
+
+
+def readable_name(name: str) -> str:
+    """Return the name of a class as it is written in a text: the number before it is removed, the words of names such
+    as "Black_footed-Albatross" or "AnnualCrop" are separated, and what follows the first comma is left out."""
+    text = re.sub(r"^\d+[._\s-]+(?=\D)", "", name)
+    text = re.sub(r"[_\s-]+", " ", text).split(",")[0]
+    text = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text).strip()
+    return text or name
+
+
+def read_templates(name: str) -> tuple[str, ...]:
+    """Return published templates by their name, or those of a file with a template in each line.
+
+    Raise `ConfigError` for an unknown name and a template without {}, and `DataError` for a file that cannot be read.
+    """
+    published = _published()
+    if name in published:
+        return published[name]
+    path = Path(name)
+    if not path.exists():
+        raise ConfigError(f"templates={name!r} is neither a file nor a name; {nearest(name, published)}")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"templates={name!r} cannot be read: {error}") from error
+    return _checked([line.strip() for line in lines if line.strip()], str(path))
+
+
+def _checked(templates: Sequence[str], origin: str) -> tuple[str, ...]:
+    wrong = [template for template in templates if template.count(PLACE) != 1]
+    if wrong or not templates:
+        shown = repr(wrong[0]) if wrong else "nothing"
+        raise ConfigError(f"{origin}: each template has {PLACE} once, in the place of the class; found {shown}")
+    return tuple(templates)
+
+
+@functools.cache
+def _published() -> dict[str, tuple[str, ...]]:
+    """Return the templates of `templates.json`, with the usual one."""
+    content: Any = json.loads(Path(__file__).with_name("templates.json").read_text(encoding="utf-8"))
+    return {"usual": USUAL_TEMPLATES, **{name: tuple(found) for name, found in content["templates"].items()}}
