@@ -452,8 +452,8 @@ def plan_of(
         )
     if learned is not None and learning and list(learned.sources) == ["train"]:
         raise ConfigError(
-            f"--split {split}: {', '.join(sorted(learning))} cannot be measured on the images that it learns from; leave "
-            "out --split to measure held-out images"
+            f"--split {split}: {', '.join(sorted(learning))} cannot be measured on the images that it learns from; "
+            "leave out --split to measure held-out images"
         )
     head = judged.sources if judged is not None else {}
     jobs = [Job(name, by_head, source, source) for name, source in head.items()]
