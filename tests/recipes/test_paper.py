@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.make import make_voc_folder
+from tests.make import make_masks_folder, make_outlines_folder, make_voc_folder
 from tests.tasks.books import make_tokenizer
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import AnyConfig, create
@@ -28,6 +28,7 @@ FAMILIES = {
     "vit-b32-jft", "vit-b32-i21k", "vit-b16-i1k", "vit-b16-jft-masked",
     "vit-s16-i1k-dino-300", "vit-s14-i21k-dinov2", "augreg-ti16-i1k", "plain-vit-s16-90",
     "vit-b16-i1k-beit-tuned", "vit-b16-i1k-mae-linear", "yolos-s16-coco",
+    "eomt-s14-coco",
 }  # fmt: skip
 """A recipe of each kind of transformer, for the fast tests."""
 
@@ -269,6 +270,35 @@ def test_yolos_in_every_detail() -> None:
     assert ["positions_at" in one.model.overrides for one in recipes] == [False, True, True]
 
 
+def test_eomt_in_every_detail() -> None:
+    """configs/dinov2 of tue-mps/eomt (coco/panoptic/eomt_small_640_2x.yaml, ade20k/semantic/eomt_large_512.yaml), and
+    the defaults of its lightning_module.py, two_stage_warmup_poly_schedule.py and main.py."""
+    objects, pixels = (PAPER_RECIPES[f"eomt-s14-{data}"]() for data in ("coco", "ade20k"))
+    assert (objects.run.epochs, pixels.run.epochs, objects.run.batch_size) == (24, 31, 16)
+    assert [one.model.overrides["queries"] for one in (objects, pixels)] == [200, 100]
+    assert (objects.task.output, pixels.task.output) == ("boxes", "mask")
+    steps = 24 * 118_287 // 16
+    length = RunLength(steps, 16, 118_287)
+    head, below = objects.optimizer.schedule_of(length), objects.optimizer.backbone_schedule_of(length)
+    for step in (0, 1, 250, 499, 500, 501, 1000, 1499, 1500, 1501, 90_000, steps - 1):
+        left = 1 - (step - 500) / (steps - 500)
+        assert head(step) == pytest.approx(1e-4 * (step / 500 if step < 500 else left**0.9))
+        left = 1 - (step - 1500) / (steps - 1500)
+        rate = 0 if step < 500 else (step - 500) / 1000 if step < 1500 else left**0.9
+        assert below(step) == pytest.approx(1e-4 * rate)
+    network = create("ViT-S/14", image_size=(28, 28), num_classes=3, registers=4, layer_scale=1e-5, **{
+        **objects.model.overrides, "width": 32, "depth": 5, "heads": 2, "mlp_width": 48,
+    })  # fmt: skip
+    made = make_optimizer(network, objects.optimizer)
+    assert {group["weight_decay"] for group in made.param_groups} == {0.05}
+    group_of = {id(weight): group for group in made.param_groups for weight in group["params"]}
+    for name, weight in network.named_parameters():
+        group, part, _, number = group_of[id(weight)], *name.partition(".")[:2], name.split(".")[1]
+        power = 5 - 1 - int(number) if part == "blocks" else 0 if part in ("norm", "head") else 5 - 1
+        assert group["scale"] == pytest.approx(0.8**power), name
+        assert group.get("is_below_head", False) == (part != "head"), name
+
+
 def test_the_plain_s16_in_every_detail() -> None:
     config = PAPER_RECIPES["plain-vit-s16-90"]()
     settings, network = config.augment.settings, network_of(config, 1000)
@@ -308,8 +338,9 @@ def test_augregs_grid_can_be_said() -> None:
 
 def _saved(run: str, classes: int = 0) -> Bundle:
     """Return a narrow model with the network of a recipe of pre-training, or with classes."""
-    overrides = PAPER_RECIPES[run.removeprefix("runs/")]().model.overrides if run else {}
-    fields = {**overrides, "image_size": (32, 32), "width": 32, "depth": 2, "heads": 2, "mlp_width": 48}
+    overrides = PAPER_RECIPES[run.removeprefix("runs/")]().model.overrides if run.startswith("runs/") else {}
+    depth = 2 if run.startswith("runs/") else 4
+    fields = {**overrides, "image_size": (32, 32), "width": 32, "depth": depth, "heads": 2, "mlp_width": 48}
     network = create("ViT-B/16", **fields, num_classes=classes)
     names = ("blue", "green", "red")[:classes]
     return Bundle(network, classes=names, preprocess=Preprocess(image_size=(32, 32)))
@@ -335,7 +366,13 @@ def test_two_steps(name: str, colour_folder: Path, tmp_path: Path) -> None:
     if config.task.name == "distillation":
         narrow |= {"teacher": str(_saved("", 3).save(tmp_path / "teacher"))}
     side = 28 if config.model.name.endswith("/14") else 64 if name == "augreg-r-ti16-i21k" else 32
-    data = make_voc_folder(tmp_path / "boxes") if config.task.name == "detection" else colour_folder
+    data = colour_folder
+    if name.startswith("yolos"):
+        data = make_voc_folder(tmp_path / "boxes")
+    elif name.startswith("eomt"):
+        make_data = make_outlines_folder if config.task.name == "detection" else make_masks_folder
+        data = make_data(tmp_path / "objects", validation=0, test=0)
+        narrow |= {"backbone_wait": "1 steps", "backbone_warmup": "1 steps"}
     config = config.override(
         data=str(data), run=str(tmp_path / "run"), steps=2, batch_size=6, device="cpu", threads=2,
         evaluations=1, checkpoints=1, image_size=(side, side), precision="float32", warmup="1 steps",
@@ -355,7 +392,7 @@ def test_every_recipe_says_what_was_published() -> None:
     for name, recipe in PAPER_RECIPES.items():
         assert recipe.name == name == recipe().run.name
         assert recipe.result == "not stated" or "%" in recipe.result
-        assert recipe.source[0] in "12" and recipe.measured.startswith(("on ImageNet", "on COCO"))
+        assert recipe.source[0] in "12" and recipe.measured.startswith(("on ImageNet", "on COCO", "on ADE20K"))
         assert all(sentence.endswith(".") for sentence in recipe.differences)
         assert recipe() == recipe(), "a recipe is the same every time"
 

@@ -209,3 +209,19 @@ def test_stairs_of_a_short_run_may_fall_together() -> None:
     config = OptimizerConfig(schedule="staircase", stair_at=(0.4, 0.6, 0.8), warmup=0.0, learning_rate=1.0)
     assert [config.schedule_of(RunLength(3, 20, 1000))(step) for step in range(3)] == pytest.approx([1, 0.1, 0.001])
     assert config.schedule_of(RunLength(1, 20, 1000))(0) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "constant", "rsqrt"])
+def test_weights_below_the_head_begin_later(kind: ScheduleName) -> None:
+    config = OptimizerConfig(
+        learning_rate=0.5, schedule=kind, warmup="5 steps", backbone_wait="10 steps", backbone_warmup="20 steps",
+        cooldown="4 steps",
+    )  # fmt: skip
+    length = RunLength(100, 8, 1000)
+    below, alone = config.backbone_schedule_of(length), Schedule(kind, 0.5, 90, 20, cooldown_steps=4)
+    assert [below(step) for step in range(101)] == [0.0] * 10 + [alone(step) for step in range(91)]
+    assert config.schedule_of(length)(5) == 0.5 and OptimizerConfig().backbone_schedule_of(length)(9) > 0
+    with pytest.raises(ConfigError, match="34 steps together, more than the 33 steps"):
+        config.backbone_schedule_of(RunLength(33, 8, 1000))
+    with pytest.raises(ConfigError, match="backbone_wait='10' is not a length"):
+        OptimizerConfig(backbone_wait="10")

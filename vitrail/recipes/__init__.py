@@ -28,6 +28,7 @@ def _papers() -> Mapping[str, PaperRecipe]:
             *fine_tuning.LINEAR_RECIPES,
             *fine_tuning.DEIT_RECIPES,
             *fine_tuning.YOLOS_RECIPES,
+            *fine_tuning.EOMT_RECIPES,
             *papers.AUGREG_RECIPES,
             *papers.PLAIN_RECIPES,
             *papers.BIT_RECIPES,

@@ -18,9 +18,16 @@ from vitrail.training.optimizer import OptimizerConfig
 # Recipes of papers: one row each, with the command and the published result.
 
 
-DATA = {"i1k": "hf:ILSVRC/imagenet-1k", "i21k": "imagenet-21k", "jft": "jft-300m", "coco": "coco-2017"}
-"""Data sets of the papers. The last three are folders of your own: ImageNet-21k has no official copy on the hub,
-JFT-300M is not public, and COCO is at cocodataset.org. With `--data`, the data can be in another folder."""
+DATA = {
+    "i1k": "hf:ILSVRC/imagenet-1k",
+    "i21k": "imagenet-21k",
+    "jft": "jft-300m",
+    "coco": "coco-2017",
+    "ade20k": "ade20k",
+}
+"""Data sets of the papers. The last four are folders of your own: ImageNet-21k has no official copy on the hub,
+JFT-300M is not public, COCO is at cocodataset.org, and ADE20K is at sceneparsing.csail.mit.edu. With `--data`, the data
+can be in another folder."""
 
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -101,6 +101,11 @@ class Job:
         """The learning rate of each step."""
         return schedule_of(self.config, self.splits, self.steps)
 
+    @cached_property
+    def backbone_schedule(self) -> Schedule:
+        """The learning rate of each step for the weights below the head."""
+        return schedule_of(self.config, self.splits, self.steps, below_head=True)
+
     @property
     def intervals(self) -> dict[str, int]:
         """Numbers of steps between two reports, evaluations and checkpoints. One of each also follows the last step.
@@ -191,7 +196,7 @@ def prepare(
     config.task.selection(splits)
     _check_choosing(config, splits)
     steps = config.total_steps(len(splits.train))
-    schedule_of(config, splits, steps)  # checks that its parts fit into the run
+    schedule_of(config, splits, steps, below_head=True)  # checks that its parts fit into the run
     phases = phases_of(config, network_config, steps)
     raise_problems(shard_problems(config.run.shard, config.optimizer, processes))
     check_divisible((phase.batch_size for phase in phases), processes.world)
@@ -323,10 +328,12 @@ def _fixed_threads(run: RunConfig, device: torch.device) -> int | None:
     return run.compute_threads
 
 
-def schedule_of(config: TrainConfig, splits: Splits, steps: int) -> Schedule:
-    """Return the schedule of the learning rate. Raises `ConfigError` if parts of it do not fit into the run."""
+def schedule_of(config: TrainConfig, splits: Splits, steps: int, *, below_head: bool = False) -> Schedule:
+    """Return the schedule of the learning rate, by default that of the head. Raises `ConfigError` if parts of it do not
+    fit into the run."""
     optimizer = config.optimizer.for_batch_size(config.run.batch_size)
-    return optimizer.schedule_of(RunLength(steps, config.mean_batch_size, len(splits.train)))
+    length = RunLength(steps, config.mean_batch_size, len(splits.train))
+    return optimizer.backbone_schedule_of(length) if below_head else optimizer.schedule_of(length)
 
 
 def _probes(config: TrainConfig, splits: Splits, steps: int, further: Sequence[Probe]) -> tuple[Probe, ...]:
@@ -531,6 +538,7 @@ def check_settings(config: TrainConfig) -> None:
         ("init", start.init, start.init is not None),
         ("optimizer", config.optimizer.kind, config.optimizer.kind == "muon"),
         ("layer_decay", config.optimizer.layer_decay, config.optimizer.layer_decay < 1),
+        ("backbone_wait", config.optimizer.backbone_wait, bool(config.optimizer.backbone_wait)),
         ("precision", config.run.precision, config.run.precision == "float8"),
         ("compile", config.run.compile, config.run.compile in ("on", "graphs")),
         ("shard", config.run.shard, config.run.shard != "none"),

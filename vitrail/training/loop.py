@@ -62,10 +62,10 @@ def train_step(job: Job, state: TrainState, batch: Batch) -> dict[str, Tensor]:
     they are.
     """
     config, processes = job.config, job.processes
-    learning_rate = job.schedule(state.step)
+    learning_rate, below_head = job.schedule(state.step), job.backbone_schedule(state.step)
     decay = config.optimizer.decay_factor(state.step, job.steps)
     for group in state.optimizer.param_groups:
-        group["lr"] = learning_rate * group["scale"]
+        group["lr"] = (below_head if group.get("is_below_head") else learning_rate) * group["scale"]
         if "first_weight_decay" in group:
             group["weight_decay"] = group["first_weight_decay"] * decay
     position = job.position(state.step)

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from vitrail.errors import ConfigError, plural
 from vitrail.machine import TrainingPrecision
 from vitrail.models.linear.lora import LowRank
-from vitrail.models.network import HasLayers
+from vitrail.models.network import HasLayers, Layers
 from vitrail.settings import Effect, problems, raise_problems, setting
 from vitrail.training.schedule import Duration, RunLength, Schedule, ScheduleName, duration_problems, steps_of
 from vitrail.training.update_rules import (
@@ -89,6 +89,13 @@ class OptimizerConfig:
     such as "500 steps", "5 epochs" or "64000 images"."""
     warmup_from_zero: bool = False
     """Begin the warm-up at 0, as the papers' code does. By default the first of N warm-up steps has 1/N of the rate."""
+    backbone_wait: Duration = 0.0
+    """Length at the beginning of the run in which only the head is trained, as in EoMT (2503.19108). The other weights
+    then have a schedule of their own for the rest of the run, which begins with --backbone-warmup."""
+    backbone_warmup: Duration = setting(
+        0.1, effect=Effect(lambda own: own.backbone_wait not in (0, "0 steps"), "with --backbone-wait")
+    )
+    """Length of the warm-up of the weights below the head."""
     cooldown: Duration = 0.0
     """Length of the cool-down at the end of the run, in which the schedule is multiplied by a factor that falls
     linearly from 1 to 0."""
@@ -172,7 +179,7 @@ class OptimizerConfig:
         raise_problems(found)
 
     def _schedule_problems(self) -> Iterator[str]:
-        for name in ("warmup", "cooldown", "rsqrt_timescale", "rsqrt_shift"):
+        for name in ("warmup", "backbone_wait", "backbone_warmup", "cooldown", "rsqrt_timescale", "rsqrt_shift"):
             yield from duration_problems(name, getattr(self, name))
         for point in self.stair_at:
             yield from duration_problems("stair_at", point)
@@ -246,6 +253,20 @@ class OptimizerConfig:
         raise_problems(self._misfits(made))
         return made
 
+    def backbone_schedule_of(self, run: RunLength) -> Schedule:
+        """Return the schedule of the weights below the head for a run of this length. Raises `ConfigError` if it does
+        not fit into the run."""
+        made, wait = self.schedule_of(run), steps_of(self.backbone_wait, run)
+        if not wait:
+            return made
+        warmup = steps_of(self.backbone_warmup, run)
+        if (total := wait + warmup + made.cooldown_steps) > run.steps:
+            raise ConfigError(
+                f"backbone_wait={self.backbone_wait!r}, backbone_warmup={self.backbone_warmup!r} and cooldown are "
+                f"{total:,} steps together, more than the {plural(run.steps, 'step')} of the run; shorten one of them"
+            )
+        return replace(made, wait_steps=wait, warmup_steps=warmup)
+
     def _misfits(self, made: Schedule) -> Iterator[str]:
         run = plural(made.steps, "step")
         if made.warmup_steps > made.steps:
@@ -294,23 +315,27 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, precision: Traini
     optimizers cannot apply the config's weight decay or momentum format, `OptaxAdam` and `OptaxMomentum` are used.
 
     Parameter groups have a "scale", by which the learning rate is multiplied. The scale of layer l of a network of
-    depth d is `layer_decay ** (d + 1 - l)` (2106.08254), times the factor of `learning_rate_factors`.
+    depth d is `layer_decay ** (d + 1 - l)` (2106.08254), times the factor of `learning_rate_factors`. Groups of weights
+    below the head are marked by "is_below_head" if they have a schedule of their own (`backbone_wait`).
     """
+    below = _below_head(module) if config.backbone_wait else frozenset()
     scales = _scales(module, config.layer_decay) if config.layer_decay < 1 else {}
     names = _names(module)
     groups = []
     for parameters, factor in zip(split_by_decay(module), (1.0, 0.0), strict=True):
-        by_values: dict[tuple[float, float], list[nn.Parameter]] = {}
+        by_values: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
         for parameter in parameters:
             name = names.get(id(parameter), "")
             scale = scales.get(id(parameter), 1.0) * factor_of(name, config.learning_rate_factors, 1.0)
             own = factor_of(name, config.weight_decay_factors, 0.0) if config.weight_decay_factors else factor
-            by_values.setdefault((scale, own), []).append(parameter)
-        for (scale, own), members in by_values.items():
+            by_values.setdefault((scale, own, id(parameter) in below), []).append(parameter)
+        for (scale, own, is_below_head), members in by_values.items():
             decay = config.weight_decay * own
             if config.decay_rule == "independent":
                 decay /= config.learning_rate * scale  # times the learning rate, it leaves the course of the schedule
             group = {"params": members, "weight_decay": decay, "scale": scale}
+            if is_below_head:
+                group["is_below_head"] = True
             if config.end_weight_decay is not None:
                 group["first_weight_decay"] = decay
             groups.append(group)
@@ -357,10 +382,22 @@ def _names(module: nn.Module) -> dict[int, str]:
     return {id(parameter): name.removeprefix("network.") for name, parameter in module.named_parameters()}
 
 
+def _layers(module: nn.Module) -> Layers:
+    """Return the layers of the network in an objective."""
+    network: HasLayers = next(part for part in module.modules() if isinstance(part, HasLayers))
+    return network.layers()
+
+
+def _below_head(module: nn.Module) -> frozenset[int]:
+    """Return the ids of the parameters of the network that are not those of its head."""
+    layers = _layers(module)
+    own = {id(parameter) for part in layers.head for parameter in part.parameters()}
+    return frozenset(layers.numbers()) - own
+
+
 def _scales(module: nn.Module, layer_decay: float) -> dict[int, float]:
     """Return the scale of each parameter of the network, by the parameter's id."""
-    network: HasLayers = next(part for part in module.modules() if isinstance(part, HasLayers))
-    layers = network.layers()
+    layers = _layers(module)
     top = len(layers.blocks) + 1
     return {parameter: layer_decay ** (top - number) for parameter, number in layers.numbers().items()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 ScheduleName = Literal["cosine", "linear", "polynomial", "rsqrt", "staircase", "constant"]
@@ -44,10 +44,15 @@ class Schedule:
     factors: tuple[float, ...] = ()
     """Factors of the peak, one for each boundary."""
     cooldown_steps: int = 0
+    wait_steps: int = 0
+    """Number of steps before the warm-up, in which the rate is 0. The schedule takes the rest of the run."""
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0. For a step after the end of the run, return the rate at
         the end."""
+        if self.wait_steps:
+            later = replace(self, wait_steps=0, steps=self.steps - self.wait_steps)
+            return later(step - self.wait_steps) if step >= self.wait_steps else 0.0
         rate = self._course(step)
         if step < self.warmup_steps:
             rate = rate * (step if self.warmup_from_zero else step + 1) / self.warmup_steps
