@@ -439,6 +439,10 @@ FORMATS = [
         name="fractals:CLASSES:SAMPLES",
     ),
     Format(
+        lambda request: request.location.startswith("scenes:"),
+        lambda request: formats.scenes.open_scenes(request.location), name="scenes:SAMPLES",
+    ),
+    Format(
         lambda request: formats.tar.looks_like_shards(_place(request), request.choice.splits),
         lambda request: formats.tar.open_shards(
             _place(request), request.classes, request.numbers, request.choice.splits,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         masks,
         parquet,
         pseudo_labels,
+        scenes,
         table,
         tar,
         voc,
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = (
-    "annotated", "coco", "folder", "fractals", "hub", "idx", "masks", "parquet", "pseudo_labels", "table", "tar", "voc",
-    "yolo",
+    "annotated", "coco", "folder", "fractals", "hub", "idx", "masks", "parquet", "pseudo_labels", "scenes", "table", "tar",
+    "voc", "yolo",
 )  # fmt: skip
 
 
