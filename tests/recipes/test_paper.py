@@ -32,7 +32,7 @@ FAMILIES = {
 }  # fmt: skip
 """A recipe of each kind of transformer, for the fast tests."""
 
-UNLABELLED = ("masked-patches", "mae", "dino", "moco", "simclr", "vqvae")
+UNLABELLED = ("masked-patches", "mae", "dino", "moco", "simclr", "vqvae", "clip", "siglip")
 """Tasks whose models have no head."""
 
 

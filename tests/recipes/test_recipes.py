@@ -30,6 +30,8 @@ COMMANDS = {
     "moco": "vitrail train moco",
     "vqvae": "vitrail train vqvae",
     "beit": "vitrail train beit",
+    "scenes": "vitrail train scenes",
+    "pairs": "vitrail train pairs --data TABLE",
 }
 
 

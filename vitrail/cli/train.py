@@ -64,8 +64,14 @@ class Train(ResumeOptions):
 RECIPES_OF_DATA = {"bundled": "demo", "fashion-mnist": "fashion-mnist"}
 """Recipes for data sets with a name."""
 
-RECIPES_OF_TASK = {name: name for name in ("masked-patches", "mae", "simclr", "dino", "moco", "vqvae")}
+RECIPES_OF_TASK = {
+    **{name: name for name in ("masked-patches", "mae", "simclr", "dino", "moco", "vqvae")},
+    "clip": "scenes",
+}
 """Recipes for the tasks whose settings are not chosen from the data, for images of data sets with a name."""
+
+RECIPES_OF_PAIRS = {"clip": "pairs", "siglip": "pairs"}
+"""Recipes for tasks that learn from the user's images with texts."""
 
 CHOSEN = (
     "variant", "image_size", "channels", "mean", "std", "scaled_decode", "epochs", "batch_size", "loss", "flip",
@@ -81,7 +87,7 @@ DECISIVE = ("variant", "preset", "optimizer", "steps")
 def is_chosen(given: Mapping[str, Any]) -> bool:
     """Return True if the settings are chosen from the data, because the user named data and nothing to start from."""
     is_plain = "data" in given and not {"recipe", "init", "resume", "like"} & given.keys()
-    is_plain = is_plain and given.get("task") not in (*RECIPES_OF_TASK, "distillation")
+    is_plain = is_plain and given.get("task") not in (*RECIPES_OF_TASK, *RECIPES_OF_PAIRS, "distillation")
     return is_plain and ("budget" in given or given["data"] not in RECIPES_OF_DATA)
 
 
@@ -102,6 +108,8 @@ def recipe_for(given: Mapping[str, Any]) -> TrainConfig:
     for_data = "demo" if data is None else RECIPES_OF_DATA.get(data, "folder")
     if for_data != "folder":
         for_data = RECIPES_OF_TASK.get(given.get("task", ""), for_data)
+    else:
+        for_data = RECIPES_OF_PAIRS.get(given.get("task", ""), for_data)
     name = given.get("recipe") or for_data
     if name not in RECIPES:
         raise ConfigError(f"recipe {name!r} does not exist; {_instead_of(name, 'data' in given)}")

@@ -20,8 +20,8 @@ class DataConfig:
     )
     """Data set: a folder with a folder per class, a table, shards, or a name such as fashion-mnist. All forms: a folder
     of class folders (with or without train/, val/, test/), a table (.csv, .tsv, .jsonl), tar shards, Parquet,
-    hf:ORG/NAME, fractals:CLASSES:SAMPLES, scenes:SAMPLES, a folder of IDX files, fashion-mnist or bundled. The suffix [:1000] or [:10%]
-    selects that number or percentage of the training images."""
+    hf:ORG/NAME, fractals:CLASSES:SAMPLES, scenes:SAMPLES, a folder of IDX files, fashion-mnist or bundled. The suffix
+    [:1000] or [:10%] selects that number or percentage of the training images."""
     numbers: tuple[str, ...] = setting((), commas=True)
     """Numeric columns of a table that --task regression learns. An empty cell is an unknown number."""
     mix: tuple[str, ...] = ()

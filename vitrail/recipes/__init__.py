@@ -12,7 +12,7 @@ __all__ = ["PAPER_RECIPES", "RECIPES"]
 
 
 def _papers() -> Mapping[str, PaperRecipe]:
-    from vitrail.recipes import fine_tuning, papers, self_supervised
+    from vitrail.recipes import fine_tuning, image_texts, papers, self_supervised
 
     return {
         recipe.name: recipe
@@ -29,6 +29,7 @@ def _papers() -> Mapping[str, PaperRecipe]:
             *fine_tuning.DEIT_RECIPES,
             *fine_tuning.YOLOS_RECIPES,
             *fine_tuning.EOMT_RECIPES,
+            *image_texts.IMAGE_TEXT_RECIPES,
             *papers.AUGREG_RECIPES,
             *papers.PLAIN_RECIPES,
             *papers.BIT_RECIPES,
@@ -53,7 +54,9 @@ RECIPES = Registry[Callable[[], TrainConfig]](
         "moco": "vitrail.recipes.self_supervised:moco",
         "vqvae": "vitrail.recipes.self_supervised:vqvae",
         "beit": "vitrail.recipes.self_supervised:beit",
+        "scenes": "vitrail.recipes.image_texts:scenes",
+        "pairs": "vitrail.recipes.image_texts:pairs",
     },
     rest=_papers,
 )
-"""All recipes by name: twelve of our own, and those of papers."""
+"""All recipes by name: fourteen of our own, and those of papers."""

@@ -24,10 +24,12 @@ DATA = {
     "jft": "jft-300m",
     "coco": "coco-2017",
     "ade20k": "ade20k",
+    "wit": "wit-400m",
+    "webli": "webli",
 }
-"""Data sets of the papers. The last four are folders of your own: ImageNet-21k has no official copy on the hub,
-JFT-300M is not public, COCO is at cocodataset.org, and ADE20K is at sceneparsing.csail.mit.edu. With `--data`, the data
-can be in another folder."""
+"""Data sets of the papers. All but the first are folders of your own: ImageNet-21k has no official copy on the hub,
+JFT-300M and the pairs of CLIP and SigLIP are not public, COCO is at cocodataset.org, and ADE20K is at
+sceneparsing.csail.mit.edu. With `--data`, the data can be in another folder."""
 
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = (
-    "annotated", "coco", "folder", "fractals", "hub", "idx", "masks", "parquet", "pseudo_labels", "scenes", "table", "tar",
-    "voc", "yolo",
+    "annotated", "coco", "folder", "fractals", "hub", "idx", "masks", "parquet", "pseudo_labels", "scenes", "table",
+    "tar", "voc", "yolo",
 )  # fmt: skip
 
 
