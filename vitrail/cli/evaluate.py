@@ -472,7 +472,7 @@ def plan_of(
 
 
 FORMATS = {"cross_entropy": ".4f", "score_threshold": ".3g", "linear_penalty": ".3g"} | dict.fromkeys(
-    ("images", "skipped", "unlabelled", "training_images", "real_images"), ",.0f"
+    ("images", "texts", "skipped", "unlabelled", "training_images", "real_images"), ",.0f"
 )
 """Number formats by metric. All other metrics are fractions and shown as percentages."""
 

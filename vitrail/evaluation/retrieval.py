@@ -47,7 +47,7 @@ class ByRetrieval:
         if target_kind(held_out) != "texts":
             raise DataError(
                 "retrieval needs images with texts, and this data has none; use data with a column such as text or "
-                "caption, or measure classes by zeroshot"
+                "caption, choose one by adding ?text=COLUMN, or measure classes by zeroshot"
             )
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
@@ -89,7 +89,7 @@ def _recalls(means: Float64[np.ndarray, "n 7"]) -> Float64[np.ndarray, "n 7"]:
 def _metric(value: float, resampled: Float64[np.ndarray, " resamples"], images: int) -> Metric:
     """Return a metric with its interval, which is Wilson's if all resamples are equal."""
     found = interval(float(value), resampled)
-    return wilson_interval(float(value), images) if found.low is not None and found.low == found.high else found
+    return wilson_interval(float(value), float(images)) if found.low is not None and found.low == found.high else found
 
 
 @dataclass(frozen=True)

@@ -32,14 +32,14 @@ def scenes() -> TrainConfig:
     """
     return TrainConfig(
         data=DataConfig(spec="scenes:20000", validation_share=0.05),
-        task=Clip(text_width=128, text_depth=3, text_context=40, vocabulary=1024),
+        task=Clip(text_width=96, text_depth=2, text_context=32, vocabulary=1024),
         model=ModelConfig(
-            variant="ViT-Pico/4", overrides={"width": 128, "depth": 4, "heads": 4, "mlp_width": 512, "pool": "gap"}
+            variant="ViT-Pico/4", overrides={"width": 96, "depth": 3, "heads": 3, "mlp_width": 384, "pool": "gap"}
         ),
         images=Preprocess(image_size=(32, 32)),
         augment=Augment(),
         optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=0.1, beta2=0.98, warmup="200 steps"),
-        run=RunConfig(name="scenes", epochs=20.0, batch_size=256),
+        run=RunConfig(name="scenes", epochs=10.0, batch_size=256),
     )
 
 
