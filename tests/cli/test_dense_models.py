@@ -35,8 +35,6 @@ REFUSED = {
     "evaluate classifier --data masks --by accuracy": "has a mask per image, but the model predicts classes",
     "evaluate boxer classifier --data voc": "has boxes of objects, but the model predicts classes",
     "predict boxer voc/JPEGImages/001.png --top 2": "--top",
-    "explain boxer voc/JPEGImages/001.png": "MODEL predicts boxes",
-    "explain masker voc/JPEGImages/001.png": "MODEL predicts masks",
     "optimize boxer --data voc": "a model that predicts boxes cannot be made faster",
     "optimize classifier --data voc": "has boxes of objects, but the model predicts classes",
     "report boxer --data voc": "a model that predicts boxes cannot be reported on",
