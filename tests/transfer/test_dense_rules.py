@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import vitrail
 from tests.make import make_bundle, make_colour_folder, make_masks_folder, make_voc_folder
 from vitrail.cli import main
 from vitrail.data.source import typical_size
 from vitrail.data.sources import open_data
-from vitrail.transfer.dense_rules import PATCHES_OF_OBJECT, Times, sizes_for, smallest_side
+from vitrail.transfer.dense_rules import PATCHES_OF_OBJECT, Times, _head_seconds, sizes_for, smallest_side
 
 
 def test_small_objects_need_large_images(tmp_path: Path) -> None:
@@ -43,6 +46,7 @@ def test_epochs_fit_into_the_time() -> None:
     [
         ("voc", ("--task", "classification"), "choose the task detection"),
         ("voc", ("--protocol", "paper"), "'paper' is made for classes"),
+        ("voc", ("--head-kind", "queries", "--budget", "1s"), "needs the outline of each object"),
         ("colours", ("--task", "detection"), "has no boxes of objects"),
     ],
 )
@@ -56,6 +60,12 @@ def test_what_does_not_fit_the_targets_is_refused(
     assert main(["finetune", "small", "--data", str(tmp_path / data), "--run", str(tmp_path / "run"), *words]) == 2
     found = capsys.readouterr()
     assert message in " ".join((found.out + found.err).split()) and not (tmp_path / "run").exists()
+
+
+def test_the_head_of_queries_is_measured_with_its_blocks() -> None:
+    config = make_bundle(patch_size=(8, 8), image_size=(32, 48), depth=5).network.config
+    queries: Any = {"head_kind": "queries", "queries": 7, "query_blocks": 2}
+    assert 0 < _head_seconds(replace(config, **queries), torch.device("cpu")) < 5
 
 
 @pytest.mark.slow

@@ -365,7 +365,9 @@ def eomt(size: str, *, of_objects: bool) -> TrainConfig:
             overrides={"head_kind": "queries", "queries": queries, "query_blocks": 3, "stochastic_depth": 0.0}
         ),
         start=StartConfig(init=f"facebook/dinov2-with-registers-{size}"),
-        images=Preprocess(image_size=(side, side), resize="pad", mean=IMAGENET_MEAN, std=IMAGENET_STD),
+        images=Preprocess(
+            image_size=(side, side), resize="pad", pad_value=(0,), mean=IMAGENET_MEAN, std=IMAGENET_STD
+        ),
         augment=augment,
         optimizer=OptimizerConfig(
             learning_rate=1e-4, schedule="polynomial", power=0.9, warmup="500 steps", warmup_from_zero=True,
@@ -380,8 +382,8 @@ def eomt(size: str, *, of_objects: bool) -> TrainConfig:
 OF_EOMT = (
     HELD_OUT,
     "Patches have 14 pixels, as in the pre-trained model, and not 16, to which the published code resizes them. Images "
-    "are larger in the same ratio of their sides to whole patches: 644 instead of 640, and 518 instead of 512 pixels.",
-    "Padding has the mean colour and is on all sides. The published code pads below and on the right.",
+    "have 644 instead of 640 pixels (COCO), or 518 instead of 512 (ADE20K), which are multiples of 14.",
+    "Padding is black, as in the published code, and can be on all sides instead of below and on the right.",
 )
 """Differences of all recipes of EoMT."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -218,3 +219,17 @@ def test_boxes_of_cells_are_around_them() -> None:
         [4 / 12, 1 / 8, 9 / 12, 3 / 8]
     ) and found.labels.tolist() == [0]
     assert found.mask_rows is not None and found.mask_rows.tolist() == [1], "the other mask has no cell"
+
+
+def test_files_say_whether_masks_are_those_of_objects(tmp_path: Path) -> None:
+    eomt().save_pretrained(tmp_path)
+    processor, config = tmp_path / "preprocessor_config.json", tmp_path / "config.json"
+    processor.write_text(json.dumps({"do_split_image": True, "size": {"shortest_edge": 48, "longest_edge": None}}))
+    bundle = vitrail.load(tmp_path, device="cpu")
+    assert bundle.output == "mask" and not bundle.finds_masks and any("=True" in note for note in bundle.notes)
+    values = json.loads(config.read_text())
+    config.write_text(json.dumps(values | {"masks_of": "boxes"}))
+    assert vitrail.load(tmp_path, device="cpu").output == "boxes", "what Vitrail wrote counts"
+    config.write_text(json.dumps(values | {"masks_of": "stuff"}))
+    with pytest.raises(BundleError, match="masks_of='stuff' is not one of"):
+        vitrail.load(tmp_path, device="cpu")
