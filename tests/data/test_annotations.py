@@ -312,6 +312,37 @@ def test_tasks_without_labels_use_the_pictures_alone(tmp_path: Path, write: Call
     assert not any("masks" in key for key in keys) and "not their boxes or masks" in splits.notes[-1]
 
 
+def test_folders_of_pictures_with_cocos_file_are_not_classes(tmp_path: Path) -> None:
+    for name in ("one/a.jpg", "two/b.jpg"):
+        picture(tmp_path / "train" / name)
+    images = [{"id": n, "file_name": f"{name}.jpg", "height": 40, "width": 60} for n, name in enumerate("ab")]
+    polygons = [[[1, 1, 20, 1, 20, 20], [5, 5]], [[26, 31, 50, 31]]]
+    boxes = [
+        {"id": n, "image_id": n, "category_id": 1, "bbox": [2, 3, 9, 9], "segmentation": one}
+        for n, one in enumerate(polygons)
+    ]
+    content = {"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "cell"}]}
+    (tmp_path / "train" / "_annotations.coco.json").write_text(json.dumps(content))
+    splits = opened(tmp_path)
+    assert (splits.classes, splits.target_kind) == (("cell",), "boxes")
+    text = "\n".join(splits.notes)
+    assert "not read as classes" in text and "2 outlines with a polygon of fewer than three points" in text
+    outlines = [splits.train.target(index).outlines for index in range(2)]  # type: ignore[union-attr]
+    assert [one[0] is None or len(one[0]) for one in outlines] == [1, True]
+
+
+def test_labels_of_yolo_for_several_pictures_are_named(tmp_path: Path) -> None:
+    for name in ("a.jpg", "a.png", "b.JPG"):
+        picture(tmp_path / "train/Images" / name)
+    (tmp_path / "train/Labels").mkdir()
+    for name in "ab":
+        (tmp_path / f"train/Labels/{name}.txt").write_text("0 0.5 0.5 0.2 0.2\n")
+    (tmp_path / "data.yaml").write_text("train: train/Images\nnames: [cell]\n")
+    splits = opened(tmp_path)
+    assert [len(splits.train.target(index)) for index in range(3)] == [1, 1, 1]  # type: ignore[arg-type]
+    assert "1 file of labels with several images of the same name: train/Labels/a.txt" in "\n".join(splits.notes)
+
+
 def test_what_lies_beside_boxes_and_masks_is_named(tmp_path: Path) -> None:
     """A table wins over masks, and boxes win over both. A file of another kind of XML is no annotation."""
     masks(tmp_path, np.zeros((40, 60), np.uint8))
@@ -483,7 +514,8 @@ def test_the_commands_check_convert_and_refuse(tmp_path: Path, capsys: pytest.Ca
     assert "crowd" in capsys.readouterr().out
     assert main(["data", "pack", str(tmp_path / "a"), str(tmp_path / "tar")]) == 2
     assert "--to" in capsys.readouterr().err
-    assert main(["train", "--data", str(tmp_path / "a"), "--run", str(tmp_path / "run")]) == 2
+    classes = ["--task", "classification", "--run", str(tmp_path / "run")]
+    assert main(["train", "--data", str(tmp_path / "a"), *classes]) == 2
     assert "boxes of objects" in capsys.readouterr().err and not (tmp_path / "run").exists()
     assert main(["data", "check", f"{tmp_path / 'a'}", "--ignore-label", "3", "--page", "None"]) == 2
     with pytest.raises(ConfigError):

@@ -302,7 +302,19 @@ def _open(request: Request) -> Splits:
 
 
 def _has_classes(request: Request) -> bool:
-    return request.is_folder and not request.numbers and formats.folder.has_classes(request.path, request.choice.splits)
+    """Return True for class folders, unless COCO's JSON says what is in the images of these folders."""
+    return not request.numbers and _has_class_folders(request) and not _has_coco(request.path)
+
+
+def _has_class_folders(request: Request) -> bool:
+    return request.is_folder and formats.folder.has_classes(request.path, request.choice.splits)
+
+
+def _has_coco(root: Path) -> bool:
+    """Return True if a folder has a COCO file with boxes: in it, in a folder of a split, or in one of annotations."""
+    folders = [one for one in formats.folder.class_folders(root) if split_of(one.name) or one.name.startswith("annot")]
+    files = [path for place in (root, *folders) for path in place.glob("*.json")]
+    return bool(formats.coco.annotation_files(path for path in files if not formats.coco.OTHERS.match(path.name)))
 
 
 def _open_folders(request: Request) -> Splits:
@@ -400,6 +412,8 @@ def _open_boxes(request: Request) -> Splits:
     ((_, opened),) = found
     splits = opened()
     notes = [f"{request.title}: its masks are not read, because it has boxes"] if _has_masks(request) else []
+    if _has_class_folders(request):
+        notes.append(f"{request.title}: its folders of images are not read as classes, because it has boxes")
     beside = _beside(request.path) if request.is_folder else ()
     return replace(splits, notes=(*splits.notes, *notes, *beside))
 

@@ -27,6 +27,7 @@ from vitrail.data.formats.annotated import (
     holds_masks,
     missing_images,
     object_splits,
+    shown,
     unlisted_images,
 )
 from vitrail.data.objects import Outline, Runs
@@ -41,6 +42,9 @@ KEYS = re.compile(rb'"(?:images|annotations|categories)"\s*:')
 
 OTHERS = re.compile(r"(captions|person_keypoints|panoptic|image_info|stuff)_", re.I)
 """Beginnings of COCO's files that hold something else than boxes."""
+
+LEAST_NUMBERS = 6
+"""Smallest number of coordinates of a polygon, which has three points."""
 
 TITLE = re.compile(r"^(?:instances|captions|annotations?|coco|_)+[-_.]*", re.I)
 """Beginning of a file's name before that of its split."""
@@ -247,6 +251,7 @@ def _images(
     places = {number: place for place, number in enumerate(categories)}
     strange: list[str] = []
     with_keypoints = 0
+    short: list[str] = []
     for number, one in enumerate(values["annotations"]):
         if not isinstance(one, dict):
             raise DataError(f"{path}: annotation {number} is not an object with fields")
@@ -260,7 +265,15 @@ def _images(
             continue
         with_keypoints += bool(one.get("keypoints"))
         result.objects.append(_annotation(path, where, one, row, result.sizes[row], places))
+        if isinstance(parts := one.get("segmentation"), list) and any(len(part) < LEAST_NUMBERS for part in parts):
+            short.append(where)
     result.faults += _unknown_images(path, strange)
+    if short:
+        result.faults.append(Fault(
+            "short-polygon", "note", len(short), f"{path}: {plural(len(short), 'outline')} with a polygon of "
+            f"fewer than three points, which is left out: {shown(short)}",
+            "The other polygons of these objects, or else their boxes, are learned.", "Correct these outlines.",
+        ))  # fmt: skip
     if with_keypoints:
         result.faults.append(Fault(
             "keypoints", "note", with_keypoints, f"{path}: the keypoints of {plural(with_keypoints, 'object')} are not "
@@ -319,7 +332,8 @@ def _outline(path: Path, where: str, value: Any, size: tuple[int, int]) -> Outli
         isinstance(part, list) and len(part) % 2 == 0 and all(type(one) in (int, float) for one in part)
         for part in value
     ):
-        polygons = [np.array(part, np.float64).reshape(-1, 2) / size[::-1] for part in value if len(part) >= 6]
+        parts = (part for part in value if len(part) >= LEAST_NUMBERS)
+        polygons = [np.array(part, np.float64).reshape(-1, 2) / size[::-1] for part in parts]
         return tuple(polygons) or None
     raise DataError(f"{where} of {path}: the segmentation is neither polygons [[x, y, ...], ...] nor run lengths")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -179,7 +180,7 @@ def _label_of(key: str, texts: set[str]) -> str | None:
     parts = stem.split("/")
     for place in reversed(range(len(parts) - 1)):
         if parts[place].lower() in ("images", "image", "imgs", "jpegimages"):
-            for word in ("labels", "label"):
+            for word in ("labels", "label", "Labels", "LABELS"):
                 if (moved := "/".join([*parts[:place], word, *parts[place + 1 :]])) in texts:
                     return moved
     if stem in texts:
@@ -257,9 +258,15 @@ def _beyond(title: str, found: Sequence[AnnotatedImages], names: Sequence[str]) 
 
 
 def _alone(folder: Path, images: ImageFiles, texts: set[str]) -> Iterator[Fault]:
-    """Yield a fault if label files belong to no image."""
-    used = {name for key in images.inodes if (name := _label_of(key, texts)) is not None}
-    alone = sorted(name for name in texts - used if _begins_with_labels(folder / name))
+    """Yield a fault if label files belong to no image, or to several."""
+    used = Counter(name for key in images.inodes if (name := _label_of(key, texts)) is not None)
+    alone = sorted(name for name in texts - used.keys() if _begins_with_labels(folder / name))
+    if shared := sorted(name for name, count in used.items() if count > 1):
+        yield Fault(
+            "labels-of-several-images", "warning", len(shared),
+            f"{folder}: {plural(len(shared), 'file')} of labels with several images of the same name: {shown(shared)}",
+            "Each of these images gets the labels.", "Rename the images, or remove those that are not annotated.",
+        )  # fmt: skip
     if alone:
         yield Fault(
             "labels-without-image", "warning", len(alone),

@@ -20,6 +20,13 @@ SIZES = ("all", "small", "medium", "large")
 """Sizes of objects: areas below 32 x 32 pixels are small, those of at least 96 x 96 large."""
 
 
+MOST_RESAMPLED = 10**7
+"""Number of pairs of a class and an image that all resamples of the bootstrap examine, unless there are few resamples.
+It takes about half a minute."""
+
+LEAST_RESAMPLES = 20
+
+
 @dataclass(frozen=True)
 class PrecisionReport:
     """Average precisions. Those of sizes or classes without a true object are None."""
@@ -46,7 +53,8 @@ def average_precision(
     """Return the average precision of images, from the true objects of each and those that were found.
 
     Crowds are ignored as in COCO: boxes that cover them are neither right nor wrong. The values are pycocotools'.
-    A resample draws the images with replacement, and each drawn copy counts as a image.
+    A resample draws the images with replacement, and each drawn copy counts as an image. There are fewer resamples for
+    many classes and images (`MOST_RESAMPLED`).
     """
     from faster_coco_eval import COCOeval_faster  # type: ignore[import-untyped]
     from faster_coco_eval.faster_eval_api_cpp import COCOevalAccumulate  # type: ignore[import-untyped]
@@ -61,11 +69,12 @@ def average_precision(
     params, images = evaluation._paramsEval, evaluation._evalImgs_cpp
     whole = _precisions(COCOevalAccumulate(params, images))
     count, areas = len(truths), len(SIZES)
-    table = np.arange(classes * areas * count).reshape(classes, areas, count)
+    table = np.arange(classes * areas * count).reshape(classes, areas, count)[:, 0]  # objects of all sizes
+    params.areaRng, params.areaRngLbl = params.areaRng[:1], params.areaRngLbl[:1]
     random = np.random.default_rng(seed)
-    resampled = np.empty((resamples, 3))
+    resampled = np.empty((min(resamples, max(LEAST_RESAMPLES, MOST_RESAMPLED // max(1, table.size))), 3))
     for row in resampled:
-        drawn = table[:, :, random.integers(0, count, count)].ravel().tolist()
+        drawn = table[:, random.integers(0, count, count)].ravel().tolist()
         row[:] = _means(_precisions(COCOevalAccumulate(params, [images[place] for place in drawn])))
     values = _means(whole)
     mean, at_50, at_75 = (interval(value, column) for value, column in zip(values, resampled.T, strict=True))
