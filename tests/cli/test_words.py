@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.nn.functional as F
 
 from tests.words import model_with_words
 from vitrail.cli import main
@@ -55,6 +57,41 @@ def test_faults(
     image = next(colour_folder.rglob("*.png"))
     assert main(["predict", str(words), str(image), *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_search_by_text(words: Path, colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "features")
+    assert (
+        main(["embed", str(words), "--data", str(colour_folder), "--out", out, "--split", "train", "--no-cache"]) == 0
+    )
+    capsys.readouterr()
+    assert main(["nearest", out, "--text", "a red wall", "a bee " * 20, "--top", "3", "--json"]) == 0
+    shown = capsys.readouterr()
+    first, second = map(json.loads, shown.out.splitlines())
+    assert first["text"] == "a red wall" and len(first["nearest"]) == len(second["nearest"]) == 3
+    assert "12 tokens" in shown.err, "a long text is cut and said so"
+    bundle = load(words)
+    best = first["nearest"][0]
+    image = F.normalize(bundle.embed([best["image"]]), dim=1)
+    assert best["cosine"] == pytest.approx(float((image @ bundle.embed_texts(["a red wall"]).T).item()), abs=1e-4)
+    every = (
+        F.normalize(bundle.embed(sorted(colour_folder.rglob("*.png"))), dim=1) @ bundle.embed_texts(["a red wall"]).T
+    )
+    assert best["cosine"] >= float(every.max()) - 1e-2
+    assert main(["nearest", out, best["image"], "--text", "a bee", "--csv"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].startswith("query,rank")
+    assert main(["nearest", out]) == 2
+    assert "--text" in capsys.readouterr().err
+
+
+def test_features_of_a_model_without_words(
+    colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = replace(model_with_words(), words=None).save(tmp_path / "bare")
+    out = str(tmp_path / "features")
+    assert main(["embed", str(bare), "--data", str(colour_folder), "--out", out, "--no-cache"]) == 0
+    assert main(["nearest", out, "--text", "a bee"]) == 2
+    assert "no text tower" in capsys.readouterr().err
 
 
 def test_a_model_without_words(colour_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import csv
 import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, files_of
 from vitrail.data.sources import open_whole
 from vitrail.errors import ConfigError, DataError, Interrupted, UndecodableImage
-from vitrail.evaluation.classifiers.nearest import nearest
+from vitrail.evaluation.classifiers.nearest import lengths_of, nearest
 from vitrail.evaluation.features.cache import default_cache
 from vitrail.evaluation.features.extract import FeatureSet, extract
 from vitrail.evaluation.features.feature_files import (
@@ -55,8 +55,10 @@ class Nearest:
 
     features: Path = setting(argument="FEATURES")
     """Folder that `vitrail embed` wrote. If it holds several splits, all of them are searched."""
-    images: tuple[Path, ...] = setting(argument="IMAGE...")
+    images: tuple[Path, ...] = setting((), argument="IMAGE...")
     """Image files, folders that are searched for images, or tables of paths."""
+    text: tuple[str, ...] = setting((), metavar="TEXT")
+    """Texts to search by, if the model reads texts, such as CLIP or SigLIP."""
     top: int = setting(5, least=1, advice="choose the number of neighbours for each image")
     """Number of neighbours to show for each image."""
     model: str | None = None
@@ -71,15 +73,16 @@ class Nearest:
 
 NEAREST = Command(
     name="nearest",
-    summary="""Find the images of a folder of features that resemble given images most, by the cosine of their
+    summary="""Find the images of a folder of features that resemble given images or texts most, by the cosine of their
     features. An image that is itself among them is skipped.""",
     examples=(
         Example("vitrail embed facebook/dinov2-small --data photos --out features", "Compute the features first."),
         Example("vitrail nearest features rose.jpg", "Show the five images that resemble one image."),
+        Example('vitrail nearest features --text "a red car at night"', "Search by a text, with features of CLIP."),
         Example("vitrail nearest features holiday/ --top 1 --csv", "Print the best match of every image in a folder."),
     ),
     options=(Nearest,),
-    essential={"Output": ("top", "csv", "json"), "Model": ("model", "device")},
+    essential={"Query": ("text",), "Output": ("top", "csv", "json"), "Model": ("model", "device")},
 )
 
 
@@ -92,18 +95,26 @@ class _Stored:
     """Paths of the images, or their keys if they are not files."""
     labels: tuple[Any, ...]
 
+    @functools.cached_property
+    def lengths(self) -> Float32[np.ndarray, " n"]:
+        return lengths_of(self.features)
+
 
 def run_nearest(call: Call) -> int:
     options = Nearest(**call.options)
+    if not options.images and not options.text:
+        raise ConfigError(f"IMAGE... is missing; usage: {NEAREST.usage}, or --text TEXT instead of images")
     paths = image_paths(options.images)
     folders = feature_folders(options.features)
     stored = _stored(folders)
     bundle = _model(options, folders)
-    results = [(path, _neighbours(bundle, path, stored, options.top)) for path in paths]
+    results: list[Result] = [(path, _neighbours(bundle, path, stored, options.top)) for path in paths]
+    if options.text:
+        results += _by_text(bundle, options, stored)
     if options.json:
-        for path, result in results:
+        for query, result in results:
             answer = {"error": str(result)} if isinstance(result, UndecodableImage) else {"nearest": result}
-            print(json.dumps({"image": str(path), **answer}, ensure_ascii=False))
+            print(json.dumps({_kind(query): str(query), **answer}, ensure_ascii=False))
     elif options.csv:
         _print_csv(results)
     else:
@@ -184,7 +195,7 @@ def _neighbours(bundle: Bundle, path: Path, stored: _Stored, top: int) -> list[d
         query = bundle.embed([path]).numpy()
     except UndecodableImage as error:
         return error
-    (found,) = nearest(stored.features, query, min(top + 1, len(stored.images)))
+    (found,) = nearest(stored.features, query, min(top + 1, len(stored.images)), lengths=stored.lengths)
     own = _place(path)
     return [
         {"image": stored.images[row], "cosine": float(cosine), "label": stored.labels[row]}
@@ -193,17 +204,41 @@ def _neighbours(bundle: Bundle, path: Path, stored: _Stored, top: int) -> list[d
     ][:top]
 
 
+def _by_text(bundle: Bundle, options: Nearest, stored: _Stored) -> Iterator[Result]:
+    """Yield each text with the images whose features resemble its embedding."""
+    texts = bundle.reader_of_texts().embed(options.text)
+    for note in texts.notes:
+        print(f"vitrail: {note}", file=sys.stderr)
+    top = min(options.top, len(stored.images))
+    for part in nearest(stored.features, texts.vectors.numpy(), top, lengths=stored.lengths):
+        for row, text in enumerate(options.text[part.first : part.first + len(part.indices)]):
+            found = zip(part.indices[row].tolist(), part.similarities[row].tolist(), strict=True)
+            yield (
+                text,
+                [
+                    {"image": stored.images[place], "cosine": float(cosine), "label": stored.labels[place]}
+                    for place, cosine in found
+                ],
+            )
+
+
+def _kind(query: Path | str) -> str:
+    return "text" if isinstance(query, str) else "image"
+
+
 def _place(path: Path) -> Path:
     """Return the path of an image with its folder resolved, because the same folder can be spelled in several ways."""
     return path.parent.resolve() / path.name
 
 
-Result = tuple[Path, list[dict[str, Any]] | UndecodableImage]
+Result = tuple[Path | str, list[dict[str, Any]] | UndecodableImage]
+"""An image or a text with the nearest images, or with the reason why the image cannot be decoded."""
 
 
 def _print_table(results: Sequence[Result]) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for column in ("image", "nearest", "cosine", "label"):
+    kind = " or ".join(dict.fromkeys(_kind(query) for query, _ in results))
+    for column in (kind, "nearest", "cosine", "label"):
         table.add_column(column, no_wrap=True, justify="right" if column == "cosine" else "left")
     for path, result in results:
         if isinstance(result, UndecodableImage):
@@ -217,7 +252,8 @@ def _print_table(results: Sequence[Result]) -> None:
 def _print_csv(results: Sequence[Result]) -> None:
     """Print CSV. An image that cannot be decoded has one line with the reason in the last column, `error`."""
     writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(["image", "rank", "nearest", "cosine", "label", "error"])
+    has_texts = any(isinstance(query, str) for query, _ in results)
+    writer.writerow(["query" if has_texts else "image", "rank", "nearest", "cosine", "label", "error"])
     for path, result in results:
         if isinstance(result, UndecodableImage):
             writer.writerow([str(path), "", "", "", "", str(result)])

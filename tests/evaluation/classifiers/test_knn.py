@@ -19,7 +19,7 @@ from tests.targets import multi_labels, single_labels
 from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers import nearest as module
-from vitrail.evaluation.classifiers.nearest import Neighbours, knn, nearest
+from vitrail.evaluation.classifiers.nearest import Neighbours, knn, lengths_of, nearest
 
 
 def corners(n: int, seed: int) -> np.ndarray:
@@ -213,3 +213,20 @@ def test_memory_beyond_the_features_is_bounded(tmp_path: Path, alike: bool) -> N
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "features.npy"), "50" if alike else "9"]
     finished = subprocess.run(command, capture_output=True, text=True, check=True)
     assert 0 < int(finished.stdout) < (2e9 if alike else 0.5e9)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e25])
+def test_few_queries_find_what_many_find(scale: float) -> None:
+    draw = np.random.default_rng(3)
+    stored = (draw.normal(size=(300, 8)) * draw.uniform(0.1, 9, (300, 1)) * scale).astype(np.float32)
+    stored[7] = 0
+    asked = draw.normal(size=(40, 8)).astype(np.float32)
+    (many,) = nearest(stored, asked, 300)
+    for lengths in (None, lengths_of(stored)):
+        (few,) = nearest(stored, asked[:5], 300, lengths=lengths)
+        assert np.allclose(few.similarities, many.similarities[:5], atol=1e-6)
+        assert (np.sort(few.indices) == np.arange(300)).all()
+        assert np.array_equal(few.indices[:, 0], many.indices[:5, 0])
+    stored[9, 2] = np.nan
+    with pytest.raises(DataError):
+        lengths_of(stored)
