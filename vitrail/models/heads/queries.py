@@ -50,6 +50,10 @@ class QueryMasks(BoxHead, MaskHead):
 
     A row of the output is a query: a logit of each class, the logit of "no object", and a logit of each of the 4 x 4
     cells of all patches, in row-major order.
+
+    Of an object, the pixels are those with a positive logit, the box is around them, and the score is the probability
+    of the class times the mean probability of the pixels. A class of all pixels has the sum over the queries of the
+    probability of the class times that of the cell.
     """
 
     fields = own_fields = ("queries", "query_blocks")
