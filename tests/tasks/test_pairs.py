@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,23 +12,29 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor
 
 import vitrail
 from tests.several import in_processes
-from tests.tasks.images import batch_of, images_of
+from tests.tasks.images import Pictures, batch_of, images_of
 from tests.tasks.objectives import small_network
 from tests.training import ranks
 from vitrail.data.batch import Batch
+from vitrail.data.pipeline import Ranks, TrainingBatches
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.text_tokenizer import train_tokenizer
 from vitrail.errors import ConfigError, DataError
 from vitrail.models.text import TextTower
 from vitrail.models.variants import ModelConfig
 from vitrail.processes.group import Processes
 from vitrail.tasks.pairs import Clip, Embeddings, PairObjective, PairTask, SigLip
+from vitrail.tasks.task import Position
 from vitrail.training.config import TrainConfig
+from vitrail.training.folder import check_place
 from vitrail.training.log import read_journal
 from vitrail.training.run import resume, train
+from vitrail.weights.bundle import weights_sha256
 from vitrail.weights.words import Words
 
 TEXTS = [f"{colour} {shape}" for colour in ("red", "blue", "green") for shape in ("circle", "square", "bar")]
@@ -161,16 +168,22 @@ def test_a_run_that_is_stopped_continues_bit_by_bit(tmp_path: Path) -> None:
 
 def test_a_trained_pair_finds_its_texts_and_continues_as_initial_model(tmp_path: Path) -> None:
     data = write_pairs(tmp_path / "data", 36)
-    more = {"optimizer": "adamw", "learning_rate": 3e-3, "steps": 40, "evaluations": 2}
+    more = {"optimizer": "adamw", "learning_rate": 3e-3, "steps": 40, "evaluations": 2, "keep": "best"}
     result = train(config_of(data, tmp_path / "run", task="siglip", initial_bias=-2.0, **more))
     assert result.metrics["validation_mean_recall"] > 0.4
     model = vitrail.load(tmp_path / "run" / "model")
     assert model.words is not None and model.words.bias is not None
+    beside = load_file(tmp_path / "run" / "beside.safetensors")
+    assert model.words.scale == beside["scale"].item() and model.words.bias == beside["bias"].item()
+    assert all(torch.equal(weight, beside[f"text.{name}"]) for name, weight in model.words.tower.named_parameters())
     config = config_of(data, tmp_path / "again", freeze="image", steps=1)
     config = replace(config, model=ModelConfig()).override(init=str(tmp_path / "run"))
-    again = train(config)
+    before = weights_sha256(model.words.tower)
+    again = train(config, initial=model)
+    assert weights_sha256(model.words.tower) == before, "the initial model stays as it is"
     for one, other in zip(model.network.parameters(), again.bundle.network.parameters(), strict=True):
         assert torch.equal(one, other), "the frozen tower stays"
+    check_place(tmp_path / "run", config.override(overwrite=True))
     assert again.bundle.words is not None and again.bundle.words.tokenizer == model.words.tokenizer
 
 
@@ -197,3 +210,55 @@ def test_data_without_texts_is_refused(tmp_path: Path) -> None:
     data.write_text("path,text\n0.png,same\n1.png,same\n")
     with pytest.raises(DataError, match="fewer than two different"):
         train(config_of(data, tmp_path / "run", validation_share=0.0))
+
+
+def test_a_frozen_tower_embeds_each_image_once() -> None:
+    objective = make_objective(small_task(Clip, freeze="image")).train()
+    batch, calls = pairs_batch(4), []
+    embed = objective.network.embed
+    objective.network.__dict__["embed"] = lambda images: calls.append(len(images)) or embed(images)
+    first, again = objective(batch), objective(batch)
+    assert calls == [1, 1, 1, 1] and torch.equal(first.loss, again.loss)
+    objective(replace(batch, images=batch.images.flip(3)))
+    assert len(calls) == 8
+    assert all(weight.grad is None for weight in objective.network.parameters())
+    first.loss.backward()
+    assert objective.text.projection is not None and objective.text.projection.weight.grad is not None
+    assert {name for name, weight in objective.named_parameters() if weight.requires_grad}.isdisjoint(
+        f"network.{name}" for name, _ in objective.network.named_parameters()
+    )
+
+
+def test_the_scale_of_clip_is_at_most_100() -> None:
+    objective, sigmoid = make_objective(small_task(Clip)), make_objective(small_task(SigLip))
+    for one in (objective, sigmoid):
+        one.scale.data.fill_(6.0)
+        one.after_step(Position(0, 1, 0.0), Processes())
+    assert objective.scale.exp().item() == pytest.approx(100, rel=1e-5) and sigmoid.scale.item() == 6.0
+
+
+def test_one_text_of_each_image_is_drawn_by_seed_epoch_and_sample() -> None:
+    texts = [("red circle", "blue bar", "green square"), ("red bar",), None]
+    source, images = Pictures(6, targets=texts), Preprocess(image_size=(14, 14))
+    tokenizer = train_tokenizer(TEXTS, vocabulary=600, context=8)
+
+    def batches(ranks: Ranks = Ranks(), **state: int) -> dict[tuple[int, int], list[int]]:
+        made = TrainingBatches(source, images, batch_size=6, seed=3, ranks=ranks, tokenizer=tokenizer)
+        made.restore({"batches": 0, **state})
+        found = {}
+        for batch in itertools.islice(made, 8 - state.get("batches", 0)):
+            assert batch.texts is not None
+            for epoch, sample, tokens, counted in zip(
+                batch.epochs.tolist(), batch.samples.tolist(), batch.texts.tolist(), batch.counted.tolist(), strict=True
+            ):
+                found[epoch, sample] = tokens
+                assert counted == (sample % 3 < 2)
+        return found
+
+    whole = batches()
+    parts = batches(Ranks(0, 2)) | batches(Ranks(1, 2))
+    assert whole == parts and batches(batches=5).items() <= whole.items()
+    allowed = {text: tokenizer.encode([text]).tokens[0].tolist() for text in (*texts[0], "red bar")}
+    assert {tuple(whole[epoch, 0]) for epoch in range(8)} == {tuple(allowed[text]) for text in texts[0]}
+    assert all(whole[epoch, 1] == allowed["red bar"] for epoch in range(8))
+    assert any(whole[epoch, 0] != whole[epoch, 3] for epoch in range(8)), "images draw independently"

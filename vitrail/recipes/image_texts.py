@@ -126,7 +126,7 @@ IMAGE_TEXT_RECIPES = (
             (
                 "The data is not public.",
                 OWN_TOKENIZER,
-                "Adam's epsilon is 1e-8, and 1e-6 in the paper.",
+                "Adam's epsilon is 1e-8, and 1e-6 in the paper. Embeddings of tokens and positions do not decay.",
                 "Random crops are 90 to 100 % of the area, because the paper does not state the range.",
             ),
             ZERO_SHOT,

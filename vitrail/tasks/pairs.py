@@ -6,6 +6,7 @@ The network of the run is the image tower. A text tower and the scale of the sim
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from abc import abstractmethod
@@ -161,7 +162,7 @@ class PairTask(Task):
         own = None if model is None else model.words
         if own is not None and own.tower.config.embed_width == width:
             bias = self.initial_bias if own.bias is None else own.bias
-            return replace(own, bias=None if self.initial_bias is None else bias)
+            return replace(own, tower=copy.deepcopy(own.tower), bias=None if self.initial_bias is None else bias)
         if self.freeze == "text":
             raise ConfigError("freeze='text' needs a model with a text tower to start from; give init=...")
         if self.text_tokenizer is not None:

@@ -229,7 +229,8 @@ def _in_use(folder: Path) -> str:
 
 ENTRIES = (
     "run.json", LOCK, "journal.jsonl", "progress.html", "report.html", "checkpoints", "checkpoints/*",
-    "model", "model/model.*", "model/tokenizer.safetensors", "beside.safetensors", ".best-*",
+    "model", "model/model.*", "model/tokenizer.*", "model/text.safetensors", "words.json",
+    "tokenizer.json", "tokenizer.model", "beside.safetensors", ".best-*",
     "examples", "examples/*.png",
     INSIDE, *(f"{INSIDE}/{name}" for name in ("report.html", "report.json", "*.csv", "*.svg", "*.png", "*.parquet")),
     "tensorboard", "tensorboard/*", "wandb", "wandb/*", "*.vitrail-partial", "*.vitrail-replaced",

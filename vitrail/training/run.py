@@ -513,6 +513,8 @@ def finish(run: Run, state: TrainState) -> RunResult:
     elif is_best:
         processes.copy_from_first(bundle.network.state_dict().values())
         processes.copy_from_first(beside(state.kept).values())
+        if bundle.words is not None:  # their numbers are those of the last step
+            bundle = measured = replace(bundle, words=make_bundle(job, state.kept).words)
     predictions = _measure(run, state, measured)
     bundle.metrics = measured.metrics
     processes.on_first(lambda: write_weights(bundle, folder / "model"))
