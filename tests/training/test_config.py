@@ -115,14 +115,14 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     (
         {"init": "m", "variant": "ViT-S/16"},
         "variant='ViT-S/16' cannot be given with init='m', because the "
-        "model fixes the architecture; only cut_uneven, head_kind, pool, final_norm, dropout, stochastic_depth, "
-        "skip_dropped, patch_dropout can",
+        "model fixes the architecture; only cut_uneven, head_kind, pool, final_norm, head_normalises, dropout, "
+        "stochastic_depth, skip_dropped, patch_dropout can",
     ),
     (
         {"init": "m", "depth": 3, "dropout": 0.1},
         "depth=3 cannot be given with init='m', because the "
-        "model fixes the architecture; only cut_uneven, head_kind, pool, final_norm, dropout, stochastic_depth, "
-        "skip_dropped, patch_dropout can",
+        "model fixes the architecture; only cut_uneven, head_kind, pool, final_norm, head_normalises, dropout, "
+        "stochastic_depth, skip_dropped, patch_dropout can",
     ),
     ({"seed": 2**32}, "seed=4294967296 is not in [0, 4294967296)"),
     ({"max_skipped": 1.1}, "max_skipped=1.1 is not in [0, 1]"),
