@@ -147,9 +147,8 @@ COMMAND = Command(
     options=(Predict,),
     essential={
         "Images": ("data", "split"),
-        "Classes in words": ("classes", "templates"),
+        "Classes in words": ("classes",),
         "Output": ("top", "threshold", "tiles", "csv", "json", "out", "coco", "yolo", "masks", "overwrite"),
-        "Speed": ("image_size", "device", "precision"),
     },
 )
 
