@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from vitrail.analysis.tracing import BATCH, Kept, Trace, TracePrecision, explainable, traces, transformer_of
 from vitrail.errors import ConfigError
+from vitrail.models.heads import DenseHead
 from vitrail.models.network import Features
 from vitrail.models.tokens import AttentionPool
 from vitrail.models.vit import VisionTransformer
@@ -202,10 +203,12 @@ def _dense_reading(vit: VisionTransformer, piece: Trace) -> Float[Tensor, "b n"]
     the product of token and gradient. A detection token, or a patch with a linear head, is read alone."""
     assert piece.outputs is not None and piece.targets is not None and isinstance(vit.head, nn.Module)
     last, first = piece.outputs[:, -1], int(piece.has_class_token)
+    reads_middle = isinstance(vit.head, DenseHead) and vit.head.reads_middle
+    middle = piece.outputs[:, vit.config.middle_block, piece.prefix :] if reads_middle else None
     with torch.enable_grad():
         tokens = (vit.norm(last) if vit.config.final_norm == "tokens" else last).detach().requires_grad_()
         cls = tokens[:, 0] if first else None
-        features = Features(cls, tokens[:, first : piece.prefix], tokens[:, piece.prefix :], piece.grid)
+        features = Features(cls, tokens[:, first : piece.prefix], tokens[:, piece.prefix :], piece.grid, middle=middle)
         chosen = explainable(vit, vit.head(features)).gather(1, piece.targets[:, None])
         (slopes,) = torch.autograd.grad(chosen.sum(), tokens)
     read = (tokens.detach() * slopes).sum(dim=2).abs()

@@ -65,6 +65,8 @@ class Features:
     """Numbers of rows and columns of patches. If all patches are kept, the product of the two numbers is n."""
     queries: Float[Tensor, "b q width"] | None = None
     """The tokens that the head of the network has added, or None."""
+    middle: Float[Tensor, "b n width"] | None = None
+    """The patch tokens after the first half of the blocks, without a norm, or None if the head does not read them."""
 
 
 class Layers(NamedTuple):

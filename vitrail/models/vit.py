@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, overload
@@ -146,9 +147,8 @@ class VisionTransformer(nn.Module):
         """Return logits, or the inputs of the head if the network has no head. A head of another kind than "pooled"
         returns the outputs of `vitrail.models.heads`."""
         if isinstance(self.head, DenseHead):
-            patches, read = self._patches(images), self.blocks.needed(self.config.prefix)
-            tokens = self.tokens(images, patches, read if self.head.skips_patches else None)
-            return self.head(self._split(tokens, patches))
+            read = self.blocks.needed(self.config.prefix) if self.head.skips_patches else None
+            return self.head(self._features(images, read))
         x = self.head_inputs(images)
         return x if self.head is None else self.head(x)
 
@@ -182,9 +182,9 @@ class VisionTransformer(nn.Module):
         or backward from -1. Raises `ConfigError` for an unknown block, for a wrong number of channels, and for an image
         size that the patch size does not divide.
         """
-        patches = self._patches(images)
         if layers is None:
-            return self._split(self.tokens(images, patches), patches)
+            return self._features(images)
+        patches = self._patches(images)
         chosen, found = block_numbers(layers, self.config.num_blocks), dict[int, Features]()
 
         def visit(layer: int, before: Tensor, inside: AttentionPositions | None, after: Tensor) -> None:
@@ -193,6 +193,21 @@ class VisionTransformer(nn.Module):
 
         self.tokens(images, patches, visit=visit)
         return tuple(found[layer] for layer in chosen)
+
+    def _features(self, images: Float[Tensor, "b c h w"], read: int | None = None) -> Features:
+        """Return the tokens that the head reads, or only the first `read` of them, as `tokens` does."""
+        patches = self._patches(images)
+        if not (isinstance(self.head, DenseHead) and self.head.reads_middle):
+            return self._split(self.tokens(images, patches, read), patches)
+        middle = images.new_empty(0)
+
+        def visit(layer: int, before: Tensor, inside: AttentionPositions | None, after: Tensor) -> None:
+            nonlocal middle
+            if layer == self.config.middle_block:
+                middle = self._split(after, patches).patches
+
+        found = self._split(self.tokens(images, patches, visit=visit), patches)
+        return dataclasses.replace(found, middle=middle)
 
     def encode(
         self,

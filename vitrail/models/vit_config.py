@@ -212,6 +212,11 @@ class ViTConfig(NetworkConfig, TransformerConfig):
         return self.depth * self.attention_kind.blocks_per_layer
 
     @property
+    def middle_block(self) -> int:
+        """Number, from 0, of the last block of the first half."""
+        return max(0, self.num_blocks // 2 - 1)
+
+    @property
     def stream_width(self) -> int:
         return self.width
 

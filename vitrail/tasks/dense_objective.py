@@ -32,14 +32,17 @@ class DenseObjective(Objective):
         tokens = self._kept(images, self._tokens)
         prefix, grid = network.config.prefix, network.config.grid_of(*images.shape[2:])
         first = int(network.config.has_class_token)
-        features = Features(tokens[:, 0] if first else None, tokens[:, first:prefix], tokens[:, prefix:], grid)
-        return network.head(features).float()
+        end = prefix + grid[0] * grid[1]
+        middle = tokens[:, end:] if network.head.reads_middle else None
+        cls, registers, patches = tokens[:, 0] if first else None, tokens[:, first:prefix], tokens[:, prefix:end]
+        return network.head(Features(cls, registers, patches, grid, middle=middle)).float()
 
     def _tokens(self, image: Float[Tensor, "1 c h w"]) -> Float[Tensor, "1 n width"]:
-        """Return the tokens of an image, class token and registers first."""
+        """Return the tokens of an image, class token and registers first, and those of the middle last."""
         found: Features = self.network.features(image)
         first = [] if found.cls is None else [found.cls[:, None]]
-        return torch.cat([*first, found.registers, found.patches], dim=1)
+        middle = [] if found.middle is None else [found.middle]
+        return torch.cat([*first, found.registers, found.patches, *middle], dim=1)
 
 
 def is_frozen_below_head(network: Any) -> bool:

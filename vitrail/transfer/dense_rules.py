@@ -233,7 +233,7 @@ def _times(
     for size in sizes:
         larger = math.prod(size) / math.prod(measured)
         cost = network.inference_flops(size) / network.inference_flops(measured)
-        versions = _versions(network, size, facts.images, explicit, device)
+        versions = _versions(headed.with_image_size(size), facts.images, explicit, device)
         times = Times(size, forward * cost, head * larger, facts.images, versions)
         if (ENOUGH_EPOCHS * times.of_all if enters else times.of_head(ENOUGH_EPOCHS)) <= seconds:
             break
@@ -242,13 +242,12 @@ def _times(
     return times, bool(is_chosen) or (not is_frozen and (enters or times.of_all * ENOUGH_EPOCHS_OF_ALL <= seconds))
 
 
-def _versions(
-    network: AnyConfig, size: tuple[int, int], images: int, explicit: Explicit, device: torch.device
-) -> float:
+def _versions(config: ViTConfig, images: int, explicit: Explicit, device: torch.device) -> float:
     """Return the number of versions of an image whose tokens are computed once and kept (`DenseObjective`), or infinity
     if they are computed in every epoch."""
     count = 1 + explicit.get("flip", True)
-    needed = images * count * 4 * network.stream_width * network.with_image_size(size).tokens
+    middle = config.dense_head is not None and config.dense_head.reads_middle
+    needed = images * count * 4 * config.width * config.tokens * (1 + middle)
     is_kept = device.type == "cpu" and needed <= KEPT_FRACTION * available_memory(device)
     return math.inf if not is_kept or RANDOM & explicit.keys() else float(count)
 
@@ -256,11 +255,17 @@ def _versions(
 def _head_seconds(config: ViTConfig, device: torch.device) -> float:
     """Return the seconds of the forward and the backward pass of a network's head for an image."""
     adds_tokens = config.dense_head is not None and config.dense_head.adds_tokens
-    shallow: Any = {"depth": 1 + config.query_blocks * adds_tokens}  # the blocks are not measured
+    shallow: Any = {"depth": 2 + config.query_blocks * adds_tokens}  # the blocks are not measured
     network: Any = build(replace(config, **shallow)).to(device)
     features: Features = network.features(torch.zeros(1, config.channels, *config.image_size, device=device))
-    queries = None if features.queries is None else features.queries.detach()
-    tokens = Features(features.cls, features.registers, features.patches.detach().clone(), features.grid, queries)
+    tokens = Features(
+        features.cls,
+        features.registers,
+        features.patches.detach().clone(),
+        features.grid,
+        None if features.queries is None else features.queries.detach(),
+        None if features.middle is None else features.middle.detach(),
+    )
     best = math.inf
     for _ in range(4):
         begin = time.perf_counter()

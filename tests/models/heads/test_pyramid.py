@@ -39,6 +39,21 @@ def test_first_boxes_lie_around_their_cells() -> None:
     assert (middles - places).abs().max() < 0.3 and reach.min() > 1 and reach.max() < 6
 
 
+@pytest.mark.parametrize("fields", [{}, {"reversible": True}, {"depth": 1}, {"depth": 5, "registers": 2}])
+def test_the_head_reads_the_tokens_of_the_middle_too(fields: dict[str, object]) -> None:
+    shape = {"depth": 4, "width": 32, "heads": 2, **fields}
+    network = vitrail.create("ViT-Pico/8", num_classes=2, image_size=(24, 40), head_kind="pyramid", **shape).train()
+    images = torch.randn(2, 3, 24, 40)
+    middle = max(0, network.config.depth // 2 - 1)
+    (expected,) = network.features(images, layers=(middle,))
+    found = network.features(images)
+    assert torch.equal(found.middle, expected.patches)
+    assert torch.equal(network.head(found), network(images))
+    network(images).sum().backward()
+    assert all(weight.grad is not None for weight in network.head.parameters())
+    assert network.with_head(0).features(images).middle is None
+
+
 @pytest.mark.parametrize("field", [{"head_hidden": 5}, {"patch_dropout": 0.5}, {"cut_uneven": True}])
 def test_settings_that_lose_patches_are_refused(field: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="does not fit head_kind='pyramid'"):

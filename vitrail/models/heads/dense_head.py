@@ -50,6 +50,10 @@ class DenseHead(nn.Module, ABC):
     adds_tokens: ClassVar[bool] = False
     """True if the head adds tokens to the sequence (`entering`)."""
 
+    reads_middle: ClassVar[bool] = False
+    """True if the head also reads the patch tokens after the first half of the blocks (`Features.middle`). Those of a
+    pre-trained network know better where things are, and the last ones what they are."""
+
     reads_patches: ClassVar[bool] = True
     """False if the head reads only the tokens before the patches, so that the last block can skip the patches. A
     subclass states it anew."""

@@ -1,8 +1,9 @@
 """A head for boxes: a class and four distances for every cell of a small pyramid of feature maps.
 
-The pyramid is made from the last tokens alone (ViTDet, 2203.16527): half the patch size, the patch size, and twice the
-patch size. Each cell predicts one box, as in FCOS (1904.01355), so the head learns from a few hundred images, where
-queries need many epochs.
+The pyramid has maps of half the patch size, the patch size, and twice the patch size, made from tokens of one size
+(ViTDet, 2203.16527): those after the last block and those after the first half of the blocks, which raise the average
+precision of a frozen DINOv2-S by 4 points (docs/log.md). Each cell predicts one box, as in FCOS (1904.01355), so the
+head learns from a few hundred images, where queries need many epochs.
 """
 
 from __future__ import annotations
@@ -47,12 +48,15 @@ class Pyramid(BoxHead):
     class. The rows of the finest map come first, in row-major order.
     """
 
+    reads_middle = True
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         width = _width(config)
-        self.up = nn.ConvTranspose2d(config.width, width, 2, stride=2)
-        self.same = nn.Conv2d(config.width, width, 1)
-        self.down = nn.Conv2d(config.width, width, 2, stride=2)
+        self.middle_norm = nn.LayerNorm(config.width, config.norm_eps)
+        self.up = nn.ConvTranspose2d(2 * config.width, width, 2, stride=2)
+        self.same = nn.Conv2d(2 * config.width, width, 1)
+        self.down = nn.Conv2d(2 * config.width, width, 2, stride=2)
         self.norms = nn.ModuleList(nn.GroupNorm(GROUPS, width) for _ in range(3))
         self.class_tower, self.box_tower = _tower(width), _tower(width)
         self.class_logits = nn.Conv2d(width, config.num_classes, 3, padding=1)
@@ -60,7 +64,9 @@ class Pyramid(BoxHead):
 
     def forward(self, features: Features) -> Float[Tensor, "b cells outputs"]:
         grid = rows, columns = features.grid
-        image = torch.unflatten(features.patches.transpose(1, 2), 2, grid)
+        assert features.middle is not None, "the network gives them to a head with `reads_middle`"
+        tokens = torch.cat([features.patches, self.middle_norm(features.middle).to(features.patches.dtype)], dim=2)
+        image = torch.unflatten(tokens.transpose(1, 2), 2, grid)
         even = F.pad(image, (0, columns % 2, 0, rows % 2), mode="replicate")
         maps = [
             norm(each)
@@ -80,7 +86,7 @@ class Pyramid(BoxHead):
     @torch.no_grad()
     def initialise(self) -> None:
         for module in self.modules():
-            if isinstance(module, nn.Conv2d | nn.ConvTranspose2d | nn.GroupNorm):
+            if isinstance(module, nn.Conv2d | nn.ConvTranspose2d | nn.GroupNorm | nn.LayerNorm):
                 module.reset_parameters()
         starts = -math.log((1 - PRIOR) / PRIOR), math.log(math.expm1(FIRST_DISTANCE))
         for last, start in zip((self.class_logits, self.distances), starts, strict=True):
@@ -105,7 +111,7 @@ class Pyramid(BoxHead):
         rows, columns = config.grid
         patches, coarse = rows * columns, -(-rows // 2) * -(-columns // 2)
         width = _width(config)
-        first = config.width * width * (4 * patches + patches + 4 * coarse)
+        first = 2 * config.width * width * (4 * patches + patches + 4 * coarse)
         each = 9 * width * (2 * LAYERS * width + config.num_classes + 4)
         return first + each * (4 * patches + patches + coarse)
 
@@ -113,7 +119,7 @@ class Pyramid(BoxHead):
     def kept_values(cls, config: Any) -> int:
         rows, columns = config.grid
         cells = 5 * rows * columns + -(-rows // 2) * -(-columns // 2)
-        return config.width * rows * columns + cells * _width(config) * (2 + 6 * LAYERS)
+        return 3 * config.width * rows * columns + cells * _width(config) * (2 + 6 * LAYERS)
 
 
 def cells_of(grid: tuple[int, int], device: torch.device) -> tuple[Float[Tensor, "cells 2"], Float[Tensor, " cells"]]:
