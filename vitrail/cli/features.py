@@ -79,7 +79,6 @@ NEAREST = Command(
         Example("vitrail embed facebook/dinov2-small --data photos --out features", "Compute the features first."),
         Example("vitrail nearest features rose.jpg", "Show the five images that resemble one image."),
         Example('vitrail nearest features --text "a red car at night"', "Search by a text, with features of CLIP."),
-        Example("vitrail nearest features holiday/ --top 1 --csv", "Print the best match of every image in a folder."),
     ),
     options=(Nearest,),
     essential={"Query": ("text",), "Output": ("top", "csv", "json"), "Model": ("model", "device")},

@@ -138,7 +138,6 @@ COMMAND = Command(
     draw them or write them in common formats.""",
     examples=(
         Example("vitrail predict runs/flowers photos/ --top 5", "Show five classes for every image in a folder."),
-        Example("vitrail predict google/vit-base-patch16-224 cat.jpg --json", "Use a model from the hub; print JSON."),
         Example("vitrail predict runs/cells photos/ --out drawn/", "Draw the objects or the masks of a folder."),
         Example(
             'vitrail predict clip photos/ --classes "a bee" "a wasp"', "Name classes for a model that reads texts."
