@@ -81,7 +81,6 @@ EXPLAIN = Command(
         Example("vitrail explain runs/flowers rose.jpg", "Explain the prediction for one image."),
         Example("vitrail explain runs/flowers rose.jpg --label tulip", "Show which parts support another class."),
         Example("vitrail explain runs/cells blood.jpg --box 2", "Show which parts support the second object."),
-        Example("vitrail explain runs/flowers photos/ --out maps --layers 0 -1", "Write the heads of two layers."),
     ),
     options=(Explain,),
     essential={
