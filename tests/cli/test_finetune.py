@@ -287,7 +287,7 @@ def test_help_says_what_the_rule_chooses(capsys: pytest.CaptureFixture[str]) -> 
     shown = " ".join(capsys.readouterr().out.split())
     for option in ("--batch-size N Images per step. Default: chosen from the data.", "--lora-rank", "--layer-decay X"):
         assert option in shown
-    assert "Default: the model's." in shown and "--init" not in shown and "--variant" not in shown
+    assert "Default: the model's." in shown and "--init " not in shown and "--variant" not in shown
 
 
 def test_a_stopped_run_goes_on_to_its_report(

@@ -222,7 +222,8 @@ def test_a_table_with_a_label_only_in_a_held_out_split(tree: Trees) -> None:
         ("Fashion-MNIST", ", and no data set has this name (nearest: fashion-mnist)"),
         (
             "zzz",
-            ", and no data set has this name (choices: bundled, fashion-mnist, fractals:CLASSES:SAMPLES, hf:ORG/NAME)",
+            ", and no data set has this name (choices: bundled, fashion-mnist, fractals:CLASSES:SAMPLES, "
+            "hf:ORG/NAME, scenes:SAMPLES)",
         ),
         ("flowers/bundeld", ""),
         ("./bundeld", ""),

@@ -235,7 +235,7 @@ def gradients(
     state = make_state(job, network)
     objective: Any = state.objective.double()
     for one in (objective.network, getattr(objective, "teacher", objective.network)):
-        for name in ("embed", "features", "encode"):
+        for name in ("forward", "embed", "features", "encode"):
             plain = getattr(one, name)
             setattr(one, name, lambda images, plain=plain, **fields: plain(images.double(), **fields))
     batch, first = next(state.batches), 0

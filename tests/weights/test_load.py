@@ -83,7 +83,10 @@ def test_golden_outputs_after_conversion(name: str, to: str, tmp_path: Path) -> 
     try:
         notes = convert(source, out, to, **given)
     except BundleError as error:
-        known = "cannot store|cannot be written as|takes only square patches and images|Hugging Face's DINOv2"
+        known = (
+            "cannot store|cannot be written as|takes only square patches and images|Hugging Face's DINOv2|"
+            "with a text tower"
+        )
         assert re.search(known, str(error)) and not out.exists()
         assert to != layout
         return
@@ -540,7 +543,8 @@ def test_an_unknown_layout_shows_some_names(tmp_path: Path) -> None:
     path = write_file({f"layer{number}.w": torch.zeros(1) for number in range(5)}, tmp_path / "x.safetensors")
     message = (
         r"x\.safetensors has an unknown layout: its tensors are called layer0\.w, layer1\.w, layer2\.w, "
-        r"\.\.\.; known layouts are vitrail, google, big-vision, bit, bit-torch, huggingface, torchvision, timm"
+        r"\.\.\.; known layouts are vitrail, google, big-vision, bit, bit-torch, huggingface-clip, "
+        "huggingface-siglip, huggingface, torchvision, timm"
     )
     with pytest.raises(BundleError, match=message):
         load(path, device="cpu")

@@ -151,7 +151,7 @@ IMAGE_TEXT_RECIPES = (
         "lit-b16-coco",
         lit_coco,
         "not stated",
-        "big_vision, configs/proj/image_text/siglip_lit_coco.py, and 2111.07991",
+        "2111.07991, and siglip_lit_coco.py of google-research/big_vision",
         (
             HELD_OUT,
             OWN_TOKENIZER,

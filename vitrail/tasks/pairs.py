@@ -88,13 +88,13 @@ class PairTask(Task):
     is_causal: ClassVar[bool]
     """True if tokens of a new text tower attend only to earlier ones."""
     initial_bias: float | None = None
-
+    """Value that is added to the logits at the beginning."""
     freeze: Freeze = "none"
     """Tower that is not trained: image (LiT) or text. A frozen image tower embeds each image once and keeps the result
     in memory, so that later epochs are fast. By default both towers are trained."""
     text_width: int = setting(512, least=8)
     """Length of a token of a new text tower. It has a head per 64 numbers, and MLPs of four times this width. A text
-    tower of --init is used as it is."""
+    tower of the initial model is used as it is."""
     text_depth: int = setting(12, least=1)
     """Number of blocks of a new text tower."""
     text_context: int = setting(77, least=3)
@@ -102,8 +102,8 @@ class PairTask(Task):
     vocabulary: int = setting(49408, least=514)
     """Largest number of tokens of a tokenizer that is learned from the training texts."""
     text_tokenizer: str | None = setting(None, metavar="MODEL")
-    """Model with a text tower whose tokenizer a new text tower uses. By default that of --init, or one that is learned
-    from the training texts."""
+    """Model with a text tower whose tokenizer a new text tower uses. By default that of the initial model, or one that
+    is learned from the training texts."""
     initial_scale: float = setting(1 / 0.07, above=0, below=math.inf)
     """Initial factor of the cosine similarities."""
 

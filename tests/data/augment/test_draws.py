@@ -103,7 +103,7 @@ def test_no_two_uses_share_a_draw() -> None:
     assert (
         Slot.WINDOW + 2 < Slot.VIEW
         and Slot.VIEW + 5 < Slot.ERASED_BOX
-        and Slot.ERASED_BOX + 40 < Slot.PATCH_ORDER
+        and Slot.ERASED_BOX + 40 < Slot.TEXT < Slot.PATCH_ORDER - 1
         and Slot.PATCH_ORDER + 10**6 < Slot.PATCH_SOURCE
     )
     assert Slot.PATCH_SOURCE + 10**6 < Slot.CODE_RESTART and Slot.CODE_RESTART + 10**6 < Slot.PATCH_BLOCKS
@@ -111,6 +111,7 @@ def test_no_two_uses_share_a_draw() -> None:
     large = {Slot.RANDAUGMENT, Slot.TENSORFLOW_CROP, Slot.WINDOW, Slot.VIEW}
     large |= {
         Slot.ERASED_BOX,
+        Slot.TEXT,
         Slot.ERASED_PIXELS,
         Slot.PATCH_ORDER,
         Slot.PATCH_SOURCE,
