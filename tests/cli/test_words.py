@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.nn.functional as F
 
 from tests.words import model_with_words
@@ -31,6 +32,20 @@ def test_classes_in_words_without_training(
     assert row["probabilities"] == pytest.approx(dict(expected.ranking), abs=1e-5)  # type: ignore[union-attr]
     assert main(["predict", str(tmp_path / "walls"), str(image), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["probabilities"] == pytest.approx(row["probabilities"], abs=1e-5)
+
+
+def test_fine_tuning_begins_with_the_names_of_the_classes(
+    words: Path, colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    command = ["finetune", str(words), "--data", str(colour_folder), "--run", str(run), "--device", "cpu"]
+    assert main([*command, "--steps", "2", "--no-linear-head", "--learning-rate", "1e-9", "--evaluations", "1"]) == 0
+    assert "names of the classes" in capsys.readouterr().out
+    tuned = load(run / "model")
+    expected = zero_shot(load(words), tuned.classes, readable=True)
+    image = next(colour_folder.rglob("*.png"))
+    found, wanted = (one.network(one.inputs([one.preprocess.pixels(image.read_bytes())])) for one in (tuned, expected))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
 def test_zero_shot_accuracy(words: Path, colour_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,7 +39,15 @@ from vitrail.training.page import try_command
 from vitrail.training.resuming import changed_config
 from vitrail.training.run import finished, resume
 from vitrail.transfer.facts import FinetunePlan
-from vitrail.transfer.finetune import FinetuneResult, Protocol, check_choices, evaluate_run, finetune, plan
+from vitrail.transfer.finetune import (
+    FinetuneResult,
+    Protocol,
+    check_choices,
+    evaluate_run,
+    finetune,
+    plan,
+    starting_from_words,
+)
 from vitrail.transfer.protocols import TableRow
 from vitrail.transfer.report import AnyReport, summary_rows, untrained_note
 from vitrail.transfer.suite import Method, finetune_suite, is_suite_run, read_suite
@@ -236,9 +244,10 @@ def _plan(given: Mapping[str, Any], log: Log) -> tuple[FinetunePlan, OpenedData,
     base = TrainConfig().override(**{"init": model, "task": task_of(given, TrainConfig().task.name), **explicit})
     check_effects(given, base, by_user=True)
     check_request(base)
-    initial = load(model, device="cpu")
     data = base.data.open_whole()
+    initial = load(model, device="cpu")
     if protocol == "rule":
+        initial = starting_from_words(initial, data)
         log.say("looking at some training images through the model")
     chosen = plan(initial, data, base, protocol, explicit, rates=rates, row=row, budget=budget)
     check_effects(given, chosen.config)

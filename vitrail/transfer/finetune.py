@@ -55,6 +55,7 @@ from vitrail.transfer.rules import enough_validation, plan_by_rule
 from vitrail.transfer.trials import Tried, choose_rate, forget_tried, read_tried, search_settings, trials_folder
 from vitrail.weights.answers import DENSE
 from vitrail.weights.bundle import Bundle
+from vitrail.weights.zero_shot import readable_name, zero_shot
 
 Protocol = Literal["rule", "paper", "bit"]
 
@@ -222,6 +223,20 @@ def _with_rates(chosen: FinetunePlan, rates: tuple[float, ...], facts: DataFacts
         settings["validation"] = "train"
     settings = {name: value for name, value in settings.items() if name not in explicit}
     return FinetunePlan(chosen.config.override(**settings), (*chosen.reasons, reason), rates)
+
+
+def starting_from_words(bundle: Bundle, data: OpenedData) -> Bundle:
+    """Return a model that reads texts, but has no head, with a head made from the names of the data's classes
+    (`zero_shot`). Fine-tuning keeps this head unless a linear model is better on the validation split, so it is never
+    worse there than classification without training. Other models, and models for classes whose names do not differ or
+    are numbers, stay as they are."""
+    names, kind = data.whole.classes, data.whole.target_kind
+    texts = {readable_name(name).lower() for name in names}
+    is_named = 1 < len(names) == len(texts) and not all(name.isdigit() for name in names)
+    if bundle.words is None or bundle.classes or kind not in ("class", "classes") or not is_named:
+        return bundle
+    note = "the head of the initial model is made from the names of the classes, as for --by zeroshot"
+    return replace(zero_shot(bundle, names, readable=True), notes=(*bundle.notes, note))
 
 
 def finetune(
