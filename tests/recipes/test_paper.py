@@ -373,6 +373,10 @@ def test_two_steps(name: str, colour_folder: Path, tmp_path: Path) -> None:
         make_data = make_outlines_folder if config.task.name == "detection" else make_masks_folder
         data = make_data(tmp_path / "objects", validation=0, test=0)
         narrow |= {"backbone_wait": "1 steps", "backbone_warmup": "1 steps"}
+    elif config.task.targets == ("texts",):
+        data, rows = tmp_path / "pairs.csv", sorted(colour_folder.rglob("*.png"))
+        data.write_text("\n".join(["image,text", *(f"{one},a {one.parent.name} wall {one.stem}" for one in rows)]))
+        narrow |= {"text_width": 16, "text_depth": 1}
     config = config.override(
         data=str(data), run=str(tmp_path / "run"), steps=2, batch_size=6, device="cpu", threads=2,
         evaluations=1, checkpoints=1, image_size=(side, side), precision="float32", warmup="1 steps",
