@@ -58,7 +58,8 @@ def test_the_network_is_built_and_takes_two_steps(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    data = str(colour_folder) if name == "folder" else tiny().data.spec
+    others = {"folder": str(colour_folder), "scenes": "scenes:24", "pairs": "scenes:24"}
+    data = others[name] if name in others else tiny().data.spec
     if name == "beit":
         monkeypatch.chdir(tmp_path)
         make_tokenizer(size=(28, 28), channels=1, variant="ViT-Pico/4").save(Path("runs/vqvae/model"))

@@ -38,7 +38,7 @@ def scenes() -> TrainConfig:
         ),
         images=Preprocess(image_size=(32, 32)),
         augment=Augment(),
-        optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=0.1, beta2=0.98, warmup="200 steps"),
+        optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=0.1, beta2=0.98, warmup=0.2),
         run=RunConfig(name="scenes", epochs=10.0, batch_size=256),
     )
 
