@@ -544,7 +544,7 @@ def test_an_unknown_layout_shows_some_names(tmp_path: Path) -> None:
     message = (
         r"x\.safetensors has an unknown layout: its tensors are called layer0\.w, layer1\.w, layer2\.w, "
         r"\.\.\.; known layouts are vitrail, google, big-vision, bit, bit-torch, huggingface-clip, "
-        "huggingface-siglip, huggingface, torchvision, timm"
+        "huggingface-siglip, open-clip, huggingface, torchvision, timm"
     )
     with pytest.raises(BundleError, match=message):
         load(path, device="cpu")

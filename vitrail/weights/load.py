@@ -32,6 +32,7 @@ LAYOUTS = Registry[Layout](
         "bit-torch": "vitrail.weights.layouts.bit:BIT_TORCH",
         "huggingface-clip": "vitrail.weights.layouts.huggingface_pair:HUGGINGFACE_CLIP",
         "huggingface-siglip": "vitrail.weights.layouts.huggingface_pair:HUGGINGFACE_SIGLIP",
+        "open-clip": "vitrail.weights.layouts.open_clip:OPEN_CLIP",
         "huggingface": "vitrail.weights.layouts.huggingface:HUGGINGFACE",
         "torchvision": "vitrail.weights.layouts.torchvision:TORCHVISION",
         "timm": "vitrail.weights.layouts.timm:TIMM",
@@ -147,8 +148,8 @@ def _check_destination(path: Path, to: str, *, overwrite: bool) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return True if the `config.json` of a folder names `convert` as its producer."""
-    return _json(folder / "config.json").get("producer") == PRODUCER
+    """Return True if the config of a folder names `convert` as its producer."""
+    return any(_json(folder / name).get("producer") == PRODUCER for name in ("config.json", "open_clip_config.json"))
 
 
 def _layout(name: str | None) -> Layout | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vitrail.data.text_tokenizer import END, START, Cleaning, TextTokenizer, clip_pipeline
 from vitrail.errors import BundleError
@@ -137,25 +138,14 @@ class HuggingFacePair(StoresTexts):
         )
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
-        family, words, config = self.family, bundle.words, bundle.network.config
-        if words is None or not isinstance(config, ViTConfig):
-            raise BundleError(f"the layout {self.name} stores a Vision Transformer with a text tower; choose another")
-        if config.num_classes or (words.bias is not None) != (family is SIGLIP):
-            raise BundleError(
-                f"the layout {self.name} stores pairs {'with' if family is SIGLIP else 'without'} a bias of the logits "
-                "and without a head of classes; choose another layout, or convert the model before it got its head"
-            )
-        if len({*config.image_size}) > 1 or len({*config.patch_size}) > 1:
-            raise BundleError(f"the layout {self.name} stores square images and patches, not {config.image_size}")
+        family = self.family
+        config, words, state = pair_of(self.name, bundle, has_bias=family is SIGLIP)
         lost = [
-            *carried(self.name, config, _image_rules(family)),
-            *carried(self.name, words.tower.config, _texts(family)),
+            *carried(self.name, config, image_rules(family)),
+            *carried(self.name, words.tower.config, text_rules(family)),
         ]
         lost += carried(self.name, bundle.preprocess, PREPROCESS)
         preprocessor, lost_preprocess = preprocessor_config(bundle.preprocess, "vit")
-        state = {f"image.{name}": tensor for name, tensor in bundle.network.state_dict().items()}
-        state |= {f"text.{name}": tensor for name, tensor in words.tower.state_dict().items()}
-        state["scale"] = torch.tensor(words.scale)
         if words.bias is not None:
             state["bias"] = torch.tensor(words.bias)
             pool = "image.attention_pool."
@@ -170,6 +160,24 @@ class HuggingFacePair(StoresTexts):
             write_json(partial / "preprocessor_config.json", preprocessor)
             lost += write_tokenizer(words.tokenizer, partial, family)
         return (*lost, *lost_preprocess)
+
+
+def pair_of(layout: str, bundle: Bundle, *, has_bias: bool) -> tuple[ViTConfig, Words, dict[str, Tensor]]:
+    """Return the config of the image tower, the text tower, and the weights of both by the names of
+    `vitrail.models.pair.Pair`. Raise `BundleError` if the layout cannot store the model."""
+    words, config = bundle.words, bundle.network.config
+    if words is None or not isinstance(config, ViTConfig):
+        raise BundleError(f"the layout {layout} stores a Vision Transformer with a text tower; choose another")
+    if config.num_classes or (words.bias is not None) != has_bias:
+        raise BundleError(
+            f"the layout {layout} stores pairs {'with' if has_bias else 'without'} a bias of the logits and without a "
+            "head of classes; choose another layout, or convert the model before it got its head"
+        )
+    if len({*config.image_size}) > 1 or len({*config.patch_size}) > 1:
+        raise BundleError(f"the layout {layout} stores square images and patches, not {config.image_size}")
+    state = {f"image.{name}": tensor for name, tensor in bundle.network.state_dict().items()}
+    state |= {f"text.{name}": tensor for name, tensor in words.tower.state_dict().items()}
+    return config, words, state | {"scale": torch.tensor(words.scale)}
 
 
 def pairs(config: PairConfig, family: PairFamily, *, reads: bool) -> Iterator[Pair]:
@@ -299,7 +307,7 @@ def _config_json(pair: PairConfig, family: PairFamily, words: Words) -> dict[str
     return content | ({"projection_dim": text.outputs} if family is CLIP else {})
 
 
-def _image_rules(family: PairFamily) -> Table:
+def image_rules(family: PairFamily) -> Table:
     fixed = {name: only(value) for name, value in family.image.items()}
     return {
         **SHAPE, "root": only(None), "class_token": only(family is CLIP), "registers": only(0), "head_hidden": only(0),
@@ -311,7 +319,7 @@ def _image_rules(family: PairFamily) -> Table:
     }  # fmt: skip
 
 
-def _texts(family: PairFamily) -> Table:
+def text_rules(family: PairFamily) -> Table:
     sizes = ("vocabulary", "context", "width", "depth", "heads", "mlp_width", "end_token", "outputs", "norm_eps")
     fixed = {name: only(value) for name, value in {"output_bias": False, **family.text}.items()}
     return {**dict.fromkeys(sizes, KEPT), "activation": only(*ACTIVATIONS.values()), **fixed}
