@@ -93,8 +93,10 @@ _watcher: threading.Thread | None = None
 
 def _watch() -> None:
     cores = SharedCores(ShortWaits())
-    while cores.check():
+    while True:
         time.sleep(SharedCores.WINDOW)
+        if not cores.check():
+            return
 
 
 class SharedCores:
