@@ -12,11 +12,11 @@ import ctypes
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic  # this name is kept by a thread, while programs may replace functions of `time`
 
 import torch
 
@@ -55,7 +55,7 @@ def read_usage() -> Usage | None:
         if name[3:].isdigit() and int(name[3:]) in cores:
             _, nice, _, idle, iowait = map(int, counts[:5])
             free += idle + iowait + (nice if os.nice(0) == 0 else 0)
-    return Usage(time.perf_counter(), own.user + own.system, free / os.sysconf("SC_CLK_TCK"))
+    return Usage(monotonic(), own.user + own.system, free / os.sysconf("SC_CLK_TCK"))
 
 
 @contextmanager
@@ -92,9 +92,8 @@ _watcher: threading.Thread | None = None
 
 
 def _watch() -> None:
-    cores = SharedCores(ShortWaits())
-    while True:
-        time.sleep(SharedCores.WINDOW)
+    cores, never = SharedCores(ShortWaits()), threading.Event()
+    while not never.wait(SharedCores.WINDOW):
         if not cores.check():
             return
 
@@ -168,4 +167,4 @@ def _libraries() -> list[str]:
         loaded = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    return sorted(set(re.findall(r"(/\S*/libgomp[^/\s]*\.so\S*)$", loaded, re.MULTILINE)))
+    return sorted(set(re.findall(r"^(?:\S+ +){5}(/.*/libgomp[^/\s]*\.so[^/\s]*)$", loaded, re.MULTILINE)))

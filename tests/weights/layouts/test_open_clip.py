@@ -11,8 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import vitrail
-from tests.weights.layouts.test_huggingface_pair import check_same, save_clip
 from vitrail.errors import BundleError
+
+pytest.importorskip("transformers")  # which the helpers need
+
+from tests.weights.layouts.test_huggingface_pair import check_same, save_clip
 
 BLOCK = {
     "layer_norm1": "ln_1", "self_attn.out_proj": "attn.out_proj", "layer_norm2": "ln_2", "mlp.fc1": "mlp.c_fc",
