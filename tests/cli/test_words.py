@@ -88,7 +88,7 @@ def test_search_by_text(words: Path, colour_folder: Path, tmp_path: Path, capsys
     bundle = load(words)
     best = first["nearest"][0]
     image = F.normalize(bundle.embed([best["image"]]), dim=1)
-    assert best["cosine"] == pytest.approx(float((image @ bundle.embed_texts(["a red wall"]).T).item()), abs=1e-4)
+    assert best["cosine"] == pytest.approx(float((image @ bundle.embed_texts(["a red wall"]).T).item()), abs=5e-3)
     every = (
         F.normalize(bundle.embed(sorted(colour_folder.rglob("*.png"))), dim=1) @ bundle.embed_texts(["a red wall"]).T
     )

@@ -97,6 +97,15 @@ def test_all_blocks_share_a_graph_and_a_last_one_that_reads_has_another(
     assert compiler.count == 2 * graphs, "in training and in evaluation"
 
 
+@pytest.mark.parametrize("half", [False, True])
+def test_a_block_with_large_layers_is_one_graph(half: bool) -> None:
+    """Large layers have kernels of their own outside of the compiler."""
+    made, compiler = network(depth=1, width=512, heads=4, mlp_width=512, pool="gap"), Graphs()
+    compile_blocks(made, "on", backend=compiler)
+    step(made, SIZES[0], half)
+    assert compiler.count == 1
+
+
 @pytest.mark.slow
 def test_graphs_come_to_an_end_when_sizes_change() -> None:
     made, compiler = network(depth=10, stochastic_depth=0.4, registers=1), Graphs()

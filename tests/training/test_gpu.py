@@ -25,7 +25,11 @@ from vitrail.training.run import train
 from vitrail.training.state import random_state, restore_random_state
 from vitrail.weights.load import load
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("types_unchecked"),  # type checks would be compiled as well
+    pytest.mark.filterwarnings("default"),  # the compiler warns of its own parts
+]
 
 
 def losses(folder: Path) -> list[float]:
@@ -79,13 +83,11 @@ def test_a_run_continues_on_the_gpu_what_began_on_the_cpu_and_back(tiny: Callabl
 
 @pytest.mark.parametrize("compile", ["on", "graphs"])
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.filterwarnings("default")
 def test_compiled_training_follows_the_plain_one(
     tiny: Callable[..., TrainConfig],
     tmp_path: Path,
     compile: str,  # noqa: A002
     accumulation: int,
-    types_unchecked: None,
 ) -> None:
     """Evaluations happen in between, as in every run. There is no dropout, which draws other numbers when compiled."""
     fields = {"device": "cuda", "steps": 12, "accumulation": accumulation, "dropout": 0.0, "stochastic_depth": 0.0}
@@ -97,12 +99,10 @@ def test_compiled_training_follows_the_plain_one(
 
 
 @pytest.mark.parametrize("compile", ["off", "on"])
-@pytest.mark.filterwarnings("default")
 def test_float8_trains_or_is_refused(
     tiny: Callable[..., TrainConfig],
     tmp_path: Path,
     compile: str,  # noqa: A002
-    types_unchecked: None,
 ) -> None:
     fields = {"device": "cuda", "steps": 40, "compile": compile, "dropout": 0.0, "stochastic_depth": 0.0}
     if torch.cuda.get_device_capability() < (8, 9):

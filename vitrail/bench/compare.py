@@ -112,7 +112,10 @@ def _ready(wanted: Sequence[Entry], workload: Workload, stack: ExitStack) -> tup
             is_too_large = entry.library not in (OURS, PRODUCTS) and is_out_of_memory(error)
             if entry.settings not in COMPILED and not is_too_large:
                 raise
-            skipped[entry.library + COMPILED.get(entry.settings, "")] = (str(error).splitlines() or [""])[0]
+            reason = (str(error).splitlines() or [""])[0]
+            # PyTorch's own message names every process on the GPU.
+            reason = reason.split(". ")[0] if is_out_of_memory(error) else reason
+            skipped[entry.library + COMPILED.get(entry.settings, "")] = reason
             continue
         stack.callback(worker.close)
         found[entry] = worker

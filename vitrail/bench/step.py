@@ -333,6 +333,9 @@ whole. "graphs" compiles our network into CUDA graphs."""
 COMPILED = {"best": " compiled", "graphs": " graphs"}
 """Settings that need a compiler, with the texts that follow the precision in tables."""
 
+GPU_SECONDS = 0.3
+"""Seconds of steps that are timed together on a GPU."""
+
 LARGE = 8192
 """Number of rows and columns of the large matrix product on a GPU. On a CPU, the numbers of rows and columns are an
 eighth of this."""
@@ -394,10 +397,26 @@ class Runner:
             self.product_flops, self.step = products.flops, products
         for _ in range(3 if entry.settings == "graphs" else 1):  # a CUDA graph is recorded in the second step
             self.step()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def seconds(self) -> float:
-        """Return the seconds of one step."""
-        return timed(self.step, waits_for(self.device))()
+        """Return the seconds of one step: on a GPU the mean of several steps, because each of them is short and begins
+        before the last one has ended.
+
+        On a GPU, freed memory is given back afterwards: all rows together need more than a GPU has. An untimed step
+        takes it again.
+        """
+        if self.device.type != "cuda":
+            return timed(self.step, waits_for(self.device))()
+        one = min(self._of_steps(1) for _ in range(2))
+        found = self._of_steps(max(1, round(GPU_SECONDS / one)))
+        torch.cuda.empty_cache()
+        return found
+
+    def _of_steps(self, number: int) -> float:
+        """Return the mean seconds of a step among this number of steps."""
+        return timed(lambda: [self.step() for _ in range(number)], waits_for(self.device))() / number
 
     def flops(self) -> int:
         """Return the FLOPs of the recorded matrix products. A product that a fused kernel computes twice is counted

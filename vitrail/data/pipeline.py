@@ -373,6 +373,10 @@ def _grain() -> ModuleType:
     logger = logging.getLogger("absl")
     was_disabled, logger.disabled = logger.disabled, True
     try:
-        return importlib.import_module("grain")
+        module = importlib.import_module("grain")
     finally:
         logger.disabled = was_disabled
+    flags: Any = importlib.import_module("absl.flags")
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # where jax is installed, worker processes read a flag of Grain
+    return module

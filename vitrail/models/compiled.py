@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, cast
@@ -82,6 +83,8 @@ def compile_blocks(
     import torch._dynamo.config as settings  # a slow import
 
     settings.recompile_limit = max(settings.recompile_limit, GRAPHS)
+    # Float32 means float32: TensorFloat32, which this warning of the compiler recommends, has 10 bits of precision.
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
     skips = [module for module in transformer.blocks.modules() if isinstance(module, StochasticDepth)]
     draws = any(skip.draws for skip in skips)
     for skip in skips:

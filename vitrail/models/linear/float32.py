@@ -74,11 +74,12 @@ def uses_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     which need its derivatives.
     """
     return (
-        weight.numel() >= SMALLEST
+        not torch.compiler.is_compiling()  # first, because the compiler can trace only this condition
+        and weight.numel() >= SMALLEST
         and x.numel() > 0
-        and (_library.get() or resolve_float32_products()) == "onednn"
         and not torch.is_autocast_enabled("cpu")
         and can_fuse((x, weight, bias), FORMATS)
+        and (_library.get() or resolve_float32_products()) == "onednn"
     )
 
 
