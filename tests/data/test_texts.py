@@ -125,6 +125,39 @@ def test_labels_come_first_unless_texts_are_wanted(tmp_path: Path) -> None:
     assert texts_of(found) == [("a.png", ("1",)), ("b.png", ("2",))]
 
 
+def test_columns_of_flags_come_before_a_column_of_texts(tmp_path: Path) -> None:
+    images(tmp_path, "a.png", "b.png")
+    table = tmp_path / "t.csv"
+    table.write_text("path,title,cat,dog\na.png,one,1,0\nb.png,two,1,1\n")
+    opened = open_data(str(table), validation_share=0.0)
+    assert (target_kind(opened.train), opened.classes) == ("classes", ("cat", "dog"))
+    assert texts_of(open_data(f"{table}?text=title", validation_share=0.0).train) == [
+        ("a.png", ("one",)), ("b.png", ("two",)),
+    ]  # fmt: skip
+
+
+def test_what_captions_leave_out_is_named(tmp_path: Path) -> None:
+    folder = write_coco(images(tmp_path, "a.png", "b.png", "c.png"))
+    boxes = {"images": [{"id": 0, "file_name": "a.png", "height": 4, "width": 4}], "annotations": [], "categories": []}
+    (folder / "annotations" / "instances_train2017.json").write_text(json.dumps(boxes))
+    opened = open_whole(str(folder), texts=True).splits(validation_share=0.0)
+    assert texts_of(opened.train) == EXPECTED
+    assert any("instances_train2017.json" in note for note in opened.notes)
+
+
+def test_shards_with_labels_and_texts(tmp_path: Path) -> None:
+    for split, endings in (("train", ("txt", "cls")), ("val", ("cls",))):
+        with tarfile.open(tmp_path / f"{split}.tar", "w") as tar:
+            for number, name in enumerate("ab"):
+                add(tar, f"{name}.png", picture(number))
+                for ending in endings:
+                    add(tar, f"{name}.{ending}", str(number).encode())
+    opened = open_whole(str(tmp_path), texts=True).splits(validation_share=0.0)
+    assert len(opened.train) == 2 and opened.validation is None
+    assert any("labels are not used" in note for note in opened.notes)
+    assert any("the validation split is skipped" in note for note in opened.notes)
+
+
 @pytest.mark.parametrize(
     ("lines", "choice", "message"),
     [

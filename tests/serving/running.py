@@ -17,6 +17,7 @@ import numpy as np
 from PIL import Image
 
 from vitrail.analysis.images import Overlays
+from vitrail.evaluation.features.index import FeatureIndex
 from vitrail.serving.server import Server, open_socket
 from vitrail.serving.service import Service
 from vitrail.serving.settings import ServeSettings
@@ -78,10 +79,10 @@ class Running:
 
 
 @contextmanager
-def serving(bundles: dict[str, Bundle], **settings: Any) -> Iterator[Running]:
+def serving(bundles: dict[str, Bundle], index: FeatureIndex | None = None, **settings: Any) -> Iterator[Running]:
     """Run a server in a thread."""
     made = ServeSettings(**{"port": 0, "max_batch": 4, "drain_seconds": 0.0, **settings})
-    service = Service(bundles, made, overlays=Overlays())
+    service = Service(bundles, made, overlays=Overlays(), index=index)
     started = threading.Event()
     server = Server(service, started.set)
     with open_socket(made) as listening:

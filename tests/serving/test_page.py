@@ -16,9 +16,13 @@ from PIL import Image
 from tests.browser import CHROMIUM, Browser
 from tests.make import dense_bundle, make_masks_folder
 from tests.serving.running import Running, serving
+from tests.words import model_with_words
+from vitrail.cli import main
+from vitrail.evaluation.features.index import FeatureIndex
 from vitrail.report.drawing import colour_of
 from vitrail.weights.answers import USUAL_THRESHOLD
 from vitrail.weights.bundle import Bundle, weights_sha256
+from vitrail.weights.load import load
 
 
 def test_the_page_asks_its_own_server_only(server: Running) -> None:
@@ -161,6 +165,34 @@ def test_boxes_and_masks_are_drawn(browser: Browser, tmp_path: Path) -> None:
             if name == "boxes":
                 distances = [np.abs(levels - colour).max(axis=2).min() for colour in colours]
                 assert max(distances) < 60, "each class has its colour"
+    assert browser.faults() == []
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_the_search_on_the_page(browser: Browser, tmp_path: Path) -> None:
+    folder, draws = tmp_path / "photos", np.random.default_rng(4)
+    for number in range(5):
+        (folder / f"class {number % 2}").mkdir(parents=True, exist_ok=True)
+        pixels = draws.integers(0, 256, (40, 61, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"class {number % 2}" / f"{number}.png")
+    saved, features = model_with_words().save(tmp_path / "model"), tmp_path / "features"
+    options = ["--out", str(features), "--no-cache", "--split", "train", "--device", "cpu"]
+    assert main(["embed", str(saved), "--data", str(folder), *options]) == 0
+    found = "document.querySelectorAll('#found figure').length === 5"
+    loaded = "[...document.querySelectorAll('#found img')].every((one) => one.naturalWidth === 61)"
+    with serving({"words": load(saved, device="cpu")}, FeatureIndex.open(features)) as running:
+        browser.open(running.url)
+        browser.wait("!document.getElementById('search').hidden")
+        browser.value("document.getElementById('query').value = 'a red wall'")
+        browser.value("document.querySelector('#ask button').click()")
+        browser.wait(f"{found} && {loaded}")
+        browser.choose_files("#file", folder / "class 1" / "3.png")
+        browser.wait("document.querySelector('article div > button:last-child')?.textContent === 'Find similar images'")
+        browser.value("document.querySelector('article div > button:last-child').click()")
+        first = "document.querySelector('#found figcaption')?.textContent"
+        browser.wait(f"{first}?.includes('3.png') && {found} && {loaded}")
+        assert browser.value(first).startswith("1.000")
     assert browser.faults() == []
 
 

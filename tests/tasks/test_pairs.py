@@ -178,6 +178,9 @@ def test_a_trained_pair_finds_its_texts_and_continues_as_initial_model(tmp_path:
     assert all(torch.equal(weight, beside[f"text.{name}"]) for name, weight in model.words.tower.named_parameters())
     config = config_of(data, tmp_path / "again", freeze="image", steps=1)
     config = replace(config, model=ModelConfig()).override(init=str(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=r"text_width=16, .*: the initial model has a text tower"):
+        train(config, initial=model)
+    config = replace(config, task=Clip(freeze="image"))
     before = weights_sha256(model.words.tower)
     again = train(config, initial=model)
     assert weights_sha256(model.words.tower) == before, "the initial model stays as it is"

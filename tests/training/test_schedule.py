@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from vitrail.errors import ConfigError
 from vitrail.training.optimizer import OptimizerConfig
-from vitrail.training.schedule import RunLength, Schedule, ScheduleName
+from vitrail.training.schedule import RunLength, Schedule, ScheduleName, is_zero
 
 KINDS = get_args(ScheduleName)
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "pipeline" / "schedules.json").read_text())
@@ -221,6 +222,9 @@ def test_weights_below_the_head_begin_later(kind: ScheduleName) -> None:
     below, alone = config.backbone_schedule_of(length), Schedule(kind, 0.5, 90, 20, cooldown_steps=4)
     assert [below(step) for step in range(101)] == [0.0] * 10 + [alone(step) for step in range(91)]
     assert config.schedule_of(length)(5) == 0.5 and OptimizerConfig().backbone_schedule_of(length)(9) > 0
+    assert is_zero("0 epochs") and is_zero(0.0) and not is_zero("1%") and not is_zero(0.1)
+    stairs = replace(config, schedule="staircase", stair_at=(0.5,), cooldown=0.0).backbone_schedule_of(length)
+    assert [stairs(step) for step in (9, 30, 49, 50, 99)] == pytest.approx([0, 0.5, 0.5, 0.05, 0.05])
     with pytest.raises(ConfigError, match="34 steps together, more than the 33 steps"):
         config.backbone_schedule_of(RunLength(33, 8, 1000))
     with pytest.raises(ConfigError, match="backbone_wait='10' is not a length"):

@@ -35,6 +35,7 @@ from vitrail.evaluation.imagenet import read_real, read_synsets
 from vitrail.evaluation.measured_images import CommonImages, common_images, open_images
 from vitrail.evaluation.metrics.report import ClassificationReport, ClassRow, report
 from vitrail.evaluation.outputs import Outputs
+from vitrail.evaluation.retrieval import METRICS
 from vitrail.machine import keep_freed_memory
 from vitrail.processes.group import join_processes
 from vitrail.settings import bare_names, setting, to_plain
@@ -471,9 +472,12 @@ def plan_of(
 # The tables of `vitrail evaluate`.
 
 
-FORMATS = {"cross_entropy": ".4f", "score_threshold": ".3g", "linear_penalty": ".3g"} | dict.fromkeys(
-    ("images", "texts", "skipped", "unlabelled", "training_images", "real_images"), ",.0f"
-)
+FORMATS = {
+    "cross_entropy": ".4f",
+    "zeroshot_cross_entropy": ".4f",
+    "score_threshold": ".3g",
+    "linear_penalty": ".3g",
+} | dict.fromkeys(("images", "texts", "skipped", "unlabelled", "training_images", "real_images"), ",.0f")
 """Number formats by metric. All other metrics are fractions and shown as percentages."""
 
 NUMBER_METRICS = ("r2", "standardised_error", "mean_absolute_error", "root_mean_squared_error")
@@ -483,6 +487,7 @@ EXTRAS = ("_low", "_high", "_deviation")
 """Suffixes of metrics that describe another metric."""
 
 NAMES = {
+    **METRICS,
     "top5_accuracy": "top-5 accuracy",
     "real_accuracy": "ReaL accuracy",
     "real_images": "images with ReaL labels",
@@ -490,6 +495,7 @@ NAMES = {
     "micro_f1": "F1 over all answers",
     "macro_f1": "F1, mean over classes",
     "cross_entropy": "cross-entropy, nats",
+    "zeroshot_cross_entropy": "zeroshot cross-entropy, nats",
     "mean_iou": "mean intersection over union",
     "iou": "intersection over union",
     "r2": "R²",

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-from jaxtyping import Float32
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -22,28 +20,24 @@ from vitrail.cli.console import image_paths, images_bar, message_console, print_
 from vitrail.cli.options import Call, Command, Example
 from vitrail.data.check.images import colour_note, images_of
 from vitrail.data.pipeline import Readers, queue_bytes
-from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, files_of
 from vitrail.data.sources import open_whole
 from vitrail.errors import ConfigError, DataError, Interrupted, UndecodableImage
-from vitrail.evaluation.classifiers.nearest import lengths_of, nearest
 from vitrail.evaluation.features.cache import default_cache
 from vitrail.evaluation.features.extract import FeatureSet, extract
 from vitrail.evaluation.features.feature_files import (
-    about_features,
     check_features_folder,
-    feature_folders,
-    load_features,
     parquet_library,
     save_features,
     save_parquet,
 )
+from vitrail.evaluation.features.index import FeatureIndex, Similar
 from vitrail.evaluation.predictions import Pass
 from vitrail.files import check_new_file
 from vitrail.machine import Precision, check_memory, keep_freed_memory
 from vitrail.models.cost import prediction_batch, prediction_bytes
 from vitrail.processes.group import Processes, join_processes
-from vitrail.settings import from_plain, setting, to_plain
+from vitrail.settings import setting, to_plain
 from vitrail.training.stop import interrupted_by_signals
 from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.load import load
@@ -85,31 +79,16 @@ NEAREST = Command(
 )
 
 
-@dataclass(frozen=True, eq=False)
-class _Stored:
-    """The features of all splits."""
-
-    features: Float32[np.ndarray, "n d"]
-    images: tuple[str, ...]
-    """Paths of the images, or their keys if they are not files."""
-    labels: tuple[Any, ...]
-
-    @functools.cached_property
-    def lengths(self) -> Float32[np.ndarray, " n"]:
-        return lengths_of(self.features)
-
-
 def run_nearest(call: Call) -> int:
     options = Nearest(**call.options)
     if not options.images and not options.text:
         raise ConfigError(f"IMAGE... is missing; usage: {NEAREST.usage}, or --text TEXT instead of images")
     paths = image_paths(options.images)
-    folders = feature_folders(options.features)
-    stored = _stored(folders)
-    bundle = _model(options, folders)
-    results: list[Result] = [(path, _neighbours(bundle, path, stored, options.top)) for path in paths]
+    index = FeatureIndex.open(options.features)
+    bundle = _model(options, index)
+    results: list[Result] = [(path, _neighbours(bundle, path, index, options.top)) for path in paths]
     if options.text:
-        results += _by_text(bundle, options, stored)
+        results += _by_text(bundle, options, index)
     if options.json:
         for query, result in results:
             answer = {"error": str(result)} if isinstance(result, UndecodableImage) else {"nearest": result}
@@ -124,101 +103,54 @@ def run_nearest(call: Call) -> int:
     return UndecodableImage.exit_code if broken else 0
 
 
-def _stored(folders: Sequence[Path]) -> _Stored:
-    """Return the features in these folders. Raise `DataError` if there are none, or if their widths differ."""
-    parts = [(load_features(folder), about_features(folder).get("folder")) for folder in folders]
-    widths = sorted({part.width for part, _ in parts})
-    if len(widths) > 1:
-        raise DataError(
-            f"{folders[0].parent} holds features of different widths ({', '.join(map(str, widths))}), so of different "
-            "models; name the folder of one split"
-        )
-    images = [str(Path(root) / key) if isinstance(root, str) else key for part, root in parts for key in part.keys]
-    if not images:
-        raise DataError(f"{folders[0]} holds the features of no image")
-    labels = [_label(part, row) for part, _ in parts for row in range(len(part))]
-    features = parts[0][0].features if len(parts) == 1 else np.concatenate([part.features for part, _ in parts])
-    return _Stored(features, tuple(images), tuple(labels))
-
-
-def _label(features: FeatureSet, row: int) -> Any:
-    """Return the class, the classes or the numbers of a stored image by their names, or None."""
-    value: Any = features.truth.plain(row)
-    names = features.classes
-    if value is None:
-        return None
-    if features.truth.kind == "numbers":
-        return dict(zip(names, value, strict=True))
-    return [names[number] for number in value] if isinstance(value, list) else names[value]
-
-
-def _model(options: Nearest, folders: Sequence[Path]) -> Bundle:
+def _model(options: Nearest, index: FeatureIndex) -> Bundle:
     """Return the model that computed the features, with their preprocessing.
 
     Raise `ConfigError` if the model is not found or has other weights.
     """
-    about = about_features(folders[0])
-    recorded = about.get("weights_sha256")
-    for other in folders[1:]:
-        if about_features(other).get("weights_sha256") != recorded:
-            raise DataError(f"{other} and {folders[0]} hold features of different models; name the folder of one split")
-    place = options.model or about.get("model")
+    place = options.model or index.about.get("model")
     if not isinstance(place, str):
-        raise ConfigError(f"{folders[0]} does not record the model that computed its features; name it with --model")
-    size = about.get("image_size")
-    size = (int(size[0]), int(size[1])) if isinstance(size, list) and len(size) == 2 else None
+        raise ConfigError(f"{index.path} does not record the model that computed its features; name it with --model")
     if options.model is None and Path(place).is_absolute() and not Path(place).exists():
         raise ConfigError(
-            f"{folders[0]}: the model that computed the features, {place}, does not exist any more; name its new path "
+            f"{index.path}: the model that computed the features, {place}, does not exist any more; name its new path "
             "with --model"
         )
-    bundle = load(place, device=options.device, image_size=size)
-    if recorded is None:
+    bundle = load(place, device=options.device, image_size=index.image_size)
+    if index.weights_sha256 is None:
         print(
-            f"vitrail: {folders[0]} does not record the weights of its model, so they are not compared with {place}",
+            f"vitrail: {index.path} does not record the weights of its model, so they are not compared with {place}",
             file=sys.stderr,
         )
         return bundle
-    if weights_sha256(bundle.network) != recorded:
-        raise ConfigError(
-            f"{place} has other weights than the model that computed the features in {folders[0]}, so their cosines "
-            "cannot be compared; name that model with --model, or compute the features again with vitrail embed"
-        )
-    return replace(bundle, preprocess=from_plain(Preprocess, about["preprocess"]))
+    index.check(bundle, place)
+    return replace(bundle, preprocess=index.preprocess)
 
 
-def _neighbours(bundle: Bundle, path: Path, stored: _Stored, top: int) -> list[dict[str, Any]] | UndecodableImage:
+def _neighbours(bundle: Bundle, path: Path, index: FeatureIndex, top: int) -> list[dict[str, Any]] | UndecodableImage:
     """Return the stored images that resemble an image, the most similar one first, or the reason why it cannot be
-    decoded. The label is the name of the class, names of the classes, numbers by name, or None."""
+    decoded."""
     try:
         query = bundle.embed([path]).numpy()
     except UndecodableImage as error:
         return error
-    (found,) = nearest(stored.features, query, min(top + 1, len(stored.images)), lengths=stored.lengths)
+    (found,) = index.search(query, top + 1)
     own = _place(path)
-    return [
-        {"image": stored.images[row], "cosine": float(cosine), "label": stored.labels[row]}
-        for row, cosine in zip(found.indices[0].tolist(), found.similarities[0].tolist(), strict=True)
-        if not Path(stored.images[row]).is_absolute() or _place(Path(stored.images[row])) != own
-    ][:top]
+    others = [one for one in found if not Path(one.image).is_absolute() or _place(Path(one.image)) != own]
+    return list(map(_plain, others[:top]))
 
 
-def _by_text(bundle: Bundle, options: Nearest, stored: _Stored) -> Iterator[Result]:
+def _by_text(bundle: Bundle, options: Nearest, index: FeatureIndex) -> Iterator[Result]:
     """Yield each text with the images whose features resemble its embedding."""
     texts = bundle.reader_of_texts().embed(options.text)
     for note in texts.notes:
         print(f"vitrail: {note}", file=sys.stderr)
-    top = min(options.top, len(stored.images))
-    for part in nearest(stored.features, texts.vectors.numpy(), top, lengths=stored.lengths):
-        for row, text in enumerate(options.text[part.first : part.first + len(part.indices)]):
-            found = zip(part.indices[row].tolist(), part.similarities[row].tolist(), strict=True)
-            yield (
-                text,
-                [
-                    {"image": stored.images[place], "cosine": float(cosine), "label": stored.labels[place]}
-                    for place, cosine in found
-                ],
-            )
+    for text, found in zip(options.text, index.search(texts.vectors.numpy(), options.top), strict=True):
+        yield text, list(map(_plain, found))
+
+
+def _plain(found: Similar) -> dict[str, Any]:
+    return {"image": found.image, "cosine": found.cosine, "label": found.label}
 
 
 def _kind(query: Path | str) -> str:

@@ -247,7 +247,8 @@ def _plan(given: Mapping[str, Any], log: Log) -> tuple[FinetunePlan, OpenedData,
     data = base.data.open_whole()
     initial = load(model, device="cpu")
     if protocol == "rule":
-        initial = starting_from_words(initial, data)
+        if not base.start.new_head:
+            initial = starting_from_words(initial, data)
         log.say("looking at some training images through the model")
     chosen = plan(initial, data, base, protocol, explicit, rates=rates, row=row, budget=budget)
     check_effects(given, chosen.config)

@@ -173,8 +173,6 @@ def main(call: Call) -> int:
     bundle = load(options.model, device=options.device, image_size=options.image_size)
     if options.classes:
         bundle = zero_shot(bundle, options.classes, templates=options.templates)
-        if options.save is not None:
-            bundle.save(options.save, overwrite=options.overwrite)
     _check_fitting(options, call.options, bundle)
     pictures, notes = _pictures(options, bundle) if options.data else (given, ())
     for option, _ in folders:
@@ -186,6 +184,9 @@ def main(call: Call) -> int:
     colour = colour_note(_some_images(pictures), bundle.preprocess.channels)
     for note in (*bundle.notes, *notes, *_notes(options, bundle), *filter(None, [colour])):
         print(f"vitrail: {COMMAND.note(note)}", file=sys.stderr)
+    if options.save is not None:
+        bundle.save(options.save, overwrite=options.overwrite)
+        print(f"vitrail: the classifier of these names is in {options.save}", file=sys.stderr)
     show: _Table = (_Json if options.json else _Csv if options.csv else _Table)(bundle, top)
     show.is_shown = options.json or options.csv or not (folders or options.coco)
     broken: list[UndecodableImage] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from vitrail.analysis.images import Overlays
 from vitrail.cli.options import Call, Command, Example
@@ -29,6 +30,9 @@ class Serve(ServeSettings):
     precision: Precision | None = None
     """Number format of matrix products. The default is each model's own, usually float32. auto is bf16 if the processor
     has units for it. int8 needs a CPU with VNNI."""
+    index: Path | None = setting(None, metavar="FEATURES")
+    """Folder that `vitrail embed` wrote with one of the models. The page, and the path /search, then find its images by
+    another image, or by a text if the model reads texts."""
 
 
 COMMAND = Command(
@@ -41,13 +45,13 @@ COMMAND = Command(
         Example(
             "vitrail serve runs/flowers", "Open the page, or: curl -F file=@rose.jpg http://127.0.0.1:8000/predict"
         ),
-        Example("vitrail serve flowers=runs/flowers birds=birds.onnx", "Serve two models by name."),
+        Example("vitrail serve clip --index features", "Search the images of a folder by texts and by images."),
         Example("vitrail serve runs/flowers --host 0.0.0.0 --token SECRET", "Serve other machines with a token."),
     ),
     options=(Serve,),
     essential={
         "Address": ("host", "port", "token", "allow_host"),
-        "Processes and models": ("workers", "watch"),
+        "Processes and models": ("workers", "watch", "index"),
         "Limits": ("max_body", "max_images", "max_queue", "deadline_seconds"),
         "Speed": ("max_batch", "batch_threads", "device", "precision"),
     },
@@ -69,6 +73,7 @@ def main(call: Call) -> int:
         device=options.device,
         precision=options.precision,
         overlays=Overlays(),
+        index=options.index,
     )
     with open_socket(settings) as listening:  # before the models are loaded, which takes longer
         host, port = listening.getsockname()[:2]

@@ -381,6 +381,9 @@ def _report(console: Console, log: Log, result: RunResult) -> None:
         log.say(f"The model is in {model}. Try it:")
         data = str(result.bundle.provenance.get("data", ""))
         log.say(f"  {shlex.join(try_command(result.folder, result.bundle, data))}")
+    elif result.bundle.words is not None:
+        log.say(f"The model, which reads images and texts, is in {model}. Try it:")
+        log.say(f"  vitrail predict {shlex.quote(str(model))} IMAGE... --classes NAME NAME")
     else:
         log.say(f"The model, a network without a head, is in {model}. Adapt it to images with labels:")
         log.say(f"  vitrail finetune {shlex.quote(str(model))} --data DIR")

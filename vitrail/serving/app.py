@@ -28,6 +28,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from vitrail import __version__
+from vitrail.data.pixels.decode import image_size_of, to_pil
 from vitrail.data.pixels.preprocess import Pixels
 from vitrail.errors import UndecodableImage, nearest
 from vitrail.report.drawing import colour_of
@@ -39,6 +40,7 @@ from vitrail.serving.protocol_v2 import (
     InferRequest,
     check_names,
     format_answer,
+    is_data_uri,
     parse_base64,
     parse_data_uri,
     parse_request,
@@ -126,6 +128,7 @@ def make_app(service: Service, watcher: Watcher | None = None) -> App:
         *(Operation(path, "Tell the state of the server", _probe) for path in PROBE_PATHS),
         *routes_images(),
         *routes_explain(),
+        *(routes_search() if service.index is not None else ()),
         *routes_v2(),
     ]
     handlers: Any = {Refused: _refused, HTTPException: _not_found, Exception: _crashed}
@@ -187,7 +190,11 @@ async def _models(request: Request) -> Response:
     """Describe all models, for the page."""
     service = service_of(request)
     cards = [{**_card(model), "no_overlays": service.overlay_refusal(model)} for model in service.models.values()]
-    return JSONResponse({"version": __version__, "models": cards})
+    index = None
+    if service.index is not None:
+        model = service.searched_by()
+        index = {"images": len(service.index), "model": model.name, "reads_texts": model.bundle.words is not None}
+    return JSONResponse({"version": __version__, "models": cards, "index": index})
 
 
 def _card(model: ServedModel) -> dict[str, Any]:
@@ -325,16 +332,24 @@ async def _upload(request: Request) -> Response:
 
 
 async def _embeddings(request: Request) -> Response:
-    """Answer in the shape of OpenAI's embeddings. Images are data URIs."""
+    """Answer in the shape of OpenAI's embeddings. Images are data URIs, and for a model that reads texts all other
+    inputs are texts. Such a model answers with embeddings of length 1, whose products are cosines."""
     service = service_of(request)
-    name, images, encoding, dimensions = await service.parse(_parse_embeddings, await request.body())
+    name, given, encoding, dimensions = await service.parse(_parse_embeddings, await request.body())
     model = service.model(name)
+    reads_texts = model.bundle.words is not None
+    texts = {place: text for place, text in enumerate(given) if reads_texts and not is_data_uri(text)}
+    images = [parse_data_uri(uri, "input") for place, uri in enumerate(given) if place not in texts]
     width = model.bundle.network.config.embed_width
     if dimensions not in (None, width):
         raise Refused(400, f"dimensions: {dimensions!r} cannot be computed; embeddings of {model.name!r} have {width}")
+    of_images = iter(await service.all_file_outputs(model, ["embedding"], images))
+    of_texts = iter(await service.text_outputs(model, list(texts.values())) if texts else ())
     data = []
-    for number, row in enumerate(await service.all_file_outputs(model, ["embedding"], images)):
-        values = row["embedding"]
+    for number in range(len(given)):
+        values = next(of_texts if number in texts else of_images)["embedding"]
+        if reads_texts:
+            values = values / np.linalg.norm(values)
         text = base64.b64encode(values.astype("<f4").tobytes()).decode() if encoding == "base64" else None
         data.append({"object": "embedding", "index": number, "embedding": text or values.tolist()})
     answer = {"object": "list", "data": data, "model": model.name, "usage": {"prompt_tokens": 0, "total_tokens": 0}}
@@ -456,21 +471,23 @@ def _scored(row: Mapping[str, np.ndarray], function: str | None) -> Mapping[str,
     return {**row, "probabilities": scores.numpy()}
 
 
-def _parse_embeddings(body: bytes) -> tuple[str | None, list[bytes], str, Any]:
-    """Return the name of the model or None, the images, the encoding of the answer, and the length of embeddings that
-    the client expects or None. Raise `Refused`."""
+def _parse_embeddings(body: bytes) -> tuple[str | None, list[str], str, Any]:
+    """Return the name of the model or None, the images and texts, the encoding of the answer, and the length of
+    embeddings that the client expects or None. Raise `Refused`."""
     content = parse_json(body)
     check_names(content, ("input", "model", "encoding_format", "dimensions", "user"), "the body")
     name, given = content.get("model"), content.get("input")
     if name is not None and not isinstance(name, str):
         raise Refused(400, "model: this must be the name of a model")
-    images = [parse_data_uri(uri, "input") for uri in (given if isinstance(given, list) else [given])]
-    if not images:
-        raise Refused(400, "input: the request has no images")
+    inputs: list[Any] = given if isinstance(given, list) else [given]
+    if not inputs:
+        raise Refused(400, "input: the request has no images and no texts")
+    if not all(isinstance(one, str) for one in inputs):
+        raise Refused(400, "input: this must be a text or a list of texts; lists of tokens are not read")
     encoding = content.get("encoding_format") or "float"
     if encoding not in ("float", "base64"):
         raise Refused(400, f"encoding_format: {encoding!r} is not one of 'float', 'base64'")
-    return name, images, encoding, content.get("dimensions")
+    return name, inputs, encoding, content.get("dimensions")
 
 
 async def _form_files(request: Request, most: int) -> list[tuple[str, bytes]]:
@@ -549,6 +566,82 @@ def _target(model: ServedModel, label: str | None) -> int | None:
         hint = nearest(label, classes) if classes else "it has no classes"
         raise Refused(400, f"label: {label!r} is not a class of model {model.name!r}; {hint}")
     return classes.index(label)
+
+
+# --- the paths that search the images of an index
+
+
+THUMBNAIL = 512
+"""Longest side of the picture of a stored image, in pixels."""
+
+
+def routes_search() -> list[Operation]:
+    """Return the paths. The body of a search is an image, or JSON with a text: `{"text": "a red car", "top": 5}`."""
+    return [
+        Operation(
+            "/search", "Find the images of the index that resemble an image or a text", _search, "POST", ("top",),
+            (*IMAGES, JSON),
+        ),
+        Operation("/search/pictures/{row}", "Return a small JPEG picture of an image of the index", _picture),
+    ]  # fmt: skip
+
+
+async def _search(request: Request) -> Response:
+    """Answer with the nearest images, their cosines and labels, and the paths of their pictures."""
+    service, body = service_of(request), await request.body()
+    model, top = service.searched_by(), parse_top(request.query_params.get("top", TOP), what="images")
+    if request.headers.get("content-type", "").lower().startswith(JSON):
+        text, stated = await service.parse(_parse_search, body)
+        (query,) = await service.text_outputs(model, [text])
+        top = top if stated is None else stated
+    else:
+        (query,) = await service.all_file_outputs(model, ["embedding"], [body])
+    found = await service.search(query, top)
+    results = [
+        {
+            "image": one.image, "cosine": one.cosine, "label": one.label,
+            "picture": f"search/pictures/{one.row}" if Path(one.image).is_file() else None,
+        }
+        for one in found
+    ]  # fmt: skip
+    return JSONResponse({"model": model.name, "sha256": model.sha256, "results": results}, headers=model_headers(model))
+
+
+def _parse_search(body: bytes) -> tuple[str, int | None]:
+    """Return the text of a search, and the number of images to find or None. Raise `Refused` for other bodies."""
+    content = parse_json(body)
+    check_names(content, ("text", "top"), "the body")
+    if not isinstance(text := content.get("text"), str):
+        raise Refused(400, "text: this must be the text to search by")
+    return text, None if content.get("top") is None else parse_top(content["top"], what="images")
+
+
+async def _picture(request: Request) -> Response:
+    """Answer with a JPEG picture of a stored image that is a file."""
+    service = service_of(request)
+    service.searched_by()
+    index, row = service.index, request.path_params["row"]
+    if index is None or not (row.isascii() and row.isdecimal() and int(row) < len(index)):
+        raise Refused(404, f"row {row!r} is not a row of the index")
+    try:
+        content = await service.draw(_thumbnail, Path(index.images[int(row)]), service.settings.max_pixels)
+    except (OSError, UndecodableImage):
+        raise Refused(404, f"image {index.images[int(row)]!r} cannot be read any more") from None
+    return Response(content, media_type="image/jpeg")
+
+
+def _thumbnail(path: Path, most: int) -> bytes:
+    """Return an image file as a JPEG file of at most `THUMBNAIL` pixels on each side. Raise `OSError` for a file that
+    cannot be read, and `UndecodableImage` for one that is no image or has more than `most` pixels."""
+    content = path.read_bytes()
+    height, width = image_size_of(content)
+    if height * width > most:
+        raise UndecodableImage(f"claims {width} x {height} pixels")
+    picture = to_pil(content, 3)
+    picture.thumbnail((THUMBNAIL, THUMBNAIL))
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=85)
+    return file.getvalue()
 
 
 # --- paths of the Open Inference Protocol v2
@@ -675,12 +768,12 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return content
 
 
-def parse_top(value: Any, name: str = "top") -> int:
-    """Return a number of classes. Raise `Refused` unless it is a whole number of 1 or more."""
+def parse_top(value: Any, name: str = "top", what: str = "classes") -> int:
+    """Return a number of classes, or of something else. Raise `Refused` unless it is a whole number of 1 or more."""
     try:
         top = 0 if isinstance(value, bool) else int(value)
     except (TypeError, ValueError, OverflowError):
         top = 0
     if top < 1 or (isinstance(value, float) and top != value):
-        raise Refused(400, f"{name}: {value!r} is not a number of classes, which is 1 or more")
+        raise Refused(400, f"{name}: {value!r} is not a number of {what}, which is 1 or more")
     return top

@@ -28,7 +28,7 @@ PROBE_PATHS = ("/health", *(f"{prefix}/{probe}" for prefix in ("/health", "/v2/h
 """Paths of the probes, which need no token and may be asked under any name of the server."""
 
 NAMED = (
-    *PROBE_PATHS, "/", "/metrics", "/models", "/openapi.json", "/predict", "/explain", "/v1/embeddings",
+    *PROBE_PATHS, "/", "/metrics", "/models", "/openapi.json", "/predict", "/explain", "/search", "/v1/embeddings",
     "/v1/models", "/v2",
 )  # fmt: skip
 """Paths that metrics name. Other paths are counted together, so that a scan cannot fill the memory."""

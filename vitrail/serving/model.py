@@ -122,6 +122,10 @@ class ServedModel:
                 "(its option --max-pixels)"
             )
 
+    def texts(self, texts: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the embeddings of texts, of length 1, as the outputs of a batch."""
+        return {"embedding": self.bundle.reader_of_texts().embed(texts.tolist()).vectors.numpy()}
+
     def _find_tasks(self) -> tuple[Task, ...]:
         network: Any = self.bundle.network
         contents = network.interface.contents if isinstance(network, ExportedNetwork) else None

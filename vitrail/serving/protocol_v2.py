@@ -149,9 +149,14 @@ def parse_base64(text: Any, name: str) -> bytes:
     return _plain_base64(text, name)
 
 
+def is_data_uri(text: Any) -> bool:
+    """Return True for a text that begins as a data URI does."""
+    return isinstance(text, str) and text[:5].lower() == "data:"
+
+
 def parse_data_uri(uri: Any, name: str) -> bytes:
     """Return the content of a data URI. Raise `Refused` for other addresses, because none is ever fetched."""
-    if not isinstance(uri, str) or uri[:5].lower() != "data:":
+    if not is_data_uri(uri):
         raise Refused(400, f"{name}: images must be data URIs (data:image/png;base64,...), because no URL is fetched")
     head, _, text = uri.partition(",")
     if not head.lower().endswith(";base64"):

@@ -31,6 +31,7 @@ from prometheus_client.multiprocess import mark_process_dead
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vitrail.errors import ConfigError, ProcessError, VitrailError
+from vitrail.evaluation.features.index import FeatureIndex
 from vitrail.machine import Precision, keep_freed_memory
 from vitrail.serving.app import make_app
 from vitrail.serving.model import OverlayMaker
@@ -227,6 +228,8 @@ class ServeJob:
     precision: Precision | None = None
     overlays: OverlayMaker | None = None
     """Function that draws the relevance of an image's parts. It can be pickled."""
+    index: Path | None = None
+    """Folder of features that are searched."""
 
 
 def named_models(models: Sequence[str]) -> dict[str, str]:
@@ -261,7 +264,8 @@ def serve(
     if job.settings.watch:
         files = {name: ModelFiles.of(path, job.device) for name, path in job.models.items()}
         states = {name: one.state() for name, one in files.items()}
-    service = Service(_load(job, files, on_note), job.settings, job.precision, job.overlays)
+    index = None if job.index is None else FeatureIndex.open(job.index)  # before the models are loaded in vain
+    service = Service(_load(job, files, on_note), job.settings, job.precision, job.overlays, index)
     watcher = Watcher(service, files, states) if files else None
     Server(service, on_start, watcher=watcher, supervisor=supervisor).run(sockets=[listening])
 

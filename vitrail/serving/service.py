@@ -15,7 +15,8 @@ import torch
 
 from vitrail.cores import compute_threads
 from vitrail.data.pixels.preprocess import Pixels
-from vitrail.errors import UndecodableImage
+from vitrail.errors import ConfigError, UndecodableImage
+from vitrail.evaluation.features.index import FeatureIndex, Similar
 from vitrail.machine import Precision
 from vitrail.serving.batching import Compute, Row, TooLate
 from vitrail.serving.model import OverlayMaker, ServedModel, Task
@@ -50,9 +51,11 @@ class Service:
         settings: ServeSettings,
         precision: Precision | None = None,
         overlays: OverlayMaker | None = None,
+        index: FeatureIndex | None = None,
     ) -> None:
         """Prepare models, given by their names. The first model answers requests that name none. `overlays` draws which
-        parts of a picture a model depends on. Raise `VitrailError` for a model that cannot be served."""
+        parts of a picture a model depends on. `index` has the features of images that are searched. Raise
+        `VitrailError` for a model that cannot be served, and for an index that no model computed."""
         self.settings = settings
         self.metrics = Metrics()
         self.is_ready = False
@@ -70,6 +73,9 @@ class Service:
         self._accepted = 0
         self._precision = precision
         self.models = {name: self._served(name, bundle) for name, bundle in bundles.items()}
+        self.index = index
+        self.searching = None if index is None else searching_model(index, self.models)
+        """Name of the model that computed the features of the index, or None without an index."""
 
     async def start(self) -> None:
         """Accept images. Call it in the server's event loop."""
@@ -133,10 +139,48 @@ class Service:
         with self._accept(model, tasks, len(pixels)):
             return await self._outputs(model, tasks, pixels)
 
+    async def text_outputs(self, model: ServedModel, texts: Sequence[str]) -> list[Row]:
+        """Return the embedding of each text, of length 1. Raise `Refused` for a model without a text tower, for a text
+        that is empty or too long for the model, and if the server has too much to do."""
+        words = model.bundle.words
+        if words is None:
+            raise Refused(400, f"model {model.name!r} reads no texts; give images")
+        with self._accept(model, ("embedding",), len(texts)):
+            if not all(text.strip() for text in texts):
+                raise Refused(400, "a text is empty; give every text at least one character")
+            _, cut = await self.parse(words.tokenizer.encode, texts)
+            if cut:
+                raise Refused(
+                    400,
+                    f"text {cut[0] + 1} of {len(texts)} is longer than the {words.tokenizer.context} tokens that model "
+                    f"{model.name!r} reads; shorten it",
+                )
+            found = await self._compute.run(model.texts, np.array(texts, dtype=object))
+            return [{"embedding": vector} for vector in found["embedding"]]
+
     async def parse(self, function: Callable[..., Parsed], *arguments: Any) -> Parsed:
         """Return `function(*arguments)`, which reads a body. Bodies are read one after the other on a thread of their
         own, so a long one holds up no other request that is answered."""
         return await asyncio.get_running_loop().run_in_executor(self._parse, function, *arguments)
+
+    async def search(self, query: Row, top: int) -> list[Similar]:
+        """Return the images of the index that resemble an image or a text most. Raise `Refused` without an index, and
+        if the model of the index was replaced by one with other weights."""
+        index, model = self.index, self.searched_by()
+        if index is None or index.weights_sha256 not in (None, model.sha256):
+            raise Refused(409, f"model {model.name!r} was replaced, and the features of the index are not its own")
+        (found,) = await asyncio.to_thread(index.search, query["embedding"][None], top)
+        return found
+
+    def searched_by(self) -> ServedModel:
+        """Return the model whose features the index has. Raise `Refused` without an index."""
+        if self.searching is None:
+            raise Refused(404, "this server searches no images; start it with --index FEATURES")
+        return self.models[self.searching]
+
+    async def draw(self, function: Callable[..., Parsed], *arguments: Any) -> Parsed:
+        """Return `function(*arguments)`, which draws a picture. One is drawn after the other."""
+        return await asyncio.get_running_loop().run_in_executor(self._draw, function, *arguments)
 
     def overlay_refusal(self, model: ServedModel) -> str | None:
         """Return why a model has no overlays, or None if it has them."""
@@ -213,3 +257,21 @@ class Service:
     def _served(self, name: str, bundle: Bundle, before: ServedModel | None = None) -> ServedModel:
         with compute_threads(None if before is None else 1):  # a server that has requests keeps the other threads
             return ServedModel(name, bundle, self.settings, self.metrics, self._compute, self._precision, before=before)
+
+
+def searching_model(index: FeatureIndex, models: Mapping[str, ServedModel]) -> str:
+    """Return the name of the model that computed the features of an index. Raise `ConfigError` if none of the models
+    did, or if it prepares images in another way."""
+    recorded = index.weights_sha256
+    for name, model in models.items():
+        if recorded == model.sha256 or (recorded is None and model is next(iter(models.values()))):
+            if recorded is not None and model.bundle.preprocess != index.preprocess:
+                raise ConfigError(
+                    f"--index: the features in {index.path} are of images that were prepared in another way than model "
+                    f"{name!r} prepares them; compute them again with vitrail embed and this model"
+                )
+            return name
+    raise ConfigError(
+        f"--index: no model here has the weights that computed the features in {index.path}; serve that model, or "
+        "compute the features again with vitrail embed"
+    )

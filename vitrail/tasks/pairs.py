@@ -64,6 +64,9 @@ TOKENIZER_TEXTS = 1_000_000
 DESCRIPTION = "words.json"
 """Name of the file in a run's folder that describes its text tower and tokenizer."""
 
+OF_NEW_TOWER = ("text_width", "text_depth", "text_context", "vocabulary", "text_tokenizer", "initial_scale")
+"""Settings that have no effect on a text tower of the initial model."""
+
 Freeze = Literal["none", "image", "text"]
 
 
@@ -160,7 +163,17 @@ class PairTask(Task):
         settings contradict the model."""
         width = network.config.embed_width
         own = None if model is None else model.words
-        if own is not None and own.tower.config.embed_width == width:
+        if own is not None and own.tower.config.embed_width != width:
+            raise ConfigError(
+                f"the text tower of the initial model makes embeddings of {own.tower.config.embed_width} numbers, and "
+                f"the image tower of this run makes {width}; leave out the settings that change the image tower"
+            )
+        if own is not None:
+            if changed := [name for name in OF_NEW_TOWER if getattr(self, name) != getattr(type(self)(), name)]:
+                raise ConfigError(
+                    f"{', '.join(f'{name}={getattr(self, name)!r}' for name in changed)}: the initial model has a text "
+                    "tower, which is used as it is; leave out these settings"
+                )
             bias = self.initial_bias if own.bias is None else own.bias
             return replace(own, tower=copy.deepcopy(own.tower), bias=None if self.initial_bias is None else bias)
         if self.freeze == "text":

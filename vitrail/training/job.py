@@ -39,7 +39,7 @@ from vitrail.tasks.task import Position, StepCost, Task
 from vitrail.training.config import KINDS, RunConfig, TrainConfig
 from vitrail.training.folder import FORMAT
 from vitrail.training.log import check_trackers
-from vitrail.training.schedule import RunLength, Schedule
+from vitrail.training.schedule import RunLength, Schedule, is_zero
 from vitrail.training.sharding import shard_problems
 from vitrail.training.start import Origin, check_choice, fitted, head_fields
 from vitrail.training.state import TrainState
@@ -538,7 +538,7 @@ def check_settings(config: TrainConfig) -> None:
         ("init", start.init, start.init is not None),
         ("optimizer", config.optimizer.kind, config.optimizer.kind == "muon"),
         ("layer_decay", config.optimizer.layer_decay, config.optimizer.layer_decay < 1),
-        ("backbone_wait", config.optimizer.backbone_wait, bool(config.optimizer.backbone_wait)),
+        ("backbone_wait", config.optimizer.backbone_wait, not is_zero(config.optimizer.backbone_wait)),
         ("precision", config.run.precision, config.run.precision == "float8"),
         ("compile", config.run.compile, config.run.compile in ("on", "graphs")),
         ("shard", config.run.shard, config.run.shard != "none"),

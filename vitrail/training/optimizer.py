@@ -17,7 +17,7 @@ from vitrail.machine import TrainingPrecision
 from vitrail.models.linear.lora import LowRank
 from vitrail.models.network import HasLayers, Layers
 from vitrail.settings import Effect, problems, raise_problems, setting
-from vitrail.training.schedule import Duration, RunLength, Schedule, ScheduleName, duration_problems, steps_of
+from vitrail.training.schedule import Duration, RunLength, Schedule, ScheduleName, duration_problems, is_zero, steps_of
 from vitrail.training.update_rules import (
     Adafactor,
     Lamb,
@@ -93,7 +93,7 @@ class OptimizerConfig:
     """Length at the beginning of the run in which only the head is trained, as in EoMT (2503.19108). The other weights
     then have a schedule of their own for the rest of the run, which begins with --backbone-warmup."""
     backbone_warmup: Duration = setting(
-        0.1, effect=Effect(lambda own: own.backbone_wait not in (0, "0 steps"), "with --backbone-wait")
+        0.1, effect=Effect(lambda own: not is_zero(own.backbone_wait), "with --backbone-wait")
     )
     """Length of the warm-up of the weights below the head."""
     cooldown: Duration = 0.0
@@ -318,7 +318,7 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, precision: Traini
     depth d is `layer_decay ** (d + 1 - l)` (2106.08254), times the factor of `learning_rate_factors`. Groups of weights
     below the head are marked by "is_below_head" if they have a schedule of their own (`backbone_wait`).
     """
-    below = _below_head(module) if config.backbone_wait else frozenset()
+    below = frozenset() if is_zero(config.backbone_wait) else _below_head(module)
     scales = _scales(module, config.layer_decay) if config.layer_decay < 1 else {}
     names = _names(module)
     groups = []

@@ -51,7 +51,8 @@ class Schedule:
         """Return the learning rate of a step, counted from 0. For a step after the end of the run, return the rate at
         the end."""
         if self.wait_steps:
-            later = replace(self, wait_steps=0, steps=self.steps - self.wait_steps)
+            boundaries = tuple(boundary - self.wait_steps for boundary in self.boundaries)
+            later = replace(self, wait_steps=0, steps=self.steps - self.wait_steps, boundaries=boundaries)
             return later(step - self.wait_steps) if step >= self.wait_steps else 0.0
         rate = self._course(step)
         if step < self.warmup_steps:
@@ -116,6 +117,14 @@ def steps_of(duration: Duration, run: RunLength) -> int:
         "%": (run.steps, 100),
     }[match[2].removesuffix("s")]
     return max(round(number * numerator / denominator), 1) if number else 0
+
+
+def is_zero(duration: Duration) -> bool:
+    """Return True for a valid duration of no length, such as 0.0 or "0 epochs"."""
+    if isinstance(duration, int | float):
+        return not duration
+    match = PATTERN.fullmatch(duration)
+    return match is not None and not float(match[1])
 
 
 def duration_problems(name: str, duration: Duration) -> Iterator[str]:

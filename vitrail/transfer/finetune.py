@@ -21,6 +21,7 @@ from vitrail.evaluation.mistakes import box_report, mask_report
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.predictions import Predictions
 from vitrail.machine import Precision, available_memory, pick_device, resolve_precision
+from vitrail.models.vit_config import ViTConfig
 from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import check_place, place_of
@@ -235,6 +236,8 @@ def starting_from_words(bundle: Bundle, data: OpenedData) -> Bundle:
     is_named = 1 < len(names) == len(texts) and not all(name.isdigit() for name in names)
     if bundle.words is None or bundle.classes or kind not in ("class", "classes") or not is_named:
         return bundle
+    if not isinstance(config := bundle.network.config, ViTConfig) or config.head_hidden:
+        return bundle  # `zero_shot` has no head for it
     note = "the head of the initial model is made from the names of the classes, as for --by zeroshot"
     return replace(zero_shot(bundle, names, readable=True), notes=(*bundle.notes, note))
 

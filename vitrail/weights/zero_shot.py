@@ -94,8 +94,8 @@ def embed_classes(bundle: Bundle, names: Sequence[str], templates: Sequence[str]
 
 
 def readable_name(name: str) -> str:
-    """Return the name of a class as it is written in a text: the number before it is removed, the words of names such
-    as "Black_footed-Albatross" or "AnnualCrop" are separated, and what follows the first comma is left out."""
+    """Return the name of a class as it is written in a text. The number before it is removed, words of names such as
+    "Black_footed-Albatross" or "AnnualCrop" are separated, and the name ends at its first comma."""
     text = re.sub(r"^\d+[._\s-]+(?=\D)", "", name)
     text = re.sub(r"[_\s-]+", " ", text).split(",")[0]
     text = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text).strip()

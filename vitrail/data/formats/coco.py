@@ -71,10 +71,13 @@ def open_coco(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | No
     folder = root if root.is_dir() else root.parent
     folder = folder.parent if folder.name.lower() in ("annotations", "annotation", "labels") else folder
     found_files = annotation_files(files_beside_images(root))
+    unread: tuple[str, ...] = ()
     captions = [path for path in found_files if path.name.lower().startswith("captions")]
     if root.is_dir() and captions and (texts or not any(OTHERS.match(path.name) is None for path in found_files)):
-        found_files = captions
+        others = sorted(path.relative_to(root).as_posix() for path in found_files if path not in captions)
+        found_files, unread = captions, left_out(str(root), others)
     files, notes = _by_split(root, found_files, chosen)
+    notes = (*unread, *notes)
     read = {split: _read(path) for split, path in files.items()}
     first = next(iter(read))
     if all(_holds_captions(one) for one in read.values()):
@@ -137,7 +140,7 @@ def _unknown_images(path: Path, strange: Sequence[str]) -> Iterator[Fault]:
     if strange:
         yield Fault(
             "unknown-image", "error", len(strange),
-            f"{path}: {plural(len(strange), 'annotation')} of images that are not listed: {'; '.join(strange[:5])}",
+            f"{path}: {plural(len(strange), 'annotation')} of images that are not listed: {shown(strange)}",
             "Training refuses the data. This check skips these annotations.",
             "List these images, or remove the annotations.",
         )  # fmt: skip
@@ -271,7 +274,7 @@ def _images(
     if short:
         result.faults.append(Fault(
             "short-polygon", "note", len(short), f"{path}: {plural(len(short), 'outline')} with a polygon of "
-            f"fewer than three points, which is left out: {shown(short)}",
+            f"fewer than three points, and this polygon is left out: {shown(short)}",
             "The other polygons of these objects, or else their boxes, are learned.", "Correct these outlines.",
         ))  # fmt: skip
     if with_keypoints:

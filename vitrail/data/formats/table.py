@@ -440,8 +440,6 @@ def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled:
     text = None if numbers else cells.named(choice.text) if choice.text else cells.find(TEXTS)
     if choice.text is not None and text is None and not numbers:
         raise without_texts(str(path), cells.header)
-    if text is not None and choice.text is None and (label is not None or unlabelled):
-        text = None
     free = [name for place, name in enumerate(cells.header) if name and place not in (image, label)]
     column, splits, split_notes = find_split(
         str(path), free, lambda name: cells.column(cells.header.index(name)), choice.splits
@@ -450,6 +448,12 @@ def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled:
     others = [
         place for place in range(len(cells.header)) if place not in (image, split) and not _is_index(cells, place)
     ]
+    if text is not None and choice.text is None:
+        beside = [place for place in others if place != text]
+        if label is not None or unlabelled:
+            text = None
+        elif _are_flags(cells, beside):
+            text, others = None, beside
     columns = [(name, place) for name, place in zip(numbers, places_of(str(path), numbers, cells.header), strict=True)]
     captions = TextReader()
     if numbers:

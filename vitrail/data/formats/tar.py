@@ -76,7 +76,13 @@ def open_shards(
     every = [shard.index for shards in opened.values() for shard in shards]
     has_labels = any(len(index.labels) for index in every)
     if any(len(index.texts) for index in every) and (texts or not (has_labels or numbers)):
-        return _with_texts(location, located, opened)
+        if numbers:
+            raise DataError(
+                f"data {location!r} has texts in its shards, but numbers={','.join(numbers)} asks for numbers"
+            )
+        if has_labels:
+            notes.append(f"{location}: labels are not used, because texts are asked for")
+        return _with_texts(location, opened, notes)
     if count := sum(len(index.texts) for index in every):
         notes.append(f"{location}: {plural(count, 'text')} of its images not used, because they have labels")
     if any(_has_numbers(shard) for shards in opened.values() for shard in shards):
@@ -101,10 +107,13 @@ def open_shards(
     return _splits(location, found, notes, faults)
 
 
-def _with_texts(location: str, located: Located, opened: Mapping[Split, list[Shard]]) -> Splits:
-    """Open shards whose samples have texts as targets."""
-    sources, notes = {}, list(located.notes)
+def _with_texts(location: str, opened: Mapping[Split, list[Shard]], notes: list[str]) -> Splits:
+    """Open shards whose samples have texts as targets. Notes are added to `notes`."""
+    sources = {}
     for split, shards in opened.items():
+        if split != "train" and len(opened) > 1 and not any(len(shard.index.texts) for shard in shards):
+            notes.append(f"{location}: the {split} split is skipped, because none of its images has a text")
+            continue
         reader, indices = ShardImages(shards), [shard.index for shard in shards]
         counts = np.concatenate([index.text_counts for index in indices]).tolist()
         every = (index.texts[row] for index in indices for row in range(len(index.texts)))

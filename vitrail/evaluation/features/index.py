@@ -1,0 +1,136 @@
+"""Search in the features that `vitrail embed` wrote: the images that resemble an image or a text most."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Float32
+
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.errors import ConfigError, DataError
+from vitrail.evaluation.classifiers.nearest import lengths_of, nearest
+from vitrail.evaluation.features.extract import FeatureSet
+from vitrail.evaluation.features.feature_files import about_features, feature_folders, load_features
+from vitrail.settings import from_plain
+from vitrail.weights.bundle import Bundle, weights_sha256
+
+
+class Similar(NamedTuple):
+    """A stored image that resembles a query."""
+
+    row: int
+    """Its place among the stored features."""
+    image: str
+    """Its path, or its key if it is not a file."""
+    cosine: float
+    label: Any
+    """The name of its class, the names of its classes, its numbers by name, or None."""
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureIndex:
+    """The features of the images of all splits. Every search is exact: it computes the cosines with all of them.
+
+    index = FeatureIndex.open("features")
+    model = vitrail.load("clip")
+    index.check(model)
+    (found,) = index.search(model.embed_texts(["a red car at night"]).numpy(), top=5)
+    """
+
+    path: Path
+    """Folder of the features."""
+    features: Float32[np.ndarray, "n d"]
+    images: tuple[str, ...]
+    """Paths of the images, or their keys if they are not files."""
+    labels: tuple[Any, ...]
+    about: Mapping[str, Any]
+    """What `vitrail embed` recorded of the model and its preprocessing."""
+
+    @classmethod
+    def open(cls, path: str | Path) -> FeatureIndex:
+        """Return the features in an output of `vitrail embed`, or in the folder of one of its splits. Raise `DataError`
+        if there are none, and if those of the splits are of different models."""
+        folders = feature_folders(path)
+        parts = [(load_features(folder), about_features(folder)) for folder in folders]
+        rule = "name the folder of one split"
+        widths = sorted({part.width for part, _ in parts})
+        if len(widths) > 1:
+            raise DataError(
+                f"{folders[0].parent} holds features of different widths ({', '.join(map(str, widths))}), so of "
+                f"different models; {rule}"
+            )
+        about = parts[0][1]
+        for folder, (_, other) in zip(folders, parts, strict=True):
+            if other.get("weights_sha256") != about.get("weights_sha256"):
+                raise DataError(f"{folder} and {folders[0]} hold features of different models; {rule}")
+        images = [_path(other.get("folder"), key) for part, other in parts for key in part.keys]
+        if not images:
+            raise DataError(f"{folders[0]} holds the features of no image")
+        labels = [_label(part, row) for part, _ in parts for row in range(len(part))]
+        features = parts[0][0].features if len(parts) == 1 else np.concatenate([part.features for part, _ in parts])
+        return cls(folders[0], features, tuple(images), tuple(labels), about)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def weights_sha256(self) -> str | None:
+        """Hash of the weights that computed the features, or None if it was not recorded."""
+        return self.about.get("weights_sha256")
+
+    @property
+    def image_size(self) -> tuple[int, int] | None:
+        """Height and width for which the model computed the features, or None if they were not recorded."""
+        size = self.about.get("image_size")
+        return (int(size[0]), int(size[1])) if isinstance(size, list) and len(size) == 2 else None
+
+    @property
+    def preprocess(self) -> Preprocess:
+        """How the pixels of the stored images were made."""
+        return from_plain(Preprocess, self.about["preprocess"])
+
+    @functools.cached_property
+    def _lengths(self) -> Float32[np.ndarray, " n"]:
+        return lengths_of(self.features)
+
+    def check(self, bundle: Bundle, name: str = "the model") -> None:
+        """Raise `ConfigError` for a model with other weights than the one that computed the features. Nothing is
+        compared if the features do not record their weights."""
+        if self.weights_sha256 is not None and weights_sha256(bundle.network) != self.weights_sha256:
+            raise ConfigError(
+                f"{name} has other weights than the model that computed the features in {self.path}, so their cosines "
+                "cannot be compared; name that model with --model, or compute the features again with vitrail embed"
+            )
+
+    def search(self, vectors: Float[np.ndarray, "m d"], top: int = 5) -> list[list[Similar]]:
+        """Return the `top` images that resemble each vector most, the most similar one first. Images that are equally
+        similar are in the order in which they are stored. Raise `DataError` for vectors of another width, and
+        `ConfigError` for a `top` below 1."""
+        found = []
+        for part in nearest(self.features, vectors, min(top, len(self)), lengths=self._lengths):
+            for rows, cosines in zip(part.indices.tolist(), part.similarities.tolist(), strict=True):
+                found.append([
+                    Similar(row, self.images[row], cosine, self.labels[row])
+                    for row, cosine in zip(rows, cosines, strict=True)
+                ])  # fmt: skip
+        return found
+
+
+def _path(folder: Any, key: str) -> str:
+    return str(Path(folder) / key) if isinstance(folder, str) else key
+
+
+def _label(features: FeatureSet, row: int) -> Any:
+    """Return the class, the classes or the numbers of a stored image by their names, or None."""
+    value: Any = features.truth.plain(row)
+    names = features.classes
+    if value is None:
+        return None
+    if features.truth.kind == "numbers":
+        return dict(zip(names, value, strict=True))
+    return [names[number] for number in value] if isinstance(value, list) else names[value]
