@@ -169,7 +169,7 @@ def assert_same(first: Bundle, second: Bundle) -> None:
 
 SUFFIXES = {
     "google": ".npz", "big-vision": ".npz", "bit": ".npz", "bit-torch": ".pth", "timm": "", "huggingface": "",
-    "huggingface-clip": "", "huggingface-siglip": "", "open-clip": "",
+    "huggingface-clip": "", "huggingface-siglip": "", "open-clip": "", "big-vision-pair": "",
     "torchvision": ".pth",
 }  # fmt: skip
 """Suffix of each layout's file, or nothing for a folder."""

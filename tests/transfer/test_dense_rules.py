@@ -65,7 +65,7 @@ def test_what_does_not_fit_the_targets_is_refused(
 def test_the_head_of_queries_is_measured_with_its_blocks() -> None:
     config = make_bundle(patch_size=(8, 8), image_size=(32, 48), depth=5).network.config
     queries: Any = {"head_kind": "queries", "queries": 7, "query_blocks": 2}
-    assert 0 < _head_seconds(replace(config, **queries), torch.device("cpu")) < 5
+    assert 0 < _head_seconds(replace(config, **queries), torch.device("cpu"), "bf16", 2) < 5
 
 
 @pytest.mark.slow

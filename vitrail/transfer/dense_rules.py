@@ -20,7 +20,7 @@ from vitrail.data.objects import Objects
 from vitrail.data.source import Source, evenly, typical_size
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, plural
-from vitrail.machine import Precision, available_memory, resolve_precision
+from vitrail.machine import Precision, TrainingPrecision, autocast, available_memory, resolve_precision
 from vitrail.models.network import Features
 from vitrail.models.variants import AnyConfig, build, transformer_config
 from vitrail.models.vit_config import ViTConfig
@@ -158,7 +158,8 @@ def plan_dense(
     batch = explicit.get("batch_size", min(largest, max(1, facts.images // 8)))
     choices.add(f"batches of {plural(batch, 'image')}", batch_size=batch)
     base = replace(base.override(task=task), images=bundle.preprocess, optimizer=OptimizerConfig(), augment=Augment())
-    times, trains_all = _times(base, bundle, splits, facts, explicit, device=device, seconds=FOR_STEPS * seconds)
+    left = FOR_STEPS * seconds
+    times, trains_all = _times(base, bundle, splits, facts, explicit, device=device, batch=batch, seconds=left)
     (height, width), (rows, columns) = times.image_size, network.grid_of(*times.image_size)
     choices.add(f"image size {height} x {width}: {rows} x {columns} patches", image_size=times.image_size)
     if trains_all:
@@ -210,6 +211,7 @@ def _times(
     explicit: Explicit,
     *,
     device: torch.device,
+    batch: int,
     seconds: float,
 ) -> tuple[Times, bool]:
     """Return the image size, with the times of its steps, and True if all blocks are trained.
@@ -229,7 +231,7 @@ def _times(
     images = replace(bundle.preprocess, image_size=measured)
     headed: Any = fitted(network, base.start.init, images, base.model.overrides, len(names), base.task)
     enters = headed.dense_head.adds_tokens
-    head = OF_HEAD * _head_seconds(headed, device)
+    head = OF_HEAD * _head_seconds(headed, device, own, batch)
     for size in sizes:
         larger = math.prod(size) / math.prod(measured)
         cost = network.inference_flops(size) / network.inference_flops(measured)
@@ -252,26 +254,21 @@ def _versions(config: ViTConfig, images: int, explicit: Explicit, device: torch.
     return math.inf if not is_kept or RANDOM & explicit.keys() else float(count)
 
 
-def _head_seconds(config: ViTConfig, device: torch.device) -> float:
-    """Return the seconds of the forward and the backward pass of a network's head for an image."""
+def _head_seconds(config: ViTConfig, device: torch.device, precision: TrainingPrecision, batch: int) -> float:
+    """Return the seconds of the forward and the backward pass of a network's head for an image of a batch."""
     adds_tokens = config.dense_head is not None and config.dense_head.adds_tokens
     shallow: Any = {"depth": 2 + config.query_blocks * adds_tokens}  # the blocks are not measured
     network: Any = build(replace(config, **shallow)).to(device)
-    features: Features = network.features(torch.zeros(1, config.channels, *config.image_size, device=device))
-    tokens = Features(
-        features.cls,
-        features.registers,
-        features.patches.detach().clone(),
-        features.grid,
-        None if features.queries is None else features.queries.detach(),
-        None if features.middle is None else features.middle.detach(),
-    )
+    with torch.no_grad():
+        tokens: Features = network.features(torch.zeros(batch, config.channels, *config.image_size, device=device))
     best = math.inf
     for _ in range(4):
         begin = time.perf_counter()
-        torch.autograd.backward(network.head(tokens).square().mean())
+        with autocast(precision, device):
+            found = network.head(tokens)
+        torch.autograd.backward(found.float().square().mean())
         next(network.head.parameters()).sum().item()  # waits for the device
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, (time.perf_counter() - begin) / batch)
     return best
 
 

@@ -85,6 +85,8 @@ class Google:
         notes = []
         if others := len(checkpoint.tensors.shapes) - len(_image_network(checkpoint.tensors).shapes):
             notes.append(f"{others} tensors do not belong to the image network and were skipped")
+        if any(name.startswith("params/txt/Encoder_0/") for name in checkpoint.tensors.shapes):
+            notes.append("the text tower is not read, because the folder of the file has no tokenizer (spiece.model)")
         if config.positions == "sincos-2d" and hints.image_size is None:
             notes.append(f"the file does not contain its image size, so {config.image_size} is assumed")
         return Description(
@@ -139,19 +141,19 @@ class Google:
         if config.positions == "learned":
             yield Pair("positions.embedding", (BV_POSITIONS if self.big_vision else VT_POSITIONS,))
         for layer in range(config.depth):
-            yield from _block_pairs(f"blocks.{layer}", f"Transformer/encoderblock_{layer}", config)
-        yield from _norm("norm", "Transformer/encoder_norm")
+            yield from block_pairs(f"blocks.{layer}", f"Transformer/encoderblock_{layer}", config.heads)
+        yield from norm("norm", "Transformer/encoder_norm")
         if config.pool == "map":
-            yield from _map_pairs(config)
+            yield from map_pairs(config.heads)
         if config.head_hidden:
-            yield from _dense("head_hidden", "pre_logits")
+            yield from dense("head_hidden", "pre_logits")
         if config.num_classes:
-            yield from _dense("head", "head")
+            yield from dense("head", "head")
 
     def _config(self, tensors: TensorFile, hints: Hints) -> ViTConfig:
         shapes = tensors.shapes
         down, across, _, width = shapes["embedding/kernel"]
-        heads, root = _heads(shapes, tensors.path), _root(shapes)
+        heads, root = heads_of(shapes, tensors.path), _root(shapes)
         cls, pool_by_attention = "cls" in tensors, "MAPHead_0/probe" in tensors
         name = BV_POSITIONS if self.big_vision else VT_POSITIONS
         stride = root.stride if root else 1
@@ -204,7 +206,7 @@ def plain_names(tensors: TensorFile) -> TensorFile:
     if "probe" in tensors:  # in older files the parts of attention pooling are at the top level
         tensors = tensors.renamed(lambda name: f"MAPHead_0/{name}" if name.startswith(POOL_PARTS) else name)
     # Before 2022, big_vision stored positions inside the encoder.
-    return _unscanned(tensors.renamed(lambda name: BV_POSITIONS if name == f"Transformer/{BV_POSITIONS}" else name))
+    return unscanned(tensors.renamed(lambda name: BV_POSITIONS if name == f"Transformer/{BV_POSITIONS}" else name))
 
 
 def _image_network(tensors: TensorFile) -> TensorFile:
@@ -219,7 +221,7 @@ def _new_name(name: str) -> str:
     return name
 
 
-def _unscanned(tensors: TensorFile) -> TensorFile:
+def unscanned(tensors: TensorFile) -> TensorFile:
     """Split the tensors of stacked blocks into one set of tensors per block."""
     stacked = "Transformer/encoderblock/"
     sources: dict[str, tuple[str, int | None]] = {}
@@ -235,7 +237,8 @@ def _unscanned(tensors: TensorFile) -> TensorFile:
     return TensorFile(tensors.path, shapes, lambda name, _: tensors.read(*sources[name]))
 
 
-def _heads(shapes: dict[str, tuple[int, ...]], path: Path) -> int:
+def heads_of(shapes: dict[str, tuple[int, ...]], path: Path) -> int:
+    """Return the number of heads, which the shape of a kernel shows. Raise `BundleError` if there is none."""
     name = "Transformer/encoderblock_0/MultiHeadDotProductAttention_0/query/kernel"
     if name not in shapes or len(shapes[name]) != 3:
         raise BundleError(
@@ -255,12 +258,13 @@ def _root(shapes: dict[str, tuple[int, ...]]) -> RootConfig | None:
     return RootConfig(depths=tuple(units[stage] for stage in sorted(units)), width=shapes["conv_root/kernel"][3])
 
 
-def _dense(ours: str, theirs: str) -> Iterator[Pair]:
+def dense(ours: str, theirs: str) -> Iterator[Pair]:
+    """Return the tensor pairs of a dense layer."""
     yield Pair(f"{ours}.weight", (f"{theirs}/kernel",), _transposed, _transposed)
     yield Pair(f"{ours}.bias", (f"{theirs}/bias",))
 
 
-def _norm(ours: str, theirs: str) -> Iterator[Pair]:
+def norm(ours: str, theirs: str) -> Iterator[Pair]:
     """Return the tensor pairs of a normalisation layer. Older files store a group norm's weights as (1, 1, 1,
     channels)."""
     yield Pair(f"{ours}.weight", (f"{theirs}/scale",), _flat)
@@ -299,42 +303,44 @@ def _joined(ours: str, theirs: str, heads: int) -> Iterator[Pair]:
     yield Pair(f"{ours}.bias", (f"{theirs}/bias",))
 
 
-def _block_pairs(ours: str, theirs: str, config: ViTConfig) -> Iterator[Pair]:
+def block_pairs(ours: str, theirs: str, heads: int) -> Iterator[Pair]:
+    """Return the tensor pairs of a block."""
     attention = f"{theirs}/MultiHeadDotProductAttention_0"
-    yield from _norm(f"{ours}.norm1", f"{theirs}/LayerNorm_0")
+    yield from norm(f"{ours}.norm1", f"{theirs}/LayerNorm_0")
     yield from _cut_by_head(
-        f"{ours}.attention.qkv", [f"{attention}/{part}" for part in ("query", "key", "value")], config.heads
+        f"{ours}.attention.qkv", [f"{attention}/{part}" for part in ("query", "key", "value")], heads
     )
-    yield from _joined(f"{ours}.attention.out", f"{attention}/out", config.heads)
-    yield from _norm(f"{ours}.norm2", f"{theirs}/LayerNorm_1")
-    yield from _dense(f"{ours}.mlp.up", f"{theirs}/MlpBlock_0/Dense_0")
-    yield from _dense(f"{ours}.mlp.down", f"{theirs}/MlpBlock_0/Dense_1")
+    yield from _joined(f"{ours}.attention.out", f"{attention}/out", heads)
+    yield from norm(f"{ours}.norm2", f"{theirs}/LayerNorm_1")
+    yield from dense(f"{ours}.mlp.up", f"{theirs}/MlpBlock_0/Dense_0")
+    yield from dense(f"{ours}.mlp.down", f"{theirs}/MlpBlock_0/Dense_1")
 
 
-def _map_pairs(config: ViTConfig) -> Iterator[Pair]:
+def map_pairs(heads: int) -> Iterator[Pair]:
+    """Return the tensor pairs of attention pooling."""
     ours, theirs = "attention_pool", "MAPHead_0"
     attention = f"{theirs}/MultiHeadDotProductAttention_0"
     yield Pair(f"{ours}.probe", (f"{theirs}/probe",))
-    yield from _cut_by_head(f"{ours}.query", [f"{attention}/query"], config.heads)
-    yield from _cut_by_head(f"{ours}.key_value", [f"{attention}/key", f"{attention}/value"], config.heads)
-    yield from _joined(f"{ours}.out", f"{attention}/out", config.heads)
-    yield from _norm(f"{ours}.norm", f"{theirs}/LayerNorm_0")
-    yield from _dense(f"{ours}.mlp.up", f"{theirs}/MlpBlock_0/Dense_0")
-    yield from _dense(f"{ours}.mlp.down", f"{theirs}/MlpBlock_0/Dense_1")
+    yield from _cut_by_head(f"{ours}.query", [f"{attention}/query"], heads)
+    yield from _cut_by_head(f"{ours}.key_value", [f"{attention}/key", f"{attention}/value"], heads)
+    yield from _joined(f"{ours}.out", f"{attention}/out", heads)
+    yield from norm(f"{ours}.norm", f"{theirs}/LayerNorm_0")
+    yield from dense(f"{ours}.mlp.up", f"{theirs}/MlpBlock_0/Dense_0")
+    yield from dense(f"{ours}.mlp.down", f"{theirs}/MlpBlock_0/Dense_1")
 
 
 def _root_pairs(root: RootConfig) -> Iterator[Pair]:
     yield _convolution("root.stem", "conv_root")
-    yield from _norm("root.norm", "gn_root")
+    yield from norm("root.norm", "gn_root")
     for stage, depth in enumerate(root.depths):
         for unit in range(depth):
             ours, theirs = f"root.stages.{stage}.{unit}", f"block{stage + 1}/unit{unit + 1}"
             for number in (1, 2, 3):
                 yield _convolution(f"{ours}.conv{number}", f"{theirs}/conv{number}")
-                yield from _norm(f"{ours}.norm{number}", f"{theirs}/gn{number}")
+                yield from norm(f"{ours}.norm{number}", f"{theirs}/gn{number}")
             if unit == 0:  # the first unit of a stage has a stride or more channels
                 yield _convolution(f"{ours}.shortcut", f"{theirs}/conv_proj")
-                yield from _norm(f"{ours}.shortcut_norm", f"{theirs}/gn_proj")
+                yield from norm(f"{ours}.shortcut_norm", f"{theirs}/gn_proj")
 
 
 def _transposed(tensor: Tensor) -> Tensor:

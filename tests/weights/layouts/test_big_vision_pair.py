@@ -1,0 +1,123 @@
+"""Tests of big_vision's pairs of towers. transformers' SigLIP under big_vision's names is the same model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import vitrail
+from vitrail.errors import BundleError
+
+pytest.importorskip("transformers")  # which the helpers need
+
+from tests.weights.layouts.test_huggingface_pair import TEXTS, check_same, pieces, save_siglip
+
+HEADS = 3
+
+
+def kernel(weight: torch.Tensor, heads: int = HEADS) -> np.ndarray:
+    """Return the kernel of queries, keys or values, which big_vision divides among the heads."""
+    return weight.T.reshape(weight.shape[1], heads, -1).numpy()
+
+
+def block(state: dict[str, torch.Tensor], theirs: str, ours: str) -> dict[str, np.ndarray]:
+    found = {}
+    for number, name in enumerate(("layer_norm1", "layer_norm2")):
+        found[f"{ours}/LayerNorm_{number}/scale"] = state[f"{theirs}.{name}.weight"].numpy()
+        found[f"{ours}/LayerNorm_{number}/bias"] = state[f"{theirs}.{name}.bias"].numpy()
+    attention = f"{ours}/MultiHeadDotProductAttention_0"
+    for name, part in (("q", "query"), ("k", "key"), ("v", "value")):
+        found[f"{attention}/{part}/kernel"] = kernel(state[f"{theirs}.self_attn.{name}_proj.weight"])
+        found[f"{attention}/{part}/bias"] = state[f"{theirs}.self_attn.{name}_proj.bias"].reshape(HEADS, -1).numpy()
+    out = state[f"{theirs}.self_attn.out_proj.weight"]
+    found[f"{attention}/out/kernel"] = out.T.reshape(HEADS, -1, out.shape[0]).numpy()
+    found[f"{attention}/out/bias"] = state[f"{theirs}.self_attn.out_proj.bias"].numpy()
+    for number in (0, 1):
+        found |= dense(state, f"{theirs}.mlp.fc{number + 1}", f"{ours}/MlpBlock_0/Dense_{number}")
+    return found
+
+
+def dense(state: dict[str, torch.Tensor], theirs: str, ours: str) -> dict[str, np.ndarray]:
+    return {f"{ours}/kernel": state[f"{theirs}.weight"].T.numpy(), f"{ours}/bias": state[f"{theirs}.bias"].numpy()}
+
+
+def norm(state: dict[str, torch.Tensor], theirs: str, ours: str) -> dict[str, np.ndarray]:
+    return {f"{ours}/scale": state[f"{theirs}.weight"].numpy(), f"{ours}/bias": state[f"{theirs}.bias"].numpy()}
+
+
+def big_vision_names(state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    vision, text = "vision_model.", "text_model."
+    patches = state[f"{vision}embeddings.patch_embedding.weight"]
+    found = {
+        "img/embedding/kernel": patches.permute(2, 3, 1, 0).numpy(),
+        "img/embedding/bias": state[f"{vision}embeddings.patch_embedding.bias"].numpy(),
+        "img/pos_embedding": state[f"{vision}embeddings.position_embedding.weight"][None].numpy(),
+        "txt/Embed_0/embedding": state[f"{text}embeddings.token_embedding.weight"].numpy(),
+        "txt/pos_embedding": state[f"{text}embeddings.position_embedding.weight"][None].numpy(),
+        "t": state["logit_scale"].reshape(1).numpy(), "b": state["logit_bias"].reshape(1).numpy(),
+        **norm(state, f"{vision}post_layernorm", "img/Transformer/encoder_norm"),
+        **norm(state, f"{text}final_layer_norm", "txt/Encoder_0/encoder_norm"),
+        **dense(state, f"{text}head", "txt/head"),
+    }  # fmt: skip
+    for layer in range(2):
+        found |= block(state, f"{vision}encoder.layers.{layer}", f"img/Transformer/encoderblock_{layer}")
+        found |= block(state, f"{text}encoder.layers.{layer}", f"txt/Encoder_0/encoderblock_{layer}")
+    pool, head = "img/MAPHead_0", f"{vision}head."
+    attention = f"{pool}/MultiHeadDotProductAttention_0"
+    found[f"{pool}/probe"] = state[f"{head}probe"].numpy()
+    weights = state[f"{head}attention.in_proj_weight"].chunk(3)
+    biases = state[f"{head}attention.in_proj_bias"].chunk(3)
+    for part, weight, bias in zip(("query", "key", "value"), weights, biases, strict=True):
+        found[f"{attention}/{part}/kernel"] = kernel(weight)
+        found[f"{attention}/{part}/bias"] = bias.reshape(HEADS, -1).numpy()
+    out = state[f"{head}attention.out_proj.weight"]
+    found[f"{attention}/out/kernel"] = out.T.reshape(HEADS, -1, out.shape[0]).numpy()
+    found[f"{attention}/out/bias"] = state[f"{head}attention.out_proj.bias"].numpy()
+    found |= norm(state, f"{head}layernorm", f"{pool}/LayerNorm_0")
+    for number in (0, 1):
+        found |= dense(state, f"{head}mlp.fc{number + 1}", f"{pool}/MlpBlock_0/Dense_{number}")
+    return {f"params/{name}": value for name, value in found.items()}
+
+
+def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the tensors with all blocks of a tower along a first axis, as big_vision writes scanned towers."""
+    found = {name: value for name, value in tensors.items() if "encoderblock_1" not in name}
+    for name in [name for name in found if "encoderblock_0" in name]:
+        both = [tensors[name], tensors[name.replace("encoderblock_0", "encoderblock_1")]]
+        del found[name]
+        found[name.replace("encoderblock_0", "encoderblock")] = np.stack(both)
+    return found
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_logits_and_embeddings_are_those_of_siglip(scanned: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    theirs: Any = save_siglip(tmp_path / "theirs")
+    tensors = big_vision_names({name: value.detach() for name, value in theirs.state_dict().items()})
+    (tmp_path / "big").mkdir()
+    np.savez(tmp_path / "big" / "siglip.npz", **(stacked(tensors) if scanned else tensors))  # type: ignore[arg-type]
+    alone = vitrail.load(tmp_path / "big" / "siglip.npz", device="cpu")
+    assert alone.words is None and any("no tokenizer (spiece.model)" in note for note in alone.notes)
+    (tmp_path / "big" / "spiece.model").write_bytes(pieces())
+    ours = vitrail.load(tmp_path / "big" / "siglip.npz", device="cpu")
+    assert ours.words is not None and ours.provenance["layout"] == "big-vision-pair"
+    tokens = torch.from_numpy(ours.words.tokenizer.encode(TEXTS).tokens)
+    check_same(theirs, ours, tokens)
+    lost = vitrail.convert(tmp_path / "big" / "siglip.npz", tmp_path / "back", to="big-vision-pair")
+    assert not [note for note in lost if "not carried" in note and "preprocessing" not in note]
+    with np.load(tmp_path / "back" / "model.npz") as written:
+        assert written.keys() == tensors.keys()
+        for name in tensors:
+            np.testing.assert_array_equal(written[name], tensors[name], err_msg=name)
+    check_same(theirs, vitrail.load(tmp_path / "back", device="cpu"), tokens)
+
+
+def test_what_it_cannot_store_is_refused(tmp_path: Path) -> None:
+    from tests.words import model_with_words
+
+    with pytest.raises(BundleError, match="big-vision-pair"):
+        vitrail.convert(model_with_words().save(tmp_path / "clip"), tmp_path / "back", to="big-vision-pair")

@@ -1,0 +1,172 @@
+"""Image and text towers of big_vision's npz: SigLIP, and pairs that learned by a softmax if their text tower is alike.
+
+The file has `params/img/`, `params/txt/`, the logarithm `params/t` of the scale, and in SigLIP the bias `params/b`. It
+has no tokenizer. The model of sentencepiece with which the texts were read, `spiece.model`, is expected beside it.
+Without it the image tower is read alone (`google.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from vitrail.errors import BundleError
+from vitrail.files import replacing_folder
+from vitrail.models.pair import PairConfig
+from vitrail.models.text import TextConfig
+from vitrail.models.vit_config import ViTConfig
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.layouts.google import BIG_VISION, block_pairs, dense, heads_of, map_pairs, norm, unscanned
+from vitrail.weights.layouts.huggingface_pair import (
+    SIGLIP,
+    SPIECE,
+    image_rules,
+    pair_of,
+    read_tokenizer,
+    text_rules,
+    write_tokenizer,
+)
+from vitrail.weights.layouts.layout import (
+    KEPT,
+    Checkpoint,
+    Description,
+    Hints,
+    Pair,
+    StoresTexts,
+    carried,
+    depth_of,
+    only,
+    own,
+    theirs_of,
+)
+from vitrail.weights.tensors import TensorFile, save_tensors
+
+PREFIX = "params/"
+WEIGHTS = "model.npz"
+TOKENIZERS = (SPIECE, "tokenizer.json", "vocab.json")
+POOLED = {
+    "pool": only("cls", "gap", "map"), "positions_cover": KEPT, "position_resize": own("linear-corners"),
+}  # fmt: skip
+FIXED = {"activation": only("gelu-tanh"), "norm_eps": only(1e-6)}
+"""What big_vision's code computes, in both towers."""
+
+
+class BigVisionPair(StoresTexts):
+    name = "big-vision-pair"
+    folder_files = (WEIGHTS, SPIECE, "tokenizer.json", "tokenizer_config.json")
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        tensors = checkpoint.tensors
+        has_text = any(name.startswith(f"{PREFIX}txt/Encoder_0/") for name in tensors.shapes)
+        has_tokenizer = any((tensors.path.parent / name).is_file() for name in TOKENIZERS)
+        return has_text and has_tokenizer and BIG_VISION.recognises(checkpoint)
+
+    def describe(self, checkpoint: Checkpoint, hints: Hints) -> Description:
+        whole, image = checkpoint.tensors, BIG_VISION.describe(checkpoint, hints)
+        text, ends = _text_tower(whole), {name: whole.shapes.get(f"{PREFIX}{name}") for name in "tb"}
+        assert isinstance(image.config, ViTConfig)
+        if image.config.num_classes:
+            raise BundleError(f"{whole.path} projects the embeddings of its image tower, which Vitrail does not read")
+        if ends["t"] is None:
+            raise BundleError(f"{whole.path} has no {PREFIX}t, the scale of the similarities")
+        _, context, width = text.shapes["pos_embedding"]
+        tokenizer = read_tokenizer(whole.path.parent, context, SIGLIP)
+        pool_by_attention = "MAPHead_0/probe" in text
+        config = TextConfig(
+            vocabulary=text.shapes["Embed_0/embedding"][0],
+            context=context,
+            width=width,
+            depth=depth_of(text, "Transformer/encoderblock_"),
+            heads=heads_of(text.shapes, whole.path),
+            mlp_width=text.shapes["Transformer/encoderblock_0/MlpBlock_0/Dense_0/kernel"][1],
+            is_causal=False,
+            pool="map" if pool_by_attention else "last",
+            end_token=tokenizer.end_token,
+            outputs=text.shapes["head/kernel"][1] if "head/kernel" in text else 0,
+            output_bias="head/kernel" in text,
+            activation="gelu-tanh",
+            norm_eps=1e-6,
+        )
+        pair = PairConfig(image=image.config, text=config, bias=None if ends["b"] is None else 0.0)
+        files = {"img/": image.tensors, "txt/": text}
+        shapes = {f"{prefix}{name}": shape for prefix, one in files.items() for name, shape in one.shapes.items()}
+        shapes |= {name: shape for name, shape in ends.items() if shape is not None}
+        rest = TensorFile(whole.path, {}, lambda name, row: whole.read(f"{PREFIX}{name}", row))
+
+        def read(name: str, row: int | None) -> Tensor:
+            place = files.get(name[:4])
+            return rest.read(name, row) if place is None else place.read(name[4:], row)
+
+        notes = [] if pool_by_attention else ["the file does not say how texts are pooled: the last token is read"]
+        return Description(
+            tensors=TensorFile(whole.path, shapes, read),
+            config=pair,
+            preprocess=image.preprocess,
+            pairs=tuple(_pairs(pair)),
+            classes=(),
+            tokenizer=tokenizer,
+            notes=tuple(notes),
+        )
+
+    def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
+        has_bias = bundle.words is not None and bundle.words.bias is not None
+        config, words, state = pair_of(self.name, bundle, has_bias=has_bias)
+        text = words.tower.config
+        poolings = {"pool": only("last", "map"), "outputs": only(text.outputs), "output_bias": only(bool(text.outputs))}
+        lost = [
+            "preprocessing",
+            *carried(self.name, config, {**image_rules(SIGLIP), **POOLED, **FIXED}),
+            *carried(self.name, text, {**text_rules(SIGLIP), **poolings, **FIXED}),
+        ]
+        if words.bias is not None:
+            state["bias"] = state["scale"].new_tensor(words.bias)
+        tensors = theirs_of(state, _pairs(PairConfig(image=config, text=text, bias=words.bias)))
+        named = {f"{PREFIX}{_their_name(name)}": tensor for name, tensor in tensors.items()}
+        with replacing_folder("the model", path, self.folder_files) as partial:
+            save_tensors(named, partial / WEIGHTS, (".npz",))
+            lost += write_tokenizer(words.tokenizer, partial, SIGLIP)
+        return tuple(lost)
+
+
+def _text_tower(tensors: TensorFile) -> TensorFile:
+    """Return the tensors of the text tower under the names of an image tower's blocks."""
+    prefix = f"{PREFIX}txt/"
+    names = {name.removeprefix(prefix): name for name in tensors.shapes if name.startswith(prefix)}
+    return unscanned(tensors.chosen(names).renamed(lambda name: name.replace("Encoder_0/", "Transformer/")))
+
+
+def _their_name(name: str) -> str:
+    return name.replace("txt/Transformer/", "txt/Encoder_0/")
+
+
+def _pairs(config: PairConfig) -> Iterator[Pair]:
+    image, text = config.image, config.text
+    assert isinstance(image, ViTConfig)
+    yield from _inside(BIG_VISION.pairs(image), "image.", "img/")
+    yield from _inside(_text_pairs(text), "text.", "txt/")
+    for ours, theirs in (("scale", "t"), ("bias", "b")):
+        if ours == "scale" or config.bias is not None:
+            yield Pair(ours, (theirs,), lambda t: t.reshape(()), lambda t: t.reshape(1))
+
+
+def _text_pairs(config: TextConfig) -> Iterator[Pair]:
+    yield Pair("embedding.weight", ("Embed_0/embedding",))
+    yield Pair("positions", ("pos_embedding",), lambda t: t[0], lambda t: t[None])
+    for layer in range(config.depth):
+        yield from block_pairs(f"blocks.{layer}", f"Transformer/encoderblock_{layer}", config.heads)
+    yield from norm("norm", "Transformer/encoder_norm")
+    if config.pool == "map":
+        yield from map_pairs(config.heads)
+    if config.outputs:
+        yield from dense("projection", "head")
+
+
+def _inside(pairs: Iterator[Pair], ours: str, theirs: str) -> Iterator[Pair]:
+    for pair in pairs:
+        yield replace(pair, ours=f"{ours}{pair.ours}", theirs=tuple(f"{theirs}{name}" for name in pair.theirs))
+
+
+BIG_VISION_PAIR = BigVisionPair()
