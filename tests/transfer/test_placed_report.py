@@ -43,7 +43,8 @@ def test_examples_and_pages_are_drawn(name: str, tmp_path: Path) -> None:
     for example in run.examples:
         with Image.open(example.path) as picture:
             assert picture.width > 2 * width, "the truth is beside the prediction"
-        assert example.mistakes > 0 and len(example.shown[1]) == 3
+        assert example.mistakes >= 0 and len(example.shown[1]) == 3
+    assert any(example.mistakes > 0 for example in run.examples)
     assert "on the right" in (tmp_path / "run" / "progress.html").read_text()
     result = evaluate_run(run, config, config.data.cut(config.data.open()))
     assert result.report is not None and result.page is not None and result.split == "test"

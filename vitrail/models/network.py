@@ -68,6 +68,12 @@ class Features:
     middle: Float[Tensor, "b n width"] | None = None
     """The patch tokens after the first half of the blocks, without a norm, or None if the head does not read them."""
 
+    def with_middle(self, norm: nn.Module) -> Float[Tensor, "b n two_width"]:
+        """Return the patch tokens with those of the middle of the network beside them, after a norm, for a head that
+        reads both."""
+        assert self.middle is not None, "the network gives them to a head with `reads_middle`"
+        return torch.cat([self.patches, norm(self.middle).to(self.patches.dtype)], dim=2)
+
 
 class Layers(NamedTuple):
     """All modules of a network that have weights or randomly drop values, from bottom to top. Each module occurs once.

@@ -39,7 +39,7 @@ from vitrail.transfer.facts import (
     check_images,
     choose_accumulation,
 )
-from vitrail.transfer.trials import forward_seconds
+from vitrail.transfer.trials import EVALUATION_PER_FORWARD, forward_seconds
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bundle import Bundle
 
@@ -65,8 +65,11 @@ and that are enough."""
 TIMES_OF_USUAL = 3.0
 """Usual time of boxes and masks as a multiple of that of classes."""
 
-RATE, BACKBONE_FACTOR, LAYER_DECAY = 1e-3, 0.1, 0.8
-"""Learning rate of the head, that of the last block beside it, and the ratio between blocks."""
+RATES = {"boxes": 1e-3, "mask": 3e-3}
+"""Learning rate of the head."""
+
+BACKBONE_RATE, LAYER_DECAY = 1e-4, 0.8
+"""Learning rate of the last block beside the head, and the ratio between blocks."""
 
 SCALES = {"boxes": (0.7, 1.4), "mask": (0.6, 1.8)}
 COLOURS = (0.3, 0.3, 0.2, 0.05)
@@ -121,6 +124,11 @@ class Times(NamedTuple):
         return self.versions + (seconds - first) / (self.images * self.head)
 
     @property
+    def of_answer(self) -> float:
+        """Seconds for the answer for a held-out image."""
+        return EVALUATION_PER_FORWARD * self.forward + self.head
+
+    @property
     def of_all(self) -> float:
         """Seconds for an epoch in which all blocks are trained."""
         return self.images * (3 * self.forward + self.head)
@@ -162,17 +170,18 @@ def plan_dense(
     times, trains_all = _times(base, bundle, splits, facts, explicit, device=device, batch=batch, seconds=left)
     (height, width), (rows, columns) = times.image_size, network.grid_of(*times.image_size)
     choices.add(f"image size {height} x {width}: {rows} x {columns} patches", image_size=times.image_size)
+    rate = explicit.get("learning_rate", RATES[kind])
     if trains_all:
         low, high = SCALES[kind]
         choices.add(f"random scales from {low} to {high}", scale_jitter=(low, high))
         choices.add("random changes of colours", colour_jitter=COLOURS)
-        choices.add(f"learning rate {RATE:g} of the head, {RATE * BACKBONE_FACTOR:g} below it", learning_rate=RATE)
+        choices.add(f"learning rate {rate:g} of the head, {BACKBONE_RATE:g} below it", learning_rate=rate)
         if not {"learning_rate_factors", "lora_rank"} & explicit.keys():
-            factors = (r"(network\.)?head\..*=1", f".*={BACKBONE_FACTOR}")
+            factors = (r"(network\.)?head\..*=1", f".*={BACKBONE_RATE / rate:.4g}")
             choices.add(learning_rate_factors=factors, layer_decay=LAYER_DECAY)
     else:
         choices.add("the head alone is trained, which learns more in this time than all blocks", train_blocks=0)
-        choices.add(f"learning rate {RATE:g}", learning_rate=RATE)
+        choices.add(f"learning rate {rate:g}", learning_rate=rate)
     choices.add(clip=10.0, warmup=0.05, weight_decay=0.05)
     choices.add(keep="best" if facts.has_validation else "last", checkpoints=5)
     choose_accumulation(choices, network, times.image_size, batch, available_memory(device))
@@ -190,12 +199,11 @@ def _epochs(
 ) -> float:
     """Return the number of epochs that fit into a time in seconds, with the evaluations that are chosen here."""
     held_out, tested = (0 if part is None else len(part) for part in (splits.validation, splits.test))
-    each = times.forward + times.head
-    affordable = int(EVALUATED * seconds / max(held_out * each, 1e-9))
+    affordable = int(EVALUATED * seconds / max(held_out * times.of_answer, 1e-9))
     evaluations = choices.explicit.get("evaluations", min(MOST_EVALUATIONS, max(1, affordable)) if held_out else 0)
     choices.add(evaluations=evaluations)
     measured = (evaluations + 1) * held_out + tested
-    left = max(LEAST * seconds, seconds - measured * each)
+    left = max(LEAST * seconds, seconds - measured * times.of_answer)
     if not trains_all:
         return min(MOST_EPOCHS, times.epochs_of_head(left))
     begun = time.perf_counter()
@@ -216,9 +224,10 @@ def _times(
 ) -> tuple[Times, bool]:
     """Return the image size, with the times of its steps, and True if all blocks are trained.
 
-    The size is the largest one with which the head alone learns for `ENOUGH_EPOCHS`, but no larger than the objects
-    need. All blocks are trained if the time suffices for `ENOUGH_EPOCHS_OF_ALL`, or if the user chose what is trained.
-    Blocks that the tokens of a head enter must always be trained.
+    The size is the largest one with which the head alone learns for `ENOUGH_EPOCHS` and all held-out images are
+    answered, but no larger than the objects need. All blocks are trained if the time suffices for
+    `ENOUGH_EPOCHS_OF_ALL`, or if the user chose what is trained. Blocks that the tokens of a head enter must always be
+    trained.
     """
     network = bundle.network.config
     shape = typical_size(splits.train, MAX_HEADERS)
@@ -232,12 +241,14 @@ def _times(
     headed: Any = fitted(network, base.start.init, images, base.model.overrides, len(names), base.task)
     enters = headed.dense_head.adds_tokens
     head = OF_HEAD * _head_seconds(headed, device, own, batch)
+    answered = sum(len(part) for part in (splits.validation, splits.test) if part is not None)
     for size in sizes:
         larger = math.prod(size) / math.prod(measured)
         cost = network.inference_flops(size) / network.inference_flops(measured)
         versions = _versions(headed.with_image_size(size), facts.images, explicit, device)
         times = Times(size, forward * cost, head * larger, facts.images, versions)
-        if (ENOUGH_EPOCHS * times.of_all if enters else times.of_head(ENOUGH_EPOCHS)) <= seconds:
+        learned = ENOUGH_EPOCHS * times.of_all if enters else times.of_head(ENOUGH_EPOCHS)
+        if learned + answered * times.of_answer <= seconds:
             break
     is_chosen = explicit.get("train_blocks") or explicit.get("lora_rank")
     is_frozen = explicit.get("train_blocks") == 0

@@ -7,6 +7,7 @@ import math
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -64,17 +65,22 @@ GROUPS = 16
 class FinePatchClasses(PatchClasses):
     """The logits of the classes of 4 x 4 cells of each patch, in row-major order of all cells.
 
-    Two transposed convolutions double the resolution of the patch tokens, and a convolution of 3 x 3 cells smooths the
-    result, so that things thinner than a patch can be predicted.
+    The patch tokens of the middle of the network are read beside the last ones, because they know better where an edge
+    is. Two transposed convolutions double the resolution, and a convolution of 3 x 3 cells smooths the result, so that
+    things thinner than a patch can be predicted. The logits of a linear layer of the tokens are added to theirs. They
+    learn rare classes in a tenth of the steps (docs/log.md).
     """
 
     cells = 4
+    reads_middle = True
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         first, second = WIDTHS
+        self.middle_norm = nn.LayerNorm(config.width, config.norm_eps)
+        self.direct = Linear(2 * config.width, config.num_classes)
         self.up = nn.Sequential(
-            nn.ConvTranspose2d(config.width, first, 2, stride=2), nn.GroupNorm(GROUPS, first), nn.GELU(),
+            nn.ConvTranspose2d(2 * config.width, first, 2, stride=2), nn.GroupNorm(GROUPS, first), nn.GELU(),
             nn.ConvTranspose2d(first, second, 2, stride=2), nn.GroupNorm(GROUPS, second), nn.GELU(),
             nn.Conv2d(second, second, 3, padding=1, bias=False), nn.GroupNorm(GROUPS, second), nn.GELU(),
         )  # fmt: skip
@@ -84,12 +90,17 @@ class FinePatchClasses(PatchClasses):
         return WIDTHS[-1]
 
     def forward(self, features: Features) -> Float[Tensor, "b cells classes"]:
-        patches = features.patches
-        maps = self.up(torch.unflatten(patches.transpose(1, 2), 2, features.grid))
-        return self.layer(maps.flatten(2).transpose(1, 2)).float()
+        tokens = features.with_middle(self.middle_norm)
+        maps = self.up(torch.unflatten(tokens.transpose(1, 2), 2, features.grid))
+        coarse = torch.unflatten(self.direct(tokens).float().transpose(1, 2), 2, features.grid)
+        direct = F.interpolate(coarse, scale_factor=float(self.cells), mode="bilinear", align_corners=False)
+        return self.layer(maps.flatten(2).transpose(1, 2)).float() + direct.flatten(2).transpose(1, 2)
 
     @torch.no_grad()
     def initialise(self) -> None:
+        self.middle_norm.reset_parameters()
+        nn.init.zeros_(self.direct.weight)
+        nn.init.zeros_(self.direct.bias)
         for module in self.up:
             if isinstance(module, nn.Conv2d | nn.ConvTranspose2d | nn.GroupNorm):
                 module.reset_parameters()
@@ -98,10 +109,10 @@ class FinePatchClasses(PatchClasses):
     @classmethod
     def macs(cls, config: Any) -> int:
         first, second = WIDTHS
-        cells = first * (config.width + 4 * second) + 4 * second * (9 * second + config.num_classes)
-        return 4 * math.prod(config.grid) * cells
+        cells = first * (2 * config.width + 4 * second) + 4 * second * (9 * second + config.num_classes)
+        return math.prod(config.grid) * (4 * cells + 2 * config.width * config.num_classes)
 
     @classmethod
     def kept_values(cls, config: Any) -> int:
         first, second = WIDTHS
-        return math.prod(config.grid) * (config.width + 12 * first + 16 * (6 * second + config.num_classes))
+        return math.prod(config.grid) * (3 * config.width + 12 * first + 16 * (6 * second + config.num_classes))

@@ -64,8 +64,7 @@ class Pyramid(BoxHead):
 
     def forward(self, features: Features) -> Float[Tensor, "b cells outputs"]:
         grid = rows, columns = features.grid
-        assert features.middle is not None, "the network gives them to a head with `reads_middle`"
-        tokens = torch.cat([features.patches, self.middle_norm(features.middle).to(features.patches.dtype)], dim=2)
+        tokens = features.with_middle(self.middle_norm)
         image = torch.unflatten(tokens.transpose(1, 2), 2, grid)
         even = F.pad(image, (0, columns % 2, 0, rows % 2), mode="replicate")
         maps = [
