@@ -274,7 +274,7 @@ def _images(
     if short:
         result.faults.append(Fault(
             "short-polygon", "note", len(short), f"{path}: {plural(len(short), 'outline')} with a polygon of "
-            f"fewer than three points, and this polygon is left out: {shown(short)}",
+            f"fewer than three points. Such polygons are skipped: {shown(short)}",
             "The other polygons of these objects, or else their boxes, are learned.", "Correct these outlines.",
         ))  # fmt: skip
     if with_keypoints:

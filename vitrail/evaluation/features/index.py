@@ -49,7 +49,7 @@ class FeatureIndex:
     """Paths of the images, or their keys if they are not files."""
     labels: tuple[Any, ...]
     about: Mapping[str, Any]
-    """What `vitrail embed` recorded of the model and its preprocessing."""
+    """Description that `vitrail embed` wrote beside the features: the model, its weights and its preprocessing."""
 
     @classmethod
     def open(cls, path: str | Path) -> FeatureIndex:
@@ -91,7 +91,7 @@ class FeatureIndex:
 
     @property
     def preprocess(self) -> Preprocess:
-        """How the pixels of the stored images were made."""
+        """Preprocessing with which the features were computed."""
         return from_plain(Preprocess, self.about["preprocess"])
 
     @functools.cached_property

@@ -51,7 +51,7 @@ POOLED = {
     "pool": only("cls", "gap", "map"), "positions_cover": KEPT, "position_resize": own("linear-corners"),
 }  # fmt: skip
 FIXED = {"activation": only("gelu-tanh"), "norm_eps": only(1e-6)}
-"""What big_vision's code computes, in both towers."""
+"""Values of both towers that are fixed in big_vision's code."""
 
 
 class BigVisionPair(StoresTexts):
