@@ -69,7 +69,7 @@ RATES = {"boxes": 1e-3, "mask": 3e-3}
 """Learning rate of the head."""
 
 BACKBONE_RATE, LAYER_DECAY = 1e-4, 0.8
-"""Learning rate of the last block beside the head, and the ratio between blocks."""
+"""Learning rate of the last block beside the head with its rate in `RATES`, and the ratio between blocks."""
 
 SCALES = {"boxes": (0.7, 1.4), "mask": (0.6, 1.8)}
 COLOURS = (0.3, 0.3, 0.2, 0.05)
@@ -170,14 +170,14 @@ def plan_dense(
     times, trains_all = _times(base, bundle, splits, facts, explicit, device=device, batch=batch, seconds=left)
     (height, width), (rows, columns) = times.image_size, network.grid_of(*times.image_size)
     choices.add(f"image size {height} x {width}: {rows} x {columns} patches", image_size=times.image_size)
-    rate = explicit.get("learning_rate", RATES[kind])
+    rate, below = explicit.get("learning_rate", RATES[kind]), BACKBONE_RATE / RATES[kind]
     if trains_all:
         low, high = SCALES[kind]
         choices.add(f"random scales from {low} to {high}", scale_jitter=(low, high))
         choices.add("random changes of colours", colour_jitter=COLOURS)
-        choices.add(f"learning rate {rate:g} of the head, {BACKBONE_RATE:g} below it", learning_rate=rate)
+        choices.add(f"learning rate {rate:g} of the head, {below * rate:g} below it", learning_rate=rate)
         if not {"learning_rate_factors", "lora_rank"} & explicit.keys():
-            factors = (r"(network\.)?head\..*=1", f".*={BACKBONE_RATE / rate:.4g}")
+            factors = (r"(network\.)?head\..*=1", f".*={below:.4g}")
             choices.add(learning_rate_factors=factors, layer_decay=LAYER_DECAY)
     else:
         choices.add("the head alone is trained, which learns more in this time than all blocks", train_blocks=0)
