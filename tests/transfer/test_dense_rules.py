@@ -84,3 +84,13 @@ def test_one_command_learns_drawn_objects(
         assert main(["predict", "run", "drawn/JPEGImages", "--coco", "found.json"]) == 0
         rows = json.loads((tmp_path / "found.json").read_text())
         assert {row["category_name"] for row in rows} <= {"blue", "red box"} and len(rows) > 20
+
+
+def test_blocks_learn_more_slowly_than_the_head_at_any_rate(tmp_path: Path) -> None:
+    data = make_masks_folder(tmp_path / "masks")
+    command = ["finetune", "small", "--data", str(data), "--steps", "1", "--train-blocks", "1", "--device", "cpu"]
+    for name, words in (("usual", ()), ("slow", ("--learning-rate", "1e-5"))):
+        assert main([*command, "--run", str(tmp_path / name), *words]) == 0
+        optimizer = json.loads((tmp_path / name / "run.json").read_text())["config"]["optimizer"]
+        assert optimizer["learning_rate"] == (1e-5 if words else 3e-3)
+        assert optimizer["learning_rate_factors"][1] == ".*=0.03333"
