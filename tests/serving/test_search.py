@@ -119,6 +119,13 @@ def test_a_file_that_is_gone_has_no_picture(searching: Running, index: FeatureIn
         moved.rename(path)
 
 
+def test_features_of_a_model_that_was_replaced_are_not_searched(words: Bundle, index: FeatureIndex) -> None:
+    with serving({"words": words}, index) as running:
+        running.service.index = replace(index, about={**index.about, "weights_sha256": "0" * 64})
+        answer = running.ask_json("/search", {"text": "a bee"})
+    assert answer.status == 409 and "was replaced" in answer.json["error"]
+
+
 def test_an_index_of_no_served_model_is_refused(index: FeatureIndex, words: Bundle) -> None:
     with pytest.raises(ConfigError, match="no model here has the weights"), serving({"flowers": make_bundle()}, index):
         pass

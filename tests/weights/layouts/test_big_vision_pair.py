@@ -10,7 +10,13 @@ import pytest
 import torch
 
 import vitrail
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.text_tokenizer import TextTokenizer
 from vitrail.errors import BundleError
+from vitrail.models.pair import Pair, PairConfig
+from vitrail.models.text import TextConfig
+from vitrail.models.vit_config import ViTConfig
+from vitrail.weights.words import Words
 
 pytest.importorskip("transformers")  # which the helpers need
 
@@ -121,3 +127,25 @@ def test_what_it_cannot_store_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(BundleError, match="big-vision-pair"):
         vitrail.convert(model_with_words().save(tmp_path / "clip"), tmp_path / "back", to="big-vision-pair")
+
+
+@pytest.mark.parametrize(("pool", "bias"), [("map", -3.0), ("last", None)])
+def test_pairs_come_back_as_they_were(pool: Any, bias: float | None, tmp_path: Path) -> None:
+    """Attention pooling of texts, and a pair without a bias, which learned by a softmax."""
+    torch.manual_seed(0)
+    tokenizer = TextTokenizer(pieces(), "sentencepiece", 28, end_token=1, padding=1, cleaning="canonical")
+    shared: Any = {"width": 24, "depth": 2, "heads": 3, "mlp_width": 40, "activation": "gelu-tanh", "norm_eps": 1e-6}
+    image = ViTConfig(image_size=(24, 24), patch_size=(8, 8), num_classes=0, pool="gap", **shared)
+    text = TextConfig(
+        vocabulary=tokenizer.vocabulary, context=28, end_token=1, is_causal=False, pool=pool, outputs=24,
+        output_bias=True, **shared,
+    )  # fmt: skip
+    pair = Pair(PairConfig(image=image, text=text, bias=bias)).eval()
+    bundle = vitrail.Bundle(pair.image, (), Preprocess(image_size=(24, 24)), words=Words.of(pair, tokenizer))
+    bundle.save(tmp_path / "ours")
+    vitrail.convert(tmp_path / "ours", tmp_path / "theirs", to="big-vision-pair")
+    again = vitrail.load(tmp_path / "theirs", device="cpu")
+    assert again.words is not None and again.words.bias == bias
+    torch.testing.assert_close(again.embed_texts(TEXTS), bundle.embed_texts(TEXTS), rtol=0, atol=1e-6)
+    images = torch.randn(2, 3, 24, 24)
+    torch.testing.assert_close(again.network.embed(images), bundle.network.embed(images), rtol=0, atol=1e-6)
