@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.metadata
 import os
 import platform
@@ -55,7 +56,24 @@ def has_int8_products(device: torch.device) -> bool:
         and hasattr(torch.ops.onednn, "qlinear_pointwise")
         and "onednn" in torch.backends.quantized.supported_engines
         and bool(cpu_flags() & {"avx512_vnni", "avx_vnni", "amx_int8"})
+        and _sums_integers_exactly()
     )
+
+
+@functools.cache
+def _sums_integers_exactly() -> bool:
+    """Return True if oneDNN's products of the largest 8-bit integers are exact.
+
+    The variable ONEDNN_MAX_CPU_ISA can take VNNI away from a processor that has it. oneDNN then adds pairs of products
+    in 16 bits, which saturates without a message.
+    """
+    inputs, rows = torch.full((16, 64), 255, dtype=torch.uint8), torch.full((16, 64), 127, dtype=torch.int8)
+    ones, zeros = torch.ones(16), torch.zeros(16, dtype=torch.int64)
+    packed = torch.ops.onednn.qlinear_prepack(rows, None)
+    sums = torch.ops.onednn.qlinear_pointwise(
+        inputs, 1.0, 0, packed, ones, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+    return bool((sums == 64 * 255 * 127).all())
 
 
 @overload

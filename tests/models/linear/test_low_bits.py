@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any, Literal
 
 import pytest
@@ -328,6 +331,13 @@ def test_a_machine_without_the_instructions_is_refused(monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match=r"precision='int8' needs a CPU with VNNI instructions .* choices: 'auto'"):
         Predictor(vit(), "int8")
     assert not has_int8_products(torch.device("meta"))
+
+
+def test_a_limit_on_instructions_is_noticed() -> None:
+    """Products of 8-bit integers saturate silently if oneDNN may not use VNNI, whatever the processor has."""
+    code = "import torch; from vitrail.machine import has_int8_products; print(has_int8_products(torch.device('cpu')))"
+    limited = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    assert subprocess.run([sys.executable, "-c", code], env=limited, capture_output=True, text=True).stdout == "False\n"
 
 
 def test_a_network_without_dense_layers_in_blocks_is_refused() -> None:
