@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vitrail.export.engines import with_engine as with_engine
     from vitrail.models.variants import create as create
     from vitrail.recipes import RECIPES as RECIPES
     from vitrail.training.config import TrainConfig as TrainConfig
@@ -33,6 +34,7 @@ __all__ = [
     "load",
     "resume",
     "train",
+    "with_engine",
 ]
 
 _HOMES = {
@@ -47,6 +49,7 @@ _HOMES = {
     "load": "vitrail.weights.load",
     "resume": "vitrail.training.run",
     "train": "vitrail.training.run",
+    "with_engine": "vitrail.export.engines",
 }
 
 

@@ -28,6 +28,7 @@ from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Samples, image_of, samples_of
 from vitrail.errors import ConfigError, DestinationError, UndecodableImage, listed, plural
 from vitrail.evaluation.measured_images import open_images
+from vitrail.export.engines import with_engine
 from vitrail.files import check_new_folder, check_parent, replacing_file, replacing_folder, saving
 from vitrail.machine import Precision
 from vitrail.models.cost import prediction_batch
@@ -45,6 +46,7 @@ from vitrail.weights.answers import (
     Prediction,
 )
 from vitrail.weights.bundle import Bundle, ImageLike, read_image
+from vitrail.weights.engine import EngineChoice
 from vitrail.weights.load import load
 from vitrail.weights.tiles import predict_tiles
 from vitrail.weights.zero_shot import zero_shot
@@ -113,6 +115,9 @@ class Predict:
     precision: Precision | None = None
     """Number format of matrix products. The default is the model's own, usually float32. auto is bf16 if the processor
     has units for it. int8 needs a CPU with VNNI."""
+    engine: EngineChoice = "auto"
+    """Runtime that computes on a CPU: torch, openvino or onnxruntime (extras). auto measures which is the fastest one,
+    if there is a minute of work or more, and keeps the result."""
     csv: bool = setting(False, excludes="json")
     """Print CSV: a header, and one line per image with its path, its most probable classes and their probabilities; or
     one line per object, or per class of a mask."""
@@ -181,8 +186,10 @@ def main(call: Call) -> int:
     if options.threshold is not None:
         threshold = options.threshold
     top = _top(options, bundle)
+    chosen: list[str] = []
+    bundle = with_engine(bundle, options.engine, precision=options.precision, images=len(pictures), note=chosen.append)
     colour = colour_note(_some_images(pictures), bundle.preprocess.channels)
-    for note in (*bundle.notes, *notes, *_notes(options, bundle), *filter(None, [colour])):
+    for note in (*bundle.notes, *notes, *_notes(options, bundle), *filter(None, [colour]), *chosen):
         print(f"vitrail: {COMMAND.note(note)}", file=sys.stderr)
     if options.save is not None:
         bundle.save(options.save, overwrite=options.overwrite)

@@ -13,6 +13,7 @@ from vitrail.machine import Precision
 from vitrail.registry import optional_module
 from vitrail.serving.settings import TOKEN_VARIABLE, ServeSettings, is_loopback
 from vitrail.settings import setting
+from vitrail.weights.engine import EngineChoice
 
 NEEDED = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
 """Modules of the extra `serve`."""
@@ -30,6 +31,9 @@ class Serve(ServeSettings):
     precision: Precision | None = None
     """Number format of matrix products. The default is each model's own, usually float32. auto is bf16 if the processor
     has units for it. int8 needs a CPU with VNNI."""
+    engine: EngineChoice = "auto"
+    """Runtime that computes on a CPU: torch, openvino or onnxruntime (extras). auto measures which is the fastest one
+    when a model is served for the first time, and keeps the result."""
     index: Path | None = setting(None, metavar="FEATURES")
     """Folder that `vitrail embed` wrote with one of the models. The page, and the path /search, then find its images by
     another image, or by a text if the model reads texts."""
@@ -72,6 +76,7 @@ def main(call: Call) -> int:
         settings=settings,
         device=options.device,
         precision=options.precision,
+        engine=options.engine,
         overlays=Overlays(),
         index=options.index,
     )

@@ -48,16 +48,16 @@ FEWEST, MOST = 2, 10
 
 
 def batch_seconds(
-    runs: Mapping[str, Callable[[np.ndarray], object]], image: np.ndarray
+    runs: Mapping[str, Callable[[np.ndarray], object]], image: np.ndarray, sizes: Sequence[int] = TIMED_BATCHES
 ) -> dict[str, tuple[float, ...]]:
-    """Return the median seconds of each run for each size of `TIMED_BATCHES`, by the names of the runs.
+    """Return the median seconds of each run for batches of each size, by the names of the runs.
 
-    `image` has the shape (1, h, w, c). The runs take turns of several calls, so a change of the machine's speed affects
+    `image` is a batch of one image. The runs take turns of several calls, so a change of the machine's speed affects
     all of them alike. The first call of a turn is not timed, because threads of the runtime before it may still wait
     actively for work.
     """
     found: dict[str, tuple[float, ...]] = dict.fromkeys(runs, ())
-    for size in TIMED_BATCHES:
+    for size in sizes:
         levels = np.repeat(image, size, axis=0)
         timers = {name: timed(partial(run, levels)) for name, run in runs.items()}
         once = sum(max(interleave({name: timer}, repetitions=2)[name]) for name, timer in timers.items())
@@ -173,7 +173,7 @@ class Exporter:
                 raise DataError("data: no training image can be decoded, so ranges of 8-bit integers cannot be found")
         traced = Traced(trace(self._bundle, interface), self._bundle, interface, self._opset, calibration)
         note: str | None = None
-        with _replacing(path, FORMATS[to]) as partial:
+        with replacing_files(path, FORMATS[to]) as partial:
             with saving("the exported model", path):
                 FORMATS[to].write(traced, partial)
             written: Any = load_exported(partial).network
@@ -207,7 +207,7 @@ def export(
 
 
 @contextmanager
-def _replacing(path: Path, chosen: Format) -> Iterator[Path]:
+def replacing_files(path: Path, chosen: Format) -> Iterator[Path]:
     """Yield a path that replaces `path` if the block succeeds: an empty folder, or the path of a file to write."""
     if chosen.folder_files:
         with replacing_folder("the exported model", path, chosen.folder_files) as partial:

@@ -13,7 +13,6 @@ from vitrail.data.pixels.preprocess import Pixels
 from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.machine import Precision
 from vitrail.models.network import HasLayers
-from vitrail.models.predictor import Predictor
 from vitrail.serving.batching import Batcher, Compute, Row, Run, choose_batch, choose_threads
 from vitrail.serving.monitoring import Metrics
 from vitrail.serving.settings import ServeSettings
@@ -154,7 +153,7 @@ class ModelOutputs:
         """Call `on_block` before each block of the network. Raise `ConfigError` for a precision that the model cannot
         compute in."""
         self._bundle = bundle
-        self._predictor = Predictor(bundle.network, precision)
+        self._predictor = bundle.predictor(precision)
         network: Any = self._predictor.network  # a copy, so the hooks are not those of the bundle's network
         if not isinstance(network, ExportedNetwork) and isinstance(network, HasLayers):
             for block in network.layers().blocks:

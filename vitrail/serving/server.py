@@ -32,6 +32,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vitrail.errors import ConfigError, ProcessError, VitrailError
 from vitrail.evaluation.features.index import FeatureIndex
+from vitrail.export.engines import with_engine
 from vitrail.machine import Precision, keep_freed_memory
 from vitrail.serving.app import make_app
 from vitrail.serving.model import OverlayMaker
@@ -40,6 +41,7 @@ from vitrail.serving.service import Service
 from vitrail.serving.settings import ServeSettings
 from vitrail.serving.watch import ModelFiles, Watcher
 from vitrail.weights.bundle import Bundle
+from vitrail.weights.engine import EngineChoice
 from vitrail.weights.load import load, model_name
 
 # --- one connection
@@ -226,6 +228,8 @@ class ServeJob:
     settings: ServeSettings
     device: str = "auto"
     precision: Precision | None = None
+    engine: EngineChoice = "auto"
+    """Runtime that computes on a CPU."""
     overlays: OverlayMaker | None = None
     """Function that draws the relevance of an image's parts. It can be pickled."""
     index: Path | None = None
@@ -298,9 +302,10 @@ class ServeWorker:
 def _load(job: ServeJob, files: Mapping[str, ModelFiles], on_note: Callable[[str], None]) -> dict[str, Bundle]:
     bundles = {}
     for name, path in job.models.items():
-        bundles[name] = files[name].load() if name in files else load(path, device=job.device)
-        for note in bundles[name].notes:
+        bundle = files[name].load() if name in files else load(path, device=job.device)
+        for note in bundle.notes:
             on_note(note)
+        bundles[name] = with_engine(bundle, job.engine, precision=job.precision, note=on_note)
     return bundles
 
 

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,14 +15,16 @@ import torch
 
 from vitrail.cores import compute_threads
 from vitrail.data.pixels.preprocess import Pixels
-from vitrail.errors import ConfigError, UndecodableImage
+from vitrail.errors import ConfigError, ExportFailed, UndecodableImage
 from vitrail.evaluation.features.index import FeatureIndex, Similar
+from vitrail.export.engines import with_engine
 from vitrail.machine import Precision
 from vitrail.serving.batching import Compute, Row, TooLate
 from vitrail.serving.model import OverlayMaker, ServedModel, Task
 from vitrail.serving.monitoring import Metrics
 from vitrail.serving.settings import ServeSettings
 from vitrail.weights.bundle import Bundle
+from vitrail.weights.engine import EngineChoice
 
 Parsed = TypeVar("Parsed")
 
@@ -107,7 +109,11 @@ class Service:
         """Answer new requests for a model with another bundle. Requests that have begun keep the old model until their
         answer, and the old model is freed after the last of them. Raise `VitrailError` for a model that cannot be
         served."""
-        made = await asyncio.to_thread(self._served, name, bundle, self.models[name])
+        before = self.models[name]
+        engine: EngineChoice = "torch" if before.bundle.engine is None else before.bundle.engine.name
+        with suppress(ExportFailed):  # then PyTorch computes
+            bundle = await asyncio.to_thread(with_engine, bundle, engine, precision=self._precision)
+        made = await asyncio.to_thread(self._served, name, bundle, before)
         self.models[name] = made
         return made
 

@@ -20,7 +20,7 @@ from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.geometry import Placement
 from vitrail.data.pixels.preprocess import Pixels, Preprocess
 from vitrail.errors import BundleError, ConfigError, DataError, UndecodableImage, nearest
-from vitrail.machine import Precision, pick_device
+from vitrail.machine import Precision, pick_device, resolve_precision
 from vitrail.models.cost import prediction_batch
 from vitrail.models.heads.dense_head import BoxHead, MaskHead
 from vitrail.models.predictor import Predictor
@@ -40,6 +40,7 @@ from vitrail.weights.answers import (
     probabilities_of,
     rank,
 )
+from vitrail.weights.engine import Engine, EnginePredictor
 from vitrail.weights.saved import (
     DESCRIPTION,
     OPTIONAL,
@@ -92,6 +93,9 @@ class Bundle:
     """Notes from loading about assumptions, replaced layers and resized positions. The notes are not saved."""
     words: Words | None = None
     """The text tower that was trained with the network, or None if the model does not read texts."""
+    engine: Engine | None = None
+    """Another runtime that computes predictions, from `vitrail.with_engine`, or None for PyTorch. It is not saved, and
+    computes only in its own precision. A change of the network's weights does not reach it."""
     first_positions: FirstPositions | None = None
     """Positions before they were resized. Another change of the image size starts from these positions, so that
     nothing is lost by resizing twice. They are not saved."""
@@ -201,7 +205,7 @@ class Bundle:
             )
         self._count(top)
         results: list[AnyPrediction | UndecodableImage] = []
-        predictor = Predictor(self.network, precision or self.precision)
+        predictor = self.predictor(precision)
         share_cores()
         for batch in _batches(images, self._batch_size(batch_size, precision or self.precision)):
             loaded = [self._pixels(image) for image in batch]
@@ -220,7 +224,7 @@ class Bundle:
     def embed(self, images: Images, *, batch_size: int | None = None) -> Float[Tensor, "b embed_width"]:
         """Return the head's input for each image, in float32 on the CPU. Raises the same errors as `predict`."""
         share_cores()
-        predictor = Predictor(self.network, self.precision)
+        predictor = self.predictor()
         parts = [torch.empty(0, self.network.config.embed_width)]
         for batch in _batches(images, self._batch_size(batch_size, self.precision)):
             pixels = []
@@ -242,6 +246,14 @@ class Bundle:
         for note in notes:
             warnings.warn(note, stacklevel=2)
         return vectors
+
+    def predictor(self, precision: Precision | None = None) -> Predictor:
+        """Return what computes the outputs of batches in a precision, by default the bundle's own: the engine if it has
+        this precision, else PyTorch. Raise `ConfigError` as `Predictor`."""
+        wanted = resolve_precision(precision or self.precision, self.device)
+        if self.engine is not None and self.engine.precision == wanted:
+            return EnginePredictor(self.network, self.engine)
+        return Predictor(self.network, precision or self.precision)
 
     def reader_of_texts(self) -> Words:
         """Return the text tower. Raise `ConfigError` for a model without one."""

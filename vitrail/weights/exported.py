@@ -275,8 +275,9 @@ def openvino_core() -> Any:
     return optional_module("openvino", "openvino").Core()
 
 
-def open_openvino(path: Path) -> Loaded:
-    """Return the content of OpenVINO's files that Vitrail wrote, in float32 on the CPU. Raise `BundleError`."""
+def open_openvino(path: Path, precision: str = "float32") -> Loaded:
+    """Return the content of OpenVINO's files that Vitrail wrote, on the CPU, with matrix products in float32 or bf16.
+    Raise `BundleError`."""
     core = openvino_core()
     weights = path.with_suffix(".bin")
     try:
@@ -286,7 +287,10 @@ def open_openvino(path: Path) -> Loaded:
         text, seal = _described(path, {name: model.get_rt_info(name).value for name in names})
         check_seal(str(path), seal, content, numbers)
         # By default OpenVINO computes in bf16 where the processor can, which changes answers.
-        settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+        settings = {
+            "INFERENCE_PRECISION_HINT": {"float32": "f32", "bf16": "bf16"}[precision],
+            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        }
         compiled = core.compile_model(model, "CPU", settings)
     except (OSError, RuntimeError) as error:
         raise BundleError(f"{path} cannot be read by OpenVINO: {str(error).strip()}") from error

@@ -16,7 +16,6 @@ from vitrail.data.pixels.decode import to_pil
 from vitrail.errors import UndecodableImage
 from vitrail.machine import Precision
 from vitrail.models.cost import prediction_batch
-from vitrail.models.predictor import Predictor
 from vitrail.weights.answers import AnyPrediction, Detections, View, finite, mask_of
 from vitrail.weights.bundle import Bundle, ImageLike, read_image
 
@@ -144,7 +143,7 @@ def _views(
     """Return the logits of parts of an image."""
     config: Any = bundle.network.config
     precision = precision or bundle.precision
-    predictor = Predictor(bundle.network, precision)
+    predictor = bundle.predictor(precision)
     count = prediction_batch(bundle.network, bundle.preprocess.image_size, bundle.device, precision)
     views: list[View] = []
     for start in range(0, len(images), count):
