@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from vitrail.cores import compute_threads
 from vitrail.errors import ConfigError
 from vitrail.machine import available_memory
 from vitrail.models.shortcuts import has_hooks, is_plain
@@ -36,19 +38,32 @@ class KeptOutputs:
         self, images: Float[Tensor, "b c h w"], compute: Callable[[Float[Tensor, "1 c h w"]], Float[Tensor, "1 ..."]]
     ) -> Float[Tensor, "b ..."]:
         """Return what `compute` returns for each image."""
-        return torch.cat([self._one(image[None], compute) for image in images])
-
-    def _one(self, image: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        key = hashlib.blake2b(np.ascontiguousarray(image.numpy()).data, digest_size=16).digest()
-        if (kept := self._kept.get(key)) is not None:
-            return kept
-        found = compute(image)
+        rows = [image[None] for image in images]
+        keys = [hashlib.blake2b(np.ascontiguousarray(row.numpy()).data, digest_size=16).digest() for row in rows]
+        missing = {key: row for key, row in zip(keys, rows, strict=True) if key not in self._kept}
+        found = dict(zip(missing, in_parallel(compute, [*missing.values()]), strict=True))
+        outputs = [found[key] if key in found else self._kept[key] for key in keys]
         if self._free is None:
             self._free = _memory() * KEPT_FRACTION
-        if (size := found.nbytes) <= self._free:
-            self._free -= size
-            self._kept[key] = found
-        return found
+        for key, output in found.items():
+            if (size := output.nbytes) <= self._free:
+                self._free -= size
+                self._kept[key] = output
+        return torch.cat(outputs)
+
+
+def in_parallel(compute: Callable[[Tensor], Tensor], images: Sequence[Tensor]) -> list[Tensor]:
+    """Return `compute` of each image. Each compute thread works on an image of its own, because the products of one
+    image are too small to be divided: two threads are twice as fast as both on one image."""
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+    def one(image: Tensor) -> Tensor:
+        is_on = dtype is not None  # the state of gradients and of autocast belongs to a thread
+        with compute_threads(1), torch.no_grad(), torch.autocast("cpu", dtype=dtype, enabled=is_on):
+            return compute(image)
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        return list(pool.map(one, images))
 
 
 def is_frozen(network: Any, trained: Collection[nn.Parameter] = ()) -> bool:
