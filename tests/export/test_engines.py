@@ -31,7 +31,7 @@ from vitrail.weights.engine import EngineName
 pytest.importorskip("openvino")
 pytest.importorskip("onnxscript")
 
-MANY = 10**9
+MANY = 10**12
 """A number of images for which a measurement is always worth its time."""
 
 

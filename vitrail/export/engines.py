@@ -62,6 +62,9 @@ WORTH_LOADING = 5.0
 SMALL = 1e9
 """FLOPs of an image below which a server keeps PyTorch without a measurement."""
 
+FEW = 5e11
+"""FLOPs of all images, one to five seconds of work, below which "auto" is PyTorch."""
+
 
 @dataclass(frozen=True)
 class _Kind:
@@ -100,8 +103,9 @@ def with_engine(
         return replace(bundle, engine=None)
     resolved = resolve_precision(precision or bundle.precision, bundle.device)
     reason = _refusal(bundle, resolved)
+    names = [name for name in KINDS if _fits(name, resolved)]
     if engine == "auto":
-        if reason is not None or not (names := [name for name in KINDS if _fits(name, resolved)]):
+        if reason is not None or _is_small(bundle, images) or not names:
             return replace(bundle, engine=None)
     elif reason is not None or resolved not in KINDS[engine].precisions:
         raise ConfigError(
@@ -127,6 +131,13 @@ def _refusal(bundle: Bundle, precision: Precision) -> str | None:
     if bundle.device.type != "cpu":
         return f"it computes on the CPU, and the model is on {bundle.device}"
     return f"it does not compute in {precision}" if precision == "int8" else None
+
+
+def _is_small(bundle: Bundle, images: int | None) -> bool:
+    """Return True if a model is too small for a server to gain, or if there are few images."""
+    config: Any = bundle.network.config
+    flops = config.inference_flops() if hasattr(config, "inference_flops") else SMALL
+    return bool(flops < SMALL if images is None else images * flops < FEW)
 
 
 def _fits(name: EngineName, precision: Precision) -> bool:
@@ -167,7 +178,7 @@ class _Engines:
 
     def fastest(self, names: Sequence[EngineName], note: Callable[[str], None]) -> Engine | None:
         """Return the fastest runtime, or None for PyTorch."""
-        if self._is_small(self._kept(names)):
+        if self.images is not None and self._is_short(self.images, self._kept(names)):
             return None
         with self._alone():
             kept = self._kept(names) or self._measure(names)
@@ -187,17 +198,15 @@ class _Engines:
             )
         return found
 
-    def _is_small(self, kept: dict[str, Any] | None) -> bool:
-        """Return True if there is too little work to load a file, or to measure without an earlier measurement."""
-        if self.images is None:
-            count = getattr(self.bundle.network.config, "inference_flops", lambda: math.inf)
-            return bool(count() < SMALL)
-        size = self.sizes[-1]
+    def _is_short(self, count: int, kept: dict[str, Any] | None) -> bool:
+        """Return True if PyTorch predicts so many images sooner than a file is loaded, or than runtimes are measured if
+        there is no earlier measurement."""
+        size = self.sizes[0]
         if kept is not None:
-            return self.images / size * kept["seconds"]["torch"][str(size)] < WORTH_LOADING
+            return bool(count / size * kept["seconds"]["torch"][str(size)] < WORTH_LOADING)
         run, images = self._run_of_torch(), self._some_images()[:1].repeat(size, 1, 1, 1)
         run(images)
-        return self.images / size * timed(partial(run, images))() < WORTH
+        return count / size * timed(partial(run, images))() < WORTH
 
     def _run_of_torch(self) -> Callable[[Tensor], Tensor]:
         return self.predictor.logits if self.contents == "logits" else self.predictor.embed
