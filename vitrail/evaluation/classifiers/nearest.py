@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -93,7 +94,7 @@ def nearest(
 def lengths_of(stored: Float[np.ndarray, "n d"]) -> Float32[np.ndarray, " n"]:
     """Return the lengths of features, for several calls of `nearest` with the same stored features. Raise `DataError`
     for features that are not finite."""
-    parts = [_lengths(tensor(stored[begin : begin + STORED], torch.float32), begin) for begin in _begins(stored)]
+    parts = [_lengths(_view(stored[begin : begin + STORED]), begin) for begin in _begins(stored)]
     return torch.cat([torch.empty(0), *parts]).numpy()
 
 
@@ -125,7 +126,7 @@ def _search(
         found = [_Found.nothing(len(block), k, device) for block in blocks]
         for begin in _begins(stored):
             if are_few:
-                part = tensor(stored[begin : begin + STORED], torch.float32)
+                part = _view(stored[begin : begin + STORED])
                 own = _lengths(part, begin) if lengths is None else torch.from_numpy(lengths[begin : begin + STORED])
                 scales, part = torch.where(own > 0, own, 1.0).to(device), part.to(device)
             else:
@@ -141,6 +142,17 @@ def _search(
                 found[number] = found[number].with_more(similarities, begin)
         for number, one in enumerate(found):
             yield Neighbours(first + number * ROWS, one.indices.cpu().numpy(), one.similarities.cpu().numpy())
+
+
+def _view(rows: Float[np.ndarray, "b d"]) -> Float32[Tensor, "b d"]:
+    """Return rows that are only read as a tensor, without a copy if they are in float32.
+
+    PyTorch has no read-only tensors, and warns of memory that cannot be written, such as that of a mapped file.
+    """
+    if rows.dtype != np.float32 or not rows.flags.c_contiguous or not rows.size:
+        return tensor(rows, torch.float32)
+    memory = (ctypes.c_char * rows.nbytes).from_address(rows.ctypes.data)
+    return torch.frombuffer(memory, dtype=torch.float32).view(rows.shape)
 
 
 def _unit(features: Float[np.ndarray, "n d"], begin: int, count: int, device: torch.device) -> Float32[Tensor, "b d"]:
