@@ -129,24 +129,25 @@ def _datasets(
     results: list[dict[str, Any]] = []
     for number, (truth, one) in enumerate(zip(truths, found, strict=True), start=1):
         size, scale = one.size, np.tile(one.size[::-1], 2).astype(np.float64)
-        for row, label in enumerate(truth.labels.tolist()):
-            box = _corner_and_sides(truth.boxes[row] * scale)
-            area = truth.areas[row] * size[0] * size[1]
+        boxes = _corners_and_sides(truth.boxes * scale)
+        areas = np.where(np.isnan(truth.areas), boxes[:, 2] * boxes[:, 3], truth.areas * size[0] * size[1])
+        rows = zip(truth.labels.tolist(), boxes.tolist(), areas.tolist(), truth.crowd.tolist(), strict=True)
+        for row, (label, box, area, crowd) in enumerate(rows):
             item: dict[str, Any] = {
                 "id": len(annotations) + 1, "image_id": number, "category_id": label + 1, "bbox": box,
-                "area": box[2] * box[3] if np.isnan(area) else float(area), "iscrowd": int(truth.crowd[row]),
+                "area": area, "iscrowd": int(crowd),
             }  # fmt: skip
             if of_masks:
                 runs = Runs.of(truth.mask(row, size))
                 item["segmentation"] = {"size": list(runs.size), "counts": runs.counts}
             annotations.append(item)
-        best = np.argsort(-one.scores, kind="stable")[:MOST_BOXES].tolist()
-        for row in best:
-            box = _corner_and_sides(one.boxes[row])
-            item = {
-                "image_id": number, "category_id": int(one.labels[row]) + 1, "bbox": box,
-                "score": float(one.scores[row]),
-            }  # fmt: skip
+        best = np.argsort(-one.scores, kind="stable")[:MOST_BOXES]
+        boxes = _corners_and_sides(one.boxes[best])
+        found_rows = zip(
+            best.tolist(), one.labels[best].tolist(), boxes.tolist(), one.scores[best].tolist(), strict=True
+        )
+        for row, label, box, score in found_rows:
+            item = {"image_id": number, "category_id": label + 1, "bbox": box, "score": score}
             if of_masks:
                 item["segmentation"] = {"size": list(one.masks[row].size), "counts": one.masks[row].counts}
             results.append(item)
@@ -159,9 +160,9 @@ def _quiet(*_: object) -> None:
     """Print nothing."""
 
 
-def _corner_and_sides(box: Float64[np.ndarray, " 4"]) -> list[float]:
-    left, top, right, bottom = box.tolist()
-    return [left, top, right - left, bottom - top]
+def _corners_and_sides(boxes: Float64[np.ndarray, "n 4"]) -> Float64[np.ndarray, "n 4"]:
+    """Return left, top, width and height of boxes with left, top, right and bottom."""
+    return np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1)
 
 
 def _precisions(accumulated: dict[str, Any]) -> Float64[np.ndarray, "thresholds recalls classes areas"]:
