@@ -30,7 +30,7 @@ from vitrail.models.tokens import cut_patches
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import setting
-from vitrail.tasks.patches import PatchObjective, PatchTask, Restored, draw_order
+from vitrail.tasks.patches import PatchObjective, PatchTask, Restored, decoder_config, draw_order
 from vitrail.tasks.task import Objective, StepCost, TaskMetric
 
 PUBLISHED_WIDTH, PUBLISHED_DEPTH, PUBLISHED_HEADS = 512, 8, 16
@@ -85,27 +85,7 @@ class Mae(PatchTask):
         width = self.decoder_width or (network.width // 2 if is_narrow else PUBLISHED_WIDTH)
         depth = self.decoder_depth or (2 if is_narrow else PUBLISHED_DEPTH)
         heads = self.decoder_heads or (network.heads if is_narrow else PUBLISHED_HEADS)
-        if width % heads or width % 4:
-            raise ConfigError(
-                f"decoder_width={width} with decoder_heads={heads} does not work, because the width must be divisible "
-                "by 4 and by the number of heads; choose both"
-            )
-        return ViTConfig(
-            image_size=network.image_size,
-            patch_size=network.patch_size,
-            cut_uneven=network.cut_uneven,
-            channels=network.channels,
-            width=width,
-            depth=depth,
-            heads=heads,
-            mlp_width=4 * width,
-            num_classes=0,
-            pool="gap",
-            registers=network.prefix,
-            positions="sincos-2d-mae",
-            activation="gelu" if network.activation == "swiglu" else network.activation,
-            norm_eps=network.norm_eps,
-        )
+        return decoder_config(network, width=width, depth=depth, heads=heads, registers=network.prefix)
 
     def step_cost(self, network: AnyConfig, precision: FootprintPrecision) -> StepCost:
         """Return the cost of a step, in which the network computes the visible patches and the decoder all of them."""

@@ -40,15 +40,14 @@ from vitrail.settings import from_plain, setting, to_plain
 from vitrail.tasks.kept_outputs import KeptOutputs, is_frozen
 from vitrail.tasks.task import (
     BatchObjective,
+    HeadlessTask,
     LossOutput,
     Objective,
     Position,
     StepCost,
-    Task,
     TaskMetric,
     mean_of_counted,
 )
-from vitrail.weights.answers import OutputKind
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.words import Words
 
@@ -71,7 +70,7 @@ Freeze = Literal["none", "image", "text"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairTask(Task):
+class PairTask(HeadlessTask):
     """Learn to find the text of each image among the texts of a batch, and the image of each text.
 
     The saved model is the image tower with the text tower. The constructor raises `ConfigError` if fields have invalid
@@ -79,7 +78,6 @@ class PairTask(Task):
     """
 
     targets = ("texts",)
-    output_noun = "output"
     least_batch = 2
     metrics = (
         *(TaskMetric(name, is_fraction=True, label=label) for name, label in METRICS.items()),
@@ -110,10 +108,6 @@ class PairTask(Task):
     initial_scale: float = setting(1 / 0.07, above=0, below=math.inf)
     """Initial factor of the cosine similarities."""
 
-    @property
-    def output(self) -> OutputKind:
-        return "softmax"
-
     def check_data(self, splits: Splits) -> None:
         """Raise `DataError` unless the targets are texts, and there are two different ones."""
         check_texts(splits, self.name)
@@ -127,13 +121,6 @@ class PairTask(Task):
             )
         if hidden := getattr(network, "head_hidden", 0):
             raise ConfigError(f"head_hidden={hidden} is a layer that task={self.name!r} does not train; set it to 0")
-
-    def output_names(self, splits: Splits) -> tuple[str, ...]:
-        """Return no names, because the image tower has no head."""
-        return ()
-
-    def main_metric(self, splits: Splits) -> str:
-        return "mean_recall"
 
     def text_config(self, outputs: int, tokenizer: TextTokenizer | None = None) -> TextConfig:
         """Return the config of a new text tower for embeddings of `outputs` numbers."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,6 @@ from vitrail.data.augment.operations import GREY
 from vitrail.data.batch import Batch, Skipped
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
-from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
@@ -28,8 +26,7 @@ from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import raise_problems
 from vitrail.tasks.pictures import ROWS, Picture, PictureTable, decoded, paste_patches, picture_of, spread
-from vitrail.tasks.task import LossOutput, Objective, Task, mean_of_counted
-from vitrail.weights.answers import OutputKind
+from vitrail.tasks.task import HeadlessTask, LossOutput, Objective, mean_of_counted, normalised_batches
 from vitrail.weights.bundle import Bundle
 
 EVALUATION_SEED = 0
@@ -37,14 +34,12 @@ EVALUATION_SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class PatchTask(Task):
+class PatchTask(HeadlessTask):
     """A task in which a Vision Transformer predicts hidden patches. The saved model is the network without a head.
 
     The constructor raises `ConfigError` if fields have invalid values. The message names all of them.
     """
 
-    targets = ("none", "class", "classes", "numbers")
-    output_noun = "output"
     loss_metric = "patch_loss"
 
     hidden: ClassVar[str]
@@ -61,14 +56,6 @@ class PatchTask(Task):
                 f"visible; choose a fraction such as {type(self).__dataclass_fields__[self.fraction].default}"
             )
         yield from super()._problems()
-
-    @property
-    def output(self) -> OutputKind:
-        """Meaning of the outputs of the saved model, which has none."""
-        return "softmax"
-
-    def check_data(self, splits: Splits) -> None:
-        """Accept all images, with and without targets."""
 
     def check_network(self, network: AnyConfig | None) -> None:
         """Raise `ConfigError` unless the network is a transformer that has position embeddings, embeds every patch
@@ -111,13 +98,6 @@ class PatchTask(Task):
     def hidden_of(self, patches: int) -> int:
         """Return the number of hidden patches of an image with this many patches."""
         return round(getattr(self, self.fraction) * patches)
-
-    def output_names(self, splits: Splits) -> tuple[str, ...]:
-        """Return no names, because the network has no head."""
-        return ()
-
-    def main_metric(self, splits: Splits) -> str:
-        return "patch_loss"
 
     def evaluator(self, objective: Objective) -> Evaluator:
         """Return the evaluator of the loss, with hidden patches that are fixed for each image."""
@@ -227,13 +207,8 @@ class PatchErrors:
         names = objective.measured
         totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=bundle.device)  # sums of losses, and images
         skipped: list[Skipped] = []
-        for batch in outputs.batches(held_out):
-            skipped += batch.skipped
-            batch = batch.to(bundle.device)
-            images = bundle.preprocess.normalise(batch.images)
-            found = objective.losses(
-                network, dataclasses.replace(batch, images=images), bundle.preprocess, seed=EVALUATION_SEED
-            )
+        for batch in normalised_batches(outputs, held_out, skipped):
+            found = objective.losses(network, batch, bundle.preprocess, seed=EVALUATION_SEED)
             rows = torch.stack([*(found[name] for name in names), torch.ones_like(found["patch_loss"])]).double()
             totals += torch.where(batch.valid, rows, 0.0).sum(dim=1)
         count_skipped = outputs.gather_skipped(skipped)
@@ -259,6 +234,32 @@ def unfit_parts(network: ViTConfig, needs: str) -> Iterator[str]:
             f"head_hidden={network.head_hidden} is a layer that {needs} does not train, because the network has no "
             "head; set head_hidden to 0"
         )
+
+
+def decoder_config(network: ViTConfig, *, width: int, depth: int, heads: int, registers: int = 0) -> ViTConfig:
+    """Return the config of the blocks of a decoder that predicts the pixels of a network's patches. Raise `ConfigError`
+    if its width and its number of heads do not fit together."""
+    if width % heads or width % 4:
+        raise ConfigError(
+            f"decoder_width={width} with decoder_heads={heads} does not work, because the width must be divisible by 4 "
+            "and by the number of heads; choose both"
+        )
+    return ViTConfig(
+        image_size=network.image_size,
+        patch_size=network.patch_size,
+        cut_uneven=network.cut_uneven,
+        channels=network.channels,
+        width=width,
+        depth=depth,
+        heads=heads,
+        mlp_width=4 * width,
+        num_classes=0,
+        pool="gap",
+        registers=registers,
+        positions="sincos-2d-mae",
+        activation="gelu" if network.activation == "swiglu" else network.activation,
+        norm_eps=network.norm_eps,
+    )
 
 
 def draw_order(batch: Batch, patches: int, *, seed: int) -> Int64[np.ndarray, "b n"]:

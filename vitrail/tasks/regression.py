@@ -21,7 +21,6 @@ from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.head import NumberErrors
 from vitrail.settings import setting
 from vitrail.tasks.task import LossOutput, Objective, Task, TaskMetric, drawn_samples, mean_of_counted
-from vitrail.weights.answers import OutputKind
 
 NumberLoss = Literal["squared", "huber"]
 
@@ -42,6 +41,7 @@ class Regression(Task):
     name = "regression"
     targets = ("numbers",)
     output_noun = "number"
+    output = "numbers"
     metrics = (
         TaskMetric("r2", label="R²"),
         TaskMetric("standardised_error", higher_is_better=False),
@@ -62,10 +62,6 @@ class Regression(Task):
             yield f"delta={self.delta} needs loss='huber'"
         yield from super()._problems()
 
-    @property
-    def output(self) -> OutputKind:
-        return "numbers"
-
     def check_data(self, splits: Splits) -> None:
         """Raise `DataError` if the targets are not numbers, or if one of the numbers is unknown for all training
         images."""
@@ -76,9 +72,6 @@ class Regression(Task):
                 f"{splits.title}: no training image has a known number in {', '.join(unknown)}; leave the column out, "
                 "or fill it in"
             )
-
-    def main_metric(self, splits: Splits) -> str:
-        return "r2"
 
     def selection(self, splits: Splits) -> TaskMetric:
         """Return the metric that chooses the best weights. Raise `ConfigError` if it has a unit and the data has

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from vitrail.data.augment.settings import Augment
-from vitrail.data.batch import Batch, LocalViews
+from vitrail.data.batch import Batch, LocalViews, Skipped
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, parts_of
 from vitrail.data.splits import Splits
@@ -23,6 +23,7 @@ from vitrail.data.targets import TargetKind
 from vitrail.data.text_tokenizer import TextTokenizer
 from vitrail.errors import ConfigError, nearest
 from vitrail.evaluation.evaluators import Evaluator
+from vitrail.evaluation.outputs import Outputs
 from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig
 from vitrail.processes.group import Processes
@@ -308,9 +309,10 @@ class Task(ABC):
         the network itself calls `outputs.settle()` before it exchanges anything with `outputs.processes`.
         """
 
-    @abstractmethod
     def main_metric(self, splits: Splits) -> str:
-        """Return the name of the metric that chooses the best weights if `select` is None."""
+        """Return the name of the metric that chooses the best weights if `select` is None. By default it is the first
+        of `metrics`."""
+        return self.metrics[0].name
 
     def output_names(self, splits: Splits) -> tuple[str, ...]:
         """Return the names of the network's outputs, or () for a network without a head."""
@@ -359,10 +361,34 @@ class Task(ABC):
         return {name: result[name] for name in names if name in result}
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadlessTask(Task):
+    """A task whose saved model is a network without a head. Unless it states other targets, it learns from all images,
+    with and without targets."""
+
+    targets: ClassVar[tuple[TargetKind, ...]] = ("none", "class", "classes", "numbers")
+    output_noun = "output"
+    output = "softmax"  # without meaning, because there are no outputs
+
+    def check_data(self, splits: Splits) -> None:
+        """Accept all images."""
+
+    def output_names(self, splits: Splits) -> tuple[str, ...]:
+        return ()
+
+
 def mean_of_counted(values: Float[Tensor, " b"], counted: Bool[Tensor, " b"]) -> Float[Tensor, ""]:
     """Return the mean over the counted samples, or 0 if no sample is counted."""
     weights = counted.float()
     return (values * weights).sum() / weights.sum().clamp(min=1)
+
+
+def normalised_batches(outputs: Outputs, source: Source, skipped: list[Skipped]) -> Iterator[Batch]:
+    """Yield the batches of a source that this process computes, with normalised images, on the device of the model.
+    Samples that cannot be decoded are added to `skipped`."""
+    for batch in outputs.batches(source):
+        skipped += batch.skipped
+        yield batch.to(outputs.bundle.device).with_images(outputs.bundle.preprocess.normalise)
 
 
 def drawn_samples(source: Source) -> Iterator[tuple[int, float]]:

@@ -27,8 +27,7 @@ from vitrail.models.copies import shared_copy
 from vitrail.models.variants import AnyConfig
 from vitrail.processes.group import local
 from vitrail.tasks.pictures import PictureTable, neighbour_table
-from vitrail.tasks.task import Objective, Position, Task, TaskMetric
-from vitrail.weights.answers import OutputKind
+from vitrail.tasks.task import HeadlessTask, Objective, Position, TaskMetric, normalised_batches
 from vitrail.weights.bundle import Bundle
 
 EVALUATION_SEED = 0
@@ -42,20 +41,13 @@ COLLAPSE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ViewTask(Task):
+class ViewTask(HeadlessTask):
     """A task that compares two views of each image. The saved model is the network without a head.
 
     The constructor raises `ConfigError` if fields have invalid values. The message names all of them.
     """
 
-    targets = ("none", "class", "classes", "numbers")
     views = 2
-    output_noun = "output"
-
-    @property
-    def output(self) -> OutputKind:
-        """Meaning of the outputs of the saved model, which has none."""
-        return "softmax"
 
     def check_data(self, splits: Splits) -> None:
         """Raise `ConfigError` if there are fewer than two training images, which leaves nothing to compare."""
@@ -74,13 +66,6 @@ class ViewTask(Task):
                 f"head_hidden={hidden} is a layer that task={self.name!r} does not train, because the network has no "
                 "head; set head_hidden to 0"
             )
-
-    def output_names(self, splits: Splits) -> tuple[str, ...]:
-        """Return no names, because the network has no head."""
-        return ()
-
-    def main_metric(self, splits: Splits) -> str:
-        return self.loss_metric
 
     def evaluator(self, objective: Objective) -> Evaluator:
         """Return the evaluator of the loss between fixed views, and of monitors of collapse."""
@@ -130,16 +115,13 @@ class ViewErrors:
     @torch.no_grad()
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return the task's metrics, with the counts `images` and `skipped`."""
-        bundle, objective = outputs.bundle, self.objective
-        network = shared_copy(bundle.network)
+        objective, network = self.objective, shared_copy(outputs.bundle.network)
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         skipped: list[Skipped] = []
-        for batch in outputs.batches(held_out):
-            skipped += batch.skipped
-            images = bundle.preprocess.normalise(batch.to(bundle.device).images)
-            rows = objective.compared(network, *fixed_views(images, batch.samples)).cpu()
-            whole = network.embed(images).float().cpu()
-            found.append((batch.samples[batch.valid], rows[batch.valid], whole[batch.valid]))
+        for batch in normalised_batches(outputs, held_out, skipped):
+            rows = objective.compared(network, *fixed_views(batch.images, batch.samples)).cpu()
+            whole, valid = network.embed(batch.images).float().cpu(), batch.valid.cpu()
+            found.append((batch.samples[valid], rows[valid], whole[valid]))
         count_skipped = outputs.gather_skipped(skipped)
         found = [columns for part in outputs.processes.gather(found) for columns in part]
         count = float(sum(len(samples) for samples, _, _ in found))

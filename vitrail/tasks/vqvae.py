@@ -33,16 +33,24 @@ from vitrail.models.vit_config import ViTConfig
 from vitrail.processes.group import Processes
 from vitrail.settings import raise_problems, setting
 from vitrail.tasks.codebook import Coder, CoderConfig, perplexity
-from vitrail.tasks.patches import batch_key, unfit_parts
+from vitrail.tasks.patches import batch_key, decoder_config, unfit_parts
 from vitrail.tasks.pictures import ROWS, Picture, PictureTable, decoded, picture_of, spread
-from vitrail.tasks.task import LossOutput, Objective, Position, StepCost, Task, TaskMetric, mean_of_counted
+from vitrail.tasks.task import (
+    HeadlessTask,
+    LossOutput,
+    Objective,
+    Position,
+    StepCost,
+    TaskMetric,
+    mean_of_counted,
+    normalised_batches,
+)
 from vitrail.tasks.tokenizer import Tokenizer, all_tokens
-from vitrail.weights.answers import OutputKind
 from vitrail.weights.bundle import Bundle
 
 
 @dataclass(frozen=True, kw_only=True)
-class VqVae(Task):
+class VqVae(HeadlessTask):
     """Learn discrete tokens of patches, from which a decoder restores the image. This needs no labels.
 
     The saved model is a tokenizer: the network without a head, with a codebook and a decoder in a file beside it. The
@@ -50,8 +58,6 @@ class VqVae(Task):
     """
 
     name = "vqvae"
-    targets = ("none", "class", "classes", "numbers")
-    output_noun = "output"
     loss_metric = "reconstruction_loss"
     metrics = (
         TaskMetric("reconstruction_loss", higher_is_better=False),
@@ -79,21 +85,6 @@ class VqVae(Task):
     decoder_heads: int | None = setting(None, least=1)
     """Number of attention heads of the decoder. By default as many as the network has."""
 
-    @property
-    def output(self) -> OutputKind:
-        """Meaning of the outputs of the saved model, which has none."""
-        return "softmax"
-
-    def check_data(self, splits: Splits) -> None:
-        """Accept all images, with and without targets."""
-
-    def output_names(self, splits: Splits) -> tuple[str, ...]:
-        """Return no names, because the network has no head."""
-        return ()
-
-    def main_metric(self, splits: Splits) -> str:
-        return "reconstruction_loss"
-
     def check_network(self, network: AnyConfig | None) -> None:
         """Raise `ConfigError` unless the network is a transformer without weights that the task does not train, and the
         decoder's sizes fit together."""
@@ -116,26 +107,11 @@ class VqVae(Task):
     def coder_of(self, network: ViTConfig) -> CoderConfig:
         """Return the sizes of the codebook and the decoder for a network. Raise `ConfigError` if they do not fit
         together."""
-        width, heads = self.decoder_width or network.width, self.decoder_heads or network.heads
-        if width % heads or width % 4:
-            raise ConfigError(
-                f"decoder_width={width} with decoder_heads={heads} does not work, because the width must be divisible "
-                "by 4 and by the number of heads; choose both"
-            )
-        decoder = ViTConfig(
-            image_size=network.image_size,
-            patch_size=network.patch_size,
-            cut_uneven=network.cut_uneven,
-            channels=network.channels,
-            width=width,
+        decoder = decoder_config(
+            network,
+            width=self.decoder_width or network.width,
             depth=self.decoder_depth or network.depth,
-            heads=heads,
-            mlp_width=4 * width,
-            num_classes=0,
-            pool="gap",
-            positions="sincos-2d-mae",
-            activation="gelu" if network.activation == "swiglu" else network.activation,
-            norm_eps=network.norm_eps,
+            heads=self.decoder_heads or network.heads,
         )
         return CoderConfig(self.codes, self.code_width, decoder)
 
@@ -263,11 +239,11 @@ class VqVaeObjective(Objective):
         self.coder.codebook.offer(picked, torch.where(batch.valid, order, 2.0))
 
 
+@dataclass(frozen=True)
 class ReconstructionErrors:
     """Measures the restored images and the use of codes on held-out images."""
 
-    def __init__(self, objective: VqVaeObjective) -> None:
-        self.objective = objective
+    objective: VqVaeObjective
 
     @torch.no_grad()
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
@@ -278,14 +254,11 @@ class ReconstructionErrors:
         used = torch.zeros(coder.config.codes, dtype=torch.float64, device=bundle.device)
         sums = torch.zeros(2, dtype=torch.float64, device=bundle.device)  # of errors, and of images
         skipped: list[Skipped] = []
-        for batch in outputs.batches(held_out):
-            skipped += batch.skipped
-            batch = batch.to(bundle.device)
-            images = bundle.preprocess.normalise(batch.images)
-            encoded = network.features(images)
+        for batch in normalised_batches(outputs, held_out, skipped):
+            encoded = network.features(batch.images)
             tokens = coder.tokens(encoded.patches)
             restored = coder.pixels(tokens, encoded.grid)
-            errors = pixel_errors(restored, images, network.config.patch_size)
+            errors = pixel_errors(restored, batch.images, network.config.patch_size)
             sums += torch.where(batch.valid, torch.stack([errors, torch.ones_like(errors)]).double(), 0.0).sum(dim=1)
             ones = batch.valid[:, None].expand_as(tokens).double()
             used.index_add_(0, tokens.flatten(), ones.flatten())

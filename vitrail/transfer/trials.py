@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vitrail.data.source import fingerprint, subset
+from vitrail.data.source import evenly, fingerprint, subset
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, NonFiniteLoss
@@ -262,8 +262,7 @@ def _with_fewer(spec: str, splits: Splits) -> OpenedData:
     """Return the training images with at most `TRIAL_VALIDATION` validation images, evenly spaced."""
     validation = splits.validation
     if validation is not None and len(validation) > TRIAL_VALIDATION:
-        rows = np.linspace(0, len(validation) - 1, TRIAL_VALIDATION).round().astype(np.int64)
-        validation = subset(validation, rows.tolist())
+        validation = subset(validation, evenly(len(validation), TRIAL_VALIDATION).tolist())
     return OpenedData("", replace(splits, validation=validation, test=None, title=f"data {spec!r}"))
 
 
