@@ -25,10 +25,8 @@ from vitrail.weights.bundle import Bundle
 
 IMAGENET = 1_281_167
 FAMILIES = {
-    "vit-b32-jft", "vit-b32-i21k", "vit-b16-i1k", "vit-b16-jft-masked",
-    "vit-s16-i1k-dino-300", "vit-s14-i21k-dinov2", "augreg-ti16-i1k", "plain-vit-s16-90",
-    "vit-b16-i1k-beit-tuned", "vit-b16-i1k-mae-linear", "yolos-s16-coco",
-    "eomt-s14-coco",
+    "vit-b32-jft", "vit-b16-i1k", "vit-b16-jft-masked", "vit-s14-i21k-dinov2", "plain-vit-s16-90",
+    "vit-b16-i1k-beit-tuned", "vit-b16-i1k-mae-linear", "yolos-s16-coco", "eomt-s14-coco",
 }  # fmt: skip
 """A recipe of each kind of transformer, for the fast tests."""
 
@@ -70,12 +68,8 @@ def test_table_3(
     optimizer = config.optimizer
     assert (config.run.epochs, config.run.batch_size, config.images.image_size) == (epochs, 4096, (224, 224))
     assert (optimizer.kind, optimizer.learning_rate, optimizer.schedule) == ("adamw", rate, decay)
-    assert (optimizer.beta1, optimizer.beta2, optimizer.weight_decay, optimizer.clip) == (
-        0.9,
-        0.999,
-        weight_decay,
-        clip,
-    )
+    rates = optimizer.beta1, optimizer.beta2, optimizer.weight_decay, optimizer.clip
+    assert rates == (0.9, 0.999, weight_decay, clip)
     assert config.model.overrides["dropout"] == dropout
     schedule = optimizer.schedule_of(RunLength(50_000, 4096, IMAGENET))
     assert schedule(0) == 0 and schedule(10_000) == pytest.approx(rate) and schedule(50_000) == pytest.approx(0)
@@ -91,9 +85,8 @@ def test_dino_in_every_detail() -> None:
     assert (task.local_views, task.local_size, task.local_crop_area) == (8, (96, 96), (0.05, 0.4))
     assert (task.student_temperature, task.target_temperature, task.teacher_momentum) == (0.1, 0.04, 0.996)
     assert (task.centre_momentum, task.frozen_epochs) == (0.9, 1)
-    assert longer.task == dataclasses.replace(
-        task, target_temperature=0.07, target_temperature_epochs=30.0, unit_prototypes=False
-    )
+    changes = {"target_temperature": 0.07, "target_temperature_epochs": 30.0, "unit_prototypes": False}
+    assert longer.task == dataclasses.replace(task, **changes)
     assert longer.optimizer == base.optimizer and longer.optimizer.for_batch_size(1024).learning_rate == 2e-3
     optimizer = base.optimizer.for_batch_size(512)
     assert (optimizer.learning_rate, optimizer.end_learning_rate, optimizer.warmup) == (1e-3, 1e-6, "10 epochs")
@@ -109,43 +102,24 @@ def test_ibot_and_dinov2_in_every_detail() -> None:
         PAPER_RECIPES[f"vit-s{name}"]() for name in ("16-i1k-ibot-800", "14-i1k-dinov2", "14-i21k-dinov2")
     )
     task: Any = ibot.task
-    assert (task.prototypes, task.local_views, task.local_crop_area, ibot.run.batch_size) == (
-        8192,
-        10,
-        (0.05, 0.25),
-        1024,
-    )
+    sizes = task.prototypes, task.local_views, task.local_crop_area, ibot.run.batch_size
+    assert sizes == (8192, 10, (0.05, 0.25), 1024)
     assert (task.mask_probability, task.mask_fraction, task.centring, task.koleo_weight) == (0.5, (0.1, 0.5), "mean", 0)
-    assert (
-        ibot.augment.settings.crop_area == (0.25, 1.0)
-        and ibot.optimizer == PAPER_RECIPES["vit-s16-i1k-dino-300"]().optimizer
-    )
-    for config, momentum, prototypes, bottleneck, centring, images in (
-        (short, 0.992, 65_536, 256, "masked-mean", 2048), (long, 0.994, 131_072, 384, "sinkhorn", 3072),
+    assert ibot.augment.settings.crop_area == (0.25, 1.0)
+    assert ibot.optimizer == PAPER_RECIPES["vit-s16-i1k-dino-300"]().optimizer
+    for config, momentum, sizes, centring, images in (
+        (short, 0.992, (65_536, 256, 256), "masked-mean", 2048), (long, 0.994, (131_072, 384, 256), "sinkhorn", 3072),
     ):  # fmt: skip
         task, steps = config.task, 1250 * images / (IMAGENET if config is short else 14.2e6)
-        assert (task.teacher_momentum, task.prototypes, task.bottleneck, task.patch_bottleneck) == (
-            momentum,
-            prototypes,
-            bottleneck,
-            256,
-        )
-        assert (task.centring, task.separate_patch_head, task.koleo_weight, task.patch_weight) == (
-            centring,
-            config is long,
-            0.1,
-            1,
-        )
+        assert (task.prototypes, task.bottleneck, task.patch_bottleneck) == sizes and task.teacher_momentum == momentum
+        weights = task.centring, task.separate_patch_head, task.koleo_weight, task.patch_weight
+        assert weights == (centring, config is long, 0.1, 1)
         assert task.frozen_epochs == pytest.approx(steps, rel=0.02)
         assert task.target_temperature_epochs == pytest.approx(30 * steps, rel=0.02)
         assert config.run.epochs == pytest.approx((100 if config is short else 500) * steps, rel=0.02)
-    assert (
-        short.optimizer.learning_rate == pytest.approx(4e-3 * (2048 / 1024) ** 0.5)
-        and short.optimizer.layer_decay == 0.9
-    )
-    assert (
-        long.optimizer.learning_rate == pytest.approx(2e-4 * (3072 / 1024) ** 0.5) and long.optimizer.layer_decay == 1
-    )
+    assert short.optimizer.learning_rate == pytest.approx(4e-3 * (2048 / 1024) ** 0.5)
+    assert long.optimizer.learning_rate == pytest.approx(2e-4 * (3072 / 1024) ** 0.5)
+    assert (short.optimizer.layer_decay, long.optimizer.layer_decay) == (0.9, 1)
 
 
 def test_moco_in_every_detail() -> None:
@@ -158,10 +132,8 @@ def test_moco_in_every_detail() -> None:
     assert (optimizer.learning_rate, optimizer.weight_decay, optimizer.warmup) == (2.4e-3, 0.1, "40 epochs")
     assert optimizer.weight_decay_factors == (".*=1",), "torch.optim.AdamW decays all weights"
     assert (small.run.epochs, small.run.batch_size, small.augment.settings.crop_area) == (300, 4096, (0.08, 1.0))
-    networks = [network_of(config, 0) for config in (small, base)]
-    assert [(network.heads, network.positions, network.pool) for network in networks] == [
-        (12, "sincos-2d-mae", "cls")
-    ] * 2
+    for network in (network_of(config, 0) for config in (small, base)):
+        assert (network.heads, network.positions, network.pool) == (12, "sincos-2d-mae", "cls")
 
 
 def test_simclr_in_every_detail() -> None:
@@ -387,9 +359,8 @@ def test_two_steps(name: str, colour_folder: Path, tmp_path: Path) -> None:
     events = read_journal(result.folder / "journal.jsonl")
     assert [event["step"] for event in events if event["event"] == "step"] == [1, 2]
     assert result.bundle.output == config.task.output
-    assert len(result.bundle.classes) == (
-        0 if config.task.name in UNLABELLED else 2 if config.task.name == "detection" else 3
-    )
+    count = 0 if config.task.name in UNLABELLED else 2 if config.task.name == "detection" else 3
+    assert len(result.bundle.classes) == count
 
 
 def test_every_recipe_says_what_was_published() -> None:

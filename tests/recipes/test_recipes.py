@@ -36,14 +36,10 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_docstring_states_the_command(name: str) -> None:
+def test_the_docstring_states_the_command_and_the_names_agree(name: str) -> None:
     text = inspect.getdoc(RECIPES[name]) or ""
     assert f"Command: `{COMMANDS[name]}`" in text
     assert text.splitlines()[0].endswith(".") and len(text.splitlines()) > 2
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_names_agree(name: str) -> None:
     assert RECIPES[name].__name__ == name.replace("-", "_")
     assert RECIPES[name]().run.name in (name, "")
     assert RECIPES[name]() == RECIPES[name](), "a recipe is the same every time"
@@ -52,11 +48,7 @@ def test_the_names_agree(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_network_is_built_and_takes_two_steps(
-    name: str,
-    tiny: Callable[..., TrainConfig],
-    colour_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, tiny: Callable[..., TrainConfig], colour_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others = {"folder": str(colour_folder), "scenes": "scenes:24", "pairs": "scenes:24"}
     data = others[name] if name in others else tiny().data.spec
