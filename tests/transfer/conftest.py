@@ -24,6 +24,12 @@ def tiny_bundle() -> Bundle:
 
 
 @pytest.fixture(scope="session")
+def model(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the small transformer."""
+    return tiny_bundle.save(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
 def brightness(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A table of grey images of different sizes, with their brightness and a number that is often unknown."""
     root, random = tmp_path_factory.mktemp("brightness"), np.random.default_rng(0)

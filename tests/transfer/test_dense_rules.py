@@ -16,7 +16,9 @@ from tests.make import make_bundle, make_colour_folder, make_masks_folder, make_
 from vitrail.cli import main
 from vitrail.data.source import typical_size
 from vitrail.data.sources import open_data
+from vitrail.training.config import TrainConfig
 from vitrail.transfer.dense_rules import PATCHES_OF_OBJECT, Times, _head_seconds, sizes_for, smallest_side
+from vitrail.transfer.finetune import plan
 
 
 def test_small_objects_need_large_images(tmp_path: Path) -> None:
@@ -41,25 +43,18 @@ def test_epochs_fit_into_the_time() -> None:
     assert times._replace(versions=float("inf")).epochs_of_head(40.0) == pytest.approx(2)
 
 
-@pytest.mark.parametrize(
-    ("data", "words", "message"),
-    [
+def test_what_does_not_fit_the_targets_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_voc_folder(tmp_path / "voc")
+    make_colour_folder(tmp_path / "colours")
+    for data, words, message in (
         ("voc", ("--task", "classification"), "choose the task detection"),
         ("voc", ("--protocol", "paper"), "'paper' is made for classes"),
         ("voc", ("--head-kind", "queries", "--budget", "1s"), "needs the outline of each object"),
         ("colours", ("--task", "detection"), "has no boxes of objects"),
-    ],
-)
-def test_what_does_not_fit_the_targets_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: str, words: tuple[str, ...], message: str
-) -> None:
-    if data == "voc":
-        make_voc_folder(tmp_path / data)
-    else:
-        make_colour_folder(tmp_path / data)
-    assert main(["finetune", "small", "--data", str(tmp_path / data), "--run", str(tmp_path / "run"), *words]) == 2
-    found = capsys.readouterr()
-    assert message in " ".join((found.out + found.err).split()) and not (tmp_path / "run").exists()
+    ):
+        assert main(["finetune", "small", "--data", str(tmp_path / data), "--run", str(tmp_path / "run"), *words]) == 2
+        found = capsys.readouterr()
+        assert message in " ".join((found.out + found.err).split()) and not (tmp_path / "run").exists()
 
 
 def test_the_head_of_queries_is_measured_with_its_blocks() -> None:
@@ -87,10 +82,9 @@ def test_one_command_learns_drawn_objects(
 
 
 def test_blocks_learn_more_slowly_than_the_head_at_any_rate(tmp_path: Path) -> None:
-    data = make_masks_folder(tmp_path / "masks")
-    command = ["finetune", "small", "--data", str(data), "--steps", "1", "--train-blocks", "1", "--device", "cpu"]
-    for name, words in (("usual", ()), ("slow", ("--learning-rate", "1e-5"))):
-        assert main([*command, "--run", str(tmp_path / name), *words]) == 0
-        optimizer = json.loads((tmp_path / name / "run.json").read_text())["config"]["optimizer"]
-        assert optimizer["learning_rate"] == (1e-5 if words else 3e-3)
-        assert optimizer["learning_rate_factors"][1] == ".*=0.03333"
+    data = str(make_masks_folder(tmp_path / "masks"))
+    base, bundle = TrainConfig().override(data=data, init="small", device="cpu"), vitrail.load("small")
+    for explicit, rate in (({}, 3e-3), ({"learning_rate": 1e-5}, 1e-5)):
+        given = {"steps": 1, "train_blocks": 1, **explicit}
+        optimizer = plan(bundle, base.data.open_whole(), base, explicit=given).config.optimizer
+        assert optimizer.learning_rate == rate and optimizer.learning_rate_factors[1] == ".*=0.03333"

@@ -12,7 +12,6 @@ import torch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError
 from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.variants import build, variant_config
 from vitrail.training.config import TrainConfig
@@ -80,20 +79,17 @@ def test_the_resolution_follows_the_area_of_the_images(side: int | None, scaled:
 def test_boxes_are_in_proportion_to_an_image_size_that_the_user_chose() -> None:
     found = planned(image_size=(240, 120))
     assert found.config.augment.crop_from == (256, 128)
-    assert (
-        "training images are scaled to 256 x 128 (height x width), and random boxes of the image size are cut out"
-        in found.reasons
-    )
+    reason = "training images are scaled to 256 x 128 (height x width), and random boxes of the image size are cut out"
+    assert reason in found.reasons
     whole = planned(crop_area=(1.0, 1.0))
     assert whole.config.augment.crop_from is None and whole.config.images.image_size == (480, 480)
     assert not any("cut out" in reason for reason in whole.reasons)
 
 
-@pytest.mark.parametrize("case", GOLDEN["bit_resolution"], ids=lambda case: str(case["hw"]))
-def test_the_resolution_is_that_of_the_original(case: dict[str, list[int]]) -> None:
-    images = Splits(Grey(*case["hw"]), None, None)
-    found = planned(facts_of(images)).config
-    assert [found.augment.crop_from[0], found.images.image_size[0]] == case["precrop_crop"]
+def test_the_resolution_is_that_of_the_original() -> None:
+    for case in GOLDEN["bit_resolution"]:
+        found = planned(facts_of(Splits(Grey(*case["hw"]), None, None))).config
+        assert [found.augment.crop_from[0], found.images.image_size[0]] == case["precrop_crop"], case["hw"]
 
 
 def test_large_data_gets_mixup_and_small_data_does_not() -> None:
@@ -107,31 +103,14 @@ def test_large_data_gets_mixup_and_small_data_does_not() -> None:
     assert few.rates == () and few.reasons[0] == "BiT-HyperRule for 2,040 training images"
 
 
-def test_the_rate_is_in_proportion_to_the_batch_size() -> None:
-    optimizer = planned(batch_size=64).config.optimizer
-    assert optimizer.for_batch_size(64).learning_rate == pytest.approx(0.003 / 8)
-
-
-def test_a_rate_of_the_user_is_not_scaled() -> None:
-    optimizer = planned(batch_size=64, learning_rate=0.01).config.optimizer
-    assert optimizer.for_batch_size(64).learning_rate == 0.01
-
-
-def test_the_mixup_of_a_preset_that_the_user_chose_is_kept() -> None:
+def test_the_rate_is_in_proportion_to_the_batch_size_and_settings_of_the_user_are_kept() -> None:
+    for given, rate in (({}, 0.003 / 8), ({"learning_rate": 0.01}, 0.01)):
+        optimizer = planned(batch_size=64, **given).config.optimizer
+        assert optimizer.for_batch_size(64).learning_rate == pytest.approx(rate)
     settings = planned(FACTS._replace(images=20_000), preset="augreg-strong2").config.augment.settings
     assert settings.mixup == 0.8 and settings.randaugment_layers == 2
-
-
-def test_a_schedule_of_the_user_has_no_stairs() -> None:
     found = planned(schedule="cosine")
     assert found.config.optimizer.stair_at == () and not [one for one in found.reasons if "divided by ten" in one]
-
-
-def test_the_rule_is_for_resnets() -> None:
-    with pytest.raises(ConfigError, match="protocol='bit' is the rule of Big Transfer for BiT ResNets"):
-        plan_by_hyperrule(
-            TrainConfig(), variant_config("ViT-B/16"), Preprocess(image_size=(224, 224)), FACTS, memory=10**13
-        )
 
 
 @pytest.mark.slow

@@ -73,16 +73,10 @@ def test_scatter_plots_have_a_dot_per_image(two: RegressionReport, read_page: Ca
     assert len(second.dots("dot sample")) == 3
     assert "Predicted over true values of age. R² 0.357, mean absolute error 0.75." in text
     assert "true 2, predicted 5" in text
-
-
-def test_some_of_many_images_are_drawn() -> None:
     values = np.arange(40.0)[:, None]
     found = regression_report(made(values, values, ("age",)), bootstrap=0, points=10)
     text = section("scatters", sections.scatters(found))
     assert "age, 10 of 40 images" in text and text.count("<circle") == 10
-
-
-def test_twelve_numbers_are_drawn() -> None:
     values = np.arange(26.0).reshape(2, 13)
     found = regression_report(made(values, values, tuple("abcdefghijklm")), bootstrap=0)
     text = section("scatters", sections.scatters(found))
@@ -106,13 +100,10 @@ def test_the_largest_errors_have_their_pictures(two: RegressionReport, read_page
     assert shown == ["true age: 2, predicted: 5", "true <b>weight</b>: 200, predicted: 190"]
 
 
-def test_errors_of_constant_numbers_have_no_deviations() -> None:
+def test_exact_predictions_have_no_errors_and_those_of_constant_numbers_no_deviations() -> None:
     found = regression_report(made([[5], [5]], [[5], [7]], ("age",)), bootstrap=0)
     text = section("errors", sections.errors(found, Pictures({})))
     assert "true age: 5<br>predicted: 7<br>1.png" in text and "standard deviations off" not in text
-
-
-def test_exact_predictions_have_no_errors() -> None:
     found = regression_report(made([[1], [2]], [[1], [2]], ("age",)), bootstrap=0)
     assert "<p>All numbers are predicted exactly.</p>" in section("errors", sections.errors(found, Pictures({})))
     many = replace(found, worst=regression_report(made([[0]] * 30, [[1]] * 30, ("age",)), worst=30).worst)

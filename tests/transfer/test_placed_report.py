@@ -4,34 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
-from tests.make import coco_data
+from tests.make import coco_data, make_masks_folder
 from vitrail.tasks import TASKS
 from vitrail.training.config import TrainConfig
 from vitrail.training.run import train
 from vitrail.transfer.finetune import evaluate_run
 
 
-def mask_data(root: Path) -> Path:
-    """Write images whose left part is of another class."""
-    random = np.random.default_rng(0)
-    for split, count in (("train", 8), ("test", 3)):
-        for number in range(count):
-            mask = np.zeros((33, 47), np.uint8)
-            mask[:, : int(random.integers(8, 40))] = 1
-            for folder, pixels in (("images", np.stack([mask * 200] * 3, axis=2)), ("masks", mask)):
-                (root / folder / split).mkdir(parents=True, exist_ok=True)
-                Image.fromarray(pixels).save(root / folder / split / f"{split}{number}.png")
-    (root / "classes.txt").write_text("right\nleft\n")
-    return root
-
-
 @pytest.mark.parametrize("name", ["detection", "segmentation"])
 def test_examples_and_pages_are_drawn(name: str, tmp_path: Path) -> None:
-    data = coco_data(tmp_path / "data", [1, 2, 3]) if name == "detection" else mask_data(tmp_path / "data")
+    if name == "detection":
+        data, width = coco_data(tmp_path / "data", [1, 2, 3]), 30
+    else:
+        data, width = make_masks_folder(tmp_path / "data", train=8, validation=0, test=3), 53
     config = TrainConfig(task=TASKS[name]()).override(
         data=str(data), variant="ViT-Pico/8", image_size=(24, 32), resize="pad", depth=1, steps=2, batch_size=4,
         device="cpu", precision="float32", run=str(tmp_path / "run"), validation_share=0.25, evaluations=1,
@@ -39,7 +27,6 @@ def test_examples_and_pages_are_drawn(name: str, tmp_path: Path) -> None:
     run = train(config)
     paths = sorted((tmp_path / "run" / "examples").glob("*.png"))
     assert [example.path for example in run.examples] == paths
-    width = 30 if name == "detection" else 47
     for example in run.examples:
         with Image.open(example.path) as picture:
             assert picture.width > 2 * width, "the truth is beside the prediction"

@@ -23,13 +23,7 @@ from vitrail.training.log import Log, read_journal
 from vitrail.training.state import TrainState
 from vitrail.transfer.facts import DataFacts, FinetunePlan
 from vitrail.transfer.finetune import plan
-from vitrail.transfer.protocols import (
-    TABLE_4,
-    check_final_run,
-    final_config,
-    plan_by_paper,
-    row_for,
-)
+from vitrail.transfer.protocols import TABLE_4, check_final_run, final_config, plan_by_paper, row_for
 from vitrail.transfer.trials import Tried, choose_rate, is_trial, trials_folder
 from vitrail.weights.bundle import Bundle
 
@@ -44,20 +38,16 @@ def planned(
     return plan_by_paper(base, network, preprocess, facts, memory=memory, explicit=explicit)
 
 
-@pytest.mark.parametrize(
-    ("images", "steps", "warmup", "rates", "share"),
-    [
-        (2040, 500, 100, (0.001, 0.003, 0.01, 0.03), 0.1),
-        (50_000, 10_000, 500, (0.001, 0.003, 0.01, 0.03), 0.02),
+def test_rows_are_those_of_table_4() -> None:
+    rates = (0.001, 0.003, 0.01, 0.03)
+    for images, steps, warmup, tried_rates, share in (
+        (2040, 500, 100, rates, 0.1),
+        (50_000, 10_000, 500, rates, 0.02),
         (1_281_167, 20_000, 500, (0.003, 0.01, 0.03, 0.06), 0.01),
-    ],
-)
-def test_rows_are_those_of_table_4(
-    images: int, steps: int, warmup: int, rates: tuple[float, ...], share: float
-) -> None:
-    row = row_for(images)
-    assert row in TABLE_4.values()
-    assert (row.steps, row.warmup, row.rates, row.held_out) == (steps, warmup, rates, share)
+    ):
+        row = row_for(images)
+        assert row in TABLE_4.values()
+        assert (row.steps, row.warmup, row.rates, row.held_out) == (steps, warmup, tried_rates, share)
 
 
 def test_settings_are_the_papers() -> None:
@@ -122,31 +112,24 @@ def test_a_row_can_be_chosen_and_one_rate_needs_no_trial() -> None:
         "training images are scaled to 448 x 448 (height x width), and random boxes of 384 x 384 are cut out"
         in found.reasons
     )
-    tried = plan_by_paper(
-        base, network, Preprocess(image_size=(224, 224)), facts, memory=PLENTY, row="vtab", rates=(0.01, 0.03)
-    )
+    images = Preprocess(image_size=(224, 224))
+    tried = plan_by_paper(base, network, images, facts, memory=PLENTY, row="vtab", rates=(0.01, 0.03))
     assert tried.rates == (0.01, 0.03) and tried.config.data.validation_share == 0.2
 
 
-def test_crops_of_the_user_replace_those_of_the_row() -> None:
+def test_crops_of_the_row_follow_the_image_size_unless_the_user_chose_crops() -> None:
     base, network = TrainConfig().override(init="model"), variant_config("ViT-B/16", num_classes=10)
-
-    def crops(**explicit: Any) -> tuple[object, ...]:
+    for explicit, crop_from in (({"image_size": (96, 192)}, (112, 224)), ({"crop_area": (1.0, 1.0)}, None)):
         preprocess = Preprocess(image_size=(224, 224))
         plan = plan_by_paper(base, network, preprocess, FACTS, memory=PLENTY, row="vtab", explicit=explicit)
-        assert any("cut out" in reason for reason in plan.reasons) == (not {"crop_area", "crop_from"} & {*explicit})
         augment = plan.config.augment
-        return augment.crop_from, augment.settings.crop_area, augment.settings.crop_rule
-
-    assert crops(image_size=(96, 192)) == ((112, 224), None, "tensorflow")
-    assert crops(crop_area=(0.5, 1.0)) == (None, (0.5, 1.0), "tensorflow")
-    assert crops(crop_from=(400, 400)) == ((400, 400), None, "tensorflow")
-    assert crops(crop_area=(1.0, 1.0)) == (None, None, "tensorflow")
+        assert (augment.crop_from, augment.settings.crop_area) == (crop_from, None)
+        assert augment.settings.crop_rule == "tensorflow"
+        assert any("cut out" in reason for reason in plan.reasons) == (crop_from is not None)
 
 
 @pytest.fixture
-def base(tiny_bundle: Bundle, colours: Path, tmp_path: Path) -> TrainConfig:
-    model = tiny_bundle.save(tmp_path / "model")
+def base(tiny_bundle: Bundle, model: Path, colours: Path) -> TrainConfig:
     return replace(TrainConfig(), images=tiny_bundle.preprocess).override(
         data=str(colours), init=str(model), steps=3, batch_size=4, validation_share=0.3, keep="last", evaluations=1,
         checkpoints=1,
@@ -197,20 +180,6 @@ def test_a_rate_that_diverges_is_skipped(base: TrainConfig, tiny_bundle: Bundle,
 
 
 @pytest.mark.slow
-def test_overwrite_replaces_trials_with_other_settings(base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path) -> None:
-    tried(tiny_bundle, base, (0.01,), tmp_path / "rates")
-    changed = base.override(steps=2)
-    with pytest.raises(
-        RunError, match="contains a run with other settings: steps was 3 and is 2; choose another --name"
-    ):
-        tried(tiny_bundle, changed, (0.01,), tmp_path / "rates")
-    tried(tiny_bundle, changed.override(overwrite=True, run=str(tmp_path / "run")), (0.01,), tmp_path / "rates")
-    record = json.loads((tmp_path / "rates" / "learning-rate-0.01" / "run.json").read_text())
-    assert record["config"]["run"]["steps"] == 2
-    assert list(tried(tiny_bundle, changed, (0.01,), tmp_path / "rates")) == [0.01]
-
-
-@pytest.mark.slow
 def test_rates_of_several_labels_are_chosen_by_mean_average_precision(
     base: TrainConfig, tiny_bundle: Bundle, colours: Path, tmp_path: Path
 ) -> None:
@@ -230,23 +199,6 @@ def test_rates_of_several_labels_are_chosen_by_mean_average_precision(
         assert trial.value == last["mean_average_precision"]
 
 
-@pytest.mark.slow
-def test_runs_that_are_there_are_not_done_again(base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path) -> None:
-    first = tried(tiny_bundle, base, (0.01, 0.02), tmp_path / "rates")
-    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "rates").rglob("journal.jsonl")}
-    assert 0.03 in tried(tiny_bundle, base, (0.01, 0.03), tmp_path / "rates")
-    assert tried(tiny_bundle, base, (0.01, 0.02), tmp_path / "rates") == first
-    assert {path: path.stat().st_mtime_ns for path in times} == times
-    assert tried(tiny_bundle, base.override(accumulation=2), (0.01, 0.02), tmp_path / "rates") == first, (
-        "less memory is free"
-    )
-    with pytest.raises(
-        RunError,
-        match=r"learning-rate-0\.01 contains a run with other settings: seed was 0 and is 1; choose another --name",
-    ):
-        tried(tiny_bundle, base.override(seed=1), (0.01,), tmp_path / "rates")
-
-
 def test_no_held_out_image_is_refused(base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path) -> None:
     config = base.override(validation_share=0.0, evaluations=0)
     with pytest.raises(ConfigError, match="leaves no labelled image for choosing the learning rate; set learning_rate"):
@@ -254,28 +206,33 @@ def test_no_held_out_image_is_refused(base: TrainConfig, tiny_bundle: Bundle, tm
     assert not (tmp_path / "rates").exists(), "no run was done for it"
 
 
-def test_runs_from_other_weights_or_on_other_data_are_not_taken_for_these(
+def test_runs_that_are_there_are_reused_or_refused(
     base: TrainConfig, tiny_bundle: Bundle, colours: Path, tmp_path: Path
 ) -> None:
-    data = tmp_path / "data"
+    data, run = tmp_path / "data", tmp_path / "rates" / "learning-rate-0.01"
     shutil.copytree(colours, data)
     config = base.override(data=str(data))
     first = tried(tiny_bundle, config, (0.01,), tmp_path / "rates")
-    assert tried(tiny_bundle, config.override(overwrite=True), (0.01,), tmp_path / "rates") == first, (
-        "the same settings"
-    )
+    before = (run / "journal.jsonl").stat().st_mtime_ns
+    for same in (config.override(overwrite=True), config.override(accumulation=2)):  # 2 if less memory is free
+        assert tried(tiny_bundle, same, (0.01,), tmp_path / "rates") == first
+    assert (run / "journal.jsonl").stat().st_mtime_ns == before
     network = copy.deepcopy(tiny_bundle.network)
     with torch.no_grad():
         network.blocks[0].mlp.up.weight += 1
-    with pytest.raises(
-        RunError, match="other settings: the weights of the initial model have changed; choose another --name"
+    other = replace(tiny_bundle, network=network)
+    for bundle, changed, message in (
+        (tiny_bundle, config.override(steps=2), "steps was 3 and is 2; choose another --name"),
+        (other, config, "the weights of the initial model have changed; choose another --name"),
+        (tiny_bundle, config, "the images, labels or splits have changed; choose another --name"),
     ):
-        tried(replace(tiny_bundle, network=network), config, (0.01,), tmp_path / "rates")
-    next((data / "train" / "red").iterdir()).unlink()
-    with pytest.raises(
-        RunError, match="other settings: the images, labels or splits have changed; choose another --name"
-    ):
-        tried(tiny_bundle, config, (0.01,), tmp_path / "rates")
+        if message.startswith("the images"):
+            next((data / "train" / "red").iterdir()).unlink()
+        with pytest.raises(RunError, match=f"contains a run with other settings: {message}"):
+            tried(bundle, changed, (0.01,), tmp_path / "rates")
+    replacing = config.override(steps=2, overwrite=True, run=str(tmp_path / "run"))
+    tried(tiny_bundle, replacing, (0.01,), tmp_path / "rates")
+    assert json.loads((run / "run.json").read_text())["config"]["run"]["steps"] == 2
 
 
 @pytest.mark.slow
@@ -313,16 +270,14 @@ def test_a_given_rate_leaves_nothing_to_hold_out() -> None:
 
 
 def test_what_the_last_run_cannot_do_is_refused(base: TrainConfig, colours: Path, tmp_path: Path) -> None:
-    splits = final_config(base, 0.1).data.open()
+    final = final_config(base, 0.03)
+    assert (final.optimizer.learning_rate, final.data.validation_share, final.run.keep) == (0.03, 0.0, "last")
+    splits = final.data.open()
     check_final_run(base, splits)
-    with pytest.raises(
-        ConfigError, match=r"patience=2 cannot be used when learning rates are tried.*; leave patience out"
-    ):
-        check_final_run(base.override(patience=2), splits)
-    with pytest.raises(
-        ConfigError, match=r"probe='knn' cannot be used when learning rates are tried.*; leave probe out"
-    ):
-        check_final_run(base.override(probe="knn"), splits)
+    for name, value in (("patience", 2), ("probe", "knn")):
+        message = rf"{name}={value!r} cannot be used when learning rates are tried.*; leave {name} out"
+        with pytest.raises(ConfigError, match=message):
+            check_final_run(base.override(**{name: value}), splits)
     shutil.copytree(colours / "train", tmp_path / "data" / "train")
     shutil.copytree(colours / "test", tmp_path / "data" / "val")
     config = base.override(data=str(tmp_path / "data"), probe="knn")
@@ -333,11 +288,6 @@ def test_runs_that_try_a_rate_are_told_by_their_place() -> None:
     folder = trials_folder(Path("runs/pets"))
     assert folder == Path("runs/pets-trials")
     assert is_trial(folder / "learning-rate-0.01") and not is_trial(folder) and not is_trial(Path("runs/pets"))
-
-
-def test_the_last_run_learns_from_all_images(base: TrainConfig) -> None:
-    config = final_config(base, 0.03)
-    assert (config.optimizer.learning_rate, config.data.validation_share, config.run.keep) == (0.03, 0.0, "last")
 
 
 def test_the_data_s_own_validation_split_measures_and_chooses_nothing(

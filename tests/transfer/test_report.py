@@ -22,13 +22,13 @@ from vitrail.errors import RunError, SaveError
 from vitrail.evaluation.metrics.report import ClassificationReport, report
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.predictions import Predictions
-from vitrail.models.variants import ModelConfig, build
+from vitrail.models.variants import create
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import Log
 from vitrail.training.page import MAX_POINTS, HeldOutExample
 from vitrail.training.run import train
-from vitrail.transfer.report import write_report
+from vitrail.transfer.report import _duration, _trained, write_report
 from vitrail.weights.answers import Prediction
 from vitrail.weights.bundle import Bundle
 
@@ -81,10 +81,8 @@ def test_the_report_of_a_real_run(trained: tuple[Path, Bundle], evil: Path, read
     assert "Report of a <run>" in page.text
     assert [text for text in page.text if text in SECTIONS] == SECTIONS
     assert EVIL in page.text and LONG in page.text and "שלום" in page.text
-    assert (
-        f"{found.metrics['accuracy'].value:.2%} accuracy" in page.text
-        and "13 test images of 3 classes; 1 image could" in shown
-    )
+    assert f"{found.metrics['accuracy'].value:.2%} accuracy" in page.text
+    assert "13 test images of 3 classes; 1 image could" in shown
     assert f"ViT-Pico/7, trained from scratch on {evil}." in page.text
     assert page.names.count("svg") == 5, "loss, accuracy, learning rate, confusion and calibration"
     assert page.names.count("rect") == len(found.confusion)
@@ -114,21 +112,13 @@ def run(tmp_path: Path) -> Callable[..., tuple[Path, Bundle]]:
         config = TrainConfig().override(**{"data": "flowers", "image_size": (14, 21), "batch_size": 32, **fields})
         data = {"train": 320, "validation": 40, "test": 0, "fingerprint": "0", "classes": ["a", "b"], "notes": ["cut"]}
         record = {
-            "format": 2,
-            "config": config.to_plain(),
-            "steps": steps,
-            "init": None,
-            "data": data,
+            "format": 2, "config": config.to_plain(), "steps": steps, "init": None, "data": data,
             "machine": {"device": "X"},
-        }
+        }  # fmt: skip
         (folder / "run.json").write_text(json.dumps(record), encoding="utf-8")
         for name, values in events:
             Log(path=folder / "journal.jsonl").tell(name, **values)
-        network = build(
-            ModelConfig(variant="ViT-Pico/7", overrides={"width": 16, "depth": 1, "heads": 2, "mlp_width": 32}).resolve(
-                num_classes=2, image_size=(14, 21), channels=3
-            )
-        )
+        network = create("ViT-Pico/7", num_classes=2, image_size=(14, 21), width=16, depth=1, heads=2, mlp_width=32)
         provenance = {} if kept is None else {"step": kept}
         return folder, Bundle(network, ("a", "b"), config.images, provenance=provenance)
 
@@ -138,10 +128,8 @@ def run(tmp_path: Path) -> Callable[..., tuple[Path, Bundle]]:
 @pytest.fixture
 def measured() -> ClassificationReport:
     """Return a report of two images, one of which is predicted correctly."""
-    logits = np.asarray([[2, 0], [1, 0]], np.float32)
-    return report(
-        Predictions(logits, single_labels(np.asarray([0, 1]), 2), ("0", "1"), np.arange(2), ("a", "b")), bootstrap=20
-    )
+    logits, labels = np.asarray([[2, 0], [1, 0]], np.float32), single_labels(np.asarray([0, 1]), 2)
+    return report(Predictions(logits, labels, ("0", "1"), np.arange(2), ("a", "b")), bootstrap=20)
 
 
 def test_it_begins_with_errors_and_then_with_examples_that_are_right(
@@ -173,11 +161,9 @@ def evaluation(number: int, accuracy: float, weights: str = "trained", **more: A
 
 @pytest.fixture
 def written(
-    run: Callable[..., tuple[Path, Bundle]],
-    measured: ClassificationReport,
-    source: Source,
+    run: Callable[..., tuple[Path, Bundle]], measured: ClassificationReport, source: Source,
     read_page: Callable[[str], Any],
-) -> Callable[..., str]:
+) -> Callable[..., str]:  # fmt: skip
     """Return the text of the report of such a run."""
 
     def write(*arguments: Any, split: str = "validation", **fields: Any) -> str:
@@ -198,18 +184,6 @@ def source(colour_folder: Path) -> Source:
 def settings_in(text: str) -> dict[str, str]:
     text = text[text.index("<h2>Settings") :].partition("<h2>Confusion")[0]
     return dict(re.findall(r"<tr><td>([^<]*)</td><td>([^<]*)</td></tr>", text))
-
-
-def test_the_first_screen_has_the_metrics_beside_their_curve(written: Callable[..., str]) -> None:
-    text = written(
-        [evaluation(50, 0.5), evaluation(100, 0.6), ("step", {"step": 10, "loss": 2.0, "learning_rate": 0.1})]
-    )
-    first = text[text.index('<div class="beside">') : text.index("<h2>Training curves")]
-    assert "<td>accuracy</td>" in first and "<figcaption>Validation accuracy</figcaption>" in first
-    assert text.index("<figcaption>Training loss") < text.index("<h2>Settings") < text.index("<h2>Confusion")
-    settings = text[text.index('<div class="beside texts">') : text.index("<h2>Confusion")]
-    rows = [part.count("<tr>") for part in settings.split("</table>")[:2]]
-    assert abs(rows[0] - rows[1]) <= 1, "the settings are in two columns"
 
 
 def charts_in(text: str) -> dict[str, str]:
@@ -255,6 +229,7 @@ def test_settings_that_matter(written: Callable[..., str]) -> None:
         "stopped early": "after step 60: 3 evaluations without improvement",
         "time": "2 min on X, 1,234 images/s, peak memory 1.00 GiB",
     }
+    assert "The best weights were chosen on the same images" in text
     assert "google/vit, fine-tuned on flowers." in text and '<p class="dim">cut.</p>' in text
 
 
@@ -264,17 +239,12 @@ def test_the_optimizer_and_the_warmup_in_its_own_unit(written: Callable[..., str
     assert found["learning rate"] == "0.01, cosine, warm-up 50 steps"
 
 
-@pytest.mark.parametrize(
-    ("fields", "trained"),
-    [
-        ({"init": "x", "train_blocks": 0}, "the head"),
-        ({"init": "x", "train_blocks": 1}, "the last 1 block and the head"),
-        ({"init": "x", "lora_rank": 4}, "the head, and LoRA of rank 4 on query, value of each block"),
-        ({}, "all"),
-    ],
-)
-def test_which_weights_moved(written: Callable[..., str], fields: dict[str, Any], trained: str) -> None:
-    assert settings_in(written(**fields))["trained weights"] == trained
+def test_which_weights_moved() -> None:
+    for fields, trained in (
+        ({"train_blocks": 0}, "the head"), ({"train_blocks": 1}, "the last 1 block and the head"), ({}, "all"),
+        ({"lora_rank": 4}, "the head, and LoRA of rank 4 on query, value of each block"),
+    ):  # fmt: skip
+        assert _trained(TrainConfig().override(init="x", **fields)) == trained
 
 
 def test_what_is_off_is_left_out(written: Callable[..., str]) -> None:
@@ -286,16 +256,9 @@ def test_what_is_off_is_left_out(written: Callable[..., str]) -> None:
     assert "<h2>Next steps" not in text
 
 
-@pytest.mark.parametrize(
-    ("seconds", "shown"), [(8.4, "8 s"), (119.0, "119 s"), (121.0, "2 min"), (7199.0, "120 min"), (9000.0, "2.5 h")]
-)
-def test_durations(written: Callable[..., str], seconds: float, shown: str) -> None:
-    event = {"step": 1, "seconds": seconds, "images_per_second": 1.0, "peak_memory_bytes": 0.0}
-    assert settings_in(written([("finished", event)]))["time"].startswith(f"{shown} on X,")
-
-
-def test_a_figure_that_chose_the_weights_says_so(written: Callable[..., str]) -> None:
-    assert "The best weights were chosen on the same images" in written(keep="best")
+def test_durations() -> None:
+    shown = {8.4: "8 s", 119.0: "119 s", 121.0: "2 min", 7199.0: "120 min", 9000.0: "2.5 h"}
+    assert {seconds: _duration(seconds) for seconds in shown} == shown
 
 
 @pytest.mark.parametrize(
@@ -311,13 +274,8 @@ def test_the_top_says_that_training_changed_nothing(
 
 
 def test_the_curves_are_the_journal(written: Callable[..., str]) -> None:
-    events = [
-        step(10, 2.0, 1e-4),
-        step(20, 1.0, 3e-4),
-        evaluation(20, 0.5),
-        step(40, math.nan, 2e-4),
-        step(100, 0.5, 0.0),
-    ]
+    events = [step(10, 2.0, 1e-4), step(20, 1.0, 3e-4), evaluation(20, 0.5), step(40, math.nan, 2e-4)]
+    events += [step(100, 0.5, 0.0)]
     events += [evaluation(100, 0.8, best=True), evaluation(100, 0.8, kept=True)]
     charts = charts_in(written(events, kept=100, keep="last"))
     assert [*charts] == ["Validation accuracy", "Training loss", "Learning rate"]
@@ -343,11 +301,9 @@ def test_averaged_weights_come_first(written: Callable[..., str]) -> None:
     assert len(heights) == 2 and all(averaged < trained for averaged, trained in zip(*heights, strict=True))
 
 
-@pytest.mark.parametrize("kept", [None, 37])
-def test_without_a_measurement_of_the_kept_step_none_is_marked(written: Callable[..., str], kept: int | None) -> None:
-    assert (
-        "mark" not in charts_in(written([evaluation(50, 0.5), evaluation(100, 0.6)], kept=kept))["Validation accuracy"]
-    )
+def test_without_a_measurement_of_the_kept_step_none_is_marked(written: Callable[..., str]) -> None:
+    charts = charts_in(written([evaluation(50, 0.5), evaluation(100, 0.6)], kept=37))
+    assert "mark" not in charts["Validation accuracy"]
 
 
 def test_long_runs_are_averaged(written: Callable[..., str]) -> None:
@@ -371,37 +327,25 @@ def test_what_was_left_out_is_named_with_its_split(written: Callable[..., str]) 
     checkpoint = ("checkpoint", {"step": 10, "path": "step-10"})
     events = [skipped("a"), skipped("b"), checkpoint, skipped("a"), skipped("c"), checkpoint]
     events += [skipped("a"), evaluation(10, 0.5, kept=True), skipped("b"), evaluation(10, 0.5, kept=True, split="test")]
+    name, values = skipped("d")
+    events += [(name, values | {"split": "test"}), checkpoint]  # newer journals name the split
     text = written(events)
-    assert "<h2>5 images skipped</h2>" in text
+    assert "<h2>6 images skipped</h2>" in text
     found = re.findall(r"<tr><td>(\w)</td><td>is &lt;cut&gt; short</td><td>(\w+)</td></tr>", text)
-    assert found == [("a", "train"), ("b", "train"), ("c", "train"), ("a", "validation"), ("b", "test")]
+    assert found == [("a", "train"), ("b", "train"), ("c", "train"), ("a", "validation"), ("b", "test"), ("d", "test")]
 
 
 def test_what_only_the_report_left_out_is_named_too(
     run: Callable[..., tuple[Path, Bundle]], measured: ClassificationReport, source: Source
 ) -> None:
     folder, bundle = run([skipped("a")])
-    found = replace(measured, skipped=(Skipped("a", "is gone"), Skipped("b", "is gone")))
+    found = replace(measured, skipped=(Skipped("a", "is gone"), Skipped("b", "is gone")), absent=("<b>",))
     text = write_report(folder, bundle, source, "test", found).read_text()
     assert "<h2>3 images skipped</h2>" in text
     for row in ("a</td><td>is &lt;cut&gt; short</td><td>train", "a</td><td>is gone</td><td>test", "b</td><td>is gone"):
         assert f"<tr><td>{row}</td>" in text
-
-
-def test_the_top_names_classes_without_images_and_counts_what_was_left_out(
-    run: Callable[..., tuple[Path, Bundle]], measured: ClassificationReport, source: Source
-) -> None:
-    folder, bundle = run()
-    found = replace(measured, skipped=(Skipped("a", "is gone"),), absent=("<b>",))
-    text = write_report(folder, bundle, source, "test", found).read_text()
     top = text.partition("<h2>")[0]
-    assert "1 image could not be decoded" in top and "no image in the test split" in top and "&lt;b&gt;" in top
-
-
-def test_the_journal_names_the_split_of_what_was_left_out(written: Callable[..., str]) -> None:
-    name, values = skipped("a")
-    events = [(name, values | {"split": "test"}), ("checkpoint", {"step": 10, "path": "step-10"})]
-    assert "<td>is &lt;cut&gt; short</td><td>test</td>" in written(events)
+    assert "2 images could not be decoded" in top and "no image in the test split" in top and "&lt;b&gt;" in top
 
 
 def test_of_many_that_were_left_out_some_are_named(written: Callable[..., str]) -> None:
@@ -422,11 +366,5 @@ def test_it_replaces_what_it_wrote_before(
     again.mkdir()
     with pytest.raises(SaveError, match=r"could not save the report to .*report\.html"):
         write_report(folder, bundle, source, "test", measured)
-
-
-def test_a_folder_that_is_no_run(
-    tmp_path: Path, run: Callable[..., tuple[Path, Bundle]], measured: ClassificationReport, source: Source
-) -> None:
-    _, bundle = run()
     with pytest.raises(RunError, match="is not the folder of a run"):
-        write_report(tmp_path, bundle, source, "test", measured)
+        write_report(folder.parent, bundle, source, "test", measured)

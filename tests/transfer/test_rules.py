@@ -1,4 +1,4 @@
-"""Tests of the fine-tuning rule for data of all sizes, on a CPU and on a GPU."""
+"""Tests of the fine-tuning rule for data of all sizes, on a CPU and on a GPU, and of time budgets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -21,7 +21,8 @@ from vitrail.errors import ConfigError
 from vitrail.models.cost import training_bytes
 from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.training.config import TrainConfig
-from vitrail.transfer.facts import DataFacts, Findings, FinetunePlan, facts_of
+from vitrail.transfer import rules
+from vitrail.transfer.facts import DataFacts, Findings, FinetunePlan, facts_of, seconds_of, usual_seconds
 from vitrail.transfer.rules import enough_validation, plan_by_rule
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -52,53 +53,32 @@ def test_a_small_folder_on_a_cpu() -> None:
     assert "625 steps of 32 images: each image is seen 20 times" in found.reasons
 
 
-@pytest.mark.parametrize(
-    ("images", "batch", "steps"), [(20, 4, 100), (100, 8, 250), (5000, 32, 625), (50_000, 32, 4688)]
-)
-def test_images_seen_on_a_cpu(images: int, batch: int, steps: int) -> None:
-    config = ruled(facts(images)).config
-    assert (config.run.batch_size, config.run.steps) == (batch, steps)
-
-
-@pytest.mark.parametrize(("images", "steps"), [(1000, 4000), (19_999, 500), (20_000, 10_000), (500_000, 20_000)])
-def test_a_gpu_sees_what_bits_rule_says(images: int, steps: int) -> None:
-    config = ruled(facts(images), device=GPU).config
-    assert config.run.steps == steps and config.run.batch_size * steps == 512 * (500 if images < 20_000 else steps)
-    assert (config.augment.mixup == 0.1) == (images >= 20_000)
-
-
-@pytest.mark.parametrize(
-    ("variant", "side", "device", "expected"),
-    [
-        ("ViT-B/16", 28, CPU, (128, 128)),
-        ("ViT-B/32", 95, CPU, (128, 128)),
-        ("ViT-B/16", 96, CPU, (224, 224)),
-        ("ViT-B/16", None, CPU, (224, 224)),
-        ("ViT-B/16", 500, CPU, (224, 224)),
-        ("ViT-B/16", 500, GPU, (384, 384)),
-        ("ViT-B/16", 383, GPU, (224, 224)),
-        ("ViT-H/14", 28, CPU, (126, 126)),
-        ("BiT-R50x1", 28, CPU, (128, 128)),
-        ("BiT-R50x1", 500, GPU, (224, 224)),
-    ],
-)
-def test_image_sizes(variant: str, side: int | None, device: torch.device, expected: tuple[int, int]) -> None:
-    assert ruled(facts(side=side), variant, device).config.images.image_size == expected
-
-
-def test_sides_keep_their_proportion() -> None:
-    network = variant_config("ViT-B/16", image_size=(224, 448))
-    preprocess = Preprocess(image_size=(224, 448))
-    base = TrainConfig().override(init="model")
-    found = plan_by_rule(base, network, preprocess, facts(side=30), device=CPU, memory=PLENTY)
-    assert found.config.images.image_size == (64, 128)
-
-
-def test_the_fewest_steps_are_not_said_to_see_each_image_20_times() -> None:
+def test_images_seen_on_a_cpu_and_on_a_gpu() -> None:
+    for images, batch, steps in ((20, 4, 100), (100, 8, 250), (5000, 32, 625), (50_000, 32, 4688)):
+        config = ruled(facts(images)).config
+        assert (config.run.batch_size, config.run.steps) == (batch, steps)
+    for images, steps in ((1000, 4000), (19_999, 500), (20_000, 10_000), (500_000, 20_000)):  # as many as BiT's rule
+        config = ruled(facts(images), device=GPU).config
+        assert config.run.steps == steps and config.run.batch_size * steps == 512 * (500 if images < 20_000 else steps)
+        assert (config.augment.mixup == 0.1) == (images >= 20_000)
     found = ruled(facts(5))
     assert found.config.run.steps == 100 and found.config.run.batch_size == 4
     assert "100 steps of 4 images: the smallest number of steps" in found.reasons
     assert "250 steps of 8 images: each image is seen 20 times" in ruled(facts(100)).reasons
+
+
+def test_image_sizes() -> None:
+    for variant, side, device, expected in (
+        ("ViT-B/16", 28, CPU, (128, 128)), ("ViT-B/32", 95, CPU, (128, 128)), ("ViT-B/16", 96, CPU, (224, 224)),
+        ("ViT-B/16", None, CPU, (224, 224)), ("ViT-B/16", 500, CPU, (224, 224)), ("ViT-B/16", 500, GPU, (384, 384)),
+        ("ViT-B/16", 383, GPU, (224, 224)), ("ViT-H/14", 28, CPU, (126, 126)), ("BiT-R50x1", 28, CPU, (128, 128)),
+        ("BiT-R50x1", 500, GPU, (224, 224)),
+    ):  # fmt: skip
+        assert ruled(facts(side=side), variant, device).config.images.image_size == expected, (variant, side)
+    network, base = variant_config("ViT-B/16", image_size=(224, 448)), TrainConfig().override(init="model")
+    small = facts(side=30)
+    found = plan_by_rule(base, network, Preprocess(image_size=(224, 448)), small, device=CPU, memory=PLENTY)
+    assert found.config.images.image_size == (64, 128), "sides keep their proportion"
 
 
 def test_what_is_given_is_kept_and_others_follow_it() -> None:
@@ -124,34 +104,24 @@ def test_where_few_weights_move_they_move_faster(chosen: dict[str, int]) -> None
 def test_several_labels_are_questions_of_their_own() -> None:
     config = ruled(facts(30_000, targets="classes")).config
     assert (config.task.loss, config.task.label_smoothing, config.augment.mixup) == ("sigmoid", 0.0, None)
-
-
-def test_a_loss_that_is_given_is_smoothed_as_it_should_be() -> None:
     config = ruled(facts(), loss="sigmoid").config
     assert (config.task.loss, config.task.label_smoothing) == ("sigmoid", 0.0)
 
 
-@pytest.mark.parametrize(
-    ("chosen", "reason"),
-    [
-        ({"image_size": (96, 64)}, "image size"),
-        ({"steps": 30}, "steps of"),
-        ({"epochs": 2.0}, "steps of"),
-        ({"learning_rate": 0.02}, "learning rate"),
-        ({"layer_decay": 0.5}, "layer decay"),
-        ({"flip": False}, "mirroring"),
-        ({"crop_area": (0.5, 1.0)}, "crops"),
-        ({"preset": "light1"}, "crops"),
-        ({"mixup": 0.4}, "mixup"),
-        ({"accumulation": 4}, "parts"),
-    ],
-)
-def test_settings_of_the_user_are_kept_without_a_reason(chosen: dict[str, object], reason: str) -> None:
+def test_settings_of_the_user_are_kept_without_a_reason() -> None:
     arguments = (facts(30_000), "ViT-B/16", CPU, 10**9)
-    usual, found = ruled(*arguments), ruled(*arguments, **chosen)
-    assert sum(reason in one for one in usual.reasons) == 1 and not any(reason in one for one in found.reasons)
-    kept = TrainConfig().override(**chosen)
-    assert all(named(found.config, name) == named(kept, name) for name in chosen)
+    usual = ruled(*arguments).reasons
+    given: tuple[tuple[dict[str, object], str], ...] = (
+        ({"image_size": (96, 64)}, "image size"), ({"steps": 30}, "steps of"), ({"epochs": 2.0}, "steps of"),
+        ({"learning_rate": 0.02}, "learning rate"), ({"layer_decay": 0.5}, "layer decay"),
+        ({"flip": False}, "mirroring"), ({"crop_area": (0.5, 1.0)}, "crops"), ({"preset": "light1"}, "crops"),
+        ({"mixup": 0.4}, "mixup"), ({"accumulation": 4}, "parts"),
+    )  # fmt: skip
+    for chosen, reason in given:
+        found = ruled(*arguments, **chosen)
+        assert sum(reason in one for one in usual) == 1 and not any(reason in one for one in found.reasons)
+        kept = TrainConfig().override(**chosen)
+        assert all(named(found.config, name) == named(kept, name) for name in chosen)
 
 
 def named(config: TrainConfig, name: str) -> object:
@@ -178,6 +148,8 @@ def test_impossible_settings_are_refused() -> None:
         ruled(facts(), batch_size=0)
     with pytest.raises(ConfigError, match="patch_size"):
         ruled(facts(), image_size=(33, 32))
+    with pytest.raises(ConfigError, match="data 'photos' has no image to fine-tune on; add"):
+        ruled(facts(0))
 
 
 def test_without_a_validation_split_nothing_is_chosen_by_it() -> None:
@@ -185,11 +157,7 @@ def test_without_a_validation_split_nothing_is_chosen_by_it() -> None:
     assert (config.run.keep, config.run.evaluations) == ("last", 0)
 
 
-def test_no_image_is_refused() -> None:
-    with pytest.raises(ConfigError, match="data 'photos' has no image to fine-tune on; add"):
-        ruled(facts(0))
-
-
+@settings(max_examples=20)
 @given(st.integers(1, 2_000_000), st.sampled_from([CPU, GPU]), st.integers(10**9, 10**11))
 def test_any_amount_of_data_has_settings_that_fit(images: int, device: torch.device, memory: int) -> None:
     config = ruled(facts(images), device=device, memory=memory).config
@@ -267,15 +235,27 @@ def test_a_head_on_fixed_features_needs_no_steps() -> None:
     assert ruled(facts(), **head, linear_head=False).config.run.steps != 1
 
 
-def test_few_of_many_images_need_few_validation_images() -> None:
-    many = open_data("fractals:2:25000", validation_share=0.0).train
+def test_few_of_many_images_need_few_validation_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "ENOUGH_VALIDATION", 50)  # a tenth, so that a tenth of the images is enough
+    many = open_data("fractals:2:2500", validation_share=0.0).train
 
     def sized(images: int) -> Samples:
         return subset(many, range(images))
 
-    cut = Splits(sized(500), sized(5000), None)
-    assert enough_validation(Splits(sized(50_000), None, None), cut, 0.1) == 0.01
-    of_more = Splits(sized(10_000), sized(5000), None)
-    assert enough_validation(Splits(sized(50_000), None, None), of_more, 0.1) == 0.02, "a tenth of 10,000 images"
-    assert enough_validation(Splits(sized(50_000), sized(5000), None), cut, 0.1) is None, "the data's own split"
-    assert enough_validation(Splits(sized(5000), None, None), Splits(sized(4500), sized(500), None), 0.1) is None
+    whole, cut = Splits(sized(5000), None, None), Splits(sized(50), sized(500), None)
+    assert enough_validation(whole, cut, 0.1) == 0.01
+    of_more = Splits(sized(1000), sized(500), None)
+    assert enough_validation(whole, of_more, 0.1) == 0.02, "a tenth of 1,000 images"
+    assert enough_validation(Splits(sized(5000), sized(500), None), cut, 0.1) is None, "the data's own split"
+    assert enough_validation(Splits(sized(500), None, None), Splits(sized(450), sized(50), None), 0.1) is None
+
+
+def test_a_budget_is_a_duration_or_a_multiple_of_the_usual_time() -> None:
+    given = {None: 100, "quick": 40, "best": 400, "90s": 90, "3m": 180, "1.5h": 5400, "2 m": 120}
+    assert {budget: seconds_of(budget, 100.0) for budget in given} == given
+    for budget in ("", "3", "0m", "-3m", "soon", "3d", "1e3s"):
+        message = f"budget='{budget}' is not a time; .* 90s, 3m or 1h, or one of quick, best"
+        with pytest.raises(ConfigError, match=message):
+            seconds_of(budget, 100.0)
+    minutes = [usual_seconds(images) / 60 for images in (300, 500, 5_000, 50_000)]
+    assert [round(one, 1) for one in minutes] == [3.8, 4.5, 9.7, 20.9]

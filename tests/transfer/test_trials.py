@@ -19,7 +19,7 @@ from vitrail.training.log import read_journal
 from vitrail.training.run import train
 from vitrail.transfer.facts import Candidate, FinetunePlan, Search
 from vitrail.transfer.finetune import FinetuneResult, finetune, plan
-from vitrail.transfer.trials import LINEAR, Tried, forward_seconds, is_trial, read_tried, search_settings, trials_folder
+from vitrail.transfer.trials import LINEAR, Tried, is_trial, read_tried, search_settings, trials_folder
 from vitrail.weights.bundle import Bundle
 
 FEW = 3
@@ -30,15 +30,14 @@ LOW, HIGH, WILD = (
 )
 
 
-@pytest.fixture
-def model(tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(autouse=True)
+def short_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("vitrail.transfer.trials.MIN_TRIAL_STEPS", FEW)
-    return tiny_bundle.save(tmp_path / "model")
 
 
 def planned(bundle: Bundle, model: Path, data: Path, budget: str | None = None, **explicit: Any) -> FinetunePlan:
-    explicit = {"precision": "float32", **explicit}
+    explicit = {"precision": "float32", "flip": True, **explicit}
     base = TrainConfig().override(data=str(data), init=str(model), device="cpu", **explicit)
     return plan(bundle, base.data.open_whole(), base, explicit=explicit, budget=budget)
 
@@ -47,14 +46,9 @@ def searched(
     config: TrainConfig, bundle: Bundle, search: Search, heard: list[str] | None = None
 ) -> tuple[TrainConfig, tuple[Tried, ...]]:
     return search_settings(
-        config,
-        config.data.open_whole(),
-        bundle,
-        search,
-        Path("runs/one"),
-        started=time.perf_counter(),
+        config, config.data.open_whole(), bundle, search, Path("runs/one"), started=time.perf_counter(),
         on_trial=[].append if heard is None else heard.append,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.slow
@@ -109,10 +103,6 @@ def test_the_rates_of_the_rule_rise(tiny_bundle: Bundle, model: Path, colours: P
     assert chosen is not None and not chosen.rising
 
 
-def test_the_forward_pass_is_timed_per_image(tiny_bundle: Bundle) -> None:
-    assert 0 < forward_seconds(tiny_bundle, "float32", batch=5) < 10
-
-
 def test_one_process_at_a_time_tries_settings_for_a_run(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
     config = planned(tiny_bundle, model, colours, validation_share=0.3).config.override(steps=4 * FEW)
     trials = trials_folder(Path("runs/one"))
@@ -126,13 +116,9 @@ def test_no_time_means_no_trials_and_few_steps(tiny_bundle: Bundle, model: Path,
     chosen = planned(tiny_bundle, model, colours, budget="1s")
     assert chosen.search is not None and chosen.search.seconds == 1 and chosen.config.run.steps == 135
     final, tried = search_settings(
-        chosen.config,
-        chosen.config.data.open_whole(),
-        tiny_bundle,
-        chosen.search,
-        Path("runs/one"),
+        chosen.config, chosen.config.data.open_whole(), tiny_bundle, chosen.search, Path("runs/one"),
         started=time.perf_counter() - 10,
-    )
+    )  # fmt: skip
     assert final.run.steps == 50 and [one.steps for one in tried] == [0]
     assert final.optimizer == chosen.config.optimizer
 
@@ -164,15 +150,8 @@ def ends(config: TrainConfig, bundle: Bundle) -> FinetuneResult:
 
 def test_a_rule_that_fails_still_ends_at_the_linear_model(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
     """The floor: a learning rate that destroys the network saves the linear model of frozen features."""
-    settings = {
-        "learning_rate": 5.0,
-        "clip": 0.0,
-        "warmup": 0.0,
-        "steps": 8,
-        "validation_share": 0.3,
-        "run": "runs/bad",
-    }
-    config = planned(tiny_bundle, model, colours, **settings).config
+    settings = {"learning_rate": 5.0, "clip": 0.0, "warmup": 0.0, "steps": 8, "validation_share": 0.3}
+    config = planned(tiny_bundle, model, colours, run="runs/bad", **settings).config
     found = ends(config, tiny_bundle)
     events = read_journal(Path("runs/bad/journal.jsonl"))
     values = [event["accuracy"] for event in events if event["event"] == "evaluation" and not event.get("kept")]
@@ -234,10 +213,8 @@ def test_trials_work_with_settings_that_they_do_not_have(
     assert {name: value for name, value in given.items() if final.settings().get(name) == "data"} == {
         name: getattr(final.data, name) for name in given if hasattr(final.data, name)
     }
-    splits, record = (
-        config.data.open(),
-        json.loads((trials_folder(Path("runs/one")) / f"low-{FEW}/run.json").read_text()),
-    )
+    splits = config.data.open()
+    record = json.loads((trials_folder(Path("runs/one")) / f"low-{FEW}/run.json").read_text())
     assert splits.validation is not None
     assert (record["data"]["train"], record["data"]["validation"]) == (len(splits.train), len(splits.validation))
     assert (record["config"]["run"]["patience"], record["config"]["run"]["probe"]) == (None, "")
