@@ -55,8 +55,8 @@ def digits(index: int) -> np.ndarray:
 
 
 def photographs(index: int) -> np.ndarray:
-    """Colour images of 300 x 251 pixels without sides."""
-    pixels = np.random.default_rng(index).integers(0, 90, (300, 251, 3), dtype=np.uint8)
+    """Colour images of 120 x 101 pixels without sides."""
+    pixels = np.random.default_rng(index).integers(0, 90, (120, 101, 3), dtype=np.uint8)
     pixels[..., index % 2] += 120
     return pixels
 

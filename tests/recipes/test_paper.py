@@ -14,6 +14,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import AnyConfig, create
 from vitrail.recipes import PAPER_RECIPES
 from vitrail.recipes.papers import ON_I21K, REGULARISATION, TRANSFERS, WEIGHT_DECAYS, augreg
+from vitrail.tasks import mask_loss
 from vitrail.tasks.mae import MaeObjective
 from vitrail.tasks.masked_patches import MaskedPatchesObjective
 from vitrail.training.config import TrainConfig
@@ -321,7 +322,7 @@ def _saved(run: str, classes: int = 0) -> Bundle:
 @pytest.mark.parametrize(
     "name", [name if name in FAMILIES else pytest.param(name, marks=pytest.mark.slow) for name in PAPER_RECIPES]
 )
-def test_two_steps(name: str, colour_folder: Path, tmp_path: Path) -> None:
+def test_two_steps(name: str, colour_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a narrow network and small images, and everything else as in the recipe."""
     config = PAPER_RECIPES[name]()
     narrow: dict[str, Any] = {"width": 32}
@@ -344,7 +345,8 @@ def test_two_steps(name: str, colour_folder: Path, tmp_path: Path) -> None:
     elif name.startswith("eomt"):
         make_data = make_outlines_folder if config.task.name == "detection" else make_masks_folder
         data = make_data(tmp_path / "objects", validation=0, test=0)
-        narrow |= {"backbone_wait": "1 steps", "backbone_warmup": "1 steps"}
+        narrow |= {"backbone_wait": "1 steps", "backbone_warmup": "1 steps", "queries": 20}
+        monkeypatch.setattr(mask_loss, "POINTS", 500)
     elif config.task.targets == ("texts",):
         data, rows = tmp_path / "pairs.csv", sorted(colour_folder.rglob("*.png"))
         data.write_text("\n".join(["image,text", *(f"{one},a {one.parent.name} wall {one.stem}" for one in rows)]))
