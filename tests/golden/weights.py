@@ -10,34 +10,18 @@ import zlib
 
 import numpy as np
 
+NORMS = (
+    "scale", "gamma", "lambda1", "norm.weight", "norm1.weight", "norm2.weight", "ln.weight", "ln_1.weight",
+    "ln_2.weight", "gn1.weight", "gn2.weight", "gn3.weight", "before.weight", "after.weight", "layernorm.weight",
+)  # fmt: skip
+"""Ends of the names of scales."""
+
 
 def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """float32 values of `shape` that depend on `name` alone; norms near 1, matrices scaled by their fan-in."""
     z = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape, dtype=np.float32)
     if len(shape) <= 1 or name.endswith(("scale", "gamma", "lambda1")):  # norm scales, LayerScale, biases
-        centre = (
-            1.0
-            if name.endswith(
-                (
-                    "scale",
-                    "gamma",
-                    "lambda1",
-                    "norm.weight",
-                    "norm1.weight",
-                    "norm2.weight",
-                    "ln.weight",
-                    "ln_1.weight",
-                    "ln_2.weight",
-                    "gn1.weight",
-                    "gn2.weight",
-                    "gn3.weight",
-                    "before.weight",
-                    "after.weight",
-                    "layernorm.weight",
-                )
-            )
-            else 0.0
-        )
+        centre = 1.0 if name.endswith(NORMS) else 0.0
         return (centre + 0.1 * z).astype(np.float32)
     if "kernel" in name:  # JAX layouts: (..., fan_in, fan_out); attention out is (heads, head_dim, out)
         fan_in = math.prod(shape[:1]) if _is_qkv(name) else math.prod(shape[:-1])

@@ -36,6 +36,18 @@ class Pictures:
         return self.targets[index % len(self.targets)]
 
 
+class Labels(Pictures):
+    """A source of targets whose images must not be read."""
+
+    def __init__(self, *targets: Target, classes: tuple[str, ...] = ("a", "b", "c"), target_kind: str = "") -> None:
+        super().__init__(len(targets), classes, targets)
+        if target_kind:
+            self.target_kind = target_kind
+
+    def __getitem__(self, index: int) -> Sample:
+        raise AssertionError("no image is read")
+
+
 def images_of(count: int, *, size: tuple[int, int] = (21, 28), channels: int = 3) -> Tensor:
     """Return normalised random images."""
     generator = torch.Generator().manual_seed(1)

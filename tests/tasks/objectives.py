@@ -6,12 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.tasks.images import batch_of, images_of
+from tests.tasks.images import Pictures, batch_of, images_of
 from vitrail.data.batch import Batch
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.evaluation.outputs import Outputs
 from vitrail.models.variants import AnyNetwork, create
 from vitrail.tasks.task import LossOutput, Objective
+from vitrail.tasks.views import fixed_views
 
 SMALL: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32}
 """Settings of a small Vision Transformer."""
@@ -32,18 +35,49 @@ def pixels_of(patches: Tensor, *, grid: tuple[int, int] = (3, 4), side: int = 7)
     return mask.view(-1, 1, rows, columns).repeat_interleave(side, 2).repeat_interleave(side, 3)
 
 
-def check_gradients_of_parts(objective: Objective) -> None:
-    """Check that the gradients of two parts of a batch add up to those of the batch, one of whose images cannot be
-    decoded."""
-    batch = replace(batch_of(images_of(5)), valid=torch.tensor([True, True, False, True, True]))
-    objective(batch).loss.backward()
-    expected = [parameter.grad.clone() for parameter in objective.parameters() if parameter.grad is not None]
-    assert len(expected) == len(list(objective.parameters()))
-    objective.zero_grad()
-    for part in batch.chunks(2):
-        (objective(part).loss * objective.counted(part).sum() / 4).backward()
-    for parameter, gradient in zip(objective.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+class Fixed(nn.Module):
+    """A network that returns these outputs for all images."""
+
+    def __init__(self, outputs: Tensor) -> None:
+        super().__init__()
+        self.outputs = nn.Parameter(outputs)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.outputs
+
+
+def check_parts(
+    objective: Objective, batch: Batch | None = None, *, parts: int = 2, all_are_trained: bool = True
+) -> LossOutput:
+    """Check that the losses and the gradients of parts of a batch add up to those of the batch. By default one of its
+    images cannot be decoded."""
+    default = replace(batch_of(images_of(5)), valid=torch.tensor([True, True, False, True, True]))
+    batch = default if batch is None else batch
+    weights = [weight for weight in objective.parameters() if weight.requires_grad]
+    total = objective.counted(batch).float().sum(dim=0).clamp(min=1)
+    whole = objective(batch)
+    shares = [objective(part).loss * objective.counted(part).sum(dim=0) / total for part in batch.chunks(parts)]
+    added = torch.stack(shares).sum(dim=0)
+    torch.testing.assert_close(added, whole.loss, rtol=1e-4, atol=1e-6)
+    gradients = (
+        torch.autograd.grad(loss.sum(), weights, retain_graph=True, allow_unused=not all_are_trained)
+        for loss in (added, whole.loss)
+    )
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        assert other is None or other.isfinite().all()
+    return whole
+
+
+def measured(objective: Any) -> tuple[dict[str, float], Tensor, Tensor]:
+    """Return the metrics of seven held-out images, their fixed views in consecutive rows, and the images."""
+    preprocess, source = Preprocess(image_size=(21, 28)), Pictures(7)
+    bundle = objective.task.bundle(objective, (), preprocess, {})
+    found = objective.task.evaluator(objective)(Outputs(bundle, batch_size=3), source, source)
+    levels = torch.stack([torch.from_numpy(source[index].image).permute(2, 0, 1) for index in range(7)])
+    images = preprocess.normalise(levels)
+    assert (found["images"], found["skipped"]) == (7, 0)
+    return found, torch.stack(fixed_views(images, torch.arange(7)), dim=1).flatten(0, 1), images
 
 
 def overfit(objective: Objective, batch: Batch, *, steps: int, lr: float) -> tuple[float, LossOutput]:

@@ -8,36 +8,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
 
+from tests.tasks.images import Labels, batch_of
+from tests.tasks.objectives import Fixed
 from vitrail.data.batch import Batch
-from vitrail.data.source import Sample, mixed
+from vitrail.data.source import mixed
 from vitrail.data.targets import Target
 from vitrail.tasks.classification import ClassificationObjective, balanced_weights
 
 
-class Fixed(nn.Module):
-    """A network whose logits are its weights."""
-
-    def __init__(self, logits: Tensor) -> None:
-        super().__init__()
-        self.logits = nn.Parameter(logits)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.logits
-
-
 def make_batch(labels: list[int], valid: list[bool] | None = None) -> Batch:
-    count = len(labels)
-    return Batch(
-        images=torch.zeros(count, 1, 4, 4),
-        labels=torch.tensor(labels),
-        valid=torch.tensor(valid or [True] * count),
-        samples=torch.arange(count),
-        epochs=torch.zeros(count, dtype=torch.int64),
-    )
+    batch, valid = batch_of(torch.zeros(len(labels), 1, 4, 4)), valid or [True] * len(labels)
+    return replace(batch, labels=torch.tensor(labels), valid=torch.tensor(valid), target_kind="class")
+
+
+def named(*labels: Target, classes: int, prefix: str = "class") -> Labels:
+    return Labels(*labels, classes=tuple(f"{prefix} {number}" for number in range(classes)))
 
 
 def softmax_loss(row: np.ndarray, label: int, smoothing: float) -> float:
@@ -87,9 +75,9 @@ def test_invalid_samples_have_no_weight(loss: str) -> None:
     torch.testing.assert_close(output.metrics["accuracy"], expected.metrics["accuracy"])
     output.loss.backward()
     expected.loss.backward()
-    assert not network.logits.grad[[1, 4]].any()
-    torch.testing.assert_close(network.logits.grad[[0, 2, 3]], rest.logits.grad)
-    assert rest.logits.grad.abs().min() > 0
+    assert not network.outputs.grad[[1, 4]].any()
+    torch.testing.assert_close(network.outputs.grad[[0, 2, 3]], rest.outputs.grad)
+    assert rest.outputs.grad.abs().min() > 0
 
 
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
@@ -98,7 +86,7 @@ def test_a_batch_without_valid_samples_is_0(loss: str) -> None:
     output = ClassificationObjective(network, loss=loss)(make_batch([-1, 1, 2], [False] * 3))
     output.loss.backward()
     assert output.loss.item() == 0 and output.metrics["accuracy"].item() == 0
-    assert not network.logits.grad.any()
+    assert not network.outputs.grad.any()
 
 
 def test_accuracy_counts_the_likeliest_class() -> None:
@@ -153,29 +141,10 @@ def test_several_labels_an_image_are_questions_of_their_own() -> None:
     assert output.metrics["accuracy"].item() == 0.5, "the likeliest class of the first is one of its labels"
 
 
-class Labelled:
-    """A source of labels without images."""
-
-    def __init__(self, labels: list[Target], classes: int, prefix: str = "class") -> None:
-        self.labels = labels
-        self.classes = tuple(f"{prefix} {number}" for number in range(classes))
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> Sample:
-        raise AssertionError("counting opens no image")
-
-    def key(self, index: int) -> str:
-        return str(index)
-
-    def target(self, index: int) -> Target:
-        return self.labels[index]
-
-
+@settings(max_examples=20)
 @given(labels=st.lists(st.one_of(st.none(), st.integers(0, 6)), min_size=1, max_size=60))
 def test_balanced_classes_count_alike_and_1_on_average(labels: list[int | None]) -> None:
-    weights = balanced_weights(Labelled(labels, 7)).double()
+    weights = balanced_weights(named(*labels, classes=7)).double()
     counted = [label for label in labels if label is not None]
     sums = {label: counted.count(label) * float(weights[label]) for label in set(counted)}
     for total in sums.values():
@@ -185,12 +154,12 @@ def test_balanced_classes_count_alike_and_1_on_average(labels: list[int | None])
 
 
 def test_of_several_labels_each_is_counted() -> None:
-    weights = balanced_weights(Labelled([(0, 1), (0,), (), (0, 2)], 4))
+    weights = balanced_weights(named((0, 1), (0,), (), (0, 2), classes=4))
     torch.testing.assert_close(weights, torch.tensor([5 / 9, 5 / 3, 5 / 3, 1.0]))
 
 
 def test_a_mixture_counts_by_the_shares_that_are_drawn() -> None:
-    mixture = mixed([Labelled([0, 1], 2), Labelled([0] * 30, 1, "other")], [0.75, 0.25])
+    mixture = mixed([named(0, 1, classes=2), named(*[0] * 30, classes=1, prefix="other")], [0.75, 0.25])
     drawn = torch.tensor([0.375, 0.375, 0.25])
     torch.testing.assert_close(balanced_weights(mixture), 1 / (3 * drawn))
 
@@ -222,12 +191,8 @@ def test_the_weighted_loss_of_a_mixture_is_the_mixture_of_weighted_losses(loss: 
     for row in range(4):
         pair = []
         for label in (labels[row], others[row]):
-            one = ClassificationObjective(
-                Fixed(logits[row : row + 1]),
-                loss=loss,
-                label_smoothing=smoothing,
-                class_weights=WEIGHTS,
-            )
+            network = Fixed(logits[row : row + 1])
+            one = ClassificationObjective(network, loss=loss, label_smoothing=smoothing, class_weights=WEIGHTS)
             pair.append(one(make_batch([label])).loss.item())
         alone.append(shares[row] * pair[0] + (1 - shares[row]) * pair[1])
     targets = torch.zeros(4, 5)
@@ -251,5 +216,5 @@ def test_with_sigmoid_the_true_answers_weigh() -> None:
 
 def test_class_weights_go_with_the_module_and_not_into_its_state() -> None:
     objective = ClassificationObjective(Fixed(torch.zeros(1, 5)), class_weights=WEIGHTS)
-    assert set(objective.state_dict()) == {"network.logits"}
+    assert set(objective.state_dict()) == {"network.outputs"}
     assert objective.double().class_weights is not None and objective.class_weights.dtype == torch.float64

@@ -78,11 +78,7 @@ def test_a_value_out_of_range_is_named_with_its_rule(task: str, name: str, value
 @pytest.mark.parametrize(
     ("task", "settings", "message"),
     [
-        (
-            "classification",
-            {"select": "acuracy"},
-            "select='acuracy' is not a metric of the task classification; neares",
-        ),
+        ("classification", {"select": "acuracy"}, "select='acuracy' is not a metric of the task classification; nea"),
         ("regression", {"select": "accuracy"}, "select='accuracy' is not a metric of the task regression; choices: r2"),
         ("regression", {"loss": "huber", "delta": 0.0}, "delta=0.0 is not above 0"),
         ("regression", {"delta": 2.0}, "delta=2.0 needs loss='huber'"),
@@ -92,21 +88,9 @@ def test_a_value_out_of_range_is_named_with_its_rule(task: str, name: str, value
             for task in ("simclr", "dino", "vqvae")
         ),
         ("masked-patches", {"mask_fraction": 0.8, "swap_fraction": 0.3}, "mask_fraction=0.8 and swap_fraction=0.3 add"),
-        (
-            "masked-patches",
-            {"select": "token_accuracy"},
-            ".* needs tokens, but patch_target='mean-colour' predicts none",
-        ),
-        (
-            "masked-patches",
-            {"patch_target": "pixels", "select": "colour_accuracy"},
-            ".* needs colours, but patch_target='pixels' predicts",
-        ),
-        (
-            "masked-patches",
-            {"patch_target": "tokens"},
-            "tokenizer: patch_target='tokens' needs a trained tokenizer; name",
-        ),
+        ("masked-patches", {"select": "token_accuracy"}, ".* needs tokens, but patch_target='mean-colour' predicts no"),
+        ("masked-patches", {"patch_target": "pixels", "select": "colour_accuracy"}, ".* needs colours, but patch_targ"),
+        ("masked-patches", {"patch_target": "tokens"}, "tokenizer: patch_target='tokens' needs a trained tokenizer; n"),
         ("masked-patches", {"tokenizer": "runs/x"}, "tokenizer='runs/x' is not used with patch_target='mean-colour'"),
     ],
 )

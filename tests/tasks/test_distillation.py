@@ -199,17 +199,14 @@ def test_unfit_teachers_are_refused(made: dict[str, Any], message: str, teacher:
         task.check_data(DATA)
 
 
-def test_a_teacher_must_be_named_and_exist(tmp_path: Path) -> None:
+def test_a_teacher_must_be_named_and_exist_and_images_have_one_label(tmp_path: Path) -> None:
+    several = Splits(Pictures(3, CLASSES, [(0, 1)]), None, None)
+    with pytest.raises(ConfigError, match="images with several labels, which the task distillation cannot learn"):
+        Distillation().check_data(several)
     with pytest.raises(ConfigError, match="teacher: the task distillation needs a trained model to learn from; name"):
         Distillation().check_data(DATA)
     with pytest.raises(ConfigError, match=r"teacher='.*nowhere' cannot be loaded: .*does not exist"):
         Distillation(teacher=str(tmp_path / "nowhere")).check_data(DATA)
-
-
-def test_images_with_several_labels_are_refused(teacher: Callable[..., str]) -> None:
-    several = Splits(Pictures(3, CLASSES, [(0, 1)]), None, None)
-    with pytest.raises(ConfigError, match="images with several labels, which the task distillation cannot learn"):
-        Distillation(teacher=teacher()).check_data(several)
 
 
 @pytest.mark.parametrize(

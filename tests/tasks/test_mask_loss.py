@@ -37,7 +37,7 @@ def outputs_of(seed: int) -> torch.Tensor:
     return torch.randn(QUERIES, CLASSES + 1 + CELLS**2 * 15, generator=generator) * 3
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_losses_are_those_of_transformers(seed: int) -> None:
     module = pytest.importorskip("transformers.models.eomt.modeling_eomt")
     config = pytest.importorskip("transformers").EomtConfig(num_labels=CLASSES, num_blocks=1)
@@ -54,7 +54,7 @@ def test_losses_are_those_of_transformers(seed: int) -> None:
     )  # fmt: skip
     torch.manual_seed(seed)
     segments = Segments(labels, masks > 0, torch.ones(1, 24, 40, dtype=torch.bool))
-    found = torch.stack(query_losses(outputs, segments, GRID)) / token_amounts(torch.tensor([len(labels)]), QUERIES)[0]
+    found = query_losses(outputs, segments, GRID) / token_amounts(torch.tensor([len(labels)]), QUERIES)[0]
     total = [weights["loss_cross_entropy"] * expected["loss_cross_entropy"]]
     total.append(5.0 * (expected["loss_mask"] + expected["loss_dice"]))
     torch.testing.assert_close(found, torch.stack(total), rtol=1e-5, atol=1e-5)
@@ -73,13 +73,13 @@ def test_pixels_without_a_class_do_not_count() -> None:
 
     def losses(values: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(0)
-        return query_losses(values, segments(truth), GRID).masks
+        return query_losses(values, segments(truth), GRID)[1]
 
     assert losses(changed).item() == pytest.approx(losses(outputs).item(), rel=0.1)
     truth[12:] = 0
     assert losses(changed).item() != pytest.approx(losses(outputs).item(), rel=0.1)
-    nothing = query_losses(outputs, segments(torch.full_like(truth, IGNORED)), GRID)
-    assert nothing.masks == 0 and nothing.classes > 0
+    of_classes, of_masks = query_losses(outputs, segments(torch.full_like(truth, IGNORED)), GRID)
+    assert of_masks == 0 and of_classes > 0
 
 
 def test_all_outputs_of_a_batch_are_learned() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.tasks.images import batch_of
+from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.models.tokens import PatchEmbedding, cut_patches
@@ -74,13 +76,25 @@ def test_neighbours_are_hidden_together() -> None:
     assert pairs[0] > 2 * pairs[1]
 
 
-def test_blocks_depend_on_seed_epoch_and_sample_alone() -> None:
+def corrupted(batch: Batch, grid: tuple[int, int], count: int, *, seed: int) -> np.ndarray:
+    found = draw_corruption(MaskedPatches(corrupt_fraction=count / math.prod(grid)), batch, grid, seed=seed)
+    return torch.cat([found.patches, found.sources], dim=1).numpy()
+
+
+def ordered(batch: Batch, grid: tuple[int, int], count: int, *, seed: int) -> np.ndarray:
+    return draw_order(batch, math.prod(grid), seed=seed)
+
+
+@pytest.mark.parametrize("draw", [ordered, draw_block_order, corrupted])
+def test_hidden_patches_depend_on_seed_epoch_sample_and_view_alone(draw: Callable[..., np.ndarray]) -> None:
     images = torch.zeros(6, 1, 1, 1)
-    whole = draw_block_order(batch_of(images), (7, 8), 20, seed=5)
-    assert np.array_equal(whole[3:5], draw_block_order(batch_of(images[:2], first=3), (7, 8), 20, seed=5))
-    for other in (batch_of(images, epoch=1), batch_of(images, first=6)):
-        assert not np.array_equal(whole, draw_block_order(other, (7, 8), 20, seed=5))
-    assert not np.array_equal(whole, draw_block_order(batch_of(images), (7, 8), 20, seed=6))
+    whole = draw(batch_of(images), (7, 8), 20, seed=5)
+    assert np.array_equal(whole[3:5], draw(batch_of(images[:2], first=3), (7, 8), 20, seed=5))
+    view = replace(batch_of(images), views=torch.ones(6, dtype=torch.int64))
+    for other in (batch_of(images, epoch=1), batch_of(images, first=6), view):
+        assert not np.array_equal(whole, draw(other, (7, 8), 20, seed=5))
+    assert not np.array_equal(whole, draw(batch_of(images), (7, 8), 20, seed=6))
+    assert len({tuple(row) for row in whole.tolist()}) == 6
 
 
 def test_corruption_in_blocks_has_the_counts_of_the_fractions() -> None:
@@ -90,24 +104,17 @@ def test_corruption_in_blocks_has_the_counts_of_the_fractions() -> None:
     assert all(len(set(row)) == 75 for row in found.patches.tolist())
 
 
-@pytest.mark.parametrize(
-    ("colour", "expected"),
-    [
-        ((0, 0, 0), 0), ((31, 31, 31), 0), ((32, 0, 0), 64), ((0, 32, 0), 8), ((0, 0, 32), 1),
-        ((255, 255, 255), 511), ((255, 0, 127), 7 * 64 + 3), ((100, 200, 60), 3 * 64 + 6 * 8 + 1),
-    ],
-)  # fmt: skip
-def test_a_colour_has_three_bits_per_channel(colour: tuple[int, int, int], expected: int) -> None:
-    patches = torch.tensor(colour).view(1, 1, 3, 1, 1).expand(1, 1, 3, 5, 7)
-    assert colour_classes(patches, 1).tolist() == [[[expected]]]
-    assert colour_classes(patches, 4).tolist() == [[[expected] * 16]]
-    assert colours(3) == 512
-
-
-@pytest.mark.parametrize(("level", "expected"), [(0, 0), (31, 0), (32, 1), (128, 4), (223, 6), (224, 7), (255, 7)])
-def test_a_grey_level_has_three_bits(level: int, expected: int) -> None:
-    assert colour_classes(torch.full((1, 1, 1, 3, 3), level), 1).item() == expected
-    assert colours(1) == 8
+def test_a_colour_has_three_bits_per_channel() -> None:
+    for colour, expected in (
+        ((0, 0, 0), 0), ((31, 31, 31), 0), ((32, 0, 0), 64), ((0, 32, 0), 8), ((0, 0, 32), 1), ((255, 255, 255), 511),
+        ((255, 0, 127), 7 * 64 + 3), ((100, 200, 60), 3 * 64 + 6 * 8 + 1),
+    ):  # fmt: skip
+        patches = torch.tensor(colour).view(1, 1, 3, 1, 1).expand(1, 1, 3, 5, 7)
+        assert colour_classes(patches, 1).tolist() == [[[expected]]]
+        assert colour_classes(patches, 4).tolist() == [[[expected] * 16]]
+    for level, expected in ((0, 0), (31, 0), (32, 1), (128, 4), (223, 6), (224, 7), (255, 7)):
+        assert colour_classes(torch.full((1, 1, 1, 3, 3), level), 1).item() == expected
+    assert (colours(3), colours(1)) == (512, 8)
 
 
 def test_the_mean_of_a_patch_is_binned_and_not_its_pixels() -> None:
@@ -156,11 +163,7 @@ TASKS = (Mae(), MaskedPatches())
         ("BiT-R50x1", {}, "task='NAME' hides the embeddings of patches, which a ResNet does not have"),
         ("Conv+ViT-Pico/8", {}, "the tokens of a hybrid do, so that the neighbours of a HIDDEN patch"),
         ("R50+ViT-B/16", {}, "task='NAME' needs patches that do not overlap"),
-        (
-            "ViT-Pico/8",
-            {"positions": "none"},
-            "needs positions, .* distinguishes HIDDEN patches, .*positions='learned'",
-        ),
+        ("ViT-Pico/8", {"positions": "none"}, "needs positions, .* distinguishes HIDDEN patches, .*'learned'"),
         ("ViT-Pico/8", {"patch_dropout": 0.25}, "patch_dropout=0.25 removes patches that task='NAME'"),
         ("ViT-Pico/8", {"pool": "map"}, "pool='map' has weights that task='NAME' does not train"),
         ("ViT-Pico/8", {"head_hidden": 9}, "head_hidden=9 is a layer that task='NAME' does not train"),

@@ -45,12 +45,8 @@ def test_the_losses_of_dinov2() -> None:
     centre = sinkhorn_centre(TAUGHT.flatten(0, 1), every, 0.06, Processes())
     targets = ((TAUGHT - centre) / 0.06).softmax(dim=2)
     first = [
-        0.0005087094840341696,
-        0.9697224942579283,
-        1.1184647385134978e-11,
-        2.868850353057556e-14,
-        0.02976879624682428,
-    ]
+        0.0005087094840341696, 0.9697224942579283, 1.1184647385134978e-11, 2.868850353057556e-14, 0.02976879624682428,
+    ]  # fmt: skip
     assert targets[0, 0].tolist() == pytest.approx(first, rel=1e-9)
     loss = view_losses(targets, (OWN / 0.1).log_softmax(dim=2))[0].mean()
     assert loss.item() == pytest.approx(10.030521770624588, rel=1e-12)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from tests.tasks.images import Labels, batch_of
+from tests.tasks.objectives import Fixed
 from vitrail.data.batch import Batch
-from vitrail.data.source import Sample, mixed
+from vitrail.data.source import mixed
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Target
 from vitrail.errors import ConfigError, DataError
@@ -21,60 +24,24 @@ from vitrail.training.config import TrainConfig
 NAN = math.nan
 
 
-class Numbers:
-    """A source of numbers without images."""
-
-    def __init__(self, *targets: Target, classes: tuple[str, ...] = ("age", "height")) -> None:
-        self.targets = targets
-        self.classes = classes
-        self.target_kind = "numbers"
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> Sample:
-        raise AssertionError("no image is read")
-
-    def key(self, index: int) -> str:
-        return str(index)
-
-    def target(self, index: int) -> Target:
-        return self.targets[index]
-
-
-class Fixed(nn.Module):
-    """A network that returns these outputs for all images."""
-
-    def __init__(self, outputs: Tensor) -> None:
-        super().__init__()
-        self.outputs = nn.Parameter(outputs)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.outputs
+def numbers(*targets: Target, classes: tuple[str, ...] = ("age", "height")) -> Labels:
+    return Labels(*targets, classes=classes, target_kind="numbers")
 
 
 def make_batch(targets: list[list[float]], valid: list[bool] | None = None) -> Batch:
-    count = len(targets)
-    return Batch(
-        images=torch.zeros(count, 3, 2, 3),
-        labels=torch.full((count,), -1),
-        valid=torch.tensor([True] * count if valid is None else valid),
-        samples=torch.arange(count),
-        epochs=torch.zeros(count, dtype=torch.int64),
-        targets=torch.tensor(targets),
-        target_kind="numbers",
-    )
+    batch, valid = batch_of(torch.zeros(len(targets), 3, 2, 3)), valid or [True] * len(targets)
+    return replace(batch, valid=torch.tensor(valid), targets=torch.tensor(targets), target_kind="numbers")
 
 
 def test_moments_skip_unknown_numbers() -> None:
-    source = Numbers((1.0, 10.0), (2.0, NAN), None, (6.0, 30.0), (NAN, NAN))
+    source = numbers((1.0, 10.0), (2.0, NAN), None, (6.0, 30.0), (NAN, NAN))
     mean, deviation = moments(source)
     assert mean.tolist() == [3.0, 20.0]
     torch.testing.assert_close(deviation, torch.tensor([math.sqrt(14 / 3), 10.0]))
 
 
 def test_moments_of_a_mixture_follow_what_training_draws() -> None:
-    few, many = Numbers((1.0, 0.0), (3.0, 0.0)), Numbers(*[(10.0, 0.0)] * 6)
+    few, many = numbers((1.0, 0.0), (3.0, 0.0)), numbers(*[(10.0, 0.0)] * 6)
     mean, deviation = moments(mixed([few, many], [0.5, 0.5]))
     assert mean.tolist() == [6.0, 0.0]
     torch.testing.assert_close(deviation, torch.tensor([math.sqrt((25 + 9 + 2 * 16) / 4), 1.0]))
@@ -82,7 +49,7 @@ def test_moments_of_a_mixture_follow_what_training_draws() -> None:
 
 @pytest.mark.parametrize("constant", [0.0, 0.1, -1e8])
 def test_the_deviation_of_a_constant_number_is_1(constant: float) -> None:
-    mean, deviation = moments(Numbers(*[(constant,)] * 7, classes=("size",)))
+    mean, deviation = moments(numbers(*[(constant,)] * 7, classes=("size",)))
     assert deviation.tolist() == [1.0] and mean.item() == pytest.approx(constant)
 
 
@@ -116,16 +83,15 @@ def test_images_that_do_not_count_change_nothing() -> None:
     rest = RegressionObjective(Fixed(outputs[[0, 2]]), mean, deviation)(make_batch([[0.0], [0.0]]))
     assert whole.loss.item() == rest.loss.item() == 2.5
     assert whole.metrics["mean_absolute_error"].item() == rest.metrics["mean_absolute_error"].item() == 1.5
-    nothing = RegressionObjective(Fixed(outputs), mean, deviation)(
-        make_batch([[NAN], [1.0], [NAN]], [True, False, True])
-    )
+    unknown = make_batch([[NAN], [1.0], [NAN]], [True, False, True])
+    nothing = RegressionObjective(Fixed(outputs), mean, deviation)(unknown)
     assert nothing.loss.item() == 0 and nothing.metrics["mean_absolute_error"].item() == 0
 
 
-@pytest.mark.parametrize("variant", ["ViT-Pico/7", "BiT-R26x1"])
+@pytest.mark.parametrize("variant", ["ViT-Pico/7", "BiT-Pico"])
 def test_the_saved_network_gives_numbers_in_the_units_of_the_data(variant: str) -> None:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"width": 32} if variant.startswith("BiT") else {"width": 16, "depth": 2, "heads": 2}
+    sizes: dict[str, Any] = {} if variant.startswith("BiT") else {"width": 16, "depth": 2, "heads": 2}
     network = create(variant, image_size=(21, 28), num_classes=2, **sizes)
     nn.init.normal_(network.head.weight)
     mean, deviation = torch.tensor([170.0, -3.0]), torch.tensor([12.0, 0.01])
@@ -144,7 +110,7 @@ def test_a_saved_head_is_loaded_back_into_standardised_numbers() -> None:
     torch.manual_seed(1)
     network = create("ViT-Pico/7", image_size=(14, 21), width=16, depth=1, heads=2, num_classes=2)
     nn.init.normal_(network.head.weight)
-    splits = Splits(Numbers((1.0, 200.0), (5.0, 260.0), (9.0, NAN)), None, None)
+    splits = Splits(numbers((1.0, 200.0), (5.0, 260.0), (9.0, NAN)), None, None)
     task = Regression()
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     saved = task.objective(network, splits).saved_network()
@@ -162,16 +128,14 @@ def test_a_network_without_a_head_is_rescaled_from_outside() -> None:
 
 def test_a_number_that_no_image_has_is_named() -> None:
     with pytest.raises(DataError, match="no training image has a known number in height; leave the column out"):
-        Regression().check_data(Splits(Numbers((1.0, NAN), None, (2.0, NAN)), None, None))
+        Regression().check_data(Splits(numbers((1.0, NAN), None, (2.0, NAN)), None, None))
 
 
 def test_a_unit_is_needed_to_select_by_an_error() -> None:
-    one, two = (Splits(Numbers((1.0, 2.0)[:count], classes=("age", "height")[:count]), None, None) for count in (1, 2))
+    one, two = (Splits(numbers((1.0, 2.0)[:count], classes=("age", "height")[:count]), None, None) for count in (1, 2))
     task = Regression(select="mean_absolute_error")
     assert task.selection(one).name == "mean_absolute_error"
-    with pytest.raises(
-        ConfigError, match=r"select='mean_absolute_error' has the unit .* choose r2 or standardised_error"
-    ):
+    with pytest.raises(ConfigError, match=r"select='mean_absolute_error' has the unit .* choose r2 or standardised_e"):
         task.selection(two)
     assert Regression(select="standardised_error").selection(two).name == "standardised_error"
 

@@ -1,24 +1,32 @@
-"""The loss of detection tokens: equal to that of transformers, and independent of how a batch is divided."""
+"""The loss of detection tokens is equal to that of transformers, and does not depend on how a batch is divided.
+
+The matching is equal to the best of all orders of small tables, and to that of scipy for large ones.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import permutations, product
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from scipy.optimize import linear_sum_assignment
 
 import vitrail
+from tests.tasks.objectives import check_parts
 from vitrail.data.batch import Batch
 from vitrail.data.objects import Objects
 from vitrail.errors import ConfigError
 from vitrail.evaluation.metrics.average_precision import average_precision
 from vitrail.models.heads.detection_tokens import DetectionTokens
-from vitrail.tasks.detection import OBJECTIVES, Detection
-from vitrail.tasks.set_loss import set_losses
+from vitrail.tasks.detection import Detection
+from vitrail.tasks.set_loss import match, set_losses
 from vitrail.weights.answers import Detections
 
 
@@ -41,7 +49,7 @@ def objective_of(tokens: int = 7, **settings: Any) -> Any:
     )
     task = Detection(**settings)
     task.check_network(network.config)
-    return OBJECTIVES["detection-tokens"](network.eval(), task)
+    return task.objectives["detection-tokens"](network.eval(), task)
 
 
 @pytest.mark.parametrize("objects", [0, 4, 20])
@@ -50,16 +58,7 @@ def test_parts_of_a_batch_have_the_loss_of_the_whole(objects: int) -> None:
     objective = objective_of()
     batch = batch_of(5, objects)
     batch = replace(batch, valid=torch.arange(5) != 1)
-    whole = objective(batch)
-    parts = batch.chunks(3)
-    amounts = torch.stack([objective.counted(part).sum(dim=0) for part in parts])
-    total = amounts.sum(dim=0).clamp(min=1)
-    for name in ("loss", "class_loss", "box_loss"):
-        values = [{"loss": found.loss, **found.metrics}[name] for found in map(objective, parts)]
-        expected = {"loss": whole.loss, **whole.metrics}[name]
-        torch.testing.assert_close((torch.stack(values) * amounts / total).sum(dim=0), expected)
-    gradients = torch.autograd.grad(whole.loss.sum(), [*objective.parameters()], allow_unused=True)
-    assert all(one is None or one.isfinite().all() for one in gradients)
+    check_parts(objective, batch, parts=3, all_are_trained=False)
     assert objective.counted(batch)[1].tolist() == [0, 0]
 
 
@@ -69,11 +68,8 @@ def test_a_token_that_is_right_has_no_loss() -> None:
     logits[[0, 1, 2], [0, 2, 1]] = 30.0
     boxes = torch.cat([truths[1:], torch.rand(1, 4), truths[:1]])
     outputs = torch.cat([boxes, logits], dim=1)
-    losses = set_losses(outputs, truths, labels, 2.0)
-    assert float(losses.classes) == pytest.approx(0, abs=1e-6)
-    assert float(losses.boxes) == pytest.approx(2.0, abs=1e-5), (
-        "a box without an area overlaps nothing, not even itself"
-    )
+    # A box without an area overlaps nothing, not even itself.
+    assert set_losses(outputs, truths, labels, 2.0).tolist() == pytest.approx([0, 2.0], abs=1e-5)
 
 
 def test_settings_of_other_heads_are_refused() -> None:
@@ -137,7 +133,7 @@ def test_ten_drawn_images_are_learned_by_heart() -> None:
     network: Any = vitrail.create(
         "ViT-Pico/8", num_classes=2, image_size=(height, width), head_kind="detection-tokens", depth=2, registers=20
     )
-    objective: Any = OBJECTIVES["detection-tokens"](network, Detection())
+    objective: Any = Detection.objectives["detection-tokens"](network, Detection())
     optimizer = torch.optim.AdamW(objective.parameters(), weight_decay=1e-4)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = 2e-3 * min(1, step / 50) * (1 - step / steps)
@@ -157,3 +153,33 @@ def test_ten_drawn_images_are_learned_by_heart() -> None:
     ]
     report = average_precision(truths, found, 2, resamples=0)
     assert report.precision_50.value >= 0.98 and report.precision.value >= 0.9
+
+
+COSTS = st.integers(-4, 4) | st.floats(-1e4, 1e4, width=32)
+
+
+@given(arrays.arrays(np.float64, st.tuples(st.integers(0, 5), st.integers(0, 5)), elements=COSTS))
+def test_no_other_pairs_cost_less(table: np.ndarray) -> None:
+    rows, columns = match(torch.from_numpy(table))
+    assert len(rows) == len(columns) == min(table.shape)
+    assert len(set(rows.tolist())) == len(set(columns.tolist())) == len(rows)
+    wide = table if table.shape[0] <= table.shape[1] else table.T
+    best = min(
+        sum(wide[row, column] for row, column in enumerate(order))
+        for order in permutations(range(wide.shape[1]), wide.shape[0])
+    )
+    assert table[rows, columns].sum() == pytest.approx(best, abs=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(60, 7), (50, 50), (30, 70)])
+def test_large_tables_have_the_pairs_of_scipy(shape: tuple[int, int]) -> None:
+    costs = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    rows, columns = match(costs)
+    found = sorted(zip(rows.tolist(), columns.tolist(), strict=True))
+    assert found == list(zip(*(each.tolist() for each in linear_sum_assignment(costs.numpy())), strict=True))
+
+
+def test_costs_that_are_not_finite_are_matched_last() -> None:
+    nan, inf = float("nan"), float("inf")
+    rows, columns = match(torch.tensor([[nan, 5.0, inf], [1.0, 2.0, -inf]]))
+    assert sorted(zip(rows.tolist(), columns.tolist(), strict=True)) == [(0, 1), (1, 0)]

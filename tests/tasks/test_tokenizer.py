@@ -88,19 +88,13 @@ def altered(folder: Path) -> None:
             "is a model without a codebook: it has no tokenizer.safetensors",
         ),
         (lambda folder: (folder / TOKENIZER).write_bytes(b"none"), "tokenizer.safetensors is damaged"),
-        (
-            lambda folder: save_file({}, folder / TOKENIZER),
-            "has format None, but this version of Vitrail reads format 1",
-        ),
+        (lambda folder: save_file({}, folder / TOKENIZER), "has format None, but this version of Vitrail reads forma"),
         (lambda folder: rewritten(folder, format=2), "has format 2, but this version of Vitrail reads format 1"),
         (rewritten, "tokenizer.safetensors does not fit the encoder beside it"),
         (other_width, "tokenizer.safetensors does not fit the encoder beside it"),
         (other_encoder, "tokenizer.safetensors belongs to other weights of the encoder: a SHA-256 is not"),
         (altered, "tokenizer.safetensors was altered: a SHA-256 is not the one that its header states; copy the model"),
-        (
-            lambda folder: (folder / "model.json").unlink(),
-            "model.safetensors holds the weights of a Vitrail network",
-        ),
+        (lambda folder: (folder / "model.json").unlink(), "model.safetensors holds the weights of a Vitrail network"),
     ],
 )
 def test_files_that_are_no_tokenizer_are_refused(break_: Callable[[Path], None], message: str, tmp_path: Path) -> None:
@@ -139,8 +133,9 @@ def test_only_a_network_with_as_many_patches_fits(tmp_path: Path) -> None:
         check_grid(folder, variant_config("ViT-Pico/7", image_size=(28, 21)))
 
 
-@pytest.mark.parametrize("channels", [(3, 3), (3, 1), (1, 3), (1, 1)])
-@pytest.mark.parametrize("size", [(21, 28), (42, 56)])
+@pytest.mark.parametrize(("channels", "size"), [
+    ((3, 3), (42, 56)), ((3, 1), (21, 28)), ((1, 3), (42, 56)), ((1, 1), (21, 28)),
+])  # fmt: skip
 def test_a_tokenizer_sees_images_with_its_own_preprocessing(
     channels: tuple[int, int], size: tuple[int, int], tmp_path: Path
 ) -> None:

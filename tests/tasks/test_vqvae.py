@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.tasks.images import Pictures, batch_of, images_of
-from tests.tasks.objectives import check_gradients_of_parts, small_network
+from tests.tasks.objectives import check_parts, small_network
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
@@ -65,7 +65,7 @@ def test_the_loss_is_the_formula(channels: int) -> None:
 
 
 def test_gradients_of_parts_add_up_to_those_of_the_batch() -> None:
-    check_gradients_of_parts(make_objective())
+    check_parts(make_objective())
 
 
 def test_codes_follow_the_whole_batch_after_each_step() -> None:

@@ -1,16 +1,55 @@
-"""The outputs of a network of which the task trains the head alone: the tokens of an image are computed once."""
+"""The common part of the tasks of boxes and of masks. If the head alone is trained, the tokens of an image are computed
+once."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from vitrail.data.splits import Splits
+from vitrail.errors import ConfigError, DataError
 from vitrail.models.network import Features
+from vitrail.models.variants import AnyConfig
 from vitrail.tasks.kept_outputs import KeptOutputs, is_frozen
-from vitrail.tasks.task import Objective
+from vitrail.tasks.task import Objective, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseTask(Task):
+    """A task of boxes or masks, which has an objective for each kind of head."""
+
+    output_noun = "class"
+    targets_noun: ClassVar[str]
+    """Noun that messages use for the targets."""
+    objectives: ClassVar[Mapping[str, Callable[[nn.Module, Any], Objective]]]
+    """Functions that make the objective for a kind of head from the network and the task."""
+    unread: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
+    """Settings of the task that the objective of a kind of head does not have."""
+
+    def check_data(self, splits: Splits) -> None:
+        """Raise `DataError` unless the targets are those of the task."""
+        if splits.target_kind not in self.targets:
+            raise DataError(f"{splits.title} has no {self.targets_noun}, which {self.name} learns; choose other data")
+
+    def check_network(self, network: AnyConfig | None) -> None:
+        """Raise `ConfigError` for settings that the objective of the network's head does not have."""
+        super().check_network(network)
+        kind = getattr(network, "head_kind", "")
+        for name in self.unread.get(kind, ()):
+            if (value := getattr(self, name)) != getattr(type(self), name):
+                raise ConfigError(
+                    f"{name}={value} has no effect on the head {kind!r}, whose loss does not use it; leave it out"
+                )
+
+    def objective(self, network: nn.Module, splits: Splits) -> Objective:
+        config: Any = network.config
+        return self.objectives[config.head_kind](network, self)
 
 
 class DenseObjective(Objective):

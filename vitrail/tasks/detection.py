@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,17 +19,14 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
-from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.detection import ByDetection
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.models.heads.pyramid import cells_of, overlaps
 from vitrail.models.variants import AnyConfig
 from vitrail.registry import Registry
 from vitrail.settings import setting
-from vitrail.tasks.dense_objective import DenseObjective
-from vitrail.tasks.task import LossOutput, Objective, Task, TaskMetric
-from vitrail.weights.answers import OutputKind
+from vitrail.tasks.dense_objective import DenseObjective, DenseTask
+from vitrail.tasks.task import LossOutput, Objective, TaskMetric
 
 SCORE_POWER, OVERLAP_POWER = 1.0, 6.0
 """Exponents of the score and of the intersection over union in the alignment of a cell with an object (TOOD)."""
@@ -38,13 +36,24 @@ FOCUS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Detection(Task):
+class Detection(DenseTask):
     """Find objects: their classes, and their boxes or masks."""
 
     name = "detection"
     targets = ("boxes",)
-    head_kinds = ("pyramid", "detection-tokens", "queries")
-    output_noun = "class"
+    targets_noun = "boxes of objects"
+    output = "boxes"
+    objectives = Registry[Callable[[nn.Module, Any], Objective]](
+        {
+            "pyramid": "vitrail.tasks.detection:DetectionObjective",
+            "detection-tokens": "vitrail.tasks.set_loss:SetObjective",
+            "queries": "vitrail.tasks.mask_loss:QueryObjective",
+        }
+    )
+    head_kinds = tuple(objectives)
+    unread = MappingProxyType(
+        {"detection-tokens": ("cells_per_object",), "queries": ("cells_per_object", "box_weight")}
+    )
     metrics = (
         TaskMetric("average_precision", is_fraction=True, label="AP"),
         TaskMetric("average_precision_50", is_fraction=True, label="AP50"),
@@ -58,32 +67,8 @@ class Detection(Task):
     cells_per_object: int = setting(13, least=1)
     """Number of cells that learn from an object. Only heads of the kind "pyramid" have cells."""
 
-    @property
-    def output(self) -> OutputKind:
-        return "boxes"
-
-    def check_data(self, splits: Splits) -> None:
-        """Raise `DataError` unless the targets are boxes."""
-        if splits.target_kind != "boxes":
-            raise DataError(f"{splits.title} has no boxes of objects, which detection learns; choose other data")
-
-    def check_network(self, network: AnyConfig | None) -> None:
-        """Raise `ConfigError` for settings that the head of the network does not have."""
-        super().check_network(network)
-        kind = getattr(network, "head_kind", "pyramid")
-        for name in UNREAD[kind]:
-            if (value := getattr(self, name)) != getattr(Detection, name):
-                raise ConfigError(f"{name}={value} has no effect on the head {kind!r}; leave it out")
-
     def reads_outlines(self, network: AnyConfig | None) -> bool:
         return getattr(network, "head_kind", None) == "queries"
-
-    def main_metric(self, splits: Splits) -> str:
-        return "average_precision"
-
-    def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        config: Any = network.config
-        return OBJECTIVES[config.head_kind](network, self)
 
     def evaluator(self, objective: Objective) -> Evaluator:
         return ByDetection(bootstrap=0)
@@ -126,19 +111,6 @@ class DetectionObjective(DenseObjective):
         """Return the number of objects of each image plus one, and 0 for an image that cannot be decoded."""
         assert batch.box_labels is not None
         return batch.valid * (1.0 + (batch.box_labels >= 0).sum(dim=1))
-
-
-OBJECTIVES = Registry[Callable[[nn.Module, Detection], Objective]](
-    {
-        "pyramid": "vitrail.tasks.detection:DetectionObjective",
-        "detection-tokens": "vitrail.tasks.set_loss:SetObjective",
-        "queries": "vitrail.tasks.mask_loss:QueryObjective",
-    }
-)
-"""The losses of each kind of head."""
-
-UNREAD = {"pyramid": (), "detection-tokens": ("cells_per_object",), "queries": ("cells_per_object", "box_weight")}
-"""Settings of the task that the losses of each kind of head do not have."""
 
 
 class Assigned(NamedTuple):

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from vitrail.data.batch import Batch
 from vitrail.data.objects import IGNORED
 from vitrail.models.heads.queries import CELLS
-from vitrail.tasks.matching import match
-from vitrail.tasks.set_loss import class_loss, token_amounts
+from vitrail.tasks.set_loss import class_loss, match, token_amounts
 from vitrail.tasks.task import LossOutput, Objective, Position, Task
 
 CLASS_WEIGHT, ENTROPY_WEIGHT, DICE_WEIGHT = 2.0, 5.0, 5.0
@@ -62,7 +61,7 @@ class QueryObjective(Objective):
         for row in batch.valid.nonzero()[:, 0].tolist():
             truth = segments_of(batch, row)
             for outputs in predictions:
-                sums = sums + torch.stack(query_losses(outputs[row].float(), truth, grid))
+                sums = sums + query_losses(outputs[row].float(), truth, grid)
         losses = sums / self.counted(batch).sum(dim=0).clamp(min=1)
         class_part, mask_part = torch.diag(losses.detach())
         return LossOutput(losses, {"class_loss": class_part, "mask_loss": mask_part})
@@ -114,22 +113,18 @@ def segments_of(batch: Batch, row: int) -> Segments:
     return Segments(batch.box_labels[row][learned], masks, torch.ones_like(batch.images[row, :1], dtype=torch.bool))
 
 
-class QueryLosses(NamedTuple):
-    """The losses of one image: a sum over queries (`token_amounts`), and a sum over the masks of the image."""
-
-    classes: Float[Tensor, ""]
-    masks: Float[Tensor, ""]
-
-
-def query_losses(outputs: Float[Tensor, "queries outputs"], truth: Segments, grid: tuple[int, int]) -> QueryLosses:
-    """Return the losses of one image. `outputs` are those of a head of queries."""
+def query_losses(
+    outputs: Float[Tensor, "queries outputs"], truth: Segments, grid: tuple[int, int]
+) -> Float[Tensor, " 2"]:
+    """Return the loss of classes, as a sum over queries with the weights of `token_amounts`, and that of masks, as a
+    sum over the masks of one image. `outputs` are those of a head of queries."""
     size = CELLS * grid[0], CELLS * grid[1]
     cells = math.prod(size)
     logits, masks = outputs[:, :-cells], outputs[:, -cells:].reshape(-1, *size)
     labels, true, known = truth.labels, truth.masks.to(masks.dtype), truth.known
     if not len(labels):
         nothing = labels.new_zeros(0)
-        return QueryLosses(CLASS_WEIGHT * class_loss(logits, nothing, nothing), masks.sum() * 0)
+        return torch.stack([CLASS_WEIGHT * class_loss(logits, nothing, nothing), masks.sum() * 0])
     with torch.no_grad():
         points = torch.rand(1, POINTS, 2, device=masks.device)
         costs = match_costs(at(masks, points), at(true, points), known_at(known, points))
@@ -143,7 +138,7 @@ def query_losses(outputs: Float[Tensor, "queries outputs"], truth: Segments, gri
     values = at(chosen, points)
     entropy, dice = mask_losses(values, targets, counted)
     mask_loss = ENTROPY_WEIGHT * entropy.sum() + DICE_WEIGHT * dice.sum()
-    return QueryLosses(CLASS_WEIGHT * class_loss(logits, queries, labels[found]), mask_loss)
+    return torch.stack([CLASS_WEIGHT * class_loss(logits, queries, labels[found]), mask_loss])
 
 
 def at(maps: Float[Tensor, "n h w"], points: Float[Tensor, "m points 2"]) -> Float[Tensor, "n points"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,26 +14,31 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
 from vitrail.data.objects import IGNORED
-from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.segmentation import ByMasks
-from vitrail.models.variants import AnyConfig
 from vitrail.registry import Registry
 from vitrail.settings import setting
-from vitrail.tasks.dense_objective import DenseObjective
-from vitrail.tasks.task import LossOutput, Objective, Task, TaskMetric
-from vitrail.weights.answers import OutputKind
+from vitrail.tasks.dense_objective import DenseObjective, DenseTask
+from vitrail.tasks.task import LossOutput, Objective, TaskMetric
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segmentation(Task):
+class Segmentation(DenseTask):
     """Predict the class of every pixel."""
 
     name = "segmentation"
     targets = ("mask",)
-    head_kinds = ("fine-patches", "patches", "queries")
-    output_noun = "class"
+    targets_noun = "masks of pixels"
+    output = "mask"
+    objectives = Registry[Callable[[nn.Module, Any], Objective]](
+        {
+            "fine-patches": "vitrail.tasks.segmentation:SegmentationObjective",
+            "patches": "vitrail.tasks.segmentation:SegmentationObjective",
+            "queries": "vitrail.tasks.mask_loss:QueryObjective",
+        }
+    )
+    head_kinds = tuple(objectives)
+    unread = MappingProxyType({"queries": ("dice_weight", "loss_stride")})
     metrics = (
         TaskMetric("mean_iou", is_fraction=True, label="mIoU"),
         TaskMetric("pixel_accuracy", is_fraction=True, label="pixel accuracy"),
@@ -45,44 +51,8 @@ class Segmentation(Task):
     loss_stride: int = setting(2, least=1)
     """Distance in pixels between the pixels of a mask that are learned. 1 learns from all pixels and takes longer."""
 
-    @property
-    def output(self) -> OutputKind:
-        return "mask"
-
-    def check_data(self, splits: Splits) -> None:
-        """Raise `DataError` unless the targets are masks."""
-        if splits.target_kind != "mask":
-            raise DataError(f"{splits.title} has no masks of pixels, which segmentation learns; choose other data")
-
-    def check_network(self, network: AnyConfig | None) -> None:
-        """Raise `ConfigError` for settings that the loss of queries does not have."""
-        super().check_network(network)
-        for name in ("dice_weight", "loss_stride"):
-            if getattr(network, "head_kind", None) == "queries" and getattr(self, name) != getattr(Segmentation, name):
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} has no effect on the head 'queries', whose loss has fixed weights; "
-                    "leave it out"
-                )
-
-    def main_metric(self, splits: Splits) -> str:
-        return "mean_iou"
-
-    def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        config: Any = network.config
-        return OBJECTIVES[config.head_kind](network, self)
-
     def evaluator(self, objective: Objective) -> Evaluator:
         return ByMasks(bootstrap=0)
-
-
-OBJECTIVES = Registry[Callable[[nn.Module, Segmentation], Objective]](
-    {
-        "fine-patches": "vitrail.tasks.segmentation:SegmentationObjective",
-        "patches": "vitrail.tasks.segmentation:SegmentationObjective",
-        "queries": "vitrail.tasks.mask_loss:QueryObjective",
-    }
-)
-"""The losses of each kind of head."""
 
 
 class SegmentationObjective(DenseObjective):

@@ -1,12 +1,12 @@
 """The loss of detection tokens: each object is learned by one token, and the other tokens learn "no object".
 
-Tokens and objects are matched so that the sum of their costs is smallest (DETR, 2005.12872, as YOLOS, 2106.00666).
+Tokens and objects are matched so that the sum of their costs is smallest (DETR, 2005.12872, as YOLOS, 2106.00666). The
+loss of queries matches them in the same way.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
 from vitrail.tasks.detection import Detection, giou_loss
-from vitrail.tasks.matching import match
 from vitrail.tasks.task import LossOutput, Objective
 
 NO_OBJECT = 0.1
@@ -47,7 +46,7 @@ class SetObjective(Objective):
         for row, labels in enumerate(batch.box_labels):
             learned = labels >= 0
             both = set_losses(outputs[row], truths[row][learned], labels[learned], self.task.box_weight)
-            sums = sums + torch.stack(both) * batch.valid[row]
+            sums = sums + both * batch.valid[row]
         losses = sums / self.counted(batch).sum(dim=0).clamp(min=1)
         class_loss, box_loss = torch.diag(losses.detach())
         return LossOutput(losses, {"class_loss": class_loss, "box_loss": box_loss / self.task.box_weight})
@@ -60,29 +59,21 @@ class SetObjective(Objective):
         return token_amounts(objects, self.network.config.registers) * batch.valid[:, None]
 
 
-class SetLosses(NamedTuple):
-    """The losses of one image, as sums over tokens and over objects."""
-
-    classes: Float[Tensor, ""]
-    """In units of `NO_OBJECT`, so that a token without an object has the weight 1."""
-    boxes: Float[Tensor, ""]
-
-
 def set_losses(
     outputs: Float[Tensor, "tokens outputs"],
     truths: Float[Tensor, "m 4"],
     labels: Int64[Tensor, " m"],
     box_weight: float,
-) -> SetLosses:
-    """Return the losses of one image from its true objects, whose boxes are fractions of the input."""
+) -> Float[Tensor, " 2"]:
+    """Return the loss of classes, as a sum over tokens with the weights of `token_amounts`, and that of boxes, as a sum
+    over objects, of one image. Its true boxes are fractions of the input."""
     boxes, logits = outputs[:, :4], outputs[:, 4:]
     with torch.no_grad():
         pairs = boxes.repeat_interleave(len(truths), dim=0), truths.repeat(len(boxes), 1)
         costs = box_losses(*pairs, box_weight).view(len(boxes), len(truths)) - logits.softmax(dim=1)[:, labels]
     tokens, objects = match(costs)
-    return SetLosses(
-        class_loss(logits, tokens, labels[objects]), box_losses(boxes[tokens], truths[objects], box_weight).sum()
-    )
+    matched_boxes = box_losses(boxes[tokens], truths[objects], box_weight)
+    return torch.stack([class_loss(logits, tokens, labels[objects]), matched_boxes.sum()])
 
 
 def token_amounts(objects: Int64[Tensor, " b"], tokens: int) -> Float[Tensor, "b 2"]:
@@ -108,3 +99,53 @@ def box_losses(first: Float[Tensor, "n 4"], second: Float[Tensor, "n 4"], weight
     centres = (first[:, :2] + first[:, 2:] - second[:, :2] - second[:, 2:]).abs().sum(dim=1) / 2
     sizes = (first[:, 2:] - first[:, :2] - second[:, 2:] + second[:, :2]).abs().sum(dim=1)
     return weight * (SIDES * (centres + sizes) + giou_loss(first, second))
+
+
+# The matching of predictions and objects with the smallest sum of costs (the assignment problem).
+
+
+WORST = 1e9
+"""Cost of a pair whose cost is not finite, so that it is matched only if no other pair is left."""
+
+
+def match(costs: Float[Tensor, "n m"]) -> tuple[Int64[Tensor, " k"], Int64[Tensor, " k"]]:
+    """Return the rows and the columns of the min(n, m) pairs with the smallest sum of costs. No row and no column is
+    in two pairs.
+
+    Rows are matched one after another by shortest augmenting paths (Jonker and Volgenant, 1987), as
+    `scipy.optimize.linear_sum_assignment` does. The costs are read on the CPU, so this function waits for the device.
+    """
+    table = np.nan_to_num(costs.detach().cpu().double().numpy(), nan=WORST, posinf=WORST, neginf=WORST)
+    is_tall = table.shape[0] > table.shape[1]
+    columns = _columns(table.T if is_tall else table)
+    pairs = torch.from_numpy(np.stack([np.arange(len(columns)), columns])).to(costs.device)
+    return (pairs[1], pairs[0]) if is_tall else (pairs[0], pairs[1])
+
+
+def _columns(table: Float[np.ndarray, "n m"]) -> Int64[np.ndarray, " n"]:
+    """Return the column of each row. There are at least as many columns as rows."""
+    rows, count = table.shape
+    prices, values = np.zeros(rows), np.zeros(count)  # of rows and columns: no cost is below the sum of both
+    column_of, row_of = np.full(rows, -1), np.full(count, -1)
+    for start in range(rows):
+        distances, before, is_done = np.full(count, np.inf), np.full(count, -1), np.zeros(count, bool)
+        row, lowest = start, 0.0
+        while True:  # the shortest path from `start` to a column without a row
+            reached = np.where(is_done, np.inf, lowest + table[row] - prices[row] - values)
+            before[reached < distances] = row
+            distances = np.minimum(distances, reached)
+            column = int(np.where(is_done, np.inf, distances).argmin())
+            lowest, is_done[column] = distances[column], True
+            if row_of[column] < 0:
+                break
+            row = row_of[column]
+        others = is_done & (row_of >= 0)
+        prices[start] += lowest
+        prices[row_of[others]] += lowest - distances[others]
+        values[others] -= lowest - distances[others]
+        row = -1
+        while row != start:  # every row on the path takes the column after it
+            row = before[column]
+            row_of[column] = row
+            column, column_of[row] = column_of[row], column
+    return column_of
