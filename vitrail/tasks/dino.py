@@ -149,7 +149,7 @@ class Dino(ViewTask):
         yield from super()._problems()
 
     def check_network(self, network: AnyConfig | None) -> None:
-        """Raise `ConfigError` as `ViewTask.check_network`, and if the network cannot process the local views."""
+        """Raise `ConfigError` as `HeadlessTask.check_network`, and if the network cannot process the local views."""
         super().check_network(network)
         if self.patch_weight and not (isinstance(network, ViTConfig) and _has_plain_tokens(network)):
             raise ConfigError(

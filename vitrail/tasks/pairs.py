@@ -112,16 +112,6 @@ class PairTask(HeadlessTask):
         """Raise `DataError` unless the targets are texts, and there are two different ones."""
         check_texts(splits, self.name)
 
-    def check_network(self, network: AnyConfig | None) -> None:
-        """Raise `ConfigError` for a network without embeddings, and for a layer that would not be trained."""
-        if network is None:
-            raise ConfigError(
-                f"task={self.name!r} compares embeddings, which a network of your own class need not have; choose a "
-                "network of this package, such as variant='ViT-S/16'"
-            )
-        if hidden := getattr(network, "head_hidden", 0):
-            raise ConfigError(f"head_hidden={hidden} is a layer that task={self.name!r} does not train; set it to 0")
-
     def text_config(self, outputs: int, tokenizer: TextTokenizer | None = None) -> TextConfig:
         """Return the config of a new text tower for embeddings of `outputs` numbers."""
         width = self.text_width

@@ -373,6 +373,19 @@ class HeadlessTask(Task):
     def check_data(self, splits: Splits) -> None:
         """Accept all images."""
 
+    def check_network(self, network: AnyConfig | None) -> None:
+        """Raise `ConfigError` for a network without embeddings, and for a layer that would not be trained."""
+        if network is None:
+            raise ConfigError(
+                f"task={self.name!r} trains the embedding of a network, which a network of your own class need not "
+                "have; choose a network of this package, such as variant='ViT-S/16'"
+            )
+        if hidden := getattr(network, "head_hidden", 0):
+            raise ConfigError(
+                f"head_hidden={hidden} is a layer that task={self.name!r} does not train, because the network has no "
+                "head; set head_hidden to 0"
+            )
+
     def output_names(self, splits: Splits) -> tuple[str, ...]:
         return ()
 

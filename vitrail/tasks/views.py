@@ -24,7 +24,6 @@ from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.compiled import compile_copy
 from vitrail.models.copies import shared_copy
-from vitrail.models.variants import AnyConfig
 from vitrail.processes.group import local
 from vitrail.tasks.pictures import PictureTable, neighbour_table
 from vitrail.tasks.task import HeadlessTask, Objective, Position, TaskMetric, normalised_batches
@@ -53,19 +52,6 @@ class ViewTask(HeadlessTask):
         """Raise `ConfigError` if there are fewer than two training images, which leaves nothing to compare."""
         if len(splits.train) < 2:
             raise ConfigError(f"{splits.title} has fewer than two training images, so there is nothing to compare")
-
-    def check_network(self, network: AnyConfig | None) -> None:
-        """Raise `ConfigError` for a network without embeddings, and for a layer that would not be trained."""
-        if network is None:
-            raise ConfigError(
-                f"task={self.name!r} trains the embedding of a network, which a network of your own class need not "
-                "have; choose a network of this package, such as variant='ViT-S/16'"
-            )
-        if hidden := getattr(network, "head_hidden", 0):
-            raise ConfigError(
-                f"head_hidden={hidden} is a layer that task={self.name!r} does not train, because the network has no "
-                "head; set head_hidden to 0"
-            )
 
     def evaluator(self, objective: Objective) -> Evaluator:
         """Return the evaluator of the loss between fixed views, and of monitors of collapse."""

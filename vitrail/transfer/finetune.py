@@ -337,7 +337,8 @@ def evaluate_run(
     commands: list[tuple[str, ...]] = [try_command(run.folder, run.bundle, config.data.spec)]
     if split in names:
         measured = ("--data", config.data.spec, "--split", names[split])
-        commands.append(("vitrail", "evaluate", str(model), *measured, *_numbers(config)))
+        numbers = ("--numbers", *config.data.numbers) if config.data.numbers else ()
+        commands.append(("vitrail", "evaluate", str(model), *measured, *numbers))
         if predictions is not None and predictions.truth.kind == "class":
             commands.append(("vitrail", "report", str(run.folder), *measured))
     page = write_report(
@@ -359,11 +360,6 @@ def _temperature(run: RunResult, source: Source, config: TrainConfig) -> float |
     if judged.truth.kind != "class" or not len(judged):
         return None
     return fit_temperature(judged.logits, judged.truth.values, scores=judged.scores)
-
-
-def _numbers(config: TrainConfig) -> tuple[str, ...]:
-    """Return the command-line option that names the numeric columns, if there are any."""
-    return ("--numbers", *config.data.numbers) if config.data.numbers else ()
 
 
 def _predictions(run: RunResult, split: str, source: Source, config: TrainConfig) -> Predictions:

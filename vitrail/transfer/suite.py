@@ -368,27 +368,18 @@ def is_suite_run(folder: Path) -> bool:
     return (folder.absolute().parent / RESULTS).is_file()
 
 
+@dataclass
 class _SuiteRun:
     """The runs of all tasks of a suite, one after the other."""
 
-    def __init__(
-        self,
-        suite: Suite,
-        initial: Bundle,
-        config: TrainConfig,
-        folder: Path,
-        place: Path,
-        method: Method,
-        log: Log,
-    ) -> None:
-        self.suite = suite
-        self.initial = initial
-        self.config = config
-        self.folder = folder
-        self.place = place
-        self.method = method
-        self.log = log
-        self.rows: list[TaskResult] = []
+    suite: Suite
+    initial: Bundle
+    config: TrainConfig
+    folder: Path
+    place: Path
+    method: Method
+    log: Log
+    rows: list[TaskResult] = field(default_factory=list)
 
     def go(self, *, strict: bool) -> SuiteResult:
         """Fine-tune and measure the model on every task, and return the results."""
@@ -420,14 +411,7 @@ class _SuiteRun:
         for reason in () if (place / "run.json").is_file() else chosen.reasons:
             self.log.say(f"  {reason}")
         self._write_results()  # marks the folder, so that a run that is stopped is known to belong to a suite
-        config, trials = choose_best_rate(
-            chosen.config,
-            data,
-            self.initial,
-            chosen.rates,
-            place,
-            log=self.log,
-        )
+        config, trials = choose_best_rate(chosen.config, data, self.initial, chosen.rates, place, log=self.log)
         found, run = complete_run(config, data=data, initial=self.initial, log=self.log)
         splits = config.data.cut(data)
         if run is None and not (place / "report.html").is_file():
