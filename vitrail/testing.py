@@ -23,8 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.data.augment.settings import Augment
-from vitrail.data.batch import Batch
-from vitrail.data.pipeline import Readers, TrainingBatches
+from vitrail.data.batch import Batch, Rows
+from vitrail.data.pipeline import Readers, Stage, TrainingBatches
 from vitrail.data.pixels.decode import decode
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, target_kind
@@ -277,12 +277,10 @@ def check_task(task: Any, splits: Splits) -> None:
     objective.begin(preprocess, seed=0)
     batches = TrainingBatches(
         splits.train,
-        preprocess,
-        batch_size=4,
+        [Stage(preprocess, batch_size=4, local=task.local_views_of(preprocess, Augment(), 0))],
         seed=0,
         readers=Readers(threads=0),
-        views=task.views,
-        local=task.local_views_of(preprocess, Augment(), 0),
+        rows=Rows(views=task.views),
     )
     batch = next(batches)
     batches.close()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.data.augment.settings import Augment
-from vitrail.data.batch import Batch, Loader, as_batch, collate
+from vitrail.data.batch import Batch, Loader, Rows, as_batch, collate
 from vitrail.data.objects import IGNORED, Mask, Objects
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample
@@ -61,7 +61,7 @@ class Scenes:
 
 
 def batch_of(scenes: Scenes, augment: Augment, preprocess: Preprocess, seed: int) -> Batch:
-    loader = Loader(scenes, preprocess, scenes.target_kind, augment.crop(seed), whole_levels=True)  # type: ignore[arg-type]
+    loader = Loader(scenes, preprocess, scenes.target_kind, Rows(augment.crop(seed)), is_training=True)  # type: ignore[arg-type]
     batch = as_batch(collate([loader(index, index) for index in range(len(scenes))]), scenes.target_kind)  # type: ignore[arg-type]
     return augment(batch, seed=seed, classes=3)
 

@@ -14,7 +14,7 @@ from tests.tasks.images import Pictures
 from tests.tasks.objectives import small_network
 from vitrail.data.augment.settings import Augment
 from vitrail.data.batch import Batch
-from vitrail.data.pipeline import Readers, TrainingBatches, evaluation_batches
+from vitrail.data.pipeline import Readers, Stage, TrainingBatches, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import (
     Sample,
@@ -86,7 +86,7 @@ def test_selections_and_mixtures_keep_soft_targets() -> None:
 @pytest.mark.parametrize("readers", [Readers(0), pytest.param(Readers(1, 1), marks=pytest.mark.slow)])
 def test_batches_hold_the_amounts_of_all_images(readers: Readers) -> None:
     source = mixture()
-    batches = TrainingBatches(source, SIZE, batch_size=7, seed=1, readers=readers)
+    batches = TrainingBatches(source, [Stage(SIZE, 7)], seed=1, readers=readers)
     for batch in islice(batches, 4):
         assert batch.targets is not None and batch.has_soft_targets
         for row, index in enumerate(batch.samples.tolist()):
@@ -105,7 +105,7 @@ def test_evaluation_uses_the_most_likely_class() -> None:
 
 def whole_batch() -> tuple[Batch, Samples]:
     source = mixture()
-    return next(TrainingBatches(source, SIZE, batch_size=14, seed=3, readers=Readers(0))), source
+    return next(TrainingBatches(source, [Stage(SIZE, 14)], seed=3, readers=Readers(0))), source
 
 
 def softmax(rows: Tensor) -> np.ndarray:

@@ -15,9 +15,9 @@ import vitrail
 from tests.make import make_outlines_folder, tiny_config
 from tests.tasks.test_segmentation import SIZE, batch_of
 from vitrail.data.augment.settings import Augment
-from vitrail.data.batch import Batch
+from vitrail.data.batch import Batch, Rows
 from vitrail.data.objects import IGNORED
-from vitrail.data.pipeline import Readers, TrainingBatches
+from vitrail.data.pipeline import Readers, Stage, TrainingBatches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.sources import open_data
 from vitrail.evaluation.detection import ByDetection
@@ -150,9 +150,8 @@ def test_outlines_lie_at_the_pixels_of_mirrored_images(tmp_path: Path) -> None:
     data = open_data(str(tmp_path / "data"), validation_share=0.0).train
     augment = Augment(flip=True, scale_jitter=(0.5, 1.6))
     preprocess = Preprocess(image_size=(40, 48), resize="pad")
-    batches = TrainingBatches(
-        data, preprocess, batch_size=6, seed=1, readers=Readers(threads=0), crop=augment.crop(1), outlines=True
-    )
+    rows = Rows(crop=augment.crop(1), outlines=True)
+    batches = TrainingBatches(data, [Stage(preprocess, 6)], seed=1, readers=Readers(threads=0), rows=rows)
     batch = augment(next(batches), seed=1, preprocess=preprocess, classes=2)
     colours = torch.tensor([[20, 30, 230], [230, 30, 20], [90, 90, 90]])
     seen = 0

@@ -20,8 +20,8 @@ from tests.several import in_processes
 from tests.tasks.images import Pictures, batch_of, images_of
 from tests.tasks.objectives import small_network
 from tests.training import ranks
-from vitrail.data.batch import Batch
-from vitrail.data.pipeline import Ranks, TrainingBatches
+from vitrail.data.batch import Batch, Rows
+from vitrail.data.pipeline import Ranks, Stage, TrainingBatches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.text_tokenizer import train_tokenizer
 from vitrail.errors import ConfigError, DataError
@@ -246,7 +246,7 @@ def test_one_text_of_each_image_is_drawn_by_seed_epoch_and_sample() -> None:
     tokenizer = train_tokenizer(TEXTS, vocabulary=600, context=8)
 
     def batches(ranks: Ranks = Ranks(), **state: int) -> dict[tuple[int, int], list[int]]:
-        made = TrainingBatches(source, images, batch_size=6, seed=3, ranks=ranks, tokenizer=tokenizer)
+        made = TrainingBatches(source, [Stage(images, 6)], seed=3, ranks=ranks, rows=Rows(tokenizer=tokenizer))
         made.restore({"batches": 0, **state})
         found = {}
         for batch in itertools.islice(made, 8 - state.get("batches", 0)):

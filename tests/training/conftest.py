@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.listening import Display
 from vitrail.data.formats.idx import BUNDLED, find_idx, read_idx
-from vitrail.data.pipeline import TrainingBatches
+from vitrail.data.pipeline import Stage, TrainingBatches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
@@ -139,8 +139,7 @@ def prepare() -> Callable[[TrainConfig], tuple[TrainState, Job]]:
         objective = config.task.objective(network, splits)
         batches = TrainingBatches(
             splits.train,
-            preprocess,
-            batch_size=config.run.batch_size,
+            [Stage(preprocess, config.run.batch_size)],
             seed=config.run.seed,
             readers=config.run.readers,
         )

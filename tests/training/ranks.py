@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vitrail.data.config import DataConfig
 from vitrail.data.formats.folder import read_folder
-from vitrail.data.pipeline import Readers, TrainingBatches
+from vitrail.data.pipeline import Readers, Stage, TrainingBatches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Source
 from vitrail.data.targets import Target
@@ -211,7 +211,7 @@ def batches_of(data: Path) -> list[list[int]]:
     """Return the samples of the 10 batches of an epoch of `config_of`."""
     splits = DataConfig(spec=str(data)).open()
     images = Preprocess(image_size=(28, 28), channels=1)
-    batches = TrainingBatches(splits.train, images, batch_size=20, seed=0, readers=Readers(0))
+    batches = TrainingBatches(splits.train, [Stage(images, 20)], seed=0, readers=Readers(0))
     return [next(batches).samples.tolist() for _ in range(10)]
 
 

@@ -22,7 +22,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from vitrail.bench.workload import Worker, interleave, timed
-from vitrail.data.pipeline import Readers, TrainingBatches, default_threads
+from vitrail.data.pipeline import Readers, Stage, TrainingBatches, default_threads
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, subset
 from vitrail.data.sources import open_data
@@ -69,7 +69,7 @@ def measure_reading(
 
     def read(name: str) -> None:
         part = subset(sources[name], range(count))
-        batches = TrainingBatches(part, preprocess, batch_size=batch_size, seed=0, readers=readers)
+        batches = TrainingBatches(part, [Stage(preprocess, batch_size)], seed=0, readers=readers)
         before = 0
         for step in range(steps):
             next(batches)

@@ -17,10 +17,10 @@ from vitrail.data.objects import IGNORED, Mask, Objects
 from vitrail.data.pixels.decode import decode, image_size_of
 from vitrail.data.pixels.geometry import Box, Jitter, Placement
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Source, image_of, soft_target_of
+from vitrail.data.source import Source, has_soft_targets, image_of, soft_target_of
 from vitrail.data.targets import Target, TargetKind, class_indices, is_texts
 from vitrail.data.text_tokenizer import TextTokenizer
-from vitrail.errors import UndecodableImage
+from vitrail.errors import ConfigError, UndecodableImage
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,27 @@ class LocalViews:
     crop: Crop
 
 
+@dataclass(frozen=True)
+class Rows:
+    """What training reads of each sample."""
+
+    crop: Crop | None = None
+    """Chooses a random box or scale for each view. By default whole images are seen."""
+    views: int = 1
+    """Number of rows of a sample. They have different boxes and different augmentation."""
+    outlines: bool = False
+    """True to read the pixels of objects."""
+    tokenizer: TextTokenizer | None = None
+    """The tokenizer of texts, of which a row has one. By default batches have no texts."""
+    partners: bool = False
+    """True to add the sample that follows the last one of this process in the batch of all processes
+    (`Batch.partners`), so that mixtures are the same as for one process."""
+
+    def __post_init__(self) -> None:
+        if self.views < 1:
+            raise ConfigError(f"views={self.views} is less than 1")
+
+
 class KeptPixels:
     """Memory for the pixels of all samples of a source, at the size of a network."""
 
@@ -203,26 +224,19 @@ class Loader:
     source: Source
     preprocess: Preprocess
     kind: TargetKind
-    crop: Crop | None = None
+    rows: Rows = Rows()
+    local: LocalViews | None = None
+    is_training: bool = False
+    """True to round the pixels to uint8, which augmentation needs, and to return soft targets."""
     first: int = 0
     """Index of the loader's first sample in `source`, which can be a mixture of several sources."""
     length: int | None = None
     """Number of samples of the loader's part of a mixture, which is the length of its epoch. By default, all samples
     of `source`."""
-    views: int = 1
-    local: LocalViews | None = None
-    whole_levels: bool = False
-    """True to round the pixels to uint8, which augmentation needs."""
-    soft: bool = False
-    """True for soft targets, if some samples of the source have them."""
-    tokenizer: TextTokenizer | None = None
-    """The tokenizer of texts. By default batches have no texts."""
     seed: int = 0
     """Seed of the choice of a text."""
     kept: KeptPixels | None = None
-    """Memory for pixels that later epochs use again. It requires `whole_levels`, and neither `crop` nor `local`."""
-    outlines: bool = False
-    """True to read the pixels of objects."""
+    """Memory for pixels that later epochs use again. It requires `is_training`, and neither a crop nor `local`."""
 
     def __call__(self, position: int, index: int) -> dict[str, Any]:
         epoch = position // (self.length or len(self.source))
@@ -235,12 +249,12 @@ class Loader:
             if isinstance(target, Objects | Mask):
                 dense = self._dense(epoch, place, target)
         except UndecodableImage as error:
-            pixels, local = _black(self.preprocess, self.views), []
+            pixels, local = _black(self.preprocess, self.rows.views), []
             if self.local is not None:
                 local = _black(self.local.preprocess, self.local.count)
             skipped = Skipped(self.source.key(place), str(error))
             if isinstance(target, Objects | Mask):
-                dense = nothing_of(target, self.preprocess, outlines=self.outlines)
+                dense = nothing_of(target, self.preprocess, outlines=self.rows.outlines)
         return {
             **dense,
             "images": pixels, "valid": skipped is None, "samples": place, "epochs": epoch, "local": local,
@@ -250,44 +264,46 @@ class Loader:
 
     def _tokens(self, epoch: int, place: int, target: Target) -> np.ndarray | None:
         """Return the tokens of one text of an image, or padding if it has none. Return None without a tokenizer."""
-        if self.tokenizer is None:
+        tokenizer = self.rows.tokenizer
+        if tokenizer is None:
             return None
         if not is_texts(target):
-            return np.full(self.tokenizer.context, self.tokenizer.padding, np.int64)
+            return np.full(tokenizer.context, tokenizer.padding, np.int64)
         key = np.array([epoch], np.int64), np.array([place], np.int64)
         drawn = float(keyed_uniform(self.seed, *key, draws=1, first=Slot.TEXT)[0, 0])
-        return self.tokenizer.encode([target[int(drawn * len(target))]]).tokens[0]
+        return tokenizer.encode([target[int(drawn * len(target))]]).tokens[0]
 
     def _pixels(self, epoch: int, place: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Return the pixels of each view, and of each local view. The image is decoded once for all views. With
         `scaled_decode`, it is decoded for each view, because the box determines the scale."""
+        count, crop, local = self.rows.views, self.rows.crop, self.local
         if self.kept is not None:
-            return [self.kept.get(place, lambda: self._whole(image_of(self.source, place)))] * self.views, []
-        local, image = self.local, image_of(self.source, place)
-        if (local is not None or (self.views > 1 and self.crop is not None)) and not self.preprocess.scaled_decode:
+            return [self.kept.get(place, lambda: self._whole(image_of(self.source, place)))] * count, []
+        image = image_of(self.source, place)
+        if (local is not None or (count > 1 and crop is not None)) and not self.preprocess.scaled_decode:
             image = decode(image, self.preprocess.channels)
-        if self.crop is None:
-            pixels = [self._whole(image)] * self.views
+        if crop is None:
+            pixels = [self._whole(image)] * count
         else:
-            pixels = self._cut(image, epoch, place, self.preprocess, self.crop, range(self.views))
+            pixels = self._cut(image, epoch, place, self.preprocess, crop, range(count))
         if local is None:
             return pixels, []
-        views = range(self.views, self.views + local.count)
+        views = range(count, count + local.count)
         return pixels, self._cut(image, epoch, place, local.preprocess, local.crop, views)
 
     def _dense(self, epoch: int, place: int, target: Objects | Mask) -> dict[str, np.ndarray]:
         """Return the boxes and their labels, or the mask, at the places of the pixels."""
         size = image_size_of(image_of(self.source, place))
-        box = None if self.crop is None else self.crop(epoch, place, *size, view=0)
+        box = None if self.rows.crop is None else self.rows.crop(epoch, place, *size, view=0)
         placement = self.preprocess.placement(size, box)
         if isinstance(target, Mask):
             return {"masks": placement.mask(target.indices(size), IGNORED)}
         target.check_size(size)
-        return placed(target, placement, outlines=self.outlines)
+        return placed(target, placement, outlines=self.rows.outlines)
 
     def _whole(self, image: bytes | np.ndarray) -> np.ndarray:
         """Return the pixels of an image without a random box."""
-        return self.preprocess.pixels(image, whole_levels=self.whole_levels)
+        return self.preprocess.pixels(image, whole_levels=self.is_training)
 
     def _cut(
         self,
@@ -301,14 +317,14 @@ class Loader:
         """Return the pixels of a random box of an image for each view."""
         size = image_size_of(image)
         boxes = [crop(epoch, place, *size, view=view) for view in views]
-        return [preprocess.pixels(image, box, whole_levels=self.whole_levels) for box in boxes]
+        return [preprocess.pixels(image, box, whole_levels=self.is_training) for box in boxes]
 
     def _values(self, place: int, target: Target) -> np.ndarray | None:
         """Return the numbers of a target or the amount of each class. Return None if each sample has at most one
         class."""
         if self.kind == "numbers":
             return np.array([math.nan] * len(self.source.classes) if target is None else target, np.float32)
-        if self.kind == "class" and self.soft:
+        if self.kind == "class" and self.is_training and has_soft_targets(self.source):
             if (amounts := soft_target_of(self.source, place)) is not None:
                 return amounts
         elif self.kind != "classes":

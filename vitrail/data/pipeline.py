@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitrail.data.batch import Batch, Crop, KeptPixels, Loader, LocalViews, as_batch, collate
+from vitrail.data.batch import Batch, KeptPixels, Loader, LocalViews, Rows, as_batch, collate
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Source, has_soft_targets, parts_of, target_kind
-from vitrail.data.text_tokenizer import TextTokenizer
+from vitrail.data.source import Source, parts_of, target_kind
 from vitrail.errors import ConfigError, ProcessError
 
 if TYPE_CHECKING:
@@ -91,10 +90,10 @@ class _WithPartner:
 class Stage:
     """Consecutive training batches with the same image size and batch size."""
 
-    first: int
-    """Number of the stage's first batch, counted from 0."""
     preprocess: Preprocess
     batch_size: int
+    first: int = 0
+    """Number of the stage's first batch, counted from 0."""
     local: LocalViews | None = None
     """Local views of each sample, whose size can follow that of the images."""
 
@@ -131,46 +130,31 @@ class TrainingBatches(Iterator[Batch]):
 
     The sample at a position of the run is a pure function of (seed, epoch, position). Readers and batch size do not
     influence it. Each of `ranks.world` processes gets an equal part of every batch, in consecutive rows, so that
-    together they see the same samples at each step as one process would. With `partners`, a part also has the sample
-    that follows its last one in the batch (`Batch.partners`), so that mixtures are the same too. `state` and `restore`
-    resume from any batch, even with a different number of readers or ranks. A batch has `batch_size` samples with
-    `views` rows each. The views of a sample have different boxes and different augmentation. With `local`, a batch also
-    has local views of its samples (`Batch.local`). From the first batch of each of the `later` stages on, batches have
-    the image size and the batch size of that stage; the order of the samples does not change. With `keep`, each
-    image is decoded once, and its pixels stay in memory for later epochs, so the source must return the same image each
-    time. With random boxes, local views or worker processes, `keep` has no effect. With `outlines`, batches have the
-    pixels of objects, and with a `tokenizer`, the tokens of one text of each sample (`Batch.texts`). Raise
-    `ConfigError` if a batch size is not divisible by the number of ranks.
+    together they see the same samples at each step as one process would. `state` and `restore` resume from any batch,
+    even with a different number of readers or ranks. A batch has `batch_size` samples of the current stage, with
+    `rows.views` rows each. From the first batch of each of the `stages` on, batches have the image size, the batch size
+    and the local views (`Batch.local`) of that stage; the order of the samples does not change. With `keep`, each image
+    is decoded once, and its pixels stay in memory for later epochs, so the source must return the same image each time.
+    With random boxes, local views or worker processes, `keep` has no effect. Raise `ConfigError` if a batch size is not
+    divisible by the number of ranks.
     """
 
     def __init__(
         self,
         source: Source,
-        preprocess: Preprocess,
+        stages: Sequence[Stage],
         *,
-        batch_size: int,
         seed: int,
         readers: Readers = Readers(),
         ranks: Ranks = Ranks(),
-        crop: Crop | None = None,
-        views: int = 1,
-        local: LocalViews | None = None,
-        later: Sequence[Stage] = (),
-        partners: bool = False,
+        rows: Rows = Rows(),
         keep: bool = False,
-        outlines: bool = False,
-        tokenizer: TextTokenizer | None = None,
     ) -> None:
-        if views < 1:
-            raise ConfigError(f"views={views} is less than 1")
-        self._stages = (Stage(0, preprocess, batch_size, local), *later)
-        check_divisible([stage.batch_size for stage in self._stages], ranks.world)
-        self._partners = partners and ranks.world > 1
-        self._source, self._seed, self._ranks, self._crop, self._views = source, seed, ranks, crop, views
+        check_divisible([stage.batch_size for stage in stages], ranks.world)
+        self._source, self._stages, self._seed = source, tuple(stages), seed
+        self._readers, self._ranks, self._rows, self._keep = readers, ranks, rows, keep
+        self._has_partners = rows.partners and ranks.world > 1
         self._kind = target_kind(source)
-        self._readers = readers
-        self._keep, self._outlines = keep, outlines
-        self._tokenizer = tokenizer
         self._kept: tuple[Stage, KeptPixels] | None = None
         self._taken = 0
         self._iterator: Any = None
@@ -193,11 +177,11 @@ class TrainingBatches(Iterator[Batch]):
             (after.first - earlier.first) * earlier.batch_size
             for earlier, after in itertools.pairwise(self._stages[: number + 1])
         )
-        order = self._rows(stage)[before:]
+        order = self._order(self._loader(stage))[before:]
         size, rank = stage.batch_size // world, self._ranks.rank
         # Grain's endless data set has no remainder, but without drop_remainder it would look for one.
         batches = order.batch(size, batch_fn=collate, drop_remainder=True)[rank::world]
-        if self._partners:
+        if self._has_partners:
             partners = order[(rank + 1) % world * size :: stage.batch_size]
             batches = batches.map_with_index(_WithPartner(partners, self._order(_Key)[before :: stage.batch_size]))
         done = self._taken - stage.first
@@ -207,31 +191,24 @@ class TrainingBatches(Iterator[Batch]):
         """Return the bytes of the batches that are read ahead, at most, in any stage."""
         found = []
         for stage in self._stages:
-            size = stage.batch_size // self._ranks.world + self._partners
-            whole = queue_bytes(stage.preprocess, size * self._views, self._readers)
+            size = stage.batch_size // self._ranks.world + self._has_partners
+            whole = queue_bytes(stage.preprocess, size * self._rows.views, self._readers)
             local = stage.local
             more = 0 if local is None else queue_bytes(local.preprocess, size * local.count, self._readers)
             found.append(whole + more)
         return max(found)
 
-    def _rows(self, stage: Stage) -> Any:
-        """Return the rows of all samples in the order of the run, with the settings of a stage."""
-        source, kind, crop, views = self._source, self._kind, self._crop, self._views
-        soft, kept = has_soft_targets(source), self._pixels_of(stage)
-
-        def loader(first: int, length: int) -> Loader:
-            return Loader(
-                source, stage.preprocess, kind, crop, first, length, views, stage.local,
-                whole_levels=True, soft=soft, kept=kept, outlines=self._outlines, tokenizer=self._tokenizer,
-                seed=self._seed,
-            )  # fmt: skip
-
-        return self._order(loader)
+    def _loader(self, stage: Stage) -> Callable[[int, int], Loader]:
+        """Return a function that makes the loader of a part of the source, with the settings of a stage."""
+        return functools.partial(
+            Loader, self._source, stage.preprocess, self._kind, self._rows, stage.local, True,
+            seed=self._seed, kept=self._pixels_of(stage),
+        )  # fmt: skip
 
     def _pixels_of(self, stage: Stage) -> KeptPixels | None:
         """Return the memory for the pixels of a stage, or None if they are not kept. The memory of the stage before is
         freed."""
-        if not self._keep or self._crop is not None or stage.local is not None or self._readers.processes:
+        if not self._keep or self._rows.crop is not None or stage.local is not None or self._readers.processes:
             self._kept = None
         elif self._kept is None or self._kept[0] != stage:
             self._kept = stage, KeptPixels(len(self._source), stage.preprocess)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+from vitrail.data.batch import Rows
 from vitrail.data.pipeline import Ranks, Stage, TrainingBatches
 from vitrail.data.source import Samples
 from vitrail.errors import ConfigError
@@ -96,22 +97,21 @@ def make_state(job: Job, network: nn.Module) -> TrainState:
         shard(objective, config.run.shard, job.device, job.processes)
     if job.processes.rank:
         torch.manual_seed(process_seed(config.run.seed, job.processes.rank))
-    first, *later = _stages(job)
+    rows = Rows(
+        crop=config.augment.crop(config.run.seed),
+        views=config.task.views,
+        outlines=config.task.reads_outlines(job.network or own_config(network)),
+        tokenizer=objective.text_tokenizer,
+        partners=config.augment.mixes,
+    )
     batches = TrainingBatches(
         job.splits.train,
-        first.preprocess,
-        batch_size=first.batch_size,
+        _stages(job),
         seed=config.run.seed,
         readers=job.readers,
         ranks=Ranks(job.processes.rank, job.processes.world),
-        partners=config.augment.mixes,
-        crop=config.augment.crop(config.run.seed),
-        views=config.task.views,
-        local=first.local,
-        later=later,
+        rows=rows,
         keep=_keeps_pixels(job),
-        outlines=config.task.reads_outlines(job.network or own_config(network)),
-        tokenizer=objective.text_tokenizer,
     )
     average = Average(objective, optimizer.average, optimizer.average_start) if optimizer.average else None
     made = make_optimizer(objective, optimizer, config.run.precision)
@@ -174,9 +174,9 @@ def _stages(job: Job) -> list[Stage]:
     images = [replace(config.images, image_size=phase.image_size) for phase in job.phases]
     return [
         Stage(
-            phase.first,
             config.augment.training_preprocess(of_phase),
             phase.batch_size,
+            phase.first,
             config.task.local_views_of(of_phase, config.augment, config.run.seed),
         )
         for phase, of_phase in zip(job.phases, images, strict=True)
