@@ -87,6 +87,11 @@ def messy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def messy_report(messy: Path) -> Report:
+    return check_data(open_data(str(messy), validation_share=0.1))
+
+
 def accused(report: Report) -> dict[str, list[list[str]]]:
     """Return the kinds of findings, with the images that they name. Copies of each other are in one group."""
     return {
@@ -95,9 +100,8 @@ def accused(report: Report) -> dict[str, list[list[str]]]:
     }
 
 
-def test_every_planted_fault_is_found_and_nothing_else(messy: Path) -> None:
-    report = check_data(open_data(str(messy), validation_share=0.1))
-    assert accused(report) == {
+def test_every_planted_fault_is_found_and_nothing_else(messy_report: Report) -> None:
+    assert accused(messy_report) == {
         "undecodable-in-train": [["train/b/cut.jpg"], ["train/b/page.jpg"]],
         "undecodable-in-validation": [["validation/b/empty.png"]],
         "leak": [["train/a/03.png", "validation/a/holiday.png"]],
@@ -118,7 +122,10 @@ def test_every_planted_fault_is_found_and_nothing_else(messy: Path) -> None:
     }
 
 
-def test_findings_say_what_and_how_grave(messy: Path) -> None:
+def test_findings_say_what_and_how_grave(messy: Path, messy_report: Report) -> None:
+    """Three broken images are tolerated by default."""
+    tolerated = {finding.kind: finding.severity for finding in messy_report.findings}
+    assert tolerated["undecodable-in-train"] == "warning"
     report = check_data(open_data(str(messy), validation_share=0.1), max_skipped=0.0)
     found = {finding.kind: finding for finding in report.findings}
     assert [finding.kind for finding in report.errors] == ["undecodable-in-train"] == [report.findings[0].kind]
@@ -140,16 +147,11 @@ def test_findings_say_what_and_how_grave(messy: Path) -> None:
     assert report.looked_at == report.images
 
 
-def test_a_share_of_broken_images_that_training_takes_is_a_warning(messy: Path) -> None:
-    splits = open_data(str(messy), validation_share=0.1)
-    for share, severity in ((2 / len(splits.train), "warning"), (0.0, "error")):
-        found = {finding.kind: finding for finding in check_data(splits, max_skipped=share).findings}
-        assert found["undecodable-in-train"].severity == severity
-
-
 def test_a_clean_set_has_no_findings(clean: Path) -> None:
-    report = check_data(open_data(str(clean), validation_share=0.1))
-    assert report.findings == () and report.notes == ()
+    calls: list[tuple[int, int]] = []
+    splits = open_data(str(clean), validation_share=0.1)
+    report = check_data(splits, progress=lambda done, total: calls.append((done, total)))
+    assert report.findings == () and report.notes == () and calls == [(48, 48)]
     assert [(split.name, split.per_class) for split in report.splits] == [
         ("train", (12, 12, 12)),
         ("validation", (4, 4, 4)),
@@ -157,14 +159,9 @@ def test_a_clean_set_has_no_findings(clean: Path) -> None:
     assert report.balance is not None and report.balance.effective == pytest.approx(3)
 
 
-def test_threads_have_no_say(messy: Path) -> None:
-    splits = open_data(str(messy), validation_share=0.1)
-    assert check_data(splits, threads=1) == check_data(splits, threads=5)
-
-
-def test_a_report_goes_through_json(messy: Path) -> None:
-    report = check_data(open_data(str(messy), validation_share=0.1))
-    assert from_plain(Report, json.loads(json.dumps(to_plain(report)))) == report
+def test_a_report_is_the_same_with_one_thread_and_goes_through_json(messy: Path, messy_report: Report) -> None:
+    assert check_data(open_data(str(messy), validation_share=0.1), threads=1) == messy_report
+    assert from_plain(Report, json.loads(json.dumps(to_plain(messy_report)))) == messy_report
 
 
 @pytest.mark.slow
@@ -187,12 +184,6 @@ def test_a_sample_is_the_same_every_time_and_counts_all_labels(clean: Path) -> N
     assert sum(reports[0].splits[0].per_class) == 36
     assert reports[0].notes == ("checked 24 of 48 images; copies are found only among these",)
     assert check_data(splits, sample=1000) == check_data(splits)
-
-
-def test_progress_ends_with_all(clean: Path) -> None:
-    calls: list[tuple[int, int]] = []
-    check_data(open_data(str(clean), validation_share=0.1), progress=lambda done, total: calls.append((done, total)))
-    assert calls == [(48, 48)]
 
 
 @pytest.fixture

@@ -96,8 +96,7 @@ def test_a_source_without_images_has_no_copies(memory_source: Sources) -> None:
     assert (found.exact, found.near, found.complete) == ([], [], True)
 
 
-@pytest.mark.parametrize("quality", [75, 85, 95])
-@pytest.mark.parametrize("scale", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize(("quality", "scale"), [(75, 1.0), (75, 0.5), (95, 2.0)])
 def test_a_picture_saved_again_is_the_same_and_others_are_not(
     encode: Callable[..., bytes], memory_source: Sources, quality: int, scale: float
 ) -> None:

@@ -188,22 +188,6 @@ def test_another_seed_epoch_or_sample_gives_another_change(part: str) -> None:
     assert changed.flatten(1).any(1).float().mean() > 0.8
 
 
-def test_flip_alone_mirrors_some_and_shifts_none() -> None:
-    images = batch(64)
-    found = change(
-        Augment(flip=True, shift=0), images, seed=1, epochs=torch.zeros(64, dtype=torch.int64), samples=torch.arange(64)
-    )
-    same = (found == images).flatten(1).all(1)
-    mirrored = (found == images.flip(3)).flatten(1).all(1)
-    assert (same ^ mirrored).all() and 16 < mirrored.sum() < 48
-
-
-def test_without_flip_and_shift_nothing_happens() -> None:
-    images = batch(8)
-    found = change(Augment(flip=False, shift=0), images, seed=1, epochs=torch.arange(8), samples=torch.arange(8))
-    assert torch.equal(found, images)
-
-
 def test_a_flip_is_decided_apart_from_the_shift() -> None:
     images, key = batch(32, 9, 9), {"seed": 2, "epochs": torch.arange(32), "samples": torch.arange(32)}
     shifted = change(Augment(flip=False, shift=2), images, **key)
@@ -249,7 +233,7 @@ def test_half_of_the_images_lose_a_twentieth() -> None:
 
 def test_erased_noise_is_standard_after_normalisation() -> None:
     """Areas are uniform between 2 % and a third, less those of the boxes that do not fit, and values are normal."""
-    count, size = 3000, (24, 36)
+    count, size = 1200, (24, 36)
     images, samples = torch.zeros(count, 3, *size, dtype=torch.uint8), torch.arange(count)
     preprocess = Preprocess(image_size=size, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
     augment = Augment(flip=False, erase=0.25, erase_by="noise")
@@ -262,7 +246,7 @@ def test_erased_noise_is_standard_after_normalisation() -> None:
     share = mask.double().mean(dim=(1, 2))
     assert abs((share > 0).double().mean() - 0.25) < 4 * (0.25 * 0.75 / count) ** 0.5
     assert share[share > 0].min() > 0.01 and share.max() < 0.35
-    areas = [h * w for _, _, h, w in official_boxes(20_000, *size)]
+    areas = [h * w for _, _, h, w in official_boxes(5000, *size)]
     assert abs(share[share > 0].mean() - np.mean(areas) / (size[0] * size[1])) < 4 * 0.09 / (0.25 * count) ** 0.5
     for one in mask[share > 0][:20]:
         assert one.sum() == one.any(0).sum() * one.any(1).sum(), "a box"
@@ -476,7 +460,7 @@ def test_placements_say_where_images_land(flip: bool, shift: int) -> None:
 
 def test_a_box_is_cut_out_of_scaled_images_and_placements_follow() -> None:
     """The pixels of the images are numbered. Every corner is drawn equally often."""
-    count, scaled, size = 4000, (7, 9), (5, 6)
+    count, scaled, size = 1200, (7, 9), (5, 6)
     ids = np.arange(63, dtype=np.uint8).reshape(scaled)
     samples = torch.arange(count)
     data = make_batch(torch.from_numpy(ids).repeat(count, 1, 1, 1), samples * 0, samples)

@@ -98,26 +98,12 @@ def test_no_two_uses_share_a_draw() -> None:
     used = {Slot.MOVE: 3, Slot.ERASE: 5, Slot.CROP: 40, Slot.JITTER: operations.JITTER_DRAWS, Slot.MIX: mixing.DRAWS}
     numbers = [first + draw for first, draws in used.items() for draw in range(draws)]
     assert len(set(numbers)) == len(numbers) and max(numbers) < Slot.RANDAUGMENT
-    assert Slot.RANDAUGMENT + 1000 * randaugment.DRAWS < Slot.TENSORFLOW_CROP
-    assert Slot.TENSORFLOW_CROP + 4 * 100 < Slot.WINDOW
-    assert (
-        Slot.WINDOW + 2 < Slot.VIEW
-        and Slot.VIEW + 5 < Slot.ERASED_BOX
-        and Slot.ERASED_BOX + 40 < Slot.TEXT < Slot.PATCH_ORDER - 1
-        and Slot.PATCH_ORDER + 10**6 < Slot.PATCH_SOURCE
-    )
-    assert Slot.PATCH_SOURCE + 10**6 < Slot.CODE_RESTART and Slot.CODE_RESTART + 10**6 < Slot.PATCH_BLOCKS
-    assert Slot.PATCH_BLOCKS + 10**6 < Slot.ERASED_PIXELS == max(Slot)
-    large = {Slot.RANDAUGMENT, Slot.TENSORFLOW_CROP, Slot.WINDOW, Slot.VIEW}
-    large |= {
-        Slot.ERASED_BOX,
-        Slot.TEXT,
-        Slot.ERASED_PIXELS,
-        Slot.PATCH_ORDER,
-        Slot.PATCH_SOURCE,
-        Slot.CODE_RESTART,
-        Slot.PATCH_BLOCKS,
-    }
+    large = {
+        Slot.RANDAUGMENT: 1000 * randaugment.DRAWS, Slot.TENSORFLOW_CROP: 400, Slot.WINDOW: 2, Slot.VIEW: 5,
+        Slot.ERASED_BOX: 40, Slot.TEXT: 1, Slot.PATCH_ORDER: 10**6, Slot.PATCH_SOURCE: 10**6,
+        Slot.CODE_RESTART: 10**6, Slot.PATCH_BLOCKS: 10**6, Slot.ERASED_PIXELS: 10**6,
+    }  # fmt: skip
+    assert all(first + draws < later for (first, draws), later in zip(large.items(), [*large][1:], strict=False))
     assert {*used, *large} == set(Slot)
 
 
@@ -126,9 +112,9 @@ def moment(alpha: float, power: int) -> float:
     return math.prod((alpha + r) / (2 * alpha + r) for r in range(power))
 
 
-@pytest.mark.parametrize("alpha", [0.1, 0.2, 0.5, 0.8, 1.0, 2.0, 7.5])
+@pytest.mark.parametrize("alpha", [0.1, 0.2, 1.0, 7.5])
 def test_beta_has_the_moments_of_its_distribution(alpha: float) -> None:
-    count = 200_000
+    count = 100_000
     uniform = keyed_uniform(11, np.zeros(count, np.int64), np.arange(count), draws=2)
     found = symmetric_beta(uniform, alpha)
     assert found.dtype == np.float64 and found.min() >= 0 and found.max() <= 1

@@ -66,7 +66,7 @@ def test_autocontrast_and_equalize_equal_pillows(size: tuple[int, int, int]) -> 
     check(operations.equalize(images), images, lambda picture, _: ImageOps.equalize(picture))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.integers(0, 255), st.integers(0, 255), st.integers(0, 10**6))
 def test_autocontrast_and_equalize_equal_pillows_for_any_range(one: int, other: int, seed: int) -> None:
     low, high = sorted((one, other))
@@ -128,11 +128,11 @@ def turned(picture: Image.Image, turn: float) -> Image.Image:
     return Image.merge("HSV", (moved, saturation, value)).convert("RGB")
 
 
-@pytest.mark.parametrize("turn", [-0.5, -0.31, 0.0, 0.05, 1 / 3, 0.5])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_hue_turns_as_on_pillows_images(size: tuple[int, int, int], turn: float) -> None:
+def test_hue_turns_as_on_pillows_images(size: tuple[int, int, int]) -> None:
     images = pictures(*size)
-    check(operations.hue(images, torch.full((5,), turn)), images, lambda picture, n: turned(picture, turn))
+    for turn in (-0.5, 0.05, 1 / 3):
+        check(operations.hue(images, torch.full((5,), turn)), images, lambda picture, n: turned(picture, turn))  # noqa: B023
 
 
 def test_hue_of_every_fifth_level_of_each_colour_equals_pillows() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from vitrail.data.augment.randaugment import KERNELS, OPERATIONS, RandAugmentRule, apply_operations, randaugment
 
 GREY = 128
-SIZES = [(3, 224, 224), (3, 37, 52), (1, 52, 37), (1, 5, 224)]
+SIZES = [(3, 96, 112), (3, 37, 52), (1, 52, 37), (1, 5, 224)]
 MAGNITUDES = [0.0, 3.0, 10.0, 15.0, 20.0, 30.0]
 
 
@@ -105,10 +105,6 @@ def test_an_operation_equals_pillows(name: str, size: tuple[int, int, int]) -> N
             np.testing.assert_array_equal(result, from_pillow(expected), err_msg=f"{name} at {magnitude}")
 
 
-def test_the_operations_are_the_papers_sixteen() -> None:
-    assert list(OPERATIONS) == list(PILLOW) and len(OPERATIONS) == 16
-
-
 def test_lengths_at_magnitude_10_are_big_visions_at_224_pixels() -> None:
     """They are a translation of 100 pixels, a box of 80 pixels, a shear of 0.3 and a rotation of 30 degrees."""
     image = torch.zeros(1, 1, 224, 224, dtype=torch.uint8)
@@ -138,6 +134,7 @@ def test_every_operation_is_drawn_about_equally_often() -> None:
     draws = draws_of(count)
     number = (draws[:, 0, 0] * 16).astype(int)
     counts = np.bincount(number, minlength=16)
+    assert list(OPERATIONS) == list(PILLOW) and len(OPERATIONS) == 16
     assert counts.min() > 400 - 4 * 20 and counts.max() < 400 + 4 * 20
     first = [int(np.flatnonzero(number == kind)[0]) for kind in range(16)]
     found = randaugment(images, draws[first], magnitude=10.0)
@@ -219,11 +216,11 @@ def test_the_exact_operations_take_images_of_few_levels(goldens: ModuleType) -> 
 
 
 @pytest.mark.parametrize("size", [(1, 37, 52), (3, 2, 5), (1, 1, 1), (3, 52, 37)])
-@pytest.mark.parametrize("magnitude", [0.0, 5.0, 10.0, 20.0, 30.0])
-def test_the_exact_operations_take_every_size(size: tuple[int, int, int], magnitude: float) -> None:
+def test_the_exact_operations_take_every_size(size: tuple[int, int, int]) -> None:
     images = pictures(32, *size)
-    found = randaugment(images, draws_of(32, layers=2), magnitude=magnitude, rule="big-vision")
-    assert found.dtype == torch.uint8 and found.shape == images.shape
+    for magnitude in (0.0, 10.0, 30.0):
+        found = randaugment(images, draws_of(32, layers=2), magnitude=magnitude, rule="big-vision")
+        assert found.dtype == torch.uint8 and found.shape == images.shape
 
 
 def test_where_the_two_rules_differ() -> None:

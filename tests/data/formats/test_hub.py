@@ -353,6 +353,7 @@ def test_a_file_that_is_not_parquet(hub: Hub) -> None:
     assert "cannot be read as Parquet" in message(SPEC)
 
 
+@pytest.mark.slow
 def test_processes_that_open_it_at_once(hub: Hub, parquet: Callable[..., bytes]) -> None:
     hub.repositories[NAME] = Repository()
     hub.add(NAME, {f"data/train-0000{number}-of-00003.parquet": parquet([0, 1] * 30) for number in range(3)})

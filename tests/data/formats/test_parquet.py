@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.data.formats import parquet
@@ -96,17 +96,16 @@ def message(path: Path | str, classes: tuple[str, ...] | None = None, kind: type
 # --- the same samples, however they are stored
 
 
-@pytest.mark.parametrize("compression", ["none", "snappy", "gzip", "zstd", "brotli"])
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "compression"),
     [
-        IMAGE,
-        pa.struct({"path": pa.string(), "bytes": pa.large_binary()}),
-        pa.struct({"bytes": pa.binary()}),
-        pa.binary(),
-        pa.large_binary(),
-        pa.binary_view(),
-        pa.dictionary(pa.int32(), pa.binary()),
+        (IMAGE, "none"),
+        (pa.struct({"path": pa.string(), "bytes": pa.large_binary()}), "snappy"),
+        (pa.struct({"bytes": pa.binary()}), "gzip"),
+        (pa.binary(), "zstd"),
+        (pa.large_binary(), "brotli"),
+        (pa.binary_view(), "none"),
+        (pa.dictionary(pa.int32(), pa.binary()), "snappy"),
     ],
     ids=str,
 )
@@ -127,6 +126,7 @@ def test_the_contract_of_a_source(tmp_path: Path, pictures: list[bytes], kind: p
     check_source(splits.train)
 
 
+@settings(max_examples=15)
 @given(data=st.data())
 def test_any_rows(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     rows = data.draw(
@@ -269,14 +269,13 @@ def test_an_image_with_several_unknown_labels_is_counted_once(tmp_path: Path, pi
     assert labels_of(splits.validation) == [(1,), (), (), (0, 1)]
 
 
-@pytest.mark.parametrize("kind", [pa.list_(pa.int64()), pa.large_list(pa.int8()), pa.list_(pa.int64(), 2)], ids=str)
 @pytest.mark.parametrize(
-    "feature",
+    ("kind", "feature"),
     [
-        {"feature": class_label("a", "b", "c"), "_type": "Sequence"},
-        {"feature": class_label("a", "b", "c"), "_type": "List"},
-        [class_label("a", "b", "c")],
-        None,
+        (pa.list_(pa.int64()), {"feature": class_label("a", "b", "c"), "_type": "Sequence"}),
+        (pa.large_list(pa.int8()), {"feature": class_label("a", "b", "c"), "_type": "List"}),
+        (pa.list_(pa.int64(), 2), [class_label("a", "b", "c")]),
+        (pa.list_(pa.int64()), None),
     ],
     ids=["Sequence", "List", "bare", "none"],
 )
@@ -303,15 +302,9 @@ def test_an_empty_word_is_no_label(tmp_path: Path, pictures: list[bytes], kind: 
     words = pa.array(["rose", "", None, "daisy", "", "tulip"], kind)
     source = open_parquet(write(tmp_path / "a.parquet", {"image": images(pictures[:6]), "label": words}), None).train
     assert source.classes == ("daisy", "rose", "tulip") and labels_of(source) == [1, None, None, 0, None, 2]
-    lists = [["", "b"], [""], ["a", ""]]
-    source = open_parquet(write(tmp_path / "b.parquet", {"image": images(pictures[:3]), "label": lists}), None).train
-    assert source.classes == ("a", "b") and labels_of(source) == [(1,), (), (0,)]
-
-
-def test_lists_of_words(tmp_path: Path, pictures: list[bytes]) -> None:
-    path = write(tmp_path / "a.parquet", {"image": images(pictures[:3]), "label": [["b", "a"], [], ["a", "c"]]})
-    source = opened(path, None).train
-    assert source.classes == ("a", "b", "c") and labels_of(source) == [(0, 1), (), (0, 2)]
+    lists = [["", "b"], [""], ["a", ""], ["b", "a"]]
+    source = open_parquet(write(tmp_path / "b.parquet", {"image": images(pictures[:4]), "label": lists}), None).train
+    assert source.classes == ("a", "b") and labels_of(source) == [(1,), (), (0,), (0, 1)]
 
 
 def test_without_labels(tmp_path: Path, pictures: list[bytes]) -> None:
@@ -596,10 +589,9 @@ def test_not_parquet(tmp_path: Path, pictures: list[bytes]) -> None:
     assert "has no .parquet files" in message(path)
 
 
-@pytest.mark.parametrize("compression", ["snappy", "gzip", "zstd"])
-def test_a_damaged_page(tmp_path: Path, cache: Path, compression: str) -> None:
+def test_a_damaged_page(tmp_path: Path, cache: Path) -> None:
     pieces = [bytes([number]) * 5000 for number in range(30)]
-    path = write(tmp_path / "a.parquet", {"image": images(pieces), "label": [0] * 30}, compression=compression)
+    path = write(tmp_path / "a.parquet", {"image": images(pieces), "label": [0] * 30}, compression="zstd")
     chunk = pq.ParquetFile(path).metadata.row_group(2).column(0)
     content = bytearray(path.read_bytes())
     start = chunk.dictionary_page_offset or chunk.data_page_offset

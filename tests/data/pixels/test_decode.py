@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import resource
 import struct
@@ -245,13 +246,13 @@ def orientation(number: int) -> Image.Exif:
 
 @pytest.mark.parametrize("number", range(1, 9))
 @pytest.mark.parametrize(("file_format", "options"), [("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {})])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_exif_turns_pictures_upright(
-    encode: Encode, number: int, file_format: str, options: dict[str, object], channels: int
-) -> None:
+def test_exif_turns_pictures_upright(encode: Encode, number: int, file_format: str, options: dict[str, object]) -> None:
     upright = picture()
     data = encode(np.ascontiguousarray(STORED[number](upright)), file_format, exif=orientation(number), **options)
-    np.testing.assert_array_equal(decode(data, channels), upright if channels == 3 else grey_of(upright))
+    np.testing.assert_array_equal(decode(data, 3), upright)
+    np.testing.assert_array_equal(decode(data, 1), grey_of(upright))
+    with Image.open(io.BytesIO(data)) as opened:
+        np.testing.assert_array_equal(decode(opened, 3), upright)
 
 
 @pytest.mark.parametrize("number", range(1, 9))
@@ -264,14 +265,6 @@ def test_exif_turns_jpeg_upright(encode: Encode, number: int) -> None:
     found = decode(tagged, 3)
     assert found.shape == upright.shape and np.abs(found.astype(int) - upright).max() <= 3
     np.testing.assert_array_equal(np.ascontiguousarray(STORED[number](found)), decode(stored, 3))
-
-
-@pytest.mark.parametrize("number", range(1, 9))
-def test_exif_counts_in_opened_pictures_too(encode: Encode, number: int) -> None:
-    upright = picture()
-    data = encode(np.ascontiguousarray(STORED[number](upright)), "PNG", exif=orientation(number))
-    with Image.open(io.BytesIO(data)) as opened:
-        np.testing.assert_array_equal(decode(opened, 3), upright)
 
 
 @pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0", b"Exif\0\0II*\0\x08\0\0\0\0\0"])
@@ -560,11 +553,18 @@ def test_a_tile_that_claims_too_much_is_refused_before_memory_is_taken(compressi
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
 
 
+@functools.cache
+def zeros() -> bytes:
+    """Return 64 MB of zeros, compressed a little at a time."""
+    packer = zlib.compressobj(1)
+    return b"".join([*(packer.compress(bytes(1 << 20)) for _ in range(64)), packer.flush()])
+
+
 @pytest.mark.parametrize(
     ("name", "head"), [(b"zTXt", b"k\0\0"), (b"iTXt", b"k\0\1\0\0\0"), (b"iCCP", b"k\0\0"), (b"IDAT", b"")]
 )
-def test_chunks_that_unpack_to_128_megabytes_are_not_unpacked(name: bytes, head: bytes) -> None:
-    body = head + zlib.compress(bytes(1 << 27), 1)
+def test_chunks_that_unpack_to_64_megabytes_are_not_unpacked(name: bytes, head: bytes) -> None:
+    body = head + zeros()
     chunk = struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
     whole = png(2, 2, rows=b"\0\1\2\0\3\4")
     place = whole.index(b"IDAT") - 4
@@ -604,7 +604,7 @@ def test_no_pixels_at_all_are_refused() -> None:
         decode(Image.new("RGB", (0, 3)), 3)
 
 
-@pytest.mark.parametrize("number", range(1, 9))
+@pytest.mark.parametrize("number", [1, 3, 6, 8])
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF"])
 def test_the_size_is_that_of_the_pixels(encode: Encode, number: int, file_format: str) -> None:
     options = {} if file_format in ("BMP", "GIF") else {"exif": orientation(number)}

@@ -34,7 +34,7 @@ def check(count: int, *kinds: str) -> None:
 
 
 def test_mutated_files_of_all_formats() -> None:
-    check(200, *KINDS)
+    check(100, *KINDS)
 
 
 @pytest.mark.slow

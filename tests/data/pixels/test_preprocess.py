@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -88,7 +87,7 @@ def reference_crop(image: np.ndarray, size: tuple[int, int], share: float, inter
     return whole[top : top + size[0], left : left + size[1]]
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(old=st.tuples(side, side), new=st.tuples(side, side), interpolation=st.sampled_from(sorted(KERNELS)))
 def test_squash_scales_both_sides(old: tuple[int, int], new: tuple[int, int], interpolation: Interpolation) -> None:
     image = soft_noise(*old)
@@ -96,7 +95,7 @@ def test_squash_scales_both_sides(old: tuple[int, int], new: tuple[int, int], in
     assert np.abs(found.transpose(1, 2, 0) - reference_resize(image, *new, interpolation)).max() < 1.3
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     old=st.tuples(side, side),
     new=st.tuples(side, side),
@@ -205,17 +204,8 @@ def test_files_arrays_and_pillow_images_give_the_same_pixels(
         np.testing.assert_array_equal(preprocess.pixels(image), expected)
 
 
-def test_a_file_on_disk_gives_the_same_pixels(encode: Encode, tmp_path: Path) -> None:
-    path = tmp_path / "rose.png"
-    path.write_bytes(encode(noise(30, 20), "PNG"))
-    preprocess = Preprocess(image_size=(16, 12))
-    with Image.open(path) as opened:
-        np.testing.assert_array_equal(preprocess.pixels(opened), preprocess.pixels(path.read_bytes()))
-
-
 @pytest.mark.parametrize("resize", ["squash", "crop", "pad"])
-@pytest.mark.parametrize("size", [(7, 5), (1, 1), (28, 28)])
-@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(("size", "channels"), [((7, 5), 3), ((1, 1), 3), ((28, 28), 1)])
 def test_images_of_the_size_are_left_as_they_are(
     encode: Encode, resize: Resize, size: tuple[int, int], channels: int
 ) -> None:
@@ -266,13 +256,6 @@ def test_normalise_is_the_formula_for_every_value(
         m, s = mean[channel % len(mean)], std[channel % len(std)]
         expected = (images[:, channel].double() / 255 - m) / s
         assert (found[:, channel].double() - expected).abs().max() < 1e-6
-
-
-def test_normalise_leaves_the_pixels_and_reaches_from_minus_1_to_1() -> None:
-    images = torch.tensor([0, 255], dtype=torch.uint8).reshape(1, 1, 1, 2)
-    found = Preprocess(image_size=(1, 2), channels=1).normalise(images)
-    torch.testing.assert_close(found.flatten(), torch.tensor([-1.0, 1.0]), rtol=0, atol=1e-6)
-    assert images.flatten().tolist() == [0, 255]
 
 
 @pytest.mark.parametrize(
@@ -382,8 +365,10 @@ def slope(height: int, width: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("number", range(1, 9))
-@pytest.mark.parametrize("box", [None, (9, 21, 64, 70)])
-@pytest.mark.parametrize(("resize", "share"), [("squash", 1.0), ("crop", 0.8), ("pad", 1.0)])
+@pytest.mark.parametrize(
+    ("box", "resize", "share"),
+    [(None, "squash", 1.0), ((9, 21, 64, 70), "squash", 1.0), (None, "crop", 0.8), (None, "pad", 1.0)],
+)
 def test_scaled_decoding_shows_the_same_part_whatever_way_the_file_is_turned(
     encode: Encode, number: int, box: tuple[int, int, int, int] | None, resize: Resize, share: float
 ) -> None:
@@ -449,7 +434,7 @@ def plain_resampling(old: int, new: int, interpolation: str) -> np.ndarray:
     return matrix
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     old=st.tuples(side, side),
     new=st.tuples(side, side),

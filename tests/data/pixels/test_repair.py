@@ -51,8 +51,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("more", HARMLESS.values(), ids=HARMLESS)
-@pytest.mark.parametrize("at", [b"IDAT", b"IEND"])
-@pytest.mark.parametrize("number", [1, 6, 8])
+@pytest.mark.parametrize(("at", "number"), [(b"IDAT", 1), (b"IDAT", 6), (b"IEND", 8)])
 def test_chunks_without_influence_on_the_pixels_are_no_reason_to_refuse(more: bytes, at: bytes, number: int) -> None:
     exif = Image.Exif()
     exif[274] = number
@@ -123,14 +122,14 @@ def test_a_jpeg_that_lacks_only_its_end_marker_decodes(mode: str, options: dict[
 def test_a_jpeg_cut_anywhere_gives_all_its_pixels_or_is_refused(mode: str, options: dict[str, Any]) -> None:
     data = jpeg(mode, **options)
     whole, refused = decode(data, 3), 0
-    for missing in range(3, len(data), 2):
+    for missing in [*range(3, 90), *range(90, len(data), 13)]:
         try:
             decoded = decode(data[:-missing], 3)
         except UndecodableImage:
             refused += 1
         else:
             np.testing.assert_array_equal(decoded, whole)
-    assert refused > (len(data) - 40) // 2
+    assert refused > 60
 
 
 def test_a_progressive_jpeg_without_its_last_scan_is_refused() -> None:
@@ -165,8 +164,7 @@ SEGMENTS = {
 
 
 @pytest.mark.parametrize("segment", SEGMENTS.values(), ids=SEGMENTS)
-@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-@pytest.mark.parametrize("number", [1, 6])
+@pytest.mark.parametrize(("mode", "number"), [("RGB", 6), ("L", 1), ("CMYK", 6)])
 def test_damaged_segments_of_jpeg_are_no_reason_to_refuse(segment: bytes, mode: str, number: int) -> None:
     exif = Image.Exif()
     exif[274] = number
