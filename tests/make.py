@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator, Mapping
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -19,6 +21,8 @@ from tests.golden import weights
 from vitrail.data.formats.idx import BUNDLED, find_idx, read_idx
 from vitrail.data.objects import Runs, drawn
 from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.sources import OpenedData, open_mixed
+from vitrail.data.splits import Splits
 from vitrail.models.variants import AnyConfig, build
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
@@ -364,6 +368,23 @@ def idx_bytes(array: np.ndarray) -> bytes:
 def keys_of(source: Any) -> list[str] | None:
     """Return the keys of a source's samples, or None if there is no source."""
     return None if source is None else [source.key(index) for index in range(len(source))]
+
+
+def write_tar(
+    target: Path | BinaryIO, files: Iterable[tuple[str, bytes]], tar_format: int = tarfile.GNU_FORMAT
+) -> None:
+    """Write a tar of files with Python's own writer."""
+    place: dict[str, Any] = {"name": target} if isinstance(target, Path) else {"fileobj": target}
+    with tarfile.open(**place, mode="w", format=tar_format) as tar:
+        for name, data in files:
+            about = tarfile.TarInfo(name)
+            about.size = len(data)
+            tar.addfile(about, io.BytesIO(data))
+
+
+def mix_in(splits: Splits, more: tuple[str, ...]) -> Splits:
+    """Return the splits with additional training data, such as "0.3:more/images"."""
+    return OpenedData("", splits, open_mixed(splits, more)).splits(validation_share=0.0)
 
 
 # --- boxes and masks

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.make import mix_in
 from vitrail.data import source
 from vitrail.data.formats.fractals import FractalSource
 from vitrail.data.formats.pack import pack
 from vitrail.data.source import Source, mixed, samples_of, shared_images, subset
-from vitrail.data.sources import mix_in, open_data
+from vitrail.data.sources import open_data
 from vitrail.data.splits import cut_slice
 from vitrail.errors import DataError
 

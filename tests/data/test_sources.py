@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
+import itertools
 import re
-import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.make import keys_of
+from tests.make import keys_of, mix_in, write_tar
 from vitrail.data.formats import folder, idx
 from vitrail.data.source import Source, samples_of, target_kind
-from vitrail.data.sources import mix_in, open_data, open_mixed, open_whole
+from vitrail.data.sources import open_data, open_mixed, open_whole
 from vitrail.data.splits import Splits, check_classes, check_numbers
 from vitrail.errors import DataError
 
@@ -260,13 +259,9 @@ def test_a_message_does_not_list_a_thousand_classes(tree: Trees, form: str) -> N
     if form == "table":
         (root / "labels.csv").write_text("path,label\n" + "".join(f"n{n:03}/1.png,n{n:03}\n" for n in range(200)))
     elif form == "shards":
-        with tarfile.open(root / "all.tar", "w") as file:
-            for number in range(200):
-                for suffix, data in (("png", b"any"), ("cls", b"n%03d" % number)):
-                    member = tarfile.TarInfo(f"{number}.{suffix}")
-                    member.size = len(data)
-                    file.addfile(member, io.BytesIO(data))
         root = root / "all.tar"
+        files = [((f"{n}.png", b"any"), (f"{n}.cls", b"n%03d" % n)) for n in range(200)]
+        write_tar(root, itertools.chain.from_iterable(files))
     with pytest.raises(DataError, match=r"n000.* class 19, of the model.* and 9[08]0 more") as caught:
         open_data(str(root), validation_share=0.0, classes=known)
     assert len(str(caught.value)) < 3000

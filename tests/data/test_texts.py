@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.make import mix_in, write_tar
 from vitrail.cli import main
 from vitrail.data.check.report import check_data
 from vitrail.data.formats.pack import pack
@@ -70,12 +70,6 @@ def write_coco(folder: Path) -> Path:
     return folder
 
 
-def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    about = tarfile.TarInfo(name)
-    about.size = len(data)
-    tar.addfile(about, io.BytesIO(data))
-
-
 @pytest.mark.parametrize("write", [write_csv, write_jsonl, write_coco])
 def test_files_beside_images_hold_texts(write: Callable[[Path], Path], tmp_path: Path) -> None:
     location = write(images(tmp_path, "a.png", "b.png", "c.png"))
@@ -88,13 +82,12 @@ def test_files_beside_images_hold_texts(write: Callable[[Path], Path], tmp_path:
 
 def test_tar_shards_hold_texts_in_text_files_or_json(tmp_path: Path) -> None:
     path = tmp_path / "train.tar"
-    with tarfile.open(path, "w") as tar:
-        for number, name in enumerate("abc"):
-            add(tar, f"{name}.png", picture(number))
-        add(tar, "a.json", json.dumps({"caption": "not used", "url": "x"}).encode())
-        add(tar, "a.txt", RED.encode())
-        add(tar, "b.json", json.dumps({"captions": [BLUE, 7, "b"], "label": 3}).encode())
-        add(tar, "c.txt", b"\xff\xfe broken")
+    files = [
+        *((f"{name}.png", picture(number)) for number, name in enumerate("abc")),
+        ("a.json", json.dumps({"caption": "not used", "url": "x"}).encode()), ("a.txt", RED.encode()),
+        ("b.json", json.dumps({"captions": [BLUE, 7, "b"], "label": 3}).encode()), ("c.txt", b"\xff\xfe broken"),
+    ]  # fmt: skip
+    write_tar(path, files)
     for _ in range(2):  # the second time from the saved index
         opened = open_whole(str(path), texts=True).splits(validation_share=0.0)
         assert texts_of(opened.train) == [("a", (RED,)), ("b", (BLUE, "b")), ("c", None)]
@@ -147,11 +140,8 @@ def test_what_captions_leave_out_is_named(tmp_path: Path) -> None:
 
 def test_shards_with_labels_and_texts(tmp_path: Path) -> None:
     for split, endings in (("train", ("txt", "cls")), ("val", ("cls",))):
-        with tarfile.open(tmp_path / f"{split}.tar", "w") as tar:
-            for number, name in enumerate("ab"):
-                add(tar, f"{name}.png", picture(number))
-                for ending in endings:
-                    add(tar, f"{name}.{ending}", str(number).encode())
+        texts = [(f"{name}.{ending}", b"%d" % number) for number, name in enumerate("ab") for ending in endings]
+        write_tar(tmp_path / f"{split}.tar", [("a.png", picture(0)), ("b.png", picture(1)), *texts])
     opened = open_whole(str(tmp_path), texts=True).splits(validation_share=0.0)
     assert len(opened.train) == 2 and opened.validation is None
     assert any("labels are not used" in note for note in opened.notes)
@@ -219,43 +209,17 @@ def test_check_counts_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert (report.texts.texts, report.texts.different, report.texts.words) == (3, 2, (2, 31, 61))
     assert report.texts.common[0] == ("same here", 2)
     assert {"repeated-texts", "long-texts", "unlabelled"} <= {finding.kind for finding in report.findings}
-    assert (
-        main(
-            [
-                "data",
-                "check",
-                str(tmp_path / "t.csv"),
-                "--validation-share",
-                "0.5",
-                "--page",
-                str(tmp_path / "page.html"),
-            ]
-        )
-        == 0
-    )
+    options = ["--validation-share", "0.5", "--page", str(tmp_path / "page.html")]
+    assert main(["data", "check", str(tmp_path / "t.csv"), *options]) == 0
     assert "most frequent:" in " ".join(capsys.readouterr().out.split())
 
 
 def test_classification_of_texts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     images(tmp_path, "a.png", "b.png", "c.png")
     write_csv(tmp_path)
-    assert (
-        main(
-            [
-                "train",
-                "--data",
-                str(tmp_path / "pairs.csv"),
-                "--validation-share",
-                "0.5",
-                "--run",
-                str(tmp_path / "run"),
-            ]
-        )
-        == 2
-    )
+    options = ["--validation-share", "0.5", "--run", str(tmp_path / "run")]
+    assert main(["train", "--data", str(tmp_path / "pairs.csv"), *options]) == 2
     assert "has texts, and classification needs one class" in " ".join(capsys.readouterr().err.split())
     with pytest.raises(DataError, match=r"mix .* different kinds"):
         splits = Splits(samples_of(open_data("bundled", validation_share=0.0).train), None, None)
-        from vitrail.data.sources import mix_in
-
         mix_in(splits, (f"0.5:{tmp_path / 'pairs.csv'}",))

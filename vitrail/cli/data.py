@@ -19,7 +19,7 @@ from rich.text import Text
 
 from vitrail.cli.console import images_bar, print_note
 from vitrail.cli.options import Call, Command, Example
-from vitrail.data.check.findings import Finding, Report, Sizes, named_sources
+from vitrail.data.check.findings import Finding, Report, Sizes
 from vitrail.data.check.images import Progress
 from vitrail.data.check.report import amount_rows, check_data, page, text_line
 from vitrail.data.config import DataConfig
@@ -286,7 +286,7 @@ def run_pack(call: Call) -> int:
         )
     if options.to is not None:
         with images_bar(console) as bar:
-            task = bar.add_task("writing", total=sum(map(len, named_sources(splits).values())))
+            task = bar.add_task("writing", total=sum(map(len, splits.sources.values())))
             lost = convert(splits, options.destination, options.to, lambda done: bar.update(task, completed=done))
         for note in lost:
             print_note(console, note)

@@ -182,19 +182,12 @@ def open_whole(
     return OpenedData(spec, replace(splits, faults=(), notes=(*splits.notes, *refuse(faults))))
 
 
-def mix_in(splits: Splits, more: tuple[str, ...]) -> Splits:
-    """Return the splits with additional training data. Each entry of `more` has the form "FRACTION:SPEC".
-
-    FRACTION is the fraction of training samples that come from the data SPEC. Classes with the same name are merged.
-    New classes follow the classes of `splits`, in all splits. If the targets of `splits` are numbers, the additional
-    data needs columns with the same names. The additional data must not contain images of the validation or test split.
-    Raises `DataError`.
-    """
-    return _mixture(splits, open_mixed(splits, more)) if more else splits
-
-
 def open_mixed(splits: Splits, more: tuple[str, ...]) -> tuple[MixedData, ...]:
-    """Return the data that `mix_in` adds to the splits. Raises `DataError`."""
+    """Open additional training data for the splits. Each entry of `more` has the form "FRACTION:SPEC".
+
+    FRACTION is the fraction of training samples that come from the data SPEC. If the targets of `splits` are numbers,
+    the additional data needs columns with the same names. Raises `DataError`.
+    """
     numbers = splits.classes if splits.target_kind == "numbers" else ()
     opened = []
     for text in more:
@@ -250,8 +243,8 @@ def open_pool(pool: Pool) -> Source:
 
 
 def _mixture(splits: Splits, further: tuple[MixedData, ...]) -> Splits:
-    """Return the splits with additional training data. New classes follow the classes of the splits. Raise `DataError`
-    if the additional data contains held-out images."""
+    """Return the splits with additional training data. Classes with the same name are merged, and new classes follow
+    the classes of the splits. Raise `DataError` if the additional data contains held-out images."""
     for more in further:
         for split, held_out in (("validation", splits.validation), ("test", splits.test)):
             if held_out is not None and (shared := shared_images(more.source, held_out)):
@@ -441,11 +434,12 @@ FORMATS = [
     Format(_has_classes, _open_class_folders, ("splits",)),
     Format(
         lambda request: request.location == "bundled",
-        lambda request: formats.idx.open_bundled(), name="bundled",
+        lambda request: formats.idx.open_idx(formats.idx.BUNDLED, formats.idx.FASHION_MNIST), name="bundled",
     ),
     Format(
         lambda request: request.location == "fashion-mnist",
-        lambda request: formats.idx.open_fashion_mnist(), name="fashion-mnist",
+        lambda request: formats.idx.open_idx(formats.idx.locate_fashion_mnist(), formats.idx.FASHION_MNIST),
+        name="fashion-mnist",
     ),
     Format(
         lambda request: request.location.startswith("fractals:"),

@@ -92,6 +92,12 @@ class Splits:
         return target_kind(self.train)
 
     @property
+    def sources(self) -> dict[str, Source]:
+        """The splits that the data has, by name."""
+        named = {"train": self.train, "validation": self.validation, "test": self.test}
+        return {split: source for split, source in named.items() if source is not None}
+
+    @property
     def held_out(self) -> tuple[str, Source] | None:
         """Name and source of the split that evaluates a finished model: the test split if there is one, else the
         validation split."""

@@ -128,22 +128,14 @@ class Targets:
             masks = np.empty(len(found), object)
             masks[:] = found
             return Targets(kind, names, masks)
-        if kind == "none":
-            return Targets.unknown(kind, names, len(found))
-        nothing = (math.nan,) * len(names)
-        numbers = [nothing if one is None else one for one in found]
-        return Targets(kind, names, np.array(numbers, np.float64).reshape(len(found), len(names)))
+        width = len(names) if kind == "numbers" else 0
+        numbers = [(math.nan,) * width if one is None or not width else one for one in found]
+        return Targets(kind, names, np.array(numbers, np.float64).reshape(len(found), width))
 
     @staticmethod
     def unknown(kind: TargetKind, names: tuple[str, ...], count: int) -> Targets:
         """Return the targets of samples of which none is known."""
-        if kind == "class":
-            return Targets(kind, names, np.full(count, -1, np.int64))
-        if kind == "classes":
-            return Targets(kind, names, np.zeros(0, np.int64), np.zeros(count + 1, np.int64))
-        if kind in ("boxes", "mask", "texts"):
-            return Targets.of([None] * count, kind, names)
-        return Targets(kind, names, np.full((count, len(names) if kind == "numbers" else 0), math.nan))
+        return Targets.of([None] * count, kind, names)
 
     @staticmethod
     def joined(parts: Sequence[Targets]) -> Targets:

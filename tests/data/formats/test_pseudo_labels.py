@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.make import mix_in
 from vitrail.data.formats.pseudo_labels import (
     ClassCounts,
     LabelledRows,
@@ -20,7 +21,7 @@ from vitrail.data.formats.pseudo_labels import (
     write_pseudo_labels,
 )
 from vitrail.data.source import fingerprint, has_soft_targets, shared_images, soft_target_of
-from vitrail.data.sources import absolute_spec, mix_in, open_data, open_pool
+from vitrail.data.sources import absolute_spec, open_data, open_pool
 from vitrail.errors import DataError
 from vitrail.testing import check_source
 

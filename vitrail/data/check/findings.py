@@ -179,12 +179,6 @@ UNEVEN = 10
 """Smallest ratio of the largest class to the smallest class for which the imbalance is a warning."""
 
 
-def named_sources(splits: Splits) -> dict[str, Source]:
-    """Return the sources of all splits that exist, by name."""
-    named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    return {name: source for name, source in named.items() if source is not None}
-
-
 def count(name: str, source: Source, looked_at: int) -> SplitCounts:
     """Count the samples of a split per class, and the samples without a target."""
     kind = target_kind(source)
@@ -698,7 +692,7 @@ def quick_check(splits: Splits) -> tuple[str, ...]:
     All labels are examined. Up to 64 training images are decoded, within about 0.3 seconds. A broken image is a
     finding, not an error.
     """
-    sources = named_sources(splits)
+    sources = splits.sources
     counts = {name: count(name, source, 0) for name, source in sources.items()}
     images = ", ".join(f"{len(source):,} {name}" for name, source in sources.items())
     kind = splits.target_kind

@@ -25,7 +25,6 @@ from vitrail.data.check.findings import (
     kinds_of,
     label_findings,
     most_severe_first,
-    named_sources,
     sizes_of,
     target_findings,
     text_findings,
@@ -60,7 +59,7 @@ def check_data(
         raise ConfigError(f"threads={threads} is less than 1; use at least one thread")
     if not 0 <= max_skipped <= 1:
         raise ConfigError(f"max_skipped={max_skipped} is not in [0, 1]; it is a fraction of the training images")
-    sources = named_sources(splits)
+    sources = splits.sources
     rows = _rows(list(sources.values()), sample)
     looks = look_at_all(list(sources.values()), rows, threads=threads, progress=progress)
     duplicates = find_duplicates(looks, list(sources.values()), threads=threads, progress=progress)
@@ -121,7 +120,7 @@ Shown = tuple[Image.Image | None, list[str], str]
 
 def page(report: Report, splits: Splits, title: str) -> str:
     """Return the HTML of a report. At most a few hundred images are read again and embedded."""
-    sources = named_sources(splits)
+    sources = splits.sources
     severities = [finding.severity for finding in report.findings]
     verdict = ", ".join(plural(severities.count(one), one) for one in ("error", "warning", "note") if one in severities)
     counted = bool(report.splits[0].per_class)

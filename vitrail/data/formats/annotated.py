@@ -150,26 +150,30 @@ def shown(places: Sequence[str]) -> str:
     return "; ".join(places[:MOST_SHOWN]) + ("; and so on" if len(places) > MOST_SHOWN else "")
 
 
-def missing_images(where: str, names: Sequence[str]) -> Iterator[Fault]:
-    """Yield a fault if images that an annotation names do not exist."""
-    if names:
-        yield Fault(
-            "missing-image", "error", len(names),
-            f"{where} names {plural(len(names), 'image')} that cannot be found: {shown(names)}",
-            "Training refuses the data. This check skips these images.",
-            "Add these images, or remove them from the annotations.",
-        )  # fmt: skip
+def fault_at(
+    places: Sequence[str], kind: str, severity: Severity, text: str, training: str, advice: str
+) -> list[Fault]:
+    """Return a fault about some places in the data, such as lines and names of files. Its text ends with the first of
+    them. Without places, there is no fault."""
+    return [Fault(kind, severity, len(places), f"{text}: {shown(places)}", training, advice)] if places else []
 
 
-def unlisted_images(where: str, names: Sequence[str], reason: str) -> Iterator[Fault]:
-    """Yield a fault if images have no annotation, in a format in which each image has one."""
-    if names:
-        yield Fault(
-            "unlisted-image", "warning", len(names),
-            f"{where}: skipped {plural(len(names), 'image')}, because {reason}: {shown(names)}",
-            "These images are skipped. An image without objects has an annotation that is empty.",
-            "Annotate these images, or remove them.",
-        )  # fmt: skip
+def missing_images(where: str, names: Sequence[str]) -> list[Fault]:
+    """Return the fault of images that an annotation names and that do not exist, if there are any."""
+    return fault_at(
+        names, "missing-image", "error", f"{where} names {plural(len(names), 'image')} that cannot be found",
+        "Training refuses the data. This check skips these images.",
+        "Add these images, or remove them from the annotations.",
+    )  # fmt: skip
+
+
+def unlisted_images(where: str, names: Sequence[str], reason: str) -> list[Fault]:
+    """Return the fault of images without annotation, in a format in which each image has one, if there are any."""
+    return fault_at(
+        names, "unlisted-image", "warning", f"{where}: skipped {plural(len(names), 'image')}, because {reason}",
+        "These images are skipped. An image without objects has an annotation that is empty.",
+        "Annotate these images, or remove them.",
+    )  # fmt: skip
 
 
 def divided(
@@ -338,12 +342,11 @@ def _checked(where: str, one: AnnotatedImages) -> tuple[list[int], ObjectRows, l
          "whose box reaches beyond the image by at most 1 % of its side",
          "These boxes are clipped to the image.", "Nothing needs to be done."),
     )  # fmt: skip
-    faults = []
+    faults: list[Fault] = []
     for kind, severity, wrong, text, effect, advice in cases:
-        if len(rows := np.flatnonzero(wrong)):
-            places = shown([objects[row].where for row in rows[: MOST_SHOWN + 1].tolist()])
-            counted = f"{len(rows):,} of {plural(len(objects), 'object')}"
-            faults.append(Fault(kind, severity, len(rows), f"{where}: {counted} {text}: {places}", effect, advice))
+        places = [objects[row].where for row in np.flatnonzero(wrong).tolist()]
+        counted = f"{len(places):,} of {plural(len(objects), 'object')}"
+        faults += fault_at(places, kind, severity, f"{where}: {counted} {text}", effect, advice)
     kept = sorted(np.flatnonzero(usable).tolist(), key=lambda row: objects[row].image)
     chosen = [objects[row] for row in kept]
     outlines = None

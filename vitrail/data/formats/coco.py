@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ from vitrail.data.formats.annotated import (
     AnnotatedImages,
     Annotation,
     ImageFiles,
+    fault_at,
     files_beside_images,
     holds_masks,
     missing_images,
     object_splits,
-    shown,
     unlisted_images,
 )
 from vitrail.data.objects import Outline, Runs
@@ -135,15 +135,14 @@ def _captions(
     return splits_from(sources, (*notes, *reader.notes(f"data {title!r}")), faults)
 
 
-def _unknown_images(path: Path, strange: Sequence[str]) -> Iterator[Fault]:
-    """Yield a fault if annotations are of images that are not listed."""
-    if strange:
-        yield Fault(
-            "unknown-image", "error", len(strange),
-            f"{path}: {plural(len(strange), 'annotation')} of images that are not listed: {shown(strange)}",
-            "Training refuses the data. This check skips these annotations.",
-            "List these images, or remove the annotations.",
-        )  # fmt: skip
+def _unknown_images(path: Path, strange: Sequence[str]) -> list[Fault]:
+    """Return the fault of annotations of images that are not listed, if there are any."""
+    return fault_at(
+        strange, "unknown-image", "error",
+        f"{path}: {plural(len(strange), 'annotation')} of images that are not listed",
+        "Training refuses the data. This check skips these annotations.",
+        "List these images, or remove the annotations.",
+    )  # fmt: skip
 
 
 def _by_split(
@@ -271,12 +270,11 @@ def _images(
         if isinstance(parts := one.get("segmentation"), list) and any(len(part) < LEAST_NUMBERS for part in parts):
             short.append(where)
     result.faults += _unknown_images(path, strange)
-    if short:
-        result.faults.append(Fault(
-            "short-polygon", "note", len(short), f"{path}: {plural(len(short), 'outline')} with a polygon of "
-            f"fewer than three points. Such polygons are skipped: {shown(short)}",
-            "The other polygons of these objects, or else their boxes, are learned.", "Correct these outlines.",
-        ))  # fmt: skip
+    result.faults += fault_at(
+        short, "short-polygon", "note",
+        f"{path}: {plural(len(short), 'outline')} with a polygon of fewer than three points. Such polygons are skipped",
+        "The other polygons of these objects, or else their boxes, are learned.", "Correct these outlines.",
+    )  # fmt: skip
     if with_keypoints:
         result.faults.append(Fault(
             "keypoints", "note", with_keypoints, f"{path}: the keypoints of {plural(with_keypoints, 'object')} are not "

@@ -22,8 +22,8 @@ from vitrail.data.formats.masks import MOST_CLASSES
 from vitrail.data.formats.pack import encoded
 from vitrail.data.objects import IGNORED, Mask, Objects, Runs
 from vitrail.data.pixels.decode import image_size_of
-from vitrail.data.source import Samples, Source, samples_of
-from vitrail.data.splits import Split, Splits
+from vitrail.data.source import Samples, samples_of
+from vitrail.data.splits import Splits
 from vitrail.errors import DataError, UndecodableImage, listed, plural
 from vitrail.files import check_new_folder, replacing_folder
 
@@ -47,10 +47,7 @@ def convert(
     if splits.target_kind not in ("boxes", "mask"):
         raise DataError(f"{splits.title} has neither boxes nor masks, so it cannot be written as {to}; leave out --to")
     check_new_folder(destination, (), overwrite=False)
-    named: dict[Split, Source | None] = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    sources = {
-        NAMES[split]: samples_of(source) for split, source in named.items() if source is not None and len(source)
-    }
+    sources = {NAMES[split]: samples_of(source) for split, source in splits.sources.items() if len(source)}
     with replacing_folder("the data", destination, ()) as folder:
         writer = WRITERS[to](folder, sources)
         done = 0

@@ -148,16 +148,6 @@ SHA256 = {
 """Hashes of the decompressed files. The compressed files differ between distributors."""
 
 
-def open_bundled() -> Splits:
-    """Return the bundled images, a part of Fashion-MNIST."""
-    return open_idx(BUNDLED, FASHION_MNIST)
-
-
-def open_fashion_mnist() -> Splits:
-    """Return the full data set, which is downloaded if necessary."""
-    return open_idx(locate_fashion_mnist(), FASHION_MNIST)
-
-
 def locate_fashion_mnist(*, mirror: str = MIRROR, debian: Path = DEBIAN) -> Path:
     """Return the folder with the full data set, from `$VITRAIL_DATA` or from Debian's package. Otherwise download it.
 

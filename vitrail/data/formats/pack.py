@@ -149,8 +149,7 @@ def pack(
     for name, value in (("shard_size", shard_size), ("max_side", max_side), ("workers", workers)):
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value} is less than 1")
-    named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    sources: dict[str, Source] = {split: source for split, source in named.items() if source}
+    sources: dict[str, Source] = {split: source for split, source in splits.sources.items() if len(source)}
     packing = Packing(fingerprint(*sources.values()), shard_size, max_side, JPEG_QUALITY if max_side else None)
     samples = {split: len(source) for split, source in sources.items()}
     state = Manifest(splits.classes, samples, packing, dict.fromkeys(sources, ()))

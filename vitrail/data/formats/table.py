@@ -131,7 +131,8 @@ def open_table(
         )
     parts = _renamed(parts)
     if not unlabelled:
-        refuse_joined(where, _counts(parts.values()), choice.separator)
+        single = (row.label for part in parts.values() for row in part.rows if isinstance(row.label, str))
+        refuse_joined(where, Counter(single), choice.separator)
     files: dict[Split, dict[str, tuple[TableRow, int]]] = {}
     faults: list[Fault] = []
     for split, part in parts.items():
@@ -212,11 +213,6 @@ def _renamed(parts: dict[Split, Table]) -> dict[Split, Table]:
         return row if row.label is None else row._replace(label=whole[row.label])
 
     return {split: part._replace(rows=list(map(one, part.rows))) for split, part in parts.items()} if whole else parts
-
-
-def _counts(tables: Iterable[Table]) -> Counter[str]:
-    """Return the number of rows of each class, for tables with one label per image."""
-    return Counter(row.label for table in tables for row in table.rows if isinstance(row.label, str))
 
 
 def _source(table: Table, files: dict[str, tuple[TableRow, int]], classes: tuple[str, ...]) -> Samples:
@@ -464,7 +460,7 @@ def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled:
     elif label is None and _are_flags(cells, others):
         used, classes = others, tuple(class_name(cells.header[place]) for place in others)
         targets = (
-            tuple(name for name, place in zip(classes, others, strict=True) if _is_true(line[place]))
+            tuple(name for name, place in zip(classes, others, strict=True) if str(line[place]).lower() in TRUE)
             for _, line in cells.lines
         )
     else:
@@ -481,7 +477,7 @@ def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled:
             str(line[image] or ""),
             target if classes else reader(target),
             number,
-            _numbers(path, number, columns, line),
+            tuple(number_of(f"{path}, line {number}", name, line[place]) for name, place in columns),
             () if text is None else captions(line[text]),
         )
         for (number, line), target in zip(cells.lines, targets or [None] * len(cells.lines), strict=True)
@@ -591,10 +587,6 @@ def _are_measured(values: Sequence[Any]) -> bool:
     return holds_numbers(values) and any(number_of("", "", value) % 1 > 0 for value in values)
 
 
-def _is_true(value: object) -> bool:
-    return str(value).lower() in TRUE
-
-
 def _without_labels(cells: _Cells, others: Sequence[int]) -> str:
     text = (
         f"{cells.path} has no column of labels: its columns are {', '.join(cells.header)}; the column of labels must "
@@ -609,11 +601,6 @@ def _without_labels(cells: _Cells, others: Sequence[int]) -> str:
             if len(others) > 1 and str(line[place]).lower() not in TRUE | FALSE:
                 return f"{text}; line {number} has {line[place]!r} in column {cells.header[place]!r}"
     return text
-
-
-def _numbers(table: Path, number: int, columns: Sequence[tuple[str, int]], line: Sequence[Any]) -> tuple[float, ...]:
-    """Return the numbers in some columns of a row. The columns are given by name and position."""
-    return tuple(number_of(f"{table}, line {number}", column, line[place]) for column, place in columns)
 
 
 # --- splits

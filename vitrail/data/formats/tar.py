@@ -74,19 +74,19 @@ def open_shards(
             notes.append(f"{location}: the {split} split is skipped, because it has no images")
             del opened[split]
     every = [shard.index for shards in opened.values() for shard in shards]
-    has_labels = any(len(index.labels) for index in every)
-    if any(len(index.texts) for index in every) and (texts or not (has_labels or numbers)):
+    labels = [label for index in every for label in index.labels]
+    if any(len(index.texts) for index in every) and (texts or not (labels or numbers)):
         if numbers:
             raise DataError(
                 f"data {location!r} has texts in its shards, but numbers={','.join(numbers)} asks for numbers"
             )
-        if has_labels:
+        if labels:
             notes.append(f"{location}: labels are not used, because texts are asked for")
         return _with_texts(location, opened, notes)
     if count := sum(len(index.texts) for index in every):
         notes.append(f"{location}: {plural(count, 'text')} of its images not used, because they have labels")
-    if any(_has_numbers(shard) for shards in opened.values() for shard in shards):
-        return _with_numbers(location, located, opened, numbers)
+    if any(map(is_numbers, labels)):
+        return _with_numbers(location, located, opened, labels, numbers)
     if numbers:
         raise DataError(
             f"data {location!r} has no numbers in its shards, but numbers={','.join(numbers)} asks for some"
@@ -139,24 +139,18 @@ def _splits(
     return splits_from({split: one.samples for split, one in found.items()}, (*notes, *more), faults)
 
 
-def _has_numbers(shard: Shard) -> bool:
-    return any(is_numbers(label) for label in shard.index.labels)
-
-
 def _with_numbers(
-    location: str, located: Located, opened: Mapping[Split, list[Shard]], numbers: tuple[str, ...]
+    location: str,
+    located: Located,
+    opened: Mapping[Split, list[Shard]],
+    labels: Sequence[RawLabel],
+    numbers: tuple[str, ...],
 ) -> Splits:
-    """Open shards whose samples have numbers as targets. `numbers` selects some of them. By default all are used."""
-    lengths = {
-        len(label) if is_numbers(label) else 0
-        for shards in opened.values()
-        for shard in shards
-        for label in shard.index.labels
-        if isinstance(label, tuple)
-    }
-    plain = any(not is_numbers(label) for shards in opened.values() for shard in shards for label in shard.index.labels)
+    """Open shards whose samples have numbers as targets, which are the `labels` of all shards. `numbers` selects some
+    of them. By default all are used."""
+    lengths = {len(label) if isinstance(label, tuple) and is_numbers(label) else 0 for label in labels}
     names = located.classes or tuple(str(place) for place in range(max(lengths)))
-    if plain or lengths != {len(names)}:
+    if lengths != {len(names)}:
         raise DataError(
             f"data {location!r}: some samples have {len(names)} numbers, and others have classes or another count of "
             "numbers; give the same numbers to all samples, and null for an unknown number"

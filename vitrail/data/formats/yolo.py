@@ -25,6 +25,7 @@ from vitrail.data.formats.annotated import (
     Annotation,
     ImageFiles,
     divided,
+    fault_at,
     holds_masks,
     object_splits,
     shown,
@@ -203,13 +204,11 @@ def _images(folder: Path, keys: Sequence[str], texts: set[str], classes: int) ->
                 broken.append(f"{where} ({line.strip()[:60]})")
             else:
                 result.objects.append(found)
-    if broken:
-        result.faults.append(Fault(
-            "broken-line", "error", len(broken),
-            f"{folder}: {plural(len(broken), 'line')} of labels that cannot be read: {shown(broken)}",
-            "Training refuses the data. This check skips these lines.",
-            "Write the number of the class, and then four numbers of a box or the corners of a polygon.",
-        ))  # fmt: skip
+    result.faults += fault_at(
+        broken, "broken-line", "error", f"{folder}: {plural(len(broken), 'line')} of labels that cannot be read",
+        "Training refuses the data. This check skips these lines.",
+        "Write the number of the class, and then four numbers of a box or the corners of a polygon.",
+    )  # fmt: skip
     return result
 
 
@@ -257,19 +256,20 @@ def _beyond(title: str, found: Sequence[AnnotatedImages], names: Sequence[str]) 
         )  # fmt: skip
 
 
-def _alone(folder: Path, images: ImageFiles, texts: set[str]) -> Iterator[Fault]:
-    """Yield a fault if label files belong to no image, or to several."""
+def _alone(folder: Path, images: ImageFiles, texts: set[str]) -> list[Fault]:
+    """Return the faults of label files that belong to no image, or to several."""
     used = Counter(name for key in images.inodes if (name := _label_of(key, texts)) is not None)
     alone = sorted(name for name in texts - used.keys() if _begins_with_labels(folder / name))
-    if shared := sorted(name for name, count in used.items() if count > 1):
-        yield Fault(
-            "labels-of-several-images", "warning", len(shared),
-            f"{folder}: {plural(len(shared), 'file')} of labels with several images of the same name: {shown(shared)}",
+    shared = sorted(name for name, count in used.items() if count > 1)
+    return [
+        *fault_at(
+            shared, "labels-of-several-images", "warning",
+            f"{folder}: {plural(len(shared), 'file')} of labels with several images of the same name",
             "Each of these images gets the labels.", "Rename the images, or remove those that are not annotated.",
-        )  # fmt: skip
-    if alone:
-        yield Fault(
-            "labels-without-image", "warning", len(alone),
-            f"{folder}: {plural(len(alone), 'file')} of labels without an image of the same name: {shown(alone)}",
+        ),
+        *fault_at(
+            alone, "labels-without-image", "warning",
+            f"{folder}: {plural(len(alone), 'file')} of labels without an image of the same name",
             "These labels are not used.", "Add the images, or remove the files.",
-        )  # fmt: skip
+        ),
+    ]  # fmt: skip

@@ -72,14 +72,12 @@ class _Axis(NamedTuple):
         inside = (scaled >= 0) & (scaled < self.scaled)
         return self.begin + (2 * scaled + 1) * self.length // (2 * self.scaled), inside
 
-    def cells(self, count: int) -> tuple[Int64[np.ndarray, " image"], Bool[np.ndarray, " image"]]:
-        """Return, for each pixel of the image, the index of the cell of the result that contains its centre. The result
-        is divided into `count` equal cells. Pixels outside the result are marked by False."""
+    def seen(self) -> Bool[np.ndarray, " image"]:
+        """Return True for each pixel of the image whose centre is in the box and in the result."""
         pixels = np.arange(self.image)
         doubled = (2 * (pixels - self.begin) + 1) * self.scaled - 2 * self.length * self.start
-        found = doubled * count // (2 * self.length * self.size)
-        inside = (found >= 0) & (found < count) & (pixels >= self.begin) & (pixels < self.begin + self.length)
-        return count - 1 - found if self.mirrored else found, inside
+        inside = (doubled >= 0) & (doubled < 2 * self.length * self.size)
+        return inside & (pixels >= self.begin) & (pixels < self.begin + self.length)
 
     def filter(self) -> tuple[Float64[np.ndarray, "size image"], Bool[np.ndarray, " size"]]:
         """Return the weights of Pillow's bilinear filter: one row per pixel of the result, one column per pixel of the
@@ -93,9 +91,8 @@ class _Axis(NamedTuple):
     def filter_back(self, count: int) -> tuple[Float64[np.ndarray, "image count"], Bool[np.ndarray, " image"]]:
         """Return interpolation weights: one row per pixel of the image, one column per cell. The result is divided into
         `count` equal cells."""
-        _, inside = self.cells(count)
         centres = self.forward(np.arange(self.image) + 0.5) * count / self.size
-        return _triangles(centres, count, self.scaled / self.length * count / self.size), inside
+        return _triangles(centres, count, self.scaled / self.length * count / self.size), self.seen()
 
 
 @dataclass(frozen=True)
@@ -160,16 +157,6 @@ class Placement:
         self._check(mask)
         rows, columns = self._axes
         return _picked(mask, rows.pixels(), columns.pixels(), fill)
-
-    def mask_back(
-        self, mask: Shaped[np.ndarray, "*c h w"], fill: float | int = 0
-    ) -> Shaped[np.ndarray, "*c height width"]:
-        """Convert a mask from the result to the image, by nearest pixels. Pixels outside the result become `fill`.
-
-        The mask may have any number of rows and columns; it always covers the whole result.
-        """
-        rows, columns = self._axes
-        return _picked(mask, rows.cells(mask.shape[-2]), columns.cells(mask.shape[-1]), fill)
 
     def map(self, values: Float[np.ndarray, "*c h w"], fill: float = 0.0) -> Float64[np.ndarray, "*c height width"]:
         """Convert a map with one number per pixel from the image to the result, by Pillow's bilinear filter.
