@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import shutil
 import zlib
 from collections.abc import Callable
@@ -47,6 +48,12 @@ def make_clean(root: Path) -> Path:
         for index in range(4):
             save(root / "val" / name / f"{index:02}.png", picture(100 * number + 50 + index))
     return root
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the quick check look at all images, also on a busy machine."""
+    monkeypatch.setattr("vitrail.data.check.findings.QUICK_SECONDS", math.inf)
 
 
 @pytest.fixture

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from vitrail.data.check.images import colour_note, has_colour, images_of
-from vitrail.data.source import Sample
+from vitrail.data.source import Source
 from vitrail.errors import UndecodableImage
 
 
@@ -25,27 +26,6 @@ def encoded(image: Image.Image, form: str) -> bytes:
     file = io.BytesIO()
     image.save(file, form)
     return file.getvalue()
-
-
-class Images:
-    """A source of given images."""
-
-    classes = ("a", "b")
-
-    def __init__(self, images: list[bytes]) -> None:
-        self.images = images
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> Sample:
-        return Sample(self.key(index), self.images[index], self.target(index))
-
-    def key(self, index: int) -> str:
-        return str(index)
-
-    def target(self, index: int) -> int:
-        return index % 2
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "BMP", "WEBP"])
@@ -64,16 +44,16 @@ def test_grey_modes_palettes_and_arrays() -> None:
         has_colour(b"nothing")
 
 
-def test_the_note_is_for_grey_networks_and_coloured_images() -> None:
+def test_the_note_is_for_grey_networks_and_coloured_images(memory_source: Callable[..., Source]) -> None:
     grey, red = (encoded(picture(coloured=coloured, size=(31, 17)), "PNG") for coloured in (False, True))
-    source = Images([grey] * 300 + [red] * 100)
+    source = memory_source([grey] * 300 + [red] * 100, labels=[0, 1] * 200)
     note = "the model takes grey images, so colours are dropped; 8 of 32 images looked at have colours"
     assert colour_note(images_of(source), 1) == note
     assert colour_note(images_of(source), 3) == ""
     assert colour_note([grey] * 19 + [red], 1) == ""
     assert colour_note([b"broken", red], 1).endswith("dropped; the image has colours")
     assert colour_note([b"broken"], 1) == "" == colour_note([], 1)
-    assert list(images_of(Images([]))) == []
+    assert list(images_of(memory_source([], labels=[]))) == []
 
 
 def test_images_are_read_only_for_a_grey_network() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import tarfile
 import threading
 import time
 import urllib.request
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 from fsspec.spec import AbstractFileSystem
 
+from tests.make import write_tar
 from vitrail.data import remote
 from vitrail.data.formats.tar import open_shards
 from vitrail.errors import DataError
@@ -133,14 +133,11 @@ def root(request: pytest.FixtureRequest, server: Server) -> str:
 
 def tar_of(encode: Callable[..., bytes], *keys: int) -> bytes:
     """Return a tar file of samples, each with a grey image and a label."""
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as tar:
-        for key in keys:
-            image = encode(np.full((40, 30 + key, 3), key, np.uint8), "BMP")
-            for name, data in ((f"{key:03}.bmp", image), (f"{key:03}.cls", str(key % 2).encode())):
-                about = tarfile.TarInfo(name)
-                about.size = len(data)
-                tar.addfile(about, io.BytesIO(data))
+    file, files = io.BytesIO(), []
+    for key in keys:
+        image = encode(np.full((40, 30 + key, 3), key, np.uint8), "BMP")
+        files += [(f"{key:03}.bmp", image), (f"{key:03}.cls", b"%d" % (key % 2))]
+    write_tar(file, files)
     return file.getvalue()
 
 
@@ -267,11 +264,8 @@ def test_shards_on_a_server(server: Server, root: str, encode: Callable[..., byt
 
 def test_headers_are_asked_for_and_images_are_not(server: Server) -> None:
     file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as tar:
-        for name, size in (("1.jpg", 3_000_000), ("1.cls", 1), ("2.jpg", 2_000_000), ("2.cls", 1)):
-            about = tarfile.TarInfo(name)
-            about.size = size
-            tar.addfile(about, io.BytesIO(b"1" * size))
+    sizes = (("1.jpg", 3_000_000), ("1.cls", 1), ("2.jpg", 2_000_000), ("2.cls", 1))
+    write_tar(file, ((name, b"1" * size) for name, size in sizes))
     server.files["/x.tar"] = file.getvalue()
     source = open_shards(f"plain://{server.address}/x.tar", None).train
     assert len(source) == 2 and source.target(1) == 1

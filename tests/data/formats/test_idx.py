@@ -133,10 +133,12 @@ def test_a_label_beyond_the_classes_is_named(tmp_path: Path, write_idx: Write) -
 
 
 @pytest.mark.parametrize(
-    ("split", "prefix"),
-    [("train", "train"), ("test", "t10k"), ("test", "test"), ("validation", "val"), ("validation", "validation")],
-)
-@pytest.mark.parametrize("suffix", ["", ".gz"])
+    ("split", "prefix", "suffix"),
+    [
+        ("train", "train", ""), ("test", "t10k", ".gz"), ("test", "test", ""), ("validation", "val", ".gz"),
+        ("validation", "validation", ""),
+    ],
+)  # fmt: skip
 def test_files_of_a_split_are_found_by_name(
     idx_folder: Callable[..., Path], split: str, prefix: str, suffix: str
 ) -> None:
@@ -161,8 +163,6 @@ def test_images_without_labels_are_no_split(idx_folder: Callable[..., Path]) -> 
     ("name", "data", "message"),
     [
         ("a.gz", gzip.compress(b"\0\0\x08\1\0\0\0\1x", mtime=0)[:12] + b"\xff" * 12, "cannot read"),
-        ("a", b"\0\0\x08\3\0\0", "is damaged"),
-        ("a", bytes.fromhex("00000803ffffffffffffffff00000000"), "is damaged"),
         ("a", b"\0\0\x08\xff" + b"\0" * 1020, "is damaged"),
     ],
 )

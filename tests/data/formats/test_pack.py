@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import io
 import json
 import os
 import resource
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.make import write_tar
 from vitrail.data.formats.pack import FILE, UNFINISHED, pack, packed_before, parse
 from vitrail.data.formats.tar import looks_like_shards, open_shards
 from vitrail.data.pixels.decode import decode
@@ -393,11 +393,7 @@ def test_numbers_that_do_not_fit_together_are_named(
     tmp_path: Path, encode: Callable[..., bytes], fields: list[str], message: str
 ) -> None:
     image = encode(np.zeros((3, 2, 3), np.uint8), "PNG")
-    with tarfile.open(tmp_path / "x.tar", "w") as tar:
-        for number, text in enumerate(fields):
-            for suffix, data in (("png", image), ("json", text.encode())):
-                about = tarfile.TarInfo(f"{number}.{suffix}")
-                about.size = len(data)
-                tar.addfile(about, io.BytesIO(data))
+    pairs = [((f"{number}.png", image), (f"{number}.json", text.encode())) for number, text in enumerate(fields)]
+    write_tar(tmp_path / "x.tar", [one for pair in pairs for one in pair])
     with pytest.raises(DataError, match=message):
         open_data(str(tmp_path / "x.tar"), validation_share=0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Callable
@@ -71,7 +70,7 @@ def test_numbers_are_sorted_by_value(table: Callable[..., Path]) -> None:
 def test_numbers_of_one_value_are_sorted_as_text(table: Callable[..., Path]) -> None:
     """The order of a set, which differs from process to process, has no influence."""
     files = ("a/1.jpg", "a/2.jpg", "b/3.PNG", "4.jpg")
-    for labels in itertools.permutations(("01", "1", "001", "2")):
+    for labels in (("01", "1", "001", "2"), ("2", "001", "1", "01"), ("1", "2", "01", "001")):
         path = table("path,label", *(f"{file},{label}" for file, label in zip(files, labels, strict=True)))
         assert opened(path).classes == ("001", "01", "1", "2")
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.make import keys_of
+from tests.make import keys_of, write_tar
 from vitrail.data.formats import tar as shards_module
 from vitrail.data.formats import tar_index
 from vitrail.data.formats.tar import locate, looks_like_shards, open_shards
@@ -46,11 +46,7 @@ def picture(encode: Callable[..., bytes]) -> Callable[[int], bytes]:
 def write(path: Path, files: Members | list[tuple[str, bytes]], tar_format: int = tarfile.GNU_FORMAT) -> str:
     """Write a tar file with Python's own writer."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", format=tar_format) as tar:
-        for name, data in files.items() if isinstance(files, Mapping) else files:
-            about = tarfile.TarInfo(name)
-            about.size = len(data)
-            tar.addfile(about, io.BytesIO(data))
+    write_tar(path, files.items() if isinstance(files, Mapping) else files, tar_format)
     return str(path)
 
 
@@ -298,11 +294,8 @@ def test_long_and_strange_names_are_read_in_every_format(tmp_path: Path) -> None
 )  # fmt: skip
 def test_members_are_those_that_python_finds(names: list[str], sizes: list[int], tar_format: int) -> None:
     file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w", format=tar_format) as tar:
-        for number, (name, size) in enumerate(zip(names, sizes, strict=False)):
-            about = tarfile.TarInfo(f"{number} {name}")
-            about.size = size
-            tar.addfile(about, io.BytesIO(bytes(size)))
+    pairs = enumerate(zip(names, sizes, strict=False))
+    write_tar(file, ((f"{number} {name}", bytes(size)) for number, (name, size) in pairs), tar_format)
     data = file.getvalue()
     found = list(members("x.tar", lambda start, count: data[start : start + count], len(data)))
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:

@@ -8,7 +8,6 @@ import resource
 import struct
 import subprocess
 import sys
-import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -332,7 +331,7 @@ def test_half_a_file_is_refused(encode: Encode, file_format: str) -> None:
         decode(data[: len(data) // 2], 3)
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(
     file_format=st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]),
     place=st.floats(0, 1),
@@ -345,7 +344,7 @@ def test_files_cut_anywhere_give_pixels_or_the_one_exception(
     check_pixels_or_refusal(data[: int(place * len(data))], channels)
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(
     file_format=st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]),
     place=st.floats(0, 1, exclude_max=True),
@@ -359,7 +358,7 @@ def test_files_with_an_altered_byte_give_pixels_or_the_one_exception(
     check_pixels_or_refusal(bytes(data), 3)
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(start=st.sampled_from(BEGINNINGS), rest=st.binary(max_size=60))
 def test_noise_gives_pixels_or_the_one_exception(start: bytes, rest: bytes) -> None:
     check_pixels_or_refusal(start + rest, 3)
@@ -383,12 +382,13 @@ def test_truncated_files_are_refused_without_the_tests_own_filter_of_warnings(en
                 decode(data[:-200], 3)
 
 
-@pytest.mark.parametrize("side", [65_000, 12_000, 10_000])
-@pytest.mark.parametrize("kind", [0, 2])
-@pytest.mark.parametrize("action", ["error", "ignore"])
+@pytest.mark.parametrize(
+    ("side", "kind", "action"),
+    [(65_000, 0, "error"), (12_000, 2, "ignore"), (10_000, 0, "ignore"), (10_000, 2, "error")],
+)
 def test_a_header_that_claims_too_much_is_refused_before_memory_is_taken(side: int, kind: int, action: str) -> None:
     data = png(side, side, kind=kind, rows=b"\0" * 100)
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with warnings.catch_warnings():
         warnings.simplefilter(action)
         with pytest.raises(
@@ -396,7 +396,6 @@ def test_a_header_that_claims_too_much_is_refused_before_memory_is_taken(side: i
         ):
             decode(data, 3)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
-    assert time.perf_counter() - start < 3
 
 
 @pytest.mark.parametrize("limit", [None, 10**12])
