@@ -6,7 +6,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -50,6 +50,15 @@ class Fault:
     """The effect on training."""
     advice: str
     """Action that the user can take."""
+
+
+MOST_SHOWN = 5
+"""Number of places that a message about a fault names."""
+
+
+def shown(places: Sequence[str]) -> str:
+    """Return the first of some places, such as lines and names of files, for a message."""
+    return "; ".join(places[:MOST_SHOWN]) + ("; and so on" if len(places) > MOST_SHOWN else "")
 
 
 def unknown_class(split: str, images: int, text: str) -> Fault:
@@ -99,19 +108,27 @@ def _has_field(path: Path, field: str) -> bool:
     return isinstance(values, dict) and field in values
 
 
-def has_predictions(table: Path) -> bool:
-    """Return True for a table of predictions, as `vitrail predict` prints them. They are not labels."""
+def column_names(table: Path, delimiter_of: Callable[[str], str] = lambda first: ",") -> list[str]:
+    """Return the names of a table's columns, which its first line states. Return nothing if it cannot be read.
+    `delimiter_of` returns the character between the cells of this line."""
     try:
         with table.open(encoding="utf-8-sig", newline="") as file:
             first = file.readline(2**20)
-        if table.suffix.lower() == ".jsonl":
-            fields = json.loads(first)
-            return isinstance(fields, dict) and fields.keys() in (
-                {"image", "label", "probability", "probabilities"}, {"image", "numbers"}, {"image", "error"}
-            )  # fmt: skip
-        names = next(csv.reader([first]), [])
+        if table.suffix.lower() != ".jsonl":
+            return next(csv.reader([first], delimiter=delimiter_of(first)), [])
+        fields = json.loads(first)
     except (OSError, ValueError, RecursionError, csv.Error):
-        return False
+        return []
+    return list(fields) if isinstance(fields, dict) else []
+
+
+def has_predictions(table: Path) -> bool:
+    """Return True for a table of predictions, as `vitrail predict` prints them. They are not labels."""
+    names = column_names(table)
+    if table.suffix.lower() == ".jsonl":
+        return set(names) in (
+            {"image", "label", "probability", "probabilities"}, {"image", "numbers"}, {"image", "error"}
+        )  # fmt: skip
     return len(names) > 2 and names[0] == "image" and names[-1] == "error"
 
 

@@ -45,7 +45,7 @@ KINDS: dict[TargetKind, str] = {
 }
 """Names of the target kinds in messages."""
 
-Opener = Callable[[], Splits]
+Opener = Callable[[Request], Splits]
 
 SUBSET = re.compile(r"(?P<location>.+)\[(?P<inside>[^\[\]]*)\]", re.S)
 FRACTION = re.compile(r"\d*\.\d+")
@@ -310,12 +310,8 @@ def _has_coco(root: Path) -> bool:
     return bool(formats.coco.annotation_files(path for path in files if not formats.coco.OTHERS.match(path.name)))
 
 
-def _open_folders(request: Request) -> Splits:
-    return formats.folder.open_folders(request.path, request.classes, request.unlabelled, request.choice.splits)
-
-
 def _open_class_folders(request: Request) -> Splits:
-    splits = _open_folders(request)
+    splits = formats.folder.open_folders(request)
     return replace(splits, notes=(*splits.notes, *_beside(request.path)))
 
 
@@ -375,16 +371,14 @@ def _boxes(request: Request) -> list[tuple[str, Opener]]:
     """Return the formats of boxes that recognise some data, with the functions that open it."""
     if request.is_url or not request.path.exists():
         return []
-    root, known, splits = request.path, request.classes, request.choice.splits
-    texts = request.choice.text is not None
     found: list[tuple[str, Opener]] = []
-    files = formats.annotated.files_beside_images(root)
+    files = formats.annotated.files_beside_images(request.path)
     if formats.coco.annotation_files(files):
-        found.append(("COCO's JSON", lambda: formats.coco.open_coco(root, known, splits, texts=texts)))
+        found.append(("COCO's JSON", formats.coco.open_coco))
     if formats.voc.holds_voc(files):
-        found.append(("Pascal VOC's XML", lambda: formats.voc.open_voc(root, known, splits)))
-    if formats.yolo.holds_yolo(root, files):
-        found.append(("YOLO's text", lambda: formats.yolo.open_yolo(root, known, splits)))
+        found.append(("Pascal VOC's XML", formats.voc.open_voc))
+    if formats.yolo.holds_yolo(request.path, files):
+        found.append(("YOLO's text", formats.yolo.open_yolo))
     return found
 
 
@@ -401,9 +395,9 @@ def _open_boxes(request: Request) -> Splits:
             "of one of them as the data, or remove the others"
         )
     if request.unlabelled:
-        return _open_images_alone(request)
-    ((_, opened),) = found
-    splits = opened()
+        return formats.annotated.open_images_alone(request)
+    ((_, opener),) = found
+    splits = opener(request)
     notes = [f"{request.title}: its masks are not read, because it has boxes"] if _has_masks(request) else []
     if _has_class_folders(request):
         notes.append(f"{request.title}: its folders of images are not read as classes, because it has boxes")
@@ -413,13 +407,9 @@ def _open_boxes(request: Request) -> Splits:
 
 def _open_masks(request: Request) -> Splits:
     if request.unlabelled:
-        return _open_images_alone(request)
-    splits = formats.masks.open_masks(request.path, request.classes, request.choice.splits, request.choice.ignore)
+        return formats.annotated.open_images_alone(request)
+    splits = formats.masks.open_masks(request)
     return replace(splits, notes=(*splits.notes, *_beside(request.path)))
-
-
-def _open_images_alone(request: Request) -> Splits:
-    return formats.annotated.open_images_alone(request.path, request.choice.splits)
 
 
 OF_TABLES = ("splits", "image", "label", "separator", "keep_missing", "text")
@@ -481,7 +471,11 @@ FORMATS = [
         lambda request: request.is_folder and formats.idx.has_idx(request.path),
         lambda request: formats.idx.open_idx(request.path, known=request.classes),
     ),
-    Format(lambda request: request.is_folder, _open_folders, ("splits",)),
+    Format(
+        lambda request: request.is_folder,
+        lambda request: formats.folder.open_folders(request),
+        ("splits",),
+    ),
 ]  # fmt: skip
 """All formats of data. The first one that recognises the data opens it, so a format must precede more general ones."""
 

@@ -13,16 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitrail.data.faults import Fault, Severity, is_system_folder, unknown_class
+from vitrail.data.faults import Fault, Severity, is_system_folder, shown, unknown_class
 from vitrail.data.formats.folder import Scan
 from vitrail.data.objects import ObjectRows, Outline
 from vitrail.data.source import Samples, file_samples
-from vitrail.data.splits import CHOICE, SPLITS, Split, SplitNames, Splits, left_out, split_of, splits_from
+from vitrail.data.splits import CHOICE, SPLITS, Request, Split, SplitNames, Splits, left_out, split_of, splits_from
 from vitrail.data.targets import Targets, check_names, class_name
 from vitrail.errors import DataError, listed, plural
-
-MOST_SHOWN = 5
-"""Number of places that a message about a fault names."""
 
 SLIGHT = 0.01
 """Largest fraction of an image's side by which a box can reach beyond the image because of rounding."""
@@ -133,10 +130,11 @@ def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
     return next((count for count, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(one), len(other)))
 
 
-def open_images_alone(root: Path, chosen: SplitNames | None) -> Splits:
+def open_images_alone(request: Request) -> Splits:
     """Return the images of data with boxes or masks, which are not read."""
+    root = request.path
     images = ImageFiles(root if root.is_dir() else root.parent)
-    splits, notes = divided(images, [key for key in images.inodes if not holds_masks(key)], chosen)
+    splits, notes = divided(images, [key for key in images.inodes if not holds_masks(key)], request.choice.splits)
     sources = {
         split: file_samples(
             images.root, keys, [images.inodes[key] for key in keys], Targets.unknown("none", (), len(keys))
@@ -144,10 +142,6 @@ def open_images_alone(root: Path, chosen: SplitNames | None) -> Splits:
         for split, keys in splits.items()
     }
     return splits_from(sources, (*notes, f"{root}: only the images are used, and not their boxes or masks"))
-
-
-def shown(places: Sequence[str]) -> str:
-    return "; ".join(places[:MOST_SHOWN]) + ("; and so on" if len(places) > MOST_SHOWN else "")
 
 
 def fault_at(

@@ -32,7 +32,17 @@ from vitrail.data.formats.annotated import (
 )
 from vitrail.data.objects import Outline, Runs
 from vitrail.data.source import file_samples
-from vitrail.data.splits import CHOICE, Split, SplitNames, Splits, check_chosen, left_out, split_of, splits_from
+from vitrail.data.splits import (
+    CHOICE,
+    Request,
+    Split,
+    SplitNames,
+    Splits,
+    check_chosen,
+    left_out,
+    split_of,
+    splits_from,
+)
 from vitrail.data.targets import Targets
 from vitrail.data.texts import TextReader
 from vitrail.errors import DataError, listed, plural
@@ -65,18 +75,20 @@ def _is_coco(path: Path) -> bool:
     return head.startswith(b"{") and KEYS.search(head) is not None
 
 
-def open_coco(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | None, *, texts: bool = False) -> Splits:
-    """Return the splits of COCO files. With `texts`, captions are preferred to boxes. Raise `DataError` if the files
-    cannot be read, or hold something else than boxes or captions."""
+def open_coco(request: Request) -> Splits:
+    """Return the splits of COCO files. If texts are asked for, captions are preferred to boxes. Raise `DataError` if
+    the files cannot be read, or hold something else than boxes or captions."""
+    root, title = request.path, f"data {str(request.path)!r}"
     folder = root if root.is_dir() else root.parent
     folder = folder.parent if folder.name.lower() in ("annotations", "annotation", "labels") else folder
     found_files = annotation_files(files_beside_images(root))
     unread: tuple[str, ...] = ()
     captions = [path for path in found_files if path.name.lower().startswith("captions")]
-    if root.is_dir() and captions and (texts or not any(OTHERS.match(path.name) is None for path in found_files)):
+    are_chosen = request.choice.text is not None or all(OTHERS.match(path.name) for path in found_files)
+    if root.is_dir() and captions and are_chosen:
         others = sorted(path.relative_to(root).as_posix() for path in found_files if path not in captions)
         found_files, unread = captions, left_out(str(root), others)
-    files, notes = _by_split(root, found_files, chosen)
+    files, notes = _by_split(root, found_files, request.choice.splits)
     notes = (*unread, *notes)
     read = {split: _read(path) for split, path in files.items()}
     first = next(iter(read))
@@ -95,10 +107,9 @@ def open_coco(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | No
     if root.is_dir():
         listed_keys = {key for one in found.values() for key in one.keys}
         unlisted = sorted(key for key in images.inodes if key not in listed_keys and not holds_masks(key))
-        found[first].faults += unlisted_images(f"data {str(root)!r}", unlisted, "no COCO file lists them")
-    return object_splits(
-        f"data {str(root)!r}", images, found, list(categories.values()), known, ids=list(categories), notes=notes
-    )
+        found[first].faults += unlisted_images(title, unlisted, "no COCO file lists them")
+    names = list(categories.values())
+    return object_splits(title, images, found, names, request.classes, ids=list(categories), notes=notes)
 
 
 def _holds_captions(values: Mapping[str, Any]) -> bool:

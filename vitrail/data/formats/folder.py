@@ -20,6 +20,7 @@ from vitrail.data.source import Samples, Source, file_samples, files_of, inode_o
 from vitrail.data.splits import (
     CHOICE,
     SPLITS,
+    Request,
     Split,
     SplitNames,
     Splits,
@@ -333,14 +334,15 @@ TINY_IMAGENET = "val_annotations.txt"
 Places = dict[Split, list[Path]]
 
 
-def open_folders(root: Path, classes: tuple[str, ...] | None, unlabelled: bool, chosen: SplitNames | None) -> Splits:
+def open_folders(request: Request) -> Splits:
     """Return the splits of a folder, with the faults in its structure. The classes of held-out splits are those of the
     training split; images of other classes are skipped, and are a fault.
 
-    The usual names of splits are recognised, unless `chosen` states the names of the folders. Raise `DataError` if
-    there is no image, if the folders can be splits or classes, if they hold masks or boxes, or if a folder has a class
-    that is not among `classes`.
+    The usual names of splits are recognised, unless the user chose the names of the folders. Raise `DataError` if there
+    is no image, if the folders can be splits or classes, if they hold masks or boxes, or if a folder has a class that
+    is not among those of the request.
     """
+    root, classes, unlabelled, chosen = request.path, request.classes, request.unlabelled, request.choice.splits
     inner = class_folders(root)
     if not inner and not (unlabelled and has_images(root)):
         if has_images(root):

@@ -23,7 +23,7 @@ from PIL import Image
 from vitrail.data.formats.annotated import ImageFiles, divided, missing_images, unlisted_images
 from vitrail.data.objects import IGNORED, Mask
 from vitrail.data.source import Samples, file_samples
-from vitrail.data.splits import SPLITS, Split, SplitNames, Splits, split_of, splits_from
+from vitrail.data.splits import SPLITS, Request, Split, Splits, split_of, splits_from
 from vitrail.data.targets import Targets, check_names, class_name
 from vitrail.errors import DataError, UndecodableImage, listed, plural
 
@@ -51,9 +51,9 @@ def _mask_folder(root: Path) -> Path | None:
     return None
 
 
-def open_masks(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | None, ignored: str | None) -> Splits:
-    """Return the splits of images with masks. `ignored` is the value or the name without a class, "none" for no such
-    value, or None for 255. Raise `DataError` if the masks and their classes cannot be read."""
+def open_masks(request: Request) -> Splits:
+    """Return the splits of images with masks. Raise `DataError` if the masks and their classes cannot be read."""
+    root, known = request.path, request.classes
     title = f"data {str(root)!r}"
     folder = _mask_folder(root)
     assert folder is not None
@@ -73,11 +73,11 @@ def open_masks(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | N
         else:
             of_image[key] = name
     names, colours = _classes(root, folder)
-    skipped, notes = _ignored(title, names, ignored)
+    skipped, notes = _ignored(title, names, request.choice.ignore)
     kept = [name for place, name in enumerate(names) if place not in skipped]
     places = [-1 if place in skipped else kept.index(name) for place, name in enumerate(names)]
     lists = sorted(root.glob("ImageSets/Segmentation/*.txt"))
-    splits, more = divided(images, sorted(of_image), chosen, lists)
+    splits, more = divided(images, sorted(of_image), request.choice.splits, lists)
     sources: dict[Split, Samples] = {}
     for split, keys in splits.items():
         found = [
@@ -138,7 +138,8 @@ def _classes(root: Path, folder: Path) -> tuple[list[str], tuple[tuple[int, int,
 
 
 def _ignored(title: str, names: Sequence[str], ignored: str | None) -> tuple[set[int], tuple[str, ...]]:
-    """Return the values of masks that have no class, and a note if a name decides about it."""
+    """Return the values of masks that have no class, and a note if a name decides about it. `ignored` is the value or
+    the name without a class, "none" for no such value, or None for 255."""
     if ignored is None:
         found = {place for place, name in enumerate(names) if name.lower() in NO_CLASS}
         notes = tuple(

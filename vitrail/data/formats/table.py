@@ -26,7 +26,7 @@ from itertools import chain, takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from vitrail.data.faults import TABLES, Fault, has_predictions
+from vitrail.data.faults import TABLES, Fault, column_names, has_predictions, shown
 from vitrail.data.formats.folder import class_folders
 from vitrail.data.source import Samples, file_samples, inodes_in
 from vitrail.data.splits import (
@@ -60,9 +60,6 @@ from vitrail.data.targets import (
 )
 from vitrail.data.texts import TEXTS, TextReader, without_texts
 from vitrail.errors import DataError, listed, nearest, plural
-
-MOST_SHOWN = 5
-"""Number of rows that the message about a fault names."""
 
 
 def tables_in(folder: Path, chosen: SplitNames | None = None) -> list[Path]:
@@ -329,10 +326,9 @@ def _faults(table: Table, outside: list[str], missing: list[str], repeated: list
     ):
         if rows:
             more = hint if rows is missing else ""
-            shown = "; ".join(rows[:MOST_SHOWN]) + ("; and so on" if len(rows) > MOST_SHOWN else "")
             yield Fault(
                 kind, "error", len(rows),
-                f"{table.path}: {len(rows):,} of {plural(count, 'row')} name {text} ({shown}){more}",
+                f"{table.path}: {len(rows):,} of {plural(count, 'row')} name {text} ({shown(rows)}){more}",
                 "Training refuses the data. This check leaves these rows out.",
                 advice,
             )  # fmt: skip
@@ -399,16 +395,7 @@ class _Cells:
 
 def has_paths(table: Path) -> bool:
     """Return True for a table with a column that is called like one of paths."""
-    try:
-        with table.open(encoding="utf-8-sig") as file:
-            first = file.readline(2**20)
-        if table.suffix.lower() == ".jsonl":
-            fields = json.loads(first)
-            names = list(fields) if isinstance(fields, dict) else []
-        else:
-            names = next(csv.reader([first], delimiter=_delimiter(table, first)), [])
-    except (OSError, ValueError, RecursionError, csv.Error):
-        return False
+    names = column_names(table, lambda first: _delimiter(table, first))
     return any(name.strip().lower() in PATHS for name in names)
 
 
@@ -636,10 +623,10 @@ def _split_folders(table: Table, folders: Sequence[str]) -> tuple[list[str], tup
         or all(row.label in ("", one) for row, one in zip(table.rows, first, strict=True))
     ):
         return [], ()
-    shown = listed(sorted(named))
+    words = listed(sorted(named))
     if len(set(named.values())) > 1 and len(named) == len(set(first)):
-        note = f"{table.path}: the folders {shown} of its paths divide the table into splits; to read all rows as "
+        note = f"{table.path}: the folders {words} of its paths divide the table into splits; to read all rows as "
         return [named[one] for one in first], (f"{note}training data, add --splits none",)
     count = sum(one in named for one in first)
-    note = f"{table.path}: the paths of {plural(count, 'row')} begin with {shown}, and all rows are training data; to "
+    note = f"{table.path}: the paths of {plural(count, 'row')} begin with {words}, and all rows are training data; to "
     return [], (f"{note}choose splits, add {CHOICE}",)

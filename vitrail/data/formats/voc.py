@@ -25,7 +25,7 @@ from vitrail.data.formats.annotated import (
     object_splits,
     unlisted_images,
 )
-from vitrail.data.splits import SplitNames, Splits, split_of
+from vitrail.data.splits import Request, Splits, split_of
 from vitrail.errors import DataError, plural
 
 FOLDERS = ("annotations", "annotation", "xml", "labels")
@@ -49,8 +49,9 @@ def _is_annotation(path: Path) -> bool:
         return False
 
 
-def open_voc(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | None) -> Splits:
+def open_voc(request: Request) -> Splits:
     """Return the splits of images with XML files. Raise `DataError` if a file cannot be read."""
+    root = request.path
     folder = root.parent if root.name.lower() in FOLDERS else root
     title = f"data {str(root)!r}"
     images = ImageFiles(folder)
@@ -69,7 +70,7 @@ def open_voc(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | Non
         else:
             of_image[key] = name
     lists = sorted(folder.glob("ImageSets/Main/*.txt")) or sorted(folder.glob("ImageSets/*.txt"))
-    splits, notes = divided(images, sorted(of_image), chosen, lists)
+    splits, notes = divided(images, sorted(of_image), request.choice.splits, lists)
     names = sorted({one.findtext("name", "").strip() for tree in read.values() for one in tree.iter("object")})
     found = {
         split: _images(folder, [(key, of_image[key]) for key in keys], read, names) for split, keys in splits.items()
@@ -78,7 +79,7 @@ def open_voc(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | Non
     first = next(iter(found.values()))
     first.faults += missing_images(f"{title}: annotations in XML", missing)
     first.faults += unlisted_images(title, unlisted, "no XML file belongs to them")
-    return object_splits(title, images, found, names, known, notes=notes)
+    return object_splits(title, images, found, names, request.classes, notes=notes)
 
 
 def _read(path: Path) -> ElementTree.Element | None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import yaml  # type: ignore[import-untyped]
 
-from vitrail.data.faults import Fault
+from vitrail.data.faults import Fault, shown
 from vitrail.data.formats.annotated import (
     AnnotatedImages,
     Annotation,
@@ -28,9 +28,8 @@ from vitrail.data.formats.annotated import (
     fault_at,
     holds_masks,
     object_splits,
-    shown,
 )
-from vitrail.data.splits import SPLITS, Split, SplitNames, Splits, left_out
+from vitrail.data.splits import SPLITS, Request, Split, SplitNames, Splits, left_out
 from vitrail.errors import DataError, listed, plural
 
 NAMES = ("classes.txt", "obj.names", "_darknet.labels", "labels.txt")
@@ -84,8 +83,9 @@ def _begins_with_labels(path: Path) -> bool:
         return False
 
 
-def open_yolo(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | None) -> Splits:
+def open_yolo(request: Request) -> Splits:
     """Return the splits of images with YOLO's labels. Raise `DataError` if they cannot be read."""
+    root = request.path
     description = root if root.is_file() else _description(root)
     folder = root.parent if root.is_file() else root
     title = f"data {str(root)!r}"
@@ -94,7 +94,7 @@ def open_yolo(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | No
         raise DataError(f"{description} describes keypoints (kpt_shape); only boxes and polygons are read")
     images = ImageFiles(folder)
     names = _class_names(folder, description, values, images.others)
-    splits, notes = _splits(folder, description, values, images, chosen)
+    splits, notes = _splits(folder, description, values, images, request.choice.splits)
     texts = {name for name in images.others if name.lower().endswith(".txt")}
     found = {split: _images(folder, keys, texts, len(names)) for split, keys in splits.items()}
     counts = [found_one for one in found.values() for found_one in one.objects]
@@ -105,7 +105,7 @@ def open_yolo(root: Path, known: tuple[str, ...] | None, chosen: SplitNames | No
     first = next(iter(found.values()))
     first.faults += _beyond(title, list(found.values()), names)
     first.faults += _alone(folder, images, texts)
-    return object_splits(title, images, found, names, known, notes=notes)
+    return object_splits(title, images, found, names, request.classes, notes=notes)
 
 
 def _class_names(folder: Path, description: Path | None, values: Mapping[str, Any], others: Sequence[str]) -> list[str]:
