@@ -85,17 +85,19 @@ def saturation(images: Images, factors: Float32[Tensor, " n"]) -> Images:
     return blend(_grey(images).float(), images.float(), factors[:, None, None, None])
 
 
-def sharpness(images: Images, factors: Float32[Tensor, " n"]) -> Images:
+def sharpness(images: Images, factors: Float32[Tensor, " n"], *, is_truncated: bool = False) -> Images:
     """Change the sharpness like Pillow's ImageEnhance.Sharpness: factor 0 smooths the image, and factor 1 does not
     change it.
 
-    Pixels at the border are not changed.
+    The smoothed image is rounded to whole levels, or with `is_truncated` truncated as in big_vision. Pixels at the
+    border are not changed.
     """
     if min(images.shape[2:]) < 3:
         return images
-    smooth = (2 * smoothed_sum(images) + 13).float().div_(26).floor_()
+    total = smoothed_sum(images)
+    smooth = total.div(13, rounding_mode="floor") if is_truncated else (2 * total + 13).float().div_(26).floor_()
     sharp = images.clone()
-    sharp[:, :, 1:-1, 1:-1] = blend(smooth, images[:, :, 1:-1, 1:-1].float(), factors[:, None, None, None])
+    sharp[:, :, 1:-1, 1:-1] = blend(smooth.float(), images[:, :, 1:-1, 1:-1].float(), factors[:, None, None, None])
     return sharp
 
 

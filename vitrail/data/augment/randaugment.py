@@ -1,18 +1,17 @@
-"""Kernels of RandAugment: functions that apply operations with one magnitude to some images of a batch.
-
-The modules `pillow_kernels` and `big_vision_kernels` define the kernels of two implementations. This module defines the
-functions that both modules use.
+"""RandAugment: kernels, which apply operations with one magnitude to some images of a batch, as Pillow and as
+big_vision compute them, and the choice of operations for each image.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float32, UInt8
+from jaxtyping import Float32, Float64, UInt8
 from torch import Tensor
 
 from vitrail.data.augment import operations
@@ -91,45 +90,48 @@ def box_kernel(half_side: Callable[[float, int], int]) -> Kernel:
     return cutout
 
 
-def signs(draws: Draws) -> list[int]:
-    """Return the direction of each operation: 1 or -1, with equal probability."""
-    return [1 if draw < 0.5 else -1 for draw in draws[:, 1].tolist()]
-
-
 REFERENCE_SIDE = 224
 """Image side in pixels for which shifts and box sizes are defined. For images of another size, shifts and box sizes are
 scaled in proportion."""
 
 
-def _pillow_table(name: str, magnitude: float) -> UInt8[np.ndarray, " 256"]:
-    return changed_levels(name, magnitude, int(magnitude / 10 * 256))
+def _matrices(
+    images: Images, names: Sequence[str], draws: Draws, magnitude: float, *, is_original: bool
+) -> Float64[np.ndarray, "n 6"]:
+    """Return the affine matrix of each operation, in one of both directions with equal probability."""
+    signs = np.where(draws[:, 1] < 0.5, 1, -1).tolist()
+    levels = zip(names, (magnitude / 10 * sign for sign in signs), strict=True)
+    height, width = images.shape[2:]
+    return np.array([_matrix(name, level, height, width, is_original=is_original) for name, level in levels])
+
+
+def _matrix(
+    name: str, level: float, height: int, width: int, *, is_original: bool
+) -> tuple[float, float, float, float, float, float]:
+    """Return the affine matrix that maps a pixel of the result to the image. `level` is the signed magnitude / 10.
+
+    With `is_original`, the matrix maps indices of pixels as in big_vision: shears are rounded to float32, and keep the
+    first row or column, and translations are in pixels at any image size.
+    """
+    if name == "Rotate":
+        angle = math.radians(30 * level)
+        cosine, sine, x, y = math.cos(angle), math.sin(angle), (width - is_original) / 2, (height - is_original) / 2
+        return (cosine, -sine, x - cosine * x + sine * y, sine, cosine, y - sine * x - cosine * y)
+    shear = float(np.float32(0.3 * level)) if is_original else 0.3 * level
+    across, down = (100 * level if is_original else 100 * level * side / REFERENCE_SIDE for side in (width, height))
+    return {
+        "ShearX": (1.0, shear, 0.0, 0.0, 1.0, 0.0),
+        "ShearY": (1.0, 0.0, 0.0, shear, 1.0, 0.0),
+        "TranslateX": (1.0, 0.0, across, 0.0, 1.0, 0.0),
+        "TranslateY": (1.0, 0.0, 0.0, 0.0, 1.0, down),
+    }[name]
 
 
 def _pillow_transform(images: Images, names: Sequence[str], draws: Draws, magnitude: float) -> Images:
-    height, width = images.shape[2:]
-    matrices = [
-        _pillow_matrix(name, magnitude / 10 * sign, height, width)
-        for name, sign in zip(names, signs(draws), strict=True)
-    ]
-    return operations.transform(images, np.array(matrices))
+    return operations.transform(images, _matrices(images, names, draws, magnitude, is_original=False))
 
 
-def _pillow_matrix(name: str, level: float, height: int, width: int) -> tuple[float, float, float, float, float, float]:
-    """Return the affine matrix that maps a pixel of the result to the image. `level` is the signed magnitude / 10."""
-    if name == "Rotate":
-        angle = math.radians(30 * level)
-        cosine, sine, x, y = math.cos(angle), math.sin(angle), width / 2, height / 2
-        return (cosine, -sine, x - cosine * x + sine * y, sine, cosine, y - sine * x - cosine * y)
-    if name == "ShearX":
-        return (1.0, 0.3 * level, 0.0, 0.0, 1.0, 0.0)
-    if name == "ShearY":
-        return (1.0, 0.0, 0.0, 0.3 * level, 1.0, 0.0)
-    if name == "TranslateX":
-        return (1.0, 0.0, 100 * level * width / REFERENCE_SIDE, 0.0, 1.0, 0.0)
-    return (1.0, 0.0, 0.0, 0.0, 1.0, 100 * level * height / REFERENCE_SIDE)
-
-
-_pillow_by_table = table_kernel(_pillow_table)
+_pillow_by_table = table_kernel(lambda name, magnitude: changed_levels(name, magnitude, int(magnitude / 10 * 256)))
 
 PILLOW: dict[str, Kernel] = {
     "AutoContrast": plain_kernel(operations.autocontrast),
@@ -156,16 +158,6 @@ LUMA = (0.2989, 0.587, 0.114)
 """Weights of red, green and blue in TensorFlow's grey."""
 
 
-def _big_vision_table(name: str, magnitude: float) -> UInt8[np.ndarray, " 256"]:
-    # big_vision compares the threshold as a uint8, so that 256 becomes 0.
-    return changed_levels(name, magnitude, int(magnitude / 10 * 256) % 256)
-
-
-def _big_vision_autocontrast(images: Images) -> Images:
-    """Stretch the levels of each channel to the range 0 to 255, in float32."""
-    return operations.autocontrast(images, torch.float32)
-
-
 def _big_vision_color(images: Images, factors: Float32[Tensor, " n"]) -> Images:
     """Change the saturation: factor 0 makes the image grey, and factor 1 does not change it. Images with one channel
     are not changed."""
@@ -186,28 +178,11 @@ def _big_vision_contrast(images: Images, factors: Float32[Tensor, " n"]) -> Imag
     return operations.by_table(images, blend(grey.expand(256), values, factors[:, None, None]))
 
 
-def _big_vision_sharpness(images: Images, factors: Float32[Tensor, " n"]) -> Images:
-    """Change the sharpness: factor 0 smooths the image and truncates it to whole levels, and factor 1 does not change
-    it. Pixels at the border are not changed."""
-    if min(images.shape[2:]) < 3:
-        return images
-    smooth = operations.smoothed_sum(images).div_(13, rounding_mode="floor")
-    sharp = images.clone()
-    inner = images[:, :, 1:-1, 1:-1].float()
-    sharp[:, :, 1:-1, 1:-1] = blend(smooth.float(), inner, factors[:, None, None, None])
-    return sharp
-
-
 def _big_vision_transform(images: Images, names: Sequence[str], draws: Draws, magnitude: float) -> Images:
     """Apply an affine map to the indices of pixels. Positions are rounded to float32, and then to the nearest index,
     halves away from zero. A pixel of the result is grey if its position is outside the image."""
     _, channels, height, width = images.shape
-    matrices = np.array(
-        [
-            _big_vision_matrix(name, magnitude / 10 * sign, height, width)
-            for name, sign in zip(names, signs(draws), strict=True)
-        ]
-    )
+    matrices = _matrices(images, names, draws, magnitude, is_original=True)
     across, along = (
         matrices[:, [first, first + 3], None] * np.arange(side) for first, side in ((0, width), (1, height))
     )
@@ -223,28 +198,13 @@ def _big_vision_transform(images: Images, names: Sequence[str], draws: Draws, ma
     return moved.masked_fill_(~inside[:, None], GREY)
 
 
-def _big_vision_matrix(
-    name: str, level: float, height: int, width: int
-) -> tuple[float, float, float, float, float, float]:
-    """Return the affine matrix that maps the index of a pixel of the result to an index of the image. `level` is the
-    signed magnitude / 10. Shears keep the first row or column, and translations are in pixels at any image size."""
-    if name == "Rotate":
-        angle = math.radians(30 * level)
-        cosine, sine, x, y = math.cos(angle), math.sin(angle), (width - 1) / 2, (height - 1) / 2
-        return (cosine, -sine, x - cosine * x + sine * y, sine, cosine, y - sine * x - cosine * y)
-    if name == "ShearX":
-        return (1.0, float(np.float32(0.3 * level)), 0.0, 0.0, 1.0, 0.0)
-    if name == "ShearY":
-        return (1.0, 0.0, 0.0, float(np.float32(0.3 * level)), 1.0, 0.0)
-    if name == "TranslateX":
-        return (1.0, 0.0, 100 * level, 0.0, 1.0, 0.0)
-    return (1.0, 0.0, 0.0, 0.0, 1.0, 100 * level)
-
-
-_big_vision_by_table = table_kernel(_big_vision_table)
+# big_vision compares the threshold as a uint8, so that 256 becomes 0.
+_big_vision_by_table = table_kernel(
+    lambda name, magnitude: changed_levels(name, magnitude, int(magnitude / 10 * 256) % 256)
+)
 
 BIG_VISION: dict[str, Kernel] = {
-    "AutoContrast": plain_kernel(_big_vision_autocontrast),
+    "AutoContrast": plain_kernel(functools.partial(operations.autocontrast, dtype=torch.float32)),
     "Equalize": plain_kernel(operations.equalize),
     "Invert": _big_vision_by_table,
     "Rotate": _big_vision_transform,
@@ -253,7 +213,7 @@ BIG_VISION: dict[str, Kernel] = {
     "Color": factor_kernel(_big_vision_color),
     "Contrast": factor_kernel(_big_vision_contrast),
     "Brightness": factor_kernel(operations.brightness),
-    "Sharpness": factor_kernel(_big_vision_sharpness),
+    "Sharpness": factor_kernel(functools.partial(operations.sharpness, is_truncated=True)),
     "ShearX": _big_vision_transform,
     "ShearY": _big_vision_transform,
     "TranslateX": _big_vision_transform,
