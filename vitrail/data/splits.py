@@ -248,28 +248,20 @@ def without_training(splits: Splits) -> DataError:
 
 def check_classes(splits: Splits) -> None:
     """Raise `DataError` unless the targets are classes and there are at least two classes."""
-    if splits.target_kind in ("boxes", "mask"):
-        held = "boxes of objects" if splits.target_kind == "boxes" else "masks"
-        task = "detection" if splits.target_kind == "boxes" else "segmentation"
-        raise DataError(
-            f"{splits.title} has {held}, and classification needs one class per image; choose the task {task}, or "
-            "other data"
-        )
-    if splits.target_kind == "texts":
-        raise DataError(
-            f"{splits.title} has texts, and classification needs one class per image; choose the task clip or siglip, "
-            "or name a column of labels by adding ?label=COLUMN to the data's name"
-        )
-    if splits.target_kind == "numbers":
-        raise DataError(
-            f"{splits.title} has numbers ({', '.join(splits.classes)}) and no classes; classification needs classes: "
-            "open it without columns of numbers, or train a regression"
-        )
-    if not splits.classes:
-        raise DataError(
-            f"{splits.title} has no labels; classification needs a label for each image: label them, or choose a task "
-            "that needs no labels"
-        )
+    needed = "and classification needs one class per image; choose the task"
+    problems: dict[TargetKind, str] = {
+        "boxes": f"has boxes of objects, {needed} detection, or other data",
+        "mask": f"has masks, {needed} segmentation, or other data",
+        "texts": f"has texts, {needed} clip or siglip, or name a column of labels by adding ?label=COLUMN to the "
+        "data's name",
+        "numbers": f"has numbers ({', '.join(splits.classes)}) and no classes; classification needs classes: open it "
+        "without columns of numbers, or train a regression",
+    }
+    without_labels = (
+        "has no labels; classification needs a label for each image: label them, or choose a task that needs no labels"
+    )
+    if problem := problems.get(splits.target_kind, "" if splits.classes else without_labels):
+        raise DataError(f"{splits.title} {problem}")
     if len(splits.classes) < 2:
         raise DataError(one_class(splits).text)
 

@@ -514,14 +514,7 @@ def number_column(numbers: Int64[np.ndarray, " n"], starts: Int64[np.ndarray, " 
     begins, if rows have several labels."""
     used = np.unique(numbers[numbers >= 0])
     values = np.where(numbers < 0, -1, np.searchsorted(used, numbers))
-    return LabelColumn(_labels(values, starts, tuple(map(str, used.tolist()))), "numbers")
-
-
-def stated_column(
-    numbers: Int64[np.ndarray, " n"], starts: Int64[np.ndarray, " starts"] | None, names: tuple[str, ...]
-) -> LabelColumn:
-    """Return labels that are indices into `names`, or -1 for no label, of a file that lists its classes."""
-    return LabelColumn(_labels(numbers, starts, names), "numbers with names")
+    return LabelColumn(label_targets(values, starts, tuple(map(str, used.tolist()))), "numbers")
 
 
 def text_column(
@@ -545,10 +538,10 @@ def text_column(
     else:
         first = [*(places[some[0]] if some else -1 for some in several), -1]  # the last element is for null
         values = np.array(first, np.int64)[numbers]
-    return LabelColumn(_labels(values, starts, names), "text").in_order()
+    return LabelColumn(label_targets(values, starts, names), "text").in_order()
 
 
-def _labels(
+def label_targets(
     values: Int64[np.ndarray, " n"], starts: Int64[np.ndarray, " starts"] | None, names: tuple[str, ...]
 ) -> Targets:
     """Return labels as targets. In lists of labels, those that repeat another and those that are -1 are dropped."""

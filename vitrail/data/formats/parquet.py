@@ -49,11 +49,11 @@ from vitrail.data.targets import (
     MissingColumn,
     Targets,
     join,
+    label_targets,
     number,
     number_column,
     places_of,
     refuse_joined,
-    stated_column,
     text_column,
 )
 from vitrail.data.texts import TEXTS, TextReader, without_texts
@@ -521,7 +521,9 @@ class ParquetColumns:
             if arrow.types.is_boolean(kind) or arrow.types.is_integer(kind) or arrow.types.is_null(kind):
                 numbers = _numbers(values)
                 self._check_range(column, numbers, starts, names)
-                return number_column(numbers, starts) if names is None else stated_column(numbers, starts, names)
+                if names is None:
+                    return number_column(numbers, starts)
+                return LabelColumn(label_targets(numbers, starts, names), "numbers with names")
         raise DataError(
             f"{self.path}: column {column!r} has the type {self.types[column]}, which holds no labels; labels are "
             f"whole numbers, text, or lists of them; a column of numbers to predict is named by --numbers {column}"
