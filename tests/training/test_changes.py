@@ -11,11 +11,10 @@ import pytest
 
 from tests.listening import Display
 from vitrail.errors import ConfigError, RunError, Stopped
-from vitrail.training.config import TrainConfig
+from vitrail.training.config import ALLOWED, FREE, TrainConfig
 from vitrail.training.folder import read_record
 from vitrail.training.log import Log, read_journal
-from vitrail.training.resuming import ALLOWED, FREE, changed_config
-from vitrail.training.run import resume, train
+from vitrail.training.run import changed_config, resume, train
 
 Small = Callable[..., TrainConfig]
 StopAt = Callable[[int], Display]
@@ -95,7 +94,7 @@ def test_another_precision_goes_on_and_is_recorded(small: Small, stop_at: StopAt
         resume(run, changes={"precision": "bf16"}, allow=("precision",), log=Log(stop_at(15)))
     assert read_record(run).config.run.precision == "bf16"
     with pytest.raises(Stopped):  # without the option, the run goes on as it was
-        resume(run, max_time="1s", log=Log(stop_at(18)))
+        resume(run, changes={"max_time": "1s"}, log=Log(stop_at(18)))
     record = read_record(run).config.run
     assert (record.precision, record.max_time) == ("bf16", None)
     assert resume(run).summary["steps"] == 24

@@ -108,18 +108,6 @@ def test_the_lower_loss_wins_between_weights_of_equal_accuracy(
 
 
 @pytest.mark.slow
-def test_averaging_changes_no_step(
-    tiny: Callable[..., TrainConfig], weights_by_step: list[dict[str, Tensor]], tmp_path: Path
-) -> None:
-    for name, average in (("without", 0.0), ("with", 0.9)):
-        train(tiny(run=str(tmp_path / name), average=average))
-    without, averaged = weights_by_step[:13], weights_by_step[13:]
-    assert len(averaged) == 12, "the first entry is of the first run"
-    for before, after in zip(without[1:], averaged, strict=True):
-        assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-
-
-@pytest.mark.slow
 def test_patience_ends_the_run(initial: Initial, from_model: FromModel, colour_folder: Path) -> None:
     shown = Display()
     config = from_model(initial(classes=COLOURS), colour_folder, patience=2, **STILL)
@@ -140,20 +128,9 @@ def test_patience_ends_the_run(initial: Initial, from_model: FromModel, colour_f
         f"run {run} is complete, and nothing is left to do: it ended early, after 12 of its 24 steps. To train it "
         "further, give a larger total with --steps or --epochs"
     )
-    longer = resume(run, steps=40)
+    longer = resume(run, changes={"steps": 40})
     (early,) = events_of(run, "ended early")
     assert (early["step"], longer.summary["steps"]) == (21, 21), "patience counts again from the extension on"
-
-
-@pytest.mark.slow
-def test_patience_changes_no_learning_rate_and_lasts_while_there_is_progress(
-    initial: Initial, from_model: FromModel, colour_folder: Path, tmp_path: Path
-) -> None:
-    model, rates = initial(classes=COLOURS), []
-    for patience in (2, 6):
-        config = from_model(model, colour_folder, run=str(tmp_path / str(patience)), patience=patience, **STILL)
-        rates.append([event["learning_rate"] for event in events_of(train(config).folder, "step")])
-    assert [len(each) for each in rates] == [12, 24] and rates[0] == rates[1][:12]
 
 
 @pytest.mark.slow
@@ -274,7 +251,6 @@ def test_probes_that_cannot_be_made(
     ("select", "best"),
     [
         (None, [True, True, False]),  # mean average precision, because images have several labels
-        ("mean_average_precision", [True, True, False]),
         ("accuracy", [True, False, False]),
         ("cross_entropy", [True, False, True]),
     ],
@@ -299,7 +275,7 @@ def test_the_tasks_metric_chooses_the_best_weights(
     assert result.bundle.provenance["step"] == [event["step"] for event in events if event["best"]][-1]
 
 
-@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("loss", ["sigmoid"])
 def test_the_journal_has_the_loss_of_the_task_for_single_labels(
     loss: Loss, folder_config: FromModel, colour_folder: Path
 ) -> None:

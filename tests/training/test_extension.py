@@ -37,7 +37,7 @@ def test_with_a_constant_rate_the_longer_run_is_bitwise_that_of_the_whole_length
     fields = {"schedule": "constant", "warmup": 0.0, "keep": "last", "average": 0.9, **FEW}
     train(small(tmp_path / "whole", steps=31, **fields))
     train(small(tmp_path / "longer", steps=17, **fields))
-    result = resume(tmp_path / "longer", steps=31)
+    result = resume(tmp_path / "longer", changes={"steps": 31})
     whole, longer = outcome(tmp_path / "whole"), outcome(tmp_path / "longer")
     assert longer["tensors"] == whole["tensors"] and longer["model"] == whole["model"]
     assert longer["steps"] == whole["steps"] and longer["values"]["random"] == whole["values"]["random"]
@@ -49,7 +49,7 @@ def test_the_rate_is_that_of_a_run_of_the_whole_length(small: Small, tmp_path: P
     train(small(tmp_path / "whole", steps=40, **FEW))
     train(small(tmp_path / "longer", steps=20, **FEW))
     before = rates(tmp_path / "longer")
-    resume(tmp_path / "longer", epochs=4.0)  # 10 steps each
+    resume(tmp_path / "longer", changes={"epochs": 4.0})  # 10 steps each
     whole, longer = rates(tmp_path / "whole"), rates(tmp_path / "longer")
     assert all(longer[step] == before[step] for step in range(1, 21))
     assert all(longer[step] == whole[step] for step in range(21, 41))
@@ -60,7 +60,7 @@ def test_the_rate_is_that_of_a_run_of_the_whole_length(small: Small, tmp_path: P
 def test_a_rate_that_rises_again_is_noted(small: Small, tmp_path: Path, schedule: str, *, rises: bool) -> None:
     train(small(tmp_path / "run", steps=4, schedule=schedule, warmup=0.0, **FEW))
     shown = Display()
-    resume(tmp_path / "run", steps=8, log=Log(shown))
+    resume(tmp_path / "run", changes={"steps": 8}, log=Log(shown))
     found = rates(tmp_path / "run")
     assert (found[5] > found[4]) is rises
     assert [f"{found[5]:.3g}" in note for note in shown.notes if "learning rate" in note] == [True] * rises
@@ -71,9 +71,9 @@ def test_the_record_and_the_journal_tell_of_the_extension(small: Small, tmp_path
     run = tmp_path / "run"
     train(small(run, steps=8, **FEW))
     shown = Display()
-    resume(run, steps=12, log=Log(shown))
+    resume(run, changes={"steps": 12}, log=Log(shown))
     assert "continuing after step 8 of 12" in shown.said
-    resume(run, epochs=1.5)
+    resume(run, changes={"epochs": 1.5})
     record = json.loads((run / "run.json").read_text(encoding="utf-8"))
     assert record["steps"] == 15 and record["extensions"] == [
         {"after": 8, "from": 8, "to": 12}, {"after": 12, "from": 12, "to": 15}
@@ -98,7 +98,7 @@ def test_a_stopped_run_can_be_made_longer_and_stopped_again(
     with pytest.raises(Stopped):
         train(small(run, **FEW), log=Log(stop_at(9)))
     with pytest.raises(Stopped, match="stopped at step 20 of 30"):
-        resume(run, steps=30, log=Log(stop_at(20)))
+        resume(run, changes={"steps": 30}, log=Log(stop_at(20)))
     assert finished(run) is None
     assert resume(run).summary["steps"] == 30
 
@@ -109,15 +109,15 @@ def test_a_length_that_is_not_larger_is_refused(small: Small, tmp_path: Path) ->
     before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
     for length, steps in (({"steps": 12}, 12), ({"epochs": 1.0}, 10)):
         with pytest.raises(RunError) as caught:
-            resume(run, **length)
+            resume(run, changes=length)
         assert str(caught.value) == (
             f"run {run} has 12 steps (1.2 epochs), and {steps} steps are not more; a run can only be made "
             "longer: choose a larger total"
         )
     with pytest.raises(ConfigError, match=r"epochs=-1.0 is not above 0"):
-        resume(run, epochs=-1.0)
+        resume(run, changes={"epochs": -1.0})
     with pytest.raises(ConfigError, match=r"epochs=3.0 and steps=9: a run is extended to .*; give one of them"):
-        resume(run, epochs=3.0, steps=9)
+        resume(run, changes={"epochs": 3.0, "steps": 9})
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
 
 
@@ -126,7 +126,7 @@ def test_without_the_checkpoint_of_the_end_the_way_out_is_named(small: Small, tm
     train(small(run, steps=12))
     shutil.rmtree(run / "checkpoints" / "step-12")
     with pytest.raises(RunError) as caught:
-        resume(run, steps=20)
+        resume(run, changes={"steps": 20})
     assert str(caught.value) == (
         f"run {run} cannot be extended, because the checkpoint of its end, {run}/checkpoints/step-12, is gone; to "
         f"train its model further, start a new run with --init {run}/model"

@@ -32,12 +32,11 @@ from vitrail.evaluation.metrics.report import ClassificationReport, absent_note
 from vitrail.machine import pick_device
 from vitrail.models.variants import override_fields
 from vitrail.settings import bare_names, setting
-from vitrail.training.config import WITHOUT_WEIGHTS, TrainConfig
+from vitrail.training.config import LENGTHS, WITHOUT_WEIGHTS, TrainConfig
 from vitrail.training.folder import check_request, read_record
 from vitrail.training.log import Log
 from vitrail.training.page import try_command
-from vitrail.training.resuming import changed_config
-from vitrail.training.run import finished, resume
+from vitrail.training.run import changed_config, finished, resume
 from vitrail.transfer.facts import FinetunePlan
 from vitrail.transfer.finetune import (
     FinetuneResult,
@@ -175,7 +174,7 @@ def _resumed(folder: Path, given: Mapping[str, Any], log: Log, started: float) -
         raise RunError(f"run {folder} is {part}; {AGAIN}")
     config, _ = changed_config(folder, read_record(folder).config, options["changes"], options["allow"])
     data = config.data.open_whole()
-    is_extended = bool({"epochs", "steps"} & options.keys())
+    is_extended = bool({*LENGTHS} & options["changes"].keys())
     run = None if is_extended or (folder / "report.html").exists() else finished(folder)
     run = run or resume(folder, data=data, **options, log=log, started=started)
     return evaluate_run(run, config, config.data.cut(data))

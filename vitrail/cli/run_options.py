@@ -17,8 +17,7 @@ from vitrail.settings import facts, setting, without_none
 from vitrail.tasks import TASKS
 from vitrail.tasks.regression import Regression
 from vitrail.tasks.task import Task
-from vitrail.training.config import TrainConfig
-from vitrail.training.resuming import ALLOWED, FREE
+from vitrail.training.config import LENGTHS, ON_RESUME, TrainConfig
 
 
 def common_options() -> Iterator[Option]:
@@ -117,20 +116,17 @@ class ResumeOptions:
 
 
 def resume_options(given: Mapping[str, Any], labels: Mapping[str, Option]) -> dict[str, Any]:
-    """Return the arguments of `vitrail.resume` that are given: a new length, the time, the changed settings and the
-    names of --allow. Raise `ConfigError` if --resume is combined with a setting that a run keeps."""
-    for name in given:
-        if name not in ("resume", "allow", "epochs", "steps", "max_time", *FREE, *ALLOWED):
+    """Return the arguments of `vitrail.resume` that are given: the changed settings and the names of --allow. Raise
+    `ConfigError` if --resume is combined with a setting that a run keeps."""
+    changes = {name: value for name, value in given.items() if name not in ("resume", "allow")}
+    for name in changes:
+        if name not in (*LENGTHS, "max_time", *ON_RESUME):
             raise ConfigError(
                 f"{labels[name].label}: a run that --resume continues keeps its settings, and only --epochs or --steps "
                 f"can make it longer; leave {labels[name].label} out"
             )
     names = (name.strip().replace("-", "_") for name in given.get("allow", "").split(","))
-    return {
-        **{name: given[name] for name in ("epochs", "steps", "max_time") if name in given},
-        "changes": {name: value for name, value in given.items() if name in FREE or name in ALLOWED},
-        "allow": tuple(name for name in names if name),
-    }
+    return {"changes": changes, "allow": tuple(name for name in names if name)}
 
 
 def check_effects(given: Mapping[str, Any], config: TrainConfig, *, by_user: bool = False) -> None:

@@ -118,7 +118,8 @@ def complete_run(
         if not changed:
             if (event := end_of(read_journal(folder / "journal.jsonl"))) is not None:
                 return dict(event["metrics"]), None
-            run = resume(folder, data=data, measure_test=measure_test, max_time=config.run.max_time, log=log)
+            changes = {"max_time": config.run.max_time}
+            run = resume(folder, data=data, measure_test=measure_test, changes=changes, log=log)
             return run.metrics, run
         config = config.override(overwrite=True)
     elif all(path.name == LOCK or path == partial_path(folder / "run.json") for path in folder.glob("*")):

@@ -93,8 +93,7 @@ class EarlyConfig:
         for text in getattr(self, name):
             value, _, end = text.rpartition(":")
             try:
-                kind.parse(value)
-                ends.append(float(end))
+                ends.append(float(end) if kind.is_valid(kind.parse(value)) else math.nan)
             except ValueError:
                 ends.append(math.nan)
             if not 0 < ends[-1] < 1:
@@ -111,6 +110,8 @@ class Kind(NamedTuple):
 
     parse: Callable[[str], Any]
     """Function that reads a value from a text. It raises `ValueError` for any other text."""
+    is_valid: Callable[[Any], bool]
+    """Function of a value that returns False if the value is out of range."""
     form: str
     example: str
     option: str
@@ -125,22 +126,12 @@ def _size(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2] or found[1])
 
 
-def _rate(text: str) -> float:
-    if not 0 < (rate := float(text)) < 1:
-        raise ValueError(text)
-    return rate
-
-
-def _images(text: str) -> int:
-    if (count := int(text)) < 1:
-        raise ValueError(text)
-    return count
-
-
 KINDS = {
-    "early_image_size": Kind(_size, "SIZE:END", "16:0.5", "image_size", math.prod),
-    "early_patch_dropout": Kind(_rate, "RATE:END", "0.5:0.4", "patch_dropout", lambda rate: -rate),
-    "early_batch_size": Kind(_images, "IMAGES:END", "16:0.3", "batch_size", float),
+    "early_image_size": Kind(_size, lambda size: min(size) >= 1, "SIZE:END", "16:0.5", "image_size", math.prod),
+    "early_patch_dropout": Kind(
+        float, lambda rate: 0 < rate < 1, "RATE:END", "0.5:0.4", "patch_dropout", lambda rate: -rate
+    ),
+    "early_batch_size": Kind(int, lambda count: count >= 1, "IMAGES:END", "16:0.3", "batch_size", float),
 }
 """The settings that can change during a run, by the names of their options."""
 
@@ -359,6 +350,17 @@ class RunConfig:
 
 RESOLVED = tuple(facts(RunConfig, "resolved"))
 """Settings of which a run records what they mean on its machine, so that it is resumed with the same arithmetic."""
+
+ON_RESUME: dict[str, str] = facts(DataConfig, "on_resume") | facts(RunConfig, "on_resume")
+
+LENGTHS = ("epochs", "steps")
+"""Settings that make a resumed run longer."""
+
+FREE = tuple(name for name, change in ON_RESUME.items() if change == "free")
+"""Settings that a resumed run may change, because they change no number of training."""
+
+ALLOWED = {name: change for name, change in ON_RESUME.items() if change != "free"}
+"""Settings that a resumed run may change if the user allows it, and what a change means."""
 
 WITHOUT_WEIGHTS = tuple(facts(ViTConfig, "changes_weights"))
 """Fields of a network's config that do not change its weights, or not always. A run that starts from a model can

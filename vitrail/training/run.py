@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -21,12 +22,13 @@ from vitrail.data.check.images import colour_note, images_of
 from vitrail.data.source import Source
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, DataError, NonFiniteLoss, RunComplete, RunError, SaveError, plural
+from vitrail.errors import ConfigError, DataError, NonFiniteLoss, RunComplete, RunError, SaveError, nearest, plural
 from vitrail.files import recover_folder, saving, write_json
 from vitrail.machine import deterministic_algorithms, keep_freed_memory, peak_memory
 from vitrail.models.linear.float32 import float32_products
 from vitrail.models.vit_config import ViTConfig
 from vitrail.processes.group import Processes, join_processes
+from vitrail.settings import raise_problems
 from vitrail.tasks.own_model import BESIDE, beside, load_beside, load_weights, without_adapters, write_weights
 from vitrail.tasks.pairs import save_words, saved_words
 from vitrail.tasks.task import Objective, Task
@@ -34,7 +36,7 @@ from vitrail.training.after_step import Run, before_first_step, check_finite, re
 from vitrail.training.build import make_bundle, make_network, make_state
 from vitrail.training.checkpoint import BestModel, Checkpoints
 from vitrail.training.clock import MachineLimit, Timing
-from vitrail.training.config import TrainConfig
+from vitrail.training.config import ALLOWED, LENGTHS, ON_RESUME, TrainConfig
 from vitrail.training.folder import Record, locked, new_folder, read_record, replace_config
 from vitrail.training.job import (
     Job,
@@ -50,7 +52,6 @@ from vitrail.training.job import (
 from vitrail.training.log import Log, end_of, read_journal, tracking
 from vitrail.training.loop import fit
 from vitrail.training.page import HeldOutExample, ProgressPage, write_examples, write_pictures
-from vitrail.training.resuming import changed_config, check_extension, lengthened, record_extension
 from vitrail.training.start import open_again, open_initial
 from vitrail.training.state import TrainState
 from vitrail.training.stop import StopRequest
@@ -128,16 +129,12 @@ def resume(
     network: nn.Module | None = None,
     probes: Sequence[Probe] = (),
     measure_test: bool = True,
-    epochs: float | None = None,
-    steps: int | None = None,
-    max_time: str | None = None,
     changes: Mapping[str, Any] = MappingProxyType({}),
     allow: Collection[str] = (),
     log: Log | None = None,
     started: float | None = None,
 ) -> RunResult:
-    """Continue a run that was stopped or killed, from its newest complete checkpoint. With `epochs` or `steps`, a
-    larger total, make a finished or stopped run longer.
+    """Continue a run that was stopped or killed, from its newest complete checkpoint.
 
     In float32 on the CPU, the result is bitwise equal to the result of a run that was not stopped. `data` and `network`
     are the objects that were passed to `train`, or None. A run that was killed before its first checkpoint starts
@@ -145,18 +142,17 @@ def resume(
 
     `changes` are new values of settings, by their bare names. Those that change no number of training are `FREE`. Those
     that change rounding, or the place of the data, must be named in `allow` if they differ from the run's own
-    (`ALLOWED`). A resumed run keeps all others.
-
-    `max_time` replaces the run's own `max_time`, for this process only. Without it, the run's own time begins again.
+    (`ALLOWED`). A new `max_time` is for this process only; without one, the run's own time begins again. With `epochs`
+    or `steps`, a larger total, a finished or stopped run becomes longer. A resumed run keeps all other settings.
 
     The learning rate of a longer run is that of a run which had the new length from the beginning. A schedule that had
     fallen to its end therefore rises again at the first new step.
     """
     started = time.perf_counter() if started is None else started
-    if epochs is not None and steps is not None:
-        raise ConfigError(
-            f"epochs={epochs} and steps={steps}: a run is extended to a number of epochs or of steps; give one of them"
-        )
+    length = {name: changes[name] for name in LENGTHS if changes.get(name) is not None}
+    if len(length) > 1:
+        given = " and ".join(f"{name}={value}" for name, value in length.items())
+        raise ConfigError(f"{given}: a run is extended to a number of epochs or of steps; give one of them")
     record = read_record(folder)
     processes = join_processes(record.config.run.process_seconds)
     with processes.reporting(), _locked(folder, processes):
@@ -164,9 +160,9 @@ def resume(
         model = None
         if record.origin is not None and not Checkpoints(folder / "checkpoints").steps():
             model = open_again(record.config.start, str(folder), record.origin.sha256)
-        changed, differences = changed_config(folder, record.config, changes, allow)
-        config, extends = lengthened(changed, epochs, steps), epochs is not None or steps is not None
-        max_seconds = None if max_time is None else config.override(max_time=max_time).run.max_seconds
+        config, differences = changed_config(folder, record.config, changes, allow)
+        config = config.override(**({"steps": None} | length if length else {}))
+        max_seconds = config.override(max_time=changes.get("max_time")).run.max_seconds
         try:
             job = prepare(
                 config, data=data, network=network, model=model, origin=record.origin, probes=probes,
@@ -178,9 +174,8 @@ def resume(
             raise DataError(
                 f"{error}. If the data of run {folder} was moved or renamed, add --data NEW --allow data"
             ) from None
-        _check_data(folder, record, job)
-        _check_models(folder, record)
-        processes.on_first(lambda: _check_unfinished(folder, record, job.steps, extends=extends))
+        _check_sources(folder, record, job)
+        processes.on_first(lambda: _check_unfinished(folder, record, job.steps, extends=bool(length)))
         processes.on_first(lambda: recover_folder(folder / "model"))
         with _same_arithmetic(job.config):
             torch.manual_seed(record.config.run.seed)
@@ -194,16 +189,15 @@ def resume(
             _announce(run, trained, notes, memory)
             if state.step:
                 run.log.say(f"continuing after step {state.step:,} of {job.steps:,}")
-            changed_values = {name: list(values) for name, values in differences.items()}
-            details: dict[str, Any] = {"changes": changed_values} if differences else {}
-            if extends:
+            details: dict[str, Any] = {"extends": before} if length else {}
+            if differences:
+                details["changes"] = {name: list(values) for name, values in differences.items()}
+            if length:
                 _say_rise(run, state, before)
-                details = {"extends": before, **details}
             run.log.tell("resumed", step=state.step, steps=job.steps, **details)
-            if extends:
+            if length:
                 state.best.waited = 0  # otherwise a run that --patience ended would end again at once
-                longer = {"step": state.step, "before": before, "steps": job.steps}
-                processes.on_first(lambda: record_extension(folder, job.config, **longer))
+                processes.on_first(lambda: _record_extension(folder, job, state.step, before))
             return _complete(run, state)
 
 
@@ -263,18 +257,15 @@ def _check_objects(folder: Path, record: Record, names: Sequence[str]) -> None:
         )
 
 
-def _check_data(folder: Path, record: Record, job: Job) -> None:
-    """Raise `RunError` if the data of a run is not what it was when the run began."""
+def _check_sources(folder: Path, record: Record, job: Job) -> None:
+    """Raise `RunError` if the data of a run, or the weights of a model that it learns from, are not what they were when
+    the run began."""
     if record.fingerprint != job.fingerprint:
         raise RunError(
             f"the data of run {folder} has changed since the run began: it had {record.images:,} training images then, "
             f"and has {len(job.splits.train):,} now. If both numbers are equal, names, labels or another split "
             "have changed. To resume the run, restore its data"
         )
-
-
-def _check_models(folder: Path, record: Record) -> None:
-    """Raise `RunError` if a model that the run learns from has other weights than when the run began."""
     found = record.config.task.models()
     for name, sha256 in record.models:
         if found.get(name) != sha256:
@@ -288,7 +279,7 @@ def _check_unfinished(folder: Path, record: Record, steps: int, *, extends: bool
     """Raise `RunComplete` if a run is complete. A run that is extended to `steps` steps may be complete."""
     ended = end_of(read_journal(folder / "journal.jsonl"))
     if extends:
-        check_extension(folder, record, steps, None if ended is None else ended["step"])
+        _check_extension(folder, record, steps, None if ended is None else ended["step"])
     elif ended is not None:
         did = f"ended early, after {ended['step']:,}" if ended["step"] < steps else "has done all"
         raise RunComplete(
@@ -307,6 +298,74 @@ def _memory_of_resumed(job: Job) -> str:
 
 def _arguments(names: Sequence[str]) -> str:
     return " and ".join(f"{name}=..." for name in names)
+
+
+# What a resumed run may change: settings that change no number, those that the user allows, and a longer length. A run
+# keeps its other settings, because its curve would otherwise not be that of one experiment.
+
+
+def changed_config(
+    folder: Path, config: TrainConfig, changes: Mapping[str, Any], allow: Collection[str] = ()
+) -> tuple[TrainConfig, dict[str, tuple[Any, Any]]]:
+    """Return the config of a run in `folder` with some settings changed, and the settings that differ from those of the
+    run, with their values before and now. The length of the run and the time of a process stay as they are.
+
+    Raises `ConfigError` for settings that a run keeps, and for differences that are not among the names in `allow`. The
+    message names all of them.
+    """
+    raise_problems(
+        f"allow={name!r} is not a setting that may change; {nearest(name, ALLOWED)}"
+        for name in allow
+        if name not in ALLOWED
+    )
+    wanted = {name: value for name, value in changes.items() if name not in (*LENGTHS, "max_time")}
+    found = [
+        f"{name}={value!r} cannot change, because run {folder} keeps the settings that it began with; leave {name} "
+        "out, or start a new run"
+        for name, value in wanted.items()
+        if name not in ON_RESUME
+    ]
+    before = {
+        name: config.data.spec if name == "data" else getattr(config.run, name) for name in wanted if name in ON_RESUME
+    }
+    differences = {name: (value, wanted[name]) for name, value in before.items() if value != wanted[name]}
+    missing = [name for name in differences if name in ALLOWED and name not in allow]
+    together = ",".join(dict.fromkeys([*allow, *missing]))
+    found += [
+        f"{name}={differences[name][1]!r} differs from {differences[name][0]!r}, with which run {folder} began, and "
+        f"{ALLOWED[name]}; leave {name} out, or accept the change with --allow {together}"
+        for name in missing
+    ]
+    raise_problems(found)
+    return config.override(**wanted), differences
+
+
+def _check_extension(folder: Path, record: Record, steps: int, finished_at: int | None) -> None:
+    """Raise `RunError` unless a run can be extended to `steps` optimizer steps in total.
+
+    `finished_at` is the last step of a finished run, whose checkpoint is needed, or None.
+    """
+    before = record.config.total_steps(record.images)
+    if steps <= before:
+        epochs = before * record.config.mean_batch_size / record.images
+        raise RunError(
+            f"run {folder} has {before:,} steps ({epochs:.3g} epochs), and {steps:,} steps are not more; a run can "
+            "only be made longer: choose a larger total"
+        )
+    checkpoints = Checkpoints(folder / "checkpoints")
+    if finished_at is not None and finished_at not in checkpoints.steps():
+        raise RunError(
+            f"run {folder} cannot be extended, because the checkpoint of its end, {checkpoints.folder}/step-"
+            f"{finished_at}, is gone; to train its model further, start a new run with --init {folder}/model"
+        )
+
+
+def _record_extension(folder: Path, job: Job, step: int, before: int) -> None:
+    """Replace the config and the length of a run in run.json, and add the extension to its list. Raises
+    `SaveError`."""
+    values: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    extensions = [*values.get("extensions", ()), {"after": step, "from": before, "to": job.steps}]
+    replace_config(folder, job.config, steps=job.steps, extensions=extensions)
 
 
 # The parts of `train` and `resume`: opening the run, its steps, and the messages before them.
