@@ -18,10 +18,9 @@ from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.models.vit_config import ViTConfig
-from vitrail.recipes import RECIPES
 from vitrail.settings import Effect, bare_names, byte_count, facts, from_plain, setting, to_plain, without_none
 from vitrail.tasks import TASKS
-from vitrail.training.config import FaultConfig, RunConfig, StartConfig, TrainConfig
+from vitrail.training.config import FaultConfig, RunConfig, StartConfig
 from vitrail.training.optimizer import OptimizerConfig
 
 
@@ -96,38 +95,11 @@ def test_network_configs_survive_json(
     assert from_plain(ViTConfig, through_json(config)) == config
 
 
-@given(
-    fields=st.fixed_dictionaries(
-        {
-            "image_size": st.tuples(st.integers(1, 500), st.integers(1, 500)),
-            "resize": st.sampled_from(["squash", "crop"]),
-            "crop_share": st.floats(0.01, 1.0),
-            "interpolation": st.sampled_from(["nearest", "bilinear", "bicubic"]),
-            "mean": st.tuples(finite) | st.tuples(finite, finite, finite),
-            "std": st.tuples(st.floats(1e-3, 10)),
-        }
-    )
-)
-def test_preprocessing_survives_json(fields: dict[str, Any]) -> None:
-    preprocess = Preprocess(**fields)
-    assert from_plain(Preprocess, through_json(preprocess)) == preprocess
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipes_survive_json(name: str) -> None:
-    config = RECIPES[name]()
-    assert TrainConfig.from_plain(json.loads(json.dumps(config.to_plain()))) == config
-
-
 def test_plain_values_are_nested_dictionaries() -> None:
     assert to_plain(Outer(3, inner=Inner(names=("x",)))) == {
         "count": 3, "kind": "a", "inner": {"rate": 0.5, "sides": (1, 2), "names": ("x",), "pairs": ()}, "limit": None,
         "switch": False,
     }  # fmt: skip
-
-
-def test_missing_fields_take_their_defaults() -> None:
-    assert from_plain(Outer, {"count": 3}) == Outer(3)
 
 
 def test_whole_numbers_may_stand_for_floats() -> None:
@@ -220,21 +192,22 @@ SETTINGS: tuple[Any, ...] = (
 
 
 @pytest.mark.parametrize("cls", SETTINGS)
-def test_a_value_out_of_the_range_of_its_field_is_refused(cls: Any) -> None:
-    """A new setting with a range needs no other code, so all ranges are found and tested here."""
+def test_a_value_out_of_the_range_of_its_field_is_refused(cls: Any, types_unchecked: None) -> None:
+    """A new setting with a range or with choices needs no other code, so all of them are found and tested here."""
     kinds = get_type_hints(cls)
     for name, item in bare_names(cls).items():
         metadata = cls.__dataclass_fields__[item].metadata
-        wrong = metadata["least"] - 1 if "least" in metadata else metadata.get("above")
-        if wrong is None or wrong == -math.inf:
-            continue
         kind, _ = without_none(kinds[item])
-        is_tuple = get_origin(kind) is tuple
-        if float in (kind, *get_args(kind)):
-            wrong = float(wrong)
-        value = (wrong, wrong) if is_tuple else wrong
-        with pytest.raises(ConfigError, match=f"(?m)^{name}="):
-            cls(**{item: value})
+        beyond = {"least": -1, "above": 0, "most": 1, "below": 0}
+        numbers = [metadata[limit] + change for limit, change in beyond.items() if limit in metadata]
+        is_fraction = float in (kind, *get_args(kind))
+        for number in [*numbers, *([math.nan] if numbers and is_fraction else [])]:
+            wrong = float(number) if is_fraction else number
+            with pytest.raises(ConfigError, match=f"(?m)^{name}="):
+                cls(**{item: (wrong, wrong) if get_origin(kind) is tuple else wrong})
+        if get_origin(kind) is Literal and isinstance(get_args(kind)[0], str):
+            with pytest.raises(ConfigError, match=f"(?m)^{name}='nothing' is not one of "):
+                cls(**{item: "nothing"})
 
 
 def test_settings_that_exclude_or_need_others() -> None:

@@ -16,7 +16,18 @@ from contextlib import suppress
 from functools import cache, reduce
 from numbers import Integral
 from operator import or_
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    TypedDict,
+    TypeVar,
+    Union,
+    Unpack,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from vitrail.errors import ConfigError, nearest
 
@@ -36,38 +47,17 @@ class Effect(NamedTuple):
     """True if only what the user gave decides about it, and no recipe or rule."""
 
 
-def setting(
-    default: Any = dataclasses.MISSING,
-    *,
-    name: str | None = None,
-    least: int | float | None = None,
-    above: int | float | None = None,
-    most: int | float | None = None,
-    below: int | float | None = None,
-    choices: Collection[Any] | None = None,
-    advice: str | None = None,
-    argument: str | None = None,
-    metavar: str | None = None,
-    commas: bool | None = None,
-    may_be_empty: bool | None = None,
-    excludes: str | None = None,
-    needs: tuple[str, str] | None = None,
-    effect: Effect | None = None,
-    on_resume: str | None = None,
-    of_machine: bool | None = None,
-    resolved: bool | None = None,
-    changes_weights: bool | None = None,
-) -> Any:
-    """Return a field of a settings dataclass with the facts that other code needs (`facts`). They stand only here.
+class Facts(TypedDict, total=False):
+    """The facts that a field of a settings dataclass can state about its setting.
 
     `name` is the bare name, if it is not the field's own name. `least`, `above`, `most` and `below` limit a number, or
     each number of a tuple, and `choices` are all values that are allowed. With `below=math.inf` the number must be
     finite. `advice` follows the message about a wrong value. The choices of a `Literal` type need not be stated.
 
     On the command line, `argument` is the name of a value that is given without the name of an option, and `metavar`
-    the placeholder of the value of an option. A tuple with `commas` also accepts its values
-    separated by commas, and one that `may_be_empty` can be given without values. A setting `excludes` another
-    one, or `needs` one, which is named with the message if it is not given.
+    the placeholder of the value of an option. A tuple with `commas` also accepts its values separated by commas, and
+    one that `may_be_empty` can be given without values. A setting `excludes` another one, or `needs` one, which is
+    named with the message if it is not given.
 
     `effect` is the condition under which the setting does something. `on_resume` says whether the setting may change
     when a run is resumed: "free" if it changes no number, else what a change means, which the user has to allow. By
@@ -75,8 +65,32 @@ def setting(
     records what it means on its machine, so that it is resumed with the same arithmetic. `changes_weights` is False for
     a setting of a network that a run with given weights can choose.
     """
-    given = {key: value for key, value in locals().items() if key != "default" and value is not None}
-    return dataclasses.field(default=default, metadata=given)
+
+    name: str
+    least: float
+    above: float
+    most: float
+    below: float
+    choices: Collection[Any]
+    advice: str
+    argument: str
+    metavar: str
+    commas: bool
+    may_be_empty: bool
+    excludes: str
+    needs: tuple[str, str]
+    effect: Effect
+    on_resume: str
+    of_machine: bool
+    resolved: bool
+    changes_weights: bool
+
+
+def setting(default: Any = dataclasses.MISSING, **stated: Unpack[Facts]) -> Any:
+    """Return a field of a settings dataclass with the facts that other code needs (`facts`). They stand only here."""
+    if unknown := stated.keys() - Facts.__annotations__.keys():
+        raise TypeError(f"unknown facts about a setting: {', '.join(unknown)}")
+    return dataclasses.field(default=default, metadata=stated)
 
 
 def facts(cls: Any, fact: str) -> dict[str, Any]:

@@ -21,20 +21,9 @@ from vitrail.training.config import RunConfig, TrainConfig
 
 PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"batch_size": 0}, "batch_size=0 is less than 1\naccumulation=1 is more than batch_size=0"),
-    ({"accumulation": 0}, "accumulation=0 is less than 1"),
-    ({"steps": 0}, "steps=0 is less than 1"),
-    ({"evaluations": -1}, "evaluations=-1 is less than 0"),
-    ({"checkpoints": 0}, "checkpoints=0 is less than 1"),
-    ({"threads": -1}, "threads=-1 is less than 0"),
-    ({"seed": -1}, "seed=-1 is not in [0, 4294967296)"),
-    ({"clip": -0.5}, "clip=-0.5 is less than 0"),
     ({"clip": math.nan}, "clip=nan is not a finite number"),
-    ({"weight_decay": -0.5}, "weight_decay=-0.5 is less than 0"),
-    ({"epochs": 0.0}, "epochs=0.0 is not above 0"),
     ({"epochs": math.inf}, "epochs=inf is not a finite number"),
     ({"learning_rate": 0.0}, "learning_rate=0.0 is not above 0"),
-    ({"learning_rate": math.nan}, "learning_rate=nan is not a finite number"),
-    ({"learning_rate": -1e-3}, "learning_rate=-0.001 is not above 0"),
     ({"validation_share": 1.0}, "validation_share=1.0 is not in [0, 1)"),
     (
         {"warmup": 2.0},
@@ -45,19 +34,13 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
         "cooldown='5 minutes' is not a length; write for example 0.1 (a fraction of the run), "
         "'500 steps', '5 epochs', '64000 images' or '2.5%'",
     ),
-    ({"rsqrt_shift": -0.5}, "rsqrt_shift=-0.5 is not in [0, 1), the range of a fraction of the run"),
     ({"weight_decay_rule": "l2"}, "weight_decay_rule='l2' is not one of 'auto', 'decoupled', 'coupled', 'independent'"),
-    ({"momentum_format": "float16"}, "momentum_format='float16' is not one of 'float32', 'bfloat16'"),
     ({"update_clip": 1.0}, "update_clip=1.0 is for optimizer='adafactor'; use clip, or leave it out"),
-    ({"update_clip": -1.0, "optimizer": "adafactor"}, "update_clip=-1.0 is less than 0"),
     (
         {"learning_rate_factors": ("head=0",)},
         "learning_rate_factors='head=0' is not PATTERN=FACTOR, a regular "
         "expression of names of weights and a number above 0; write for example 'head\\..*=10'",
     ),
-    ({"base_batch_size": 0}, "base_batch_size=0 is less than 1"),
-    ({"schedule_power": 0.0}, "schedule_power=0.0 is not above 0"),
-    ({"end_learning_rate": -1e-5}, "end_learning_rate=-1e-05 is less than 0"),
     ({"end_learning_rate": 0.1}, "end_learning_rate=0.1 is above learning_rate=0.001"),
     (
         {"end_learning_rate": 1e-5, "schedule": "rsqrt"},
@@ -69,41 +52,22 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
         "schedule='staircase' needs stair_at, the points at which it changes, such as stair_at=(0.33, 0.67)",
     ),
     (
-        {"schedule": "staircase", "stair_at": (0.5, "9")},
-        "stair_at='9' is not a length; write for example 0.1 (a fraction of the run), "
-        "'500 steps', '5 epochs', '64000 images' or '2.5%'",
-    ),
-    (
         {"schedule": "staircase", "stair_at": (0.5,), "stair_factors": (0.1, 0.2)},
         "stair_factors=(0.1, 0.2) are 2 factors for 1 points of stair_at; give one factor for each point",
-    ),
-    (
-        {"schedule": "staircase", "stair_at": (0.5,), "stair_factors": (-0.1,)},
-        "stair_factors=-0.1 is less than 0",
     ),
     (
         {"stair_at": (0.5,)},
         "stair_at=(0.5,) and stair_factors=() are for the schedule staircase, and the schedule is cosine; leave them "
         "out",
     ),
-    ({"beta1": 1.0}, "beta1=1.0 is not in [0, 1)"),
-    ({"beta2": -0.1}, "beta2=-0.1 is not in [0, 1)"),
-    ({"momentum": 1.5}, "momentum=1.5 is not in [0, 1)"),
-    ({"label_smoothing": math.nan}, "label_smoothing=nan is not in [0, 1)"),
-    ({"average": 1.0}, "average=1.0 is not in [0, 1)"),
-    ({"average_start": "cold"}, "average_start='cold' is not one of 'debiased', 'initial', 'capped'"),
-    ({"layer_decay": 0.0}, "layer_decay=0.0 is not in (0, 1]"),
     ({"layer_decay": math.nan}, "layer_decay=nan is not in (0, 1]"),
-    ({"patience": 0}, "patience=0 is less than 1"),
     ({"on_non_finite": "ignore"}, "on_non_finite='ignore' is not one of 'stop', 'skip', 'rollback'"),
     (
         {"spike_window": 1, "spike_score": -1.0, "max_faults": 0, "rollback_skips": 0},
         "spike_score=-1.0 is less than 0\nspike_window=1 is less than 2\nrollback_skips=0 is less than 1\n"
         "max_faults=0 is less than 1",
     ),
-    ({"init": "m", "train_blocks": -1}, "train_blocks=-1 is less than 0"),
-    ({"init": "m", "lora_rank": 0}, "lora_rank=0 is less than 1"),
-    ({"init": "m", "lora_rank": 2, "lora_alpha": 0.0}, "lora_alpha=0.0 is not above 0"),
+    ({"new_head": True}, "new_head=True is a new head for a model, so it needs a model to start from; give init=..."),
     ({"init": "m", "lora_alpha": 2.0}, "lora_alpha=2.0 needs lora_rank; give both"),
     ({"init": "m", "lora_on": ("up",)}, "lora_on=('up',) needs lora_rank; give both"),
     (
@@ -111,34 +75,14 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
         "train_blocks=1 and lora_rank=2 exclude each other; give one of them",
     ),
     ({"train_blocks": 0}, "train_blocks=0 leaves weights untrained, so it needs a model to start from; give init=..."),
-    ({"lora_rank": 4}, "lora_rank=4 leaves weights untrained, so it needs a model to start from; give init=..."),
     (
         {"init": "m", "variant": "ViT-S/16"},
         "variant='ViT-S/16' cannot be given with init='m', because the "
         "model fixes the architecture; only cut_uneven, head_kind, pool, final_norm, head_normalises, dropout, "
         "stochastic_depth, skip_dropped, patch_dropout can",
     ),
-    (
-        {"init": "m", "depth": 3, "dropout": 0.1},
-        "depth=3 cannot be given with init='m', because the "
-        "model fixes the architecture; only cut_uneven, head_kind, pool, final_norm, head_normalises, dropout, "
-        "stochastic_depth, skip_dropped, patch_dropout can",
-    ),
-    ({"seed": 2**32}, "seed=4294967296 is not in [0, 4294967296)"),
-    ({"max_skipped": 1.1}, "max_skipped=1.1 is not in [0, 1]"),
-    ({"max_skipped": -0.1}, "max_skipped=-0.1 is not in [0, 1]"),
     ({"accumulation": 9, "batch_size": 8}, "accumulation=9 is more than batch_size=8"),
     ({"optimizer": "adam"}, "optimizer='adam' is not one of 'adamw', 'sgd', 'adafactor', 'muon', 'lars', 'lamb'"),
-    ({"momentum_of": "steps"}, "momentum_of='steps' is not one of 'gradients', 'changes'"),
-    (
-        {"schedule": "step"},
-        "schedule='step' is not one of 'cosine', 'linear', 'polynomial', 'rsqrt', 'staircase', 'constant'",
-    ),
-    ({"precision": "fp16"}, "precision='fp16' is not one of 'auto', 'float8', 'bf16', 'float32'"),
-    ({"compile": "yes"}, "compile='yes' is not one of 'auto', 'on', 'off', 'graphs'"),
-    ({"keep": "all"}, "keep='all' is not one of 'best', 'last'"),
-    ({"loss": "hinge"}, "loss='hinge' is not one of 'softmax', 'sigmoid'"),
-    ({"class_weights": "equal"}, "class_weights='equal' is not one of 'none', 'balanced'"),
 ]
 
 
@@ -162,15 +106,6 @@ def test_the_limits_themselves_are_allowed() -> None:
     TrainConfig().override(max_skipped=0.0, seed=0, accumulation=8, batch_size=8)
 
 
-def test_several_problems_are_named_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        TrainConfig().override(batch_size=0, learning_rate=-1.0, warmup=2.0)
-    lines = str(caught.value).splitlines()
-    assert "batch_size=0 is less than 1" in lines
-    assert "learning_rate=-1.0 is not above 0" in lines
-    assert any(line.startswith("warmup=2.0 is not in [0, 1)") for line in lines)
-
-
 def test_override_replaces_the_fields_of_all_sections() -> None:
     before = TrainConfig()
     after = before.override(steps=7, width=64, heads=2, mean=(0.1, 0.2, 0.3), shift=3, clip=0.5, label_smoothing=0.2)
@@ -186,11 +121,6 @@ def test_settings_that_are_given_together_are_judged_together() -> None:
     assert (changed.task.name, changed.augment.erase) == ("detection", 0.0)
     with pytest.raises(ConfigError, match=r"erase=0\.\d+ changes images"):
         RECIPES["demo"]().override(task="detection")
-
-
-def test_override_takes_no_whole_section() -> None:
-    with pytest.raises(ConfigError, match="unknown field 'model'"):
-        TrainConfig().override(model=ModelConfig())
 
 
 def test_some_fields_have_another_bare_name() -> None:
@@ -241,13 +171,6 @@ def test_override_names_the_nearest_field() -> None:
         TrainConfig().override(patch_width=1)
 
 
-def test_override_checks_the_result() -> None:
-    with pytest.raises(ConfigError, match="steps=-1 is less than 1"):
-        TrainConfig().override(steps=-1)
-    with pytest.raises(ConfigError, match="shift=-1 is less than 0"):
-        TrainConfig().override(shift=-1)
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_no_two_sections_have_a_field_of_the_same_bare_name(task: str) -> None:
     config = TrainConfig().override(task=task)
@@ -295,11 +218,6 @@ def test_json_with_an_unknown_field_or_a_wrong_type_is_refused() -> None:
         TrainConfig.from_plain({**plain, "optimizer": {**plain["optimizer"], "learning_rate": "fast"}})
     with pytest.raises(ConfigError, match="object of named fields"):
         TrainConfig.from_plain(None)
-
-
-def test_a_whole_number_where_json_lost_the_point() -> None:
-    assert TrainConfig.from_plain({"run": {"epochs": 3}}).run.epochs == 3.0
-    assert isinstance(TrainConfig.from_plain({"run": {"epochs": 3}}).run.epochs, float)
 
 
 def test_the_demo_takes_a_resnet() -> None:
