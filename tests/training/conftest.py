@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.listening import Display
+from tests.listening import Display, Shown
+from tests.training.jobs import Finished
 from vitrail.data.formats.idx import BUNDLED, find_idx, read_idx
 from vitrail.data.pipeline import Stage, TrainingBatches
 from vitrail.data.pixels.preprocess import Preprocess
@@ -27,7 +28,7 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
 from vitrail.training.job import Job
 from vitrail.training.job import prepare as prepare_run
-from vitrail.training.log import read_journal
+from vitrail.training.log import Log, read_journal
 from vitrail.training.optimizer import make_optimizer
 from vitrail.training.run import train
 from vitrail.training.state import Average, TrainState
@@ -199,15 +200,16 @@ def outcome(flat: Callable[[Any], dict[str, Any]]) -> Callable[[Path], dict[str,
 
 
 @pytest.fixture(scope="session")
-def straight(
-    small: Callable[..., TrainConfig],
-    outcome: Callable[[Path], dict[str, Any]],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, Any]:
-    """The outcome of a run of 24 steps, of which 10 are an epoch, that never stopped."""
-    run = tmp_path_factory.mktemp("straight") / "run"
-    train(small(run))
-    return outcome(run)
+def finished(small: Callable[..., TrainConfig], tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A run of 24 steps, of which 10 are an epoch, that never stopped."""
+    config, shown = small(tmp_path_factory.mktemp("straight") / "run"), Shown()
+    return Finished(config, train(config, log=Log(shown)), shown)
+
+
+@pytest.fixture(scope="session")
+def straight(finished: Finished, outcome: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """The outcome of the finished run."""
+    return outcome(finished.result.folder)
 
 
 class _StopAt(Display):

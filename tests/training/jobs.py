@@ -1,15 +1,25 @@
-"""Jobs for tests that take single steps or read a clock, without data."""
+"""Jobs for tests that take single steps or read a clock, without data, and a finished run that tests share."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from tests.listening import Shown
 from vitrail.data.source import Sample
 from vitrail.data.splits import Splits
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import Job, Phase
+from vitrail.training.run import RunResult
+
+
+class Finished(NamedTuple):
+    """A finished run that tests only read."""
+
+    config: TrainConfig
+    result: RunResult
+    shown: Shown
 
 
 class Blank:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.listening import Display
+from tests.training.jobs import Finished
 from vitrail.data.pipeline import Readers, queue_bytes
 from vitrail.errors import ConfigError
 from vitrail.models.cost import prediction_bytes, training_bytes
@@ -18,7 +18,6 @@ from vitrail.models.variants import ModelConfig
 from vitrail.training import job as forecast
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import Job, check_run_memory, evaluation_batch, prepare, run_bytes
-from vitrail.training.log import Log
 from vitrail.training.run import train
 
 Small = Callable[..., TrainConfig]
@@ -105,10 +104,8 @@ def test_a_run_beyond_the_machine_is_refused_before_it_writes_anything(small: Sm
     assert not (tmp_path / "run").exists()
 
 
-def test_the_first_lines_of_a_run_state_the_memory(small: Small, tmp_path: Path) -> None:
-    shown = Display()
-    train(small(tmp_path / "run", steps=2), log=Log(shown))
-    (line,) = (text for text in shown.said[:6] if text.startswith("memory: about "))
+def test_the_first_lines_of_a_run_state_the_memory(finished: Finished) -> None:
+    (line,) = (text for text in finished.shown.said[:6] if text.startswith("memory: about "))
     assert line.endswith(" are free")
 
 

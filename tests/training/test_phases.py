@@ -11,10 +11,9 @@ import torch
 
 from tests.listening import Display
 from vitrail.errors import ConfigError, Stopped
-from vitrail.models.variants import create, variant_config
+from vitrail.models.variants import variant_config
 from vitrail.tasks.classification import Classification
 from vitrail.training.build import make_network, make_state
-from vitrail.training.clock import TimeLeft
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import Phase, first_steps, phases_of, prepare, run_flops
 from vitrail.training.log import Log, read_journal
@@ -185,18 +184,3 @@ def test_local_views_have_half_the_size_of_the_phase(
     batches.close()
     seen = [(*batch.images.shape[2:], *batch.local.images.shape[2:]) for batch in taken if batch.local is not None]
     assert seen == [(14, 14, *expected[0])] * 12 + [(28, 14, *expected[1])]
-
-
-def test_positions_learn_at_every_size() -> None:
-    network = create("ViT-Pico/7", image_size=(28, 28), num_classes=3, width=16, depth=1, heads=2)
-    torch.nn.init.normal_(network.head.weight)
-    network(torch.randn(2, 3, 14, 21)).square().sum().backward()
-    gradient = network.positions.embedding.grad
-    assert gradient is not None and (gradient.abs().amax(dim=-1) > 0).any()
-
-
-def test_the_time_left_weighs_steps_by_their_cost() -> None:
-    left = TimeLeft(100, {}, work=lambda step: 0.25 * min(step, 50) + max(step - 50, 0))
-    for step in (1, 2):
-        left.add(left.work(step) - left.work(step - 1), 0.25)
-    assert left.seconds(2) == pytest.approx(0.25 * 48 + 50)

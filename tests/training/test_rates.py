@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from tests.listening import Display
+from tests.training.jobs import Blank, Finished, job_of
+from vitrail.data.splits import Splits
 from vitrail.training.clock import SmoothedRate, TimeLeft
 from vitrail.training.config import TrainConfig
-from vitrail.training.log import Log, read_journal
-from vitrail.training.run import train
+from vitrail.training.job import Phase
+from vitrail.training.log import read_journal
 
 
 def test_the_start_up_is_dropped_when_more_is_known() -> None:
@@ -41,27 +42,28 @@ def test_a_lasting_change_is_shown_after_minutes() -> None:
     assert shown == pytest.approx(50 + 50 * math.exp(-1))
 
 
-def test_the_display_shows_the_smoothed_rate_and_the_journal_that_of_each_report(
-    small: Callable[..., TrainConfig], tmp_path: Path
-) -> None:
-    class Shown(Display):
-        def __init__(self) -> None:
-            self.rates: list[tuple[int, float]] = []
-
-        def step(self, step: int, metrics: dict[str, float]) -> None:
-            self.rates.append((step, metrics["images_per_second"]))
-
-    display, rate, last = Shown(), SmoothedRate(), 0
-    train(small(tmp_path / "run"), log=Log(display))
-    events = [event for event in read_journal(tmp_path / "run" / "journal.jsonl") if event["event"] == "step"]
-    assert len(events) == len(display.rates) > 3
-    for event, (step, shown) in zip(events, display.rates, strict=True):
+def test_the_display_shows_the_smoothed_rate_and_the_journal_that_of_each_report(finished: Finished) -> None:
+    rate, last = SmoothedRate(), 0
+    events = [event for event in read_journal(finished.result.folder / "journal.jsonl") if event["event"] == "step"]
+    assert len(events) == len(finished.shown.reports) > 3
+    for event, (step, shown) in zip(events, finished.shown.reports, strict=True):
         images, last = 20 * (step - last), step
-        assert shown == pytest.approx(rate.add(images, images / event["images_per_second"]))
+        assert shown["images_per_second"] == pytest.approx(rate.add(images, images / event["images_per_second"]))
+    assert [step for step, _ in finished.shown.ticks] == list(range(2, 25)), "the first step contains the start-up"
+    assert all(left > 0 for _, left in finished.shown.ticks)
+
+
+def left_of(steps: int, evaluations: int = 0, checkpoints: int = 1, **fields: Any) -> TimeLeft:
+    """Return the forecast of a run with batches of 20 images."""
+    config = TrainConfig().override(
+        steps=steps, batch_size=20, evaluations=evaluations, checkpoints=checkpoints, keep="last"
+    )
+    return TimeLeft(job_of(config, images=2000, **fields))
 
 
 def test_the_time_left_counts_steps_and_all_pauses() -> None:
-    left = TimeLeft(100, {"evaluation": 10, "checkpoint": 40}, batch_size=20, evaluated=30, at_end=50)
+    splits = Splits(Blank(2000), Blank(30), Blank(20))
+    left = left_of(steps=100, evaluations=10, checkpoints=3, splits=splits)
     assert left.seconds(0) is None
     left.add(1, 20.0)
     assert left.seconds(1) is None, "the first step contains the start-up"
@@ -72,28 +74,21 @@ def test_the_time_left_counts_steps_and_all_pauses() -> None:
         left.add(1, 3.0)
     left.pause("evaluation", 6.0)
     left.pause("checkpoint", 2.0)
-    # 9 more evaluations, checkpoints after steps 40, 80 and 100, and the last 50 images
+    # 9 more evaluations, checkpoints after steps 34, 68 and 100, and the last 50 images
     assert left.seconds(10) == pytest.approx(90 * 3 + 9 * 6 + 3 * 2 + 50 * 6 / 30)
     assert left.seconds(100) == pytest.approx(50 * 6 / 30)
 
 
 def test_without_evaluations_the_steps_alone_are_left() -> None:
-    left = TimeLeft(7, {})
+    left = left_of(steps=7)
     left.add(1, 9.0)
     left.add(2, 3.0)
     assert left.seconds(3) == pytest.approx(4 * 1.5)
 
 
-@pytest.mark.slow
-def test_a_run_shows_the_time_left_from_its_second_step(small: Callable[..., TrainConfig], tmp_path: Path) -> None:
-    class Shown(Display):
-        def __init__(self) -> None:
-            self.ticks: list[tuple[int, float]] = []
-
-        def tick(self, step: int, seconds_left: float) -> None:
-            self.ticks.append((step, seconds_left))
-
-    display = Shown()
-    train(small(tmp_path / "run"), log=Log(display))
-    assert [step for step, _ in display.ticks] == list(range(2, 25))
-    assert all(left > 0 for _, left in display.ticks)
+def test_the_time_left_weighs_steps_by_their_cost() -> None:
+    cheap = Phase(0, 50, (28, 28), patch_dropout=0.0, batch_size=20, cost=0.25)
+    left = left_of(steps=100, phases=(cheap, replace(cheap, first=50, cost=1.0)))
+    for _ in range(2):
+        left.add(0.25, 0.25)
+    assert left.seconds(2) == pytest.approx(0.25 * 48 + 50)

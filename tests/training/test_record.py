@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.training.jobs import Finished
 from vitrail.errors import RunError
 from vitrail.tasks.regression import Regression
-from vitrail.training.config import TrainConfig
+from vitrail.training.config import RESOLVED, TrainConfig
 from vitrail.training.folder import FORMAT, read_record
-from vitrail.training.run import train
 
 
 def written(folder: Path, **fields: Any) -> Path:
@@ -25,13 +24,15 @@ def written(folder: Path, **fields: Any) -> Path:
     return folder
 
 
-def test_a_run_writes_what_is_read(tiny: Callable[..., TrainConfig]) -> None:
-    config = tiny(steps=2, evaluations=1)
-    folder = train(config).folder
+def test_a_run_writes_what_is_read(finished: Finished) -> None:
+    folder = finished.result.folder
     values = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     record = read_record(folder)
+    resolved = {name: getattr(record.config.run, name) for name in RESOLVED}
     assert values["format"] == FORMAT == 2 and values["config"]["task"]["name"] == "classification"
-    assert record.config == config and record.images == values["data"]["train"]
+    assert record.config == finished.config.override(**resolved) and not {"auto", None} & {*resolved.values()}
+    assert record.images == values["data"]["train"] == 200 and values["steps"] == 24
+    assert values["machine"]["versions"].keys() >= {"vitrail", "torch"}
     assert (record.fingerprint, record.origin, record.objects) == (values["data"]["fingerprint"], None, ())
 
 

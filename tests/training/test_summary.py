@@ -6,8 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
+from tests.training.jobs import Finished
 from vitrail.settings import bare_names
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import (
@@ -19,14 +18,8 @@ from vitrail.training.folder import (
     settings_of,
     summarise,
 )
-from vitrail.training.run import train
 
 Tiny = Callable[..., TrainConfig]
-
-
-@pytest.fixture(scope="module")
-def finished(small: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(small(tmp_path_factory.mktemp("summary") / "run", steps=3)).folder
 
 
 def rewritten(run: Path, journal: list[dict[str, object]], place: Path) -> Path:
@@ -37,9 +30,9 @@ def rewritten(run: Path, journal: list[dict[str, object]], place: Path) -> Path:
     return place
 
 
-def test_a_finished_run(finished: Path) -> None:
-    found = summarise(finished)
-    assert (found.state, found.step, found.steps, found.problem) == ("finished", 3, 3, "")
+def test_a_finished_run(finished: Finished) -> None:
+    found = summarise(finished.result.folder)
+    assert (found.state, found.step, found.steps, found.problem) == ("finished", 24, 24, "")
     assert found.metrics is not None and 0 <= found.metrics["validation_accuracy"] <= 1
     assert found.started is not None and found.changed is not None and found.started <= found.changed
     assert found.texts("validation") == [f"accuracy {found.metrics['validation_accuracy']:.2%}"]
@@ -51,21 +44,21 @@ BETTER = {"event": "evaluation", "time": 11.0, "step": 2, "split": "validation",
 WORSE = BETTER | {"time": 12.0, "step": 4, "best": False, "accuracy": 0.5}
 
 
-def test_the_best_evaluation_and_the_last_event_count(finished: Path, tmp_path: Path) -> None:
-    found = summarise(rewritten(finished, [BEGUN, BETTER, WORSE], tmp_path / "cut"))
+def test_the_best_evaluation_and_the_last_event_count(finished: Finished, tmp_path: Path) -> None:
+    found = summarise(rewritten(finished.result.folder, [BEGUN, BETTER, WORSE], tmp_path / "cut"))
     assert (found.state, found.step, found.steps, found.changed) == ("interrupted", 4, 7, 12.0)
     assert found.texts("validation") == ["accuracy 75.00%"] and found.texts("test") == []
     stopped = {"event": "stopped", "time": 13.0, "step": 4}
-    assert summarise(rewritten(finished, [BEGUN, stopped], tmp_path / "stopped")).state == "stopped"
+    assert summarise(rewritten(finished.result.folder, [BEGUN, stopped], tmp_path / "stopped")).state == "stopped"
     failed = {"event": "failed", "time": 13.0, "step": 4, "reason": "the loss is nan"}
-    found = summarise(rewritten(finished, [BEGUN, failed], tmp_path / "failed"))
+    found = summarise(rewritten(finished.result.folder, [BEGUN, failed], tmp_path / "failed"))
     assert (found.state, found.problem) == ("failed", "the loss is nan")
     with locked(tmp_path / "cut"):
         assert summarise(tmp_path / "cut").state == "training"
-    assert summarise(rewritten(finished, [], tmp_path / "empty")).started is None
+    assert summarise(rewritten(finished.result.folder, [], tmp_path / "empty")).started is None
 
 
-def test_what_cannot_be_read_is_said(finished: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_said(finished: Finished, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{")
     found = summarise(tmp_path)
     assert found.state == "unreadable" and "run.json is damaged" in found.problem and found.texts("test") == []
@@ -103,14 +96,14 @@ def test_values_of_presets_and_variants_are_compared(tiny: Tiny) -> None:
     assert differing_settings([usual, longer])[1] == {"epochs": 2.0, "steps": None}
 
 
-def test_runs_on_data_that_changed_are_named(tiny: Tiny, finished: Path, tmp_path: Path) -> None:
-    other = rewritten(finished, [BEGUN, BETTER], tmp_path / "other")
-    assert list(notes_on_data([summarise(finished), summarise(other)])) == []
+def test_runs_on_data_that_changed_are_named(tiny: Tiny, finished: Finished, tmp_path: Path) -> None:
+    other = rewritten(finished.result.folder, [BEGUN, BETTER], tmp_path / "other")
+    assert list(notes_on_data([summarise(finished.result.folder), summarise(other)])) == []
     record = json.loads((other / "run.json").read_text())
     record["data"]["fingerprint"] = "0" * 64
     (other / "run.json").write_text(json.dumps(record))
-    (note,) = notes_on_data([summarise(finished), summarise(other)])
-    assert "other" in note and finished.name in note and "not comparable" in note
+    (note,) = notes_on_data([summarise(finished.result.folder), summarise(other)])
+    assert "other" in note and finished.result.folder.name in note and "not comparable" in note
 
 
 def test_only_settings_unlike_the_others_are_returned(tiny: Tiny) -> None:

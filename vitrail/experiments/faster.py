@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from vitrail.data.source import Source
 from vitrail.errors import BundleError, ConfigError
@@ -22,6 +21,7 @@ from vitrail.machine import Precision, has_bf16_matrix_units, has_int8_products
 from vitrail.models.network import with_weights
 from vitrail.models.predictor import Predictor
 from vitrail.models.reduction import ReductionMethod, TokenReduction
+from vitrail.training.linear_start import set_head
 from vitrail.weights.adapt import adapted, with_reduction
 from vitrail.weights.bundle import Bundle
 
@@ -156,12 +156,7 @@ def linear_head(bundle: Bundle, classes: tuple[str, ...], train: Source) -> Bund
     network = bundle.network.with_head(len(classes), drop_hidden=True).to(bundle.device).eval()
     made = replace(bundle, network=network, classes=classes, metrics={})
     known = labelled_features(Outputs(made, batch_size=None, precision=made.precision), train, "head-inputs")
-    fit = fit_linear(known.features, known.truth, device=made.device)
-    head = network.get_submodule("head")
-    assert isinstance(head, nn.Linear), "networks of this package have a dense layer as their head"
-    with torch.no_grad():
-        head.weight.copy_(torch.from_numpy(fit.model.weight.T))
-        head.bias.copy_(torch.from_numpy(fit.model.bias))
+    set_head(made, fit_linear(known.features, known.truth, device=made.device).model)
     return made
 
 

@@ -86,7 +86,7 @@ class LessCompute:
         seeds = sorted(seed for seed in laws[0] if seed in laws[1] and laws[0][seed].slope < 0 > laws[1][seed].slope)
         if not seeds:
             return Finding(self.text, "not shown", ("no seed has a falling error of both arms",))
-        error = max(_mean_of_best([line[seed] for seed in seeds]) for line in lines)
+        error = max(sum(min(error for _, error in line[seed]) for seed in seeds) / len(seeds) for line in lines)
         if not error:
             return Finding(self.text, "not shown", ("both arms reach an error of 0, which no power law has",))
         found = estimate([log_x_at(laws[1][seed], error) - log_x_at(laws[0][seed], error) for seed in seeds])
@@ -95,11 +95,6 @@ class LessCompute:
         text += f"{mean:.2f}" if mean < 1000 else f"{mean:.2g}"
         text += _interval(found, lambda end: f"{math.exp(min(end, MAX_LOG)):.2g}")
         return Finding(self.text, _sign(found), (text,))
-
-
-def _mean_of_best(lines: Sequence[Line]) -> float:
-    """Return the mean over seeds of the smallest error."""
-    return sum(min(error for _, error in line) for line in lines) / len(lines)
 
 
 # Statistics over seeds: means with their intervals, paired differences, and power laws.

@@ -143,30 +143,30 @@ def _dot(area: PlotArea, point: tuple[float, float], colour: str, title: str, ra
 
 def point_rows(results: Results, metrics: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return a row for each point, with the mean, the deviation and the interval of every metric."""
-    return [_point_row(point, metrics) for point in results.points]
-
-
-def _point_row(point: PointResult, metrics: Mapping[str, str]) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "arm": point.arm,
-        "place": point.label,
-        "x": point.x,
-        "learning_rates": " ".join(f"{rate:g}" for rate in point.rates),
-        "seeds": len(point.cells),
-        "diverged": len(point.diverged),
-        "parameters": point.parameters,
-        "flops": point.flops,
-    }
-    for metric in metrics:
-        found = point.estimate(metric)
-        for field in ("mean", "deviation", "low", "high"):
-            row[f"{metric}_{field}"] = None if found is None else finite(getattr(found, field))
-    return row
+    return [
+        {
+            "arm": point.arm,
+            "place": point.label,
+            "x": point.x,
+            "learning_rates": " ".join(f"{rate:g}" for rate in point.rates),
+            "seeds": len(point.cells),
+            "diverged": len(point.diverged),
+            "parameters": point.parameters,
+            "flops": point.flops,
+            **{
+                f"{metric}_{field}": None if found is None else finite(getattr(found, field))
+                for metric in metrics
+                for found in [point.estimate(metric)]
+                for field in ("mean", "deviation", "low", "high")
+            },
+        }
+        for point in results.points
+    ]
 
 
 def finite(value: float) -> float | None:
     """Return the value, or None if it is infinite or NaN, which JSON does not have."""
-    return value if abs(value) < float("inf") else None
+    return value if math.isfinite(value) else None
 
 
 def cell_rows(results: Results, metrics: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -221,17 +221,6 @@ def edge_notes(results: Results) -> list[str]:
     ]
 
 
-def plain_results(results: Results, findings: list[Finding], metrics: Mapping[str, str]) -> dict[str, Any]:
-    """Return everything as JSON values."""
-    return {
-        "points": point_rows(results, metrics),
-        "cells": cell_rows(results, metrics),
-        "trials": trial_rows(results),
-        "verdict": [{"claim": one.claim, "outcome": one.outcome, "evidence": list(one.evidence)} for one in findings],
-        "notes": edge_notes(results),
-    }
-
-
 # Writing a study: one page with its figure and verdict, the figure as SVG, and the numbers as CSV and JSON.
 
 
@@ -246,13 +235,26 @@ def write_study(folder: Path, run: StudyRun, results: Results) -> dict[str, Any]
     study = run.study
     findings = [claim.check(results) for claim in study.claims(run.points)]
     shared = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    plain = {**shared, "machines": list(results.machines), **plain_results(results, findings, study.metrics)}
-    figures = [_figure(results, metric, name, study.x_name) for metric, name in study.metrics.items()]
+    rows = {
+        "points": point_rows(results, study.metrics),
+        "cells": cell_rows(results, study.metrics),
+        "trials": trial_rows(results),
+    }
+    plain = {
+        **shared,
+        "machines": list(results.machines),
+        **rows,
+        "verdict": [{"claim": one.claim, "outcome": one.outcome, "evidence": list(one.evidence)} for one in findings],
+        "notes": edge_notes(results),
+    }
+    figures = [
+        lines_chart(results, metric, name, study.x_name) if study.x_name else arms_chart(results, metric, name)
+        for metric, name in study.metrics.items()
+    ]
     with saving("the results", folder):
         write_json(folder / RESULTS, plain)
-        write_csv(folder / "points.csv", point_rows(results, study.metrics))
-        write_csv(folder / "cells.csv", cell_rows(results, study.metrics))
-        write_csv(folder / "trials.csv", trial_rows(results))
+        for name, table in rows.items():
+            write_csv(folder / f"{name}.csv", table)
         for metric, figure in zip(study.metrics, figures, strict=True):
             if figure:
                 path = FIGURE if metric == next(iter(study.metrics)) else f"figure-{metric}.svg"
@@ -266,10 +268,6 @@ def estimate_text(found: Estimate | None) -> str:
     if found is None:
         return ""
     return f"{100 * found.mean:.2f}" if found.count < 2 else f"{100 * found.mean:.2f} ± {100 * found.deviation:.2f}"
-
-
-def _figure(results: Results, metric: str, name: str, x_name: str) -> Markup:
-    return lines_chart(results, metric, name, x_name) if x_name else arms_chart(results, metric, name)
 
 
 def _write_page(

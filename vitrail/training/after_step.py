@@ -99,13 +99,10 @@ def _collected_logits(module: nn.Module, found: list[Tensor]) -> Iterator[None]:
     with ExitStack() as stack:
         is_compiled = any(part._compiled_call_impl is not None for part in module.modules())
         for part in () if is_compiled else module.modules():  # a hook would compile the block again
-            if isinstance(part, AttentionLayer) and part.training and _has_logits(part):
+            has_logits = isinstance(part, AttentionLayer) and type(part).operands is not AttentionLayer.operands
+            if has_logits and part.training:
                 stack.enter_context(part.register_forward_pre_hook(collect))
         yield
-
-
-def _has_logits(layer: AttentionLayer) -> bool:
-    return type(layer).operands is not AttentionLayer.operands
 
 
 # Losses and metrics of training steps, which stay on the device until they are read, and their means.

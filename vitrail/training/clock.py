@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -38,7 +38,7 @@ class Timing:
     def __init__(self, job: Job, started: float) -> None:
         """`started` is the time (`time.perf_counter()`) at which the user started the command."""
         self._job = job
-        self._left = time_left(job)
+        self._left = TimeLeft(job)
         self._started = started
         self._limit: MachineLimit | None = None
         self._to_first_step = 0.0
@@ -298,26 +298,14 @@ class TimeLeft:
     yet is otherwise not counted.
     """
 
-    def __init__(
-        self,
-        steps: int,
-        every: Mapping[str, int],
-        *,
-        batch_size: int = 1,
-        evaluated: int = 0,
-        at_end: int = 0,
-        work: Callable[[int], float] = float,
-    ) -> None:
-        """`every` maps the names of pauses to the number of steps between them; an "evaluation" measures `evaluated`
-        images. `at_end` is the number of images that are measured after the last step. `work` returns the cost of the
-        steps before a step, in steps of `batch_size` images. By default all steps cost the same.
-        """
-        self.steps = steps
-        self.every = dict(every)
-        self.batch_size = batch_size
-        self.evaluated = evaluated
-        self.at_end = at_end
-        self.work = work
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._every = {name: steps for name, steps in job.intervals.items() if name != "report"}
+        """Number of steps between two pauses of each name."""
+        if job.probes:
+            self._every["probe"] = min(probe.every for probe in job.probes)
+        self._evaluated = len(job.splits.validation or ())
+        """Number of images that an evaluation measures. The test images are also measured after the last step."""
         self._rate = SmoothedRate()
         self._reports = 0
         self._step_seconds = 0.0
@@ -337,30 +325,16 @@ class TimeLeft:
         """Return the forecast after a step. Return None if the only known time contains the start-up."""
         if self._reports < 2:
             return None
-        per_image = self._step_seconds / (3 * self.batch_size)
-        if self.evaluated and "evaluation" in self._pauses:
+        job, steps = self._job, self._job.steps
+        per_image = self._step_seconds / (3 * job.config.run.batch_size)
+        if self._evaluated and "evaluation" in self._pauses:
             count, total = self._pauses["evaluation"]
-            per_image = total / count / self.evaluated
-        left = (self.work(self.steps) - self.work(step)) * self._step_seconds + self.at_end * per_image
-        for name, every in self.every.items():
-            times = self.steps // every - step // every + (self.steps % every > 0 and step < self.steps)
+            per_image = total / count / self._evaluated
+        left = (job.work(steps) - job.work(step)) * self._step_seconds
+        left += (self._evaluated + len(job.splits.test or ())) * per_image
+        for name, every in self._every.items():
+            times = steps // every - step // every + (steps % every > 0 and step < steps)
             count, total = self._pauses.get(name, (0, 0.0))
-            each = per_image * self.evaluated if name == "evaluation" else total / max(count, 1)
+            each = per_image * self._evaluated if name == "evaluation" else total / max(count, 1)
             left += times * each
         return left
-
-
-def time_left(job: Job) -> TimeLeft:
-    """Return the forecast for a run before its first step."""
-    every = {name: steps for name, steps in job.intervals.items() if name != "report"}
-    if job.probes:
-        every["probe"] = min(probe.every for probe in job.probes)
-    validation, test = (0 if source is None else len(source) for source in (job.splits.validation, job.splits.test))
-    return TimeLeft(
-        job.steps,
-        every,
-        batch_size=job.config.run.batch_size,
-        evaluated=validation,
-        at_end=validation + test,
-        work=job.work,
-    )

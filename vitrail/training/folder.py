@@ -178,12 +178,6 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(file)
 
 
-def check_unlocked(folder: Path) -> None:
-    """Raise `RunError` if a process holds the lock of a run's folder."""
-    if is_locked(folder):
-        raise RunError(_in_use(folder))
-
-
 def is_locked(folder: Path) -> bool:
     """Return True if a process holds the lock of a run's folder."""
     try:
@@ -271,7 +265,8 @@ def check_place(folder: Path, config: TrainConfig) -> None:
             f"run folder {str(folder)!r} also holds files that a run does not write ({', '.join(foreign[:3])}), "
             "so it is not overwritten; move them elsewhere, or choose another --run"
         )
-    check_unlocked(folder)
+    if is_locked(folder):
+        raise RunError(_in_use(folder))
 
 
 def run_of(model: Path) -> Path | None:

@@ -89,15 +89,25 @@ def start_head(outputs: Outputs, splits: Splits, *, kept: bool) -> str:
         raise DataError("no training image has a label, so no linear model of the features can be fitted")
     device = outputs.bundle.device
     fit = outputs.processes.on_first(lambda: fit_linear(known.features, known.truth, device=device), is_long=True)
-    head = outputs.bundle.network.get_submodule("head")
-    assert isinstance(head, nn.Linear), "networks of this package have a dense layer as their head"
-    if kept and not _is_better(fit.model, head, outputs, splits):
+    if kept and not _is_better(fit.model, outputs, splits):
         return "the kept head is as good on the validation split as a new linear model of the features, so it stays"
-    with torch.no_grad():
-        head.weight.copy_(torch.from_numpy(fit.model.weight.T))
-        head.bias.copy_(torch.from_numpy(fit.model.bias))
+    set_head(outputs.bundle, fit.model)
     images = plural(len(known.truth), "training image")
     return f"the head starts as a linear model of the features of {images} (penalty {fit.penalty:.1g})"
+
+
+@torch.no_grad()
+def set_head(bundle: Bundle, model: LinearMap) -> None:
+    """Give the head of a network the weights of a linear model of the head's inputs."""
+    head = _head_of(bundle)
+    head.weight.copy_(torch.from_numpy(model.weight.T))
+    head.bias.copy_(torch.from_numpy(model.bias))
+
+
+def _head_of(bundle: Bundle) -> nn.Linear:
+    head = bundle.network.get_submodule("head")
+    assert isinstance(head, nn.Linear), "networks of this package have a dense layer as their head"
+    return head
 
 
 def _own_images(train: Source) -> Source:
@@ -105,14 +115,15 @@ def _own_images(train: Source) -> Source:
     return train.first_part() if isinstance(train, Samples) else train
 
 
-def _is_better(model: LinearMap, head: nn.Linear, outputs: Outputs, splits: Splits) -> bool:
-    """Return True if a linear model is better on the validation split than a trained head, by the metric or, if both
-    have the same value, by the loss."""
+def _is_better(model: LinearMap, outputs: Outputs, splits: Splits) -> bool:
+    """Return True if a linear model is better on the validation split than the trained head of the network, by the
+    metric or, if both have the same value, by the loss."""
     if splits.validation is None:
         return False
     known = labelled_features(outputs, splits.validation, "head-inputs")
     if not len(known.truth):
         return False
+    head = _head_of(outputs.bundle)
     weight, bias = (tensor.detach().cpu().double().numpy() for tensor in (head.weight.t(), head.bias))
     new, old = (each.merit(known.features, known.truth) for each in (model, LinearMap(weight, bias)))
     return new > old

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -320,7 +320,7 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, precision: Traini
     """
     below = frozenset() if is_zero(config.backbone_wait) else _below_head(module)
     scales = _scales(module, config.layer_decay) if config.layer_decay < 1 else {}
-    names = _names(module)
+    names = {id(parameter): name.removeprefix("network.") for name, parameter in module.named_parameters()}
     groups = []
     for parameters, factor in zip(split_by_decay(module), (1.0, 0.0), strict=True):
         by_values: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
@@ -372,14 +372,13 @@ def _of_kind(
 def check_names(network: nn.Module, config: OptimizerConfig) -> None:
     """Raise `ConfigError` if a pattern for names of weights matches no weight of the network."""
     names = [name for name, _ in network.named_parameters()]
-    check_patterns("learning_rate_factors", config.learning_rate_factors, names)
-    check_patterns("weight_decay_factors", config.weight_decay_factors, names)
-
-
-def _names(module: nn.Module) -> dict[int, str]:
-    """Return the name of each parameter by the parameter's id. The prefix `network.` of names in an objective is
-    removed."""
-    return {id(parameter): name.removeprefix("network.") for name, parameter in module.named_parameters()}
+    for option in ("learning_rate_factors", "weight_decay_factors"):
+        for text in getattr(config, option):
+            if not any(re.fullmatch(text.rpartition("=")[0], name) for name in names):
+                raise ConfigError(
+                    f"{option}={text!r} matches no weight of the network; names are for example {names[0]} and "
+                    f"{names[-1]}"
+                )
 
 
 def _layers(module: nn.Module) -> Layers:
@@ -433,17 +432,6 @@ def factor_of(weight: str, factors: Sequence[str], otherwise: float) -> float:
         if re.fullmatch(pattern, weight):
             return float(number)
     return otherwise
-
-
-def check_patterns(setting: str, factors: Sequence[str], weights: Iterable[str]) -> None:
-    """Raise `ConfigError` if a pattern of the setting matches none of these names."""
-    names = list(weights)
-    for text in factors:
-        pattern = text.rpartition("=")[0]
-        if not any(re.fullmatch(pattern, name) for name in names):
-            raise ConfigError(
-                f"{setting}={text!r} matches no weight of the network; names are for example {names[0]} and {names[-1]}"
-            )
 
 
 AverageStart = Literal["debiased", "initial", "capped"]
