@@ -40,7 +40,7 @@ test-slow: $(REFERENCE)
 # variables are needed: PyTorch and oneDNN choose their kernels separately.
 test-avx2: setup
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto \
-		--dist worksteal -m "not slow and not gpu and not network" tests/models tests/evaluation tests/training/test_adafactor.py tests/training/test_duration.py tests/training/test_factors.py tests/training/test_large_batches.py tests/training/test_layers.py tests/training/test_muon.py tests/training/test_optimizer.py tests/training/test_reference_steps.py tests/training/test_schedule.py tests/training/test_tables.py
+		--dist worksteal -m "not slow and not gpu and not network" tests/models tests/evaluation tests/training/test_adafactor.py tests/training/test_large_batches.py tests/training/test_layers.py tests/training/test_muon.py tests/training/test_optimizer.py tests/training/test_reference_steps.py tests/training/test_schedule.py tests/training/test_tables.py
 
 check: setup
 	$(BIN)/ruff check .

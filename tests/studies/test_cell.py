@@ -1,20 +1,25 @@
-"""Tests of cells: their names and files."""
+"""Tests of cells: their names and files, and their process with real runs of a tiny network."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from tests.make import make_idx_folder
 from tests.studies.measured import cell_result
-from vitrail.errors import RunError
-from vitrail.experiments.runner import read_cell, read_result, write_result
+from vitrail.data.formats import idx
+from vitrail.errors import DataError, RunError
+from vitrail.experiments.runner import read_cell, write_result
 from vitrail.files import write_json
-from vitrail.studies.cell import CellResult, StudyCell, make_cell
+from vitrail.studies.cell import DEVICE, StudyCell, make_cell, measure_cell
 from vitrail.studies.study import Settings, small_config
 from vitrail.training.config import TrainConfig
+from vitrail.training.job import phases_of, run_flops
+from vitrail.weights.bundle import load_bundle
 
 
 @pytest.fixture
@@ -44,15 +49,6 @@ def test_what_is_measured_is_part_of_a_name(config: TrainConfig) -> None:
     assert len({cell.name, *(other.name for other in others)}) == 5
 
 
-def test_a_cell_is_read_as_it_was_written(tmp_path: Path, config: TrainConfig) -> None:
-    cell = make_cell(config, by=("fewshot",), measured="test", evaluator_settings={"fewshot": {"shots": [1, 5]}})
-    folder = tmp_path / cell.name
-    folder.mkdir()
-    write_json(folder / "cell.json", asdict(cell))
-    found = read_cell(folder, StudyCell)
-    assert found.name == cell.name and found.train_config == cell.train_config and found.by == ("fewshot",)
-
-
 def test_a_changed_cell_is_refused(tmp_path: Path, config: TrainConfig) -> None:
     cell = make_cell(config, by=(), measured="test")
     folder = tmp_path / cell.name
@@ -68,11 +64,89 @@ def test_a_changed_cell_is_refused(tmp_path: Path, config: TrainConfig) -> None:
         read_cell(folder, StudyCell)
 
 
-def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
-    assert read_result(tmp_path, CellResult) is None
-    result = cell_result({"accuracy": 0.5})
-    write_result(tmp_path, result)
-    assert read_result(tmp_path, CellResult) == result
-    (tmp_path / "result.json").write_text('{"metrics": 3}')
-    with pytest.raises(RunError, match=r"result\.json is damaged: .*; delete the folder"):
-        read_result(tmp_path, CellResult)
+@pytest.fixture(scope="module")
+def some_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_idx_folder(tmp_path_factory.mktemp("bundled") / "images", train=400, test=100)
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(some_images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the CPU, and a part of the bundled images."""
+    monkeypatch.setenv(DEVICE, "cpu")
+    monkeypatch.setattr(idx, "BUNDLED", some_images)
+
+
+def tiny(**overrides: object) -> TrainConfig:
+    """A run of two steps on 40 images."""
+    config = small_config(Settings(scale="quick"), images=40, epochs=1.0)
+    config = config.override(depth=1, width=16, mlp_width=16, batch_size=20, precision="float32", checkpoints=1)
+    return config.override(**overrides)
+
+
+def cell_of(config: TrainConfig, **fields: object) -> StudyCell:
+    return make_cell(config, **{"by": ("accuracy",), "measured": "test", **fields})  # type: ignore[arg-type]
+
+
+def test_a_cell_is_trained_and_measured_on_the_test_split(tmp_path: Path) -> None:
+    cell = cell_of(tiny(), by=("accuracy", "fewshot"), evaluator_settings={"fewshot": {"shots": [1], "seeds": 1}})
+    folder = tmp_path / cell.name
+    folder.mkdir()
+    result = measure_cell(folder, cell)
+    assert result.metrics["images"] == 100 and {"accuracy", "fewshot_1"} <= set(result.metrics)
+    assert not any(name.startswith("validation") for name in result.metrics)
+    network = load_bundle(folder / "run" / "model").network.config
+    config = cell.train_config
+    assert result.steps == 2 and result.flops == run_flops(phases_of(config, network, 2), network, config.task)
+    assert result.parameters == network.parameters() and result.machine["precision"] == "float32"
+    assert not (folder / "run" / "checkpoints").exists()
+
+
+def test_a_trial_measures_only_the_cut(tmp_path: Path) -> None:
+    cell = cell_of(tiny(), by=(), measured="validation")
+    folder = tmp_path / cell.name
+    folder.mkdir()
+    result = measure_cell(folder, cell)
+    assert 0 <= result.metrics["validation_accuracy"] <= 1 and result.metrics["validation_cross_entropy"] > 0
+    assert not any("test" in name for name in result.metrics)
+
+
+def test_a_cell_that_diverges_has_a_reason(tmp_path: Path) -> None:
+    cell = cell_of(tiny(learning_rate=1e20, clip=0.0, warmup=0.0, batch_size=5))
+    folder = tmp_path / cell.name
+    folder.mkdir()
+    result = measure_cell(folder, cell)
+    assert result.metrics == {} and result.diverged == "loss is nan at step 2"
+    assert not (folder / "run").exists()
+
+
+def test_a_second_stage_starts_from_the_model_of_the_first(tmp_path: Path) -> None:
+    first = cell_of(tiny(), by=(), measured="validation")
+    second = cell_of(tiny().override(variant=None, **dict.fromkeys(tiny().model.overrides)), start=first.name)
+    with pytest.raises(RunError, match=f"{first.name} has no result, but cell {second.name} starts from its model"):
+        measure_cell(tmp_path / second.name, second)
+    before = make(tmp_path, first)
+    result = make(tmp_path, second)
+    assert result.flops == 2 * before.flops and result.parameters == before.parameters
+    write_result(tmp_path / first.name, cell_result({}, diverged="nan"))
+    shutil.rmtree(tmp_path / second.name)
+    assert "starts from diverged" in make(tmp_path, second).diverged
+
+
+def make(folder: Path, cell: StudyCell):  # type: ignore[no-untyped-def]
+    (folder / cell.name).mkdir()
+    result = measure_cell(folder / cell.name, cell)
+    write_result(folder / cell.name, result)
+    return result
+
+
+def test_data_without_a_test_split_is_refused(tmp_path: Path) -> None:
+    config = tiny().override(data="fractals:2:20", channels=1)
+    with pytest.raises(DataError, match=r"data 'fractals:2:20' has no test split to measure a cell on"):
+        make(tmp_path, cell_of(config))
+
+
+def test_a_finished_run_is_only_measured_again(tmp_path: Path) -> None:
+    cell = cell_of(tiny())
+    first = make(tmp_path, cell)
+    again = measure_cell(tmp_path / cell.name, cell)
+    assert asdict(again)["metrics"] == asdict(first)["metrics"] and again.seconds < first.seconds

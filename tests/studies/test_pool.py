@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.studies.measured import cell_result
 from vitrail.errors import ConfigError, VitrailError
-from vitrail.experiments.runner import CELLS, Pool, read_result, write_result
+from vitrail.experiments.runner import CELLS, Pool, read_result
 from vitrail.studies.cell import CellResult, StudyCell, make_cell, study_pool
 from vitrail.studies.study import Settings, small_config
 from vitrail.training.log import read_journal
@@ -29,13 +26,6 @@ def cell_of(**overrides: object) -> StudyCell:
 
 def pool_of(folder: Path, jobs: int = 1, **fields: object) -> Pool[StudyCell, CellResult]:
     return study_pool(folder, jobs=jobs, threads=1, device="cpu", **fields)  # type: ignore[arg-type]
-
-
-def test_finished_cells_need_no_process(tmp_path: Path) -> None:
-    cell, result = cell_of(), cell_result({"accuracy": 0.5})
-    (tmp_path / CELLS / cell.name).mkdir(parents=True)
-    write_result(tmp_path / CELLS / cell.name, result)
-    assert pool_of(tmp_path, 0).run([("one", cell), ("again", cell)]) == {cell.name: result}
 
 
 def test_an_unknown_cell_is_refused(tmp_path: Path) -> None:
@@ -95,27 +85,3 @@ def _processes_of(folder: Path) -> list[int]:
             if process.name.isdigit() and folder.as_posix() in (process / "cmdline").read_text():
                 found.append(int(process.name))
     return found
-
-
-SCRIPT = """
-import sys
-from pathlib import Path
-from tests.studies.test_pool import cell_of, pool_of
-pool_of(Path(sys.argv[1])).run([("one", cell_of(epochs=500.0))])
-"""
-
-
-@pytest.mark.slow
-def test_cells_end_with_a_study_that_is_killed(tmp_path: Path) -> None:
-    cell = cell_of(epochs=500.0)
-    folder = tmp_path / CELLS / cell.name
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path)], env=environment) as study:
-        until = time.monotonic() + 300
-        while not (folder / "run" / "run.json").exists() and time.monotonic() < until:
-            time.sleep(0.02)
-        study.kill()
-    until = time.monotonic() + 60
-    while _processes_of(folder) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not _processes_of(folder) and read_result(folder, CellResult) is None

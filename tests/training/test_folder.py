@@ -1,13 +1,15 @@
-"""Tests of the folders of runs."""
+"""Tests of the folders of runs, and of the link from a run's report to the page that looks inside its model."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from vitrail.analysis.pages.overview_page import OVERVIEW_FILES
 from vitrail.recipes import RECIPES
-from vitrail.training.folder import new_folder
+from vitrail.training.folder import ENTRIES, INSIDE, inside_link, link_inside, new_folder, run_of
 
 
 def test_names_come_from_the_recipe_or_the_data_and_are_numbered(
@@ -18,3 +20,38 @@ def test_names_come_from_the_recipe_or_the_data_and_are_numbered(
     assert [new_folder(demo) for _ in range(3)] == [Path("runs/demo"), Path("runs/demo-2"), Path("runs/demo-3")]
     assert new_folder(folder.override(data="/images/My flowers!/")) == Path("runs/My-flowers")
     assert new_folder(folder.override(data="/")) == Path("runs/run")
+
+
+LINK = '<p id="inside"><a href="inside/report.html">Look inside the model</a>: '
+
+
+def test_the_link_is_there_while_the_page_is_newer_than_the_model(tmp_path: Path) -> None:
+    page, model, report = (tmp_path / name for name in ("inside/report.html", "model/model.json", "report.html"))
+    for path in (page, model):
+        path.parent.mkdir()
+    assert inside_link(tmp_path) == '<p id="inside"></p>'
+    link_inside(tmp_path)
+    assert not report.exists(), "without a report there is nothing to link from"
+    report.write_text('<p>1</p><p id="inside"></p><p>2</p>', encoding="utf-8")
+    model.touch()
+    page.touch()
+    link_inside(tmp_path)
+    text = report.read_text(encoding="utf-8")
+    assert text.startswith(f"<p>1</p>{LINK}") and text.endswith("</p><p>2</p>") and inside_link(tmp_path) in text
+    os.utime(model, (page.stat().st_atime, page.stat().st_mtime + 1))
+    link_inside(tmp_path)
+    assert report.read_text(encoding="utf-8") == '<p>1</p><p id="inside"></p><p>2</p>', "the page is of older weights"
+
+
+def test_a_run_may_hold_the_files_of_its_page() -> None:
+    assert {INSIDE, *(f"{INSIDE}/{name}" for name in OVERVIEW_FILES)} <= set(ENTRIES)
+
+
+def test_the_run_of_a_model(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "model").mkdir(parents=True)
+    (run / "examples").mkdir()
+    assert run_of(run) is None and run_of(run / "model") is None
+    (run / "run.json").touch()
+    assert run_of(run) == run_of(run / "model") == run
+    assert run_of(run / "examples") is None and run_of(Path("google/vit")) is None

@@ -19,6 +19,8 @@ from vitrail.training.optimizer import (
     OptimizerConfig,
     OptimizerName,
     check_names,
+    factor_of,
+    factor_problems,
     make_optimizer,
     split_by_decay,
 )
@@ -282,11 +284,6 @@ def test_layer_decay_is_that_of_mae_and_beit() -> None:
         assert found[name] == pytest.approx(scale, rel=1e-12), name
 
 
-def test_without_layer_decay_there_are_two_groups() -> None:
-    made = make_optimizer(Pair(), OptimizerConfig())
-    assert [(group["scale"], len(group["params"])) for group in made.param_groups] == [(1.0, 1), (1.0, 1)]
-
-
 def test_adapters_decay_and_what_is_not_trained_is_left_out() -> None:
     network = create("ViT-Pico/7", image_size=(14, 14), num_classes=3, width=8, depth=2, heads=2)
     choose_weights(network, StartConfig(init="m", lora_rank=2))
@@ -295,3 +292,26 @@ def test_adapters_decay_and_what_is_not_trained_is_left_out() -> None:
     factors = {f"blocks.{block}.attention.qkv.adapter.{factor}" for block in (0, 1) for factor in "ab"}
     assert {names[id(parameter)] for parameter in decayed} == {*factors, "head.weight"}
     assert {names[id(parameter)] for parameter in plain} == {"head.bias"}
+
+
+@pytest.mark.parametrize(
+    ("weight", "factor"),
+    [("head.weight", 10.0), ("head", 0.5), ("blocks.0.mlp.up.bias", 0.0), ("a=b", 3.0), ("norm.bias", 7.0)],
+)
+def test_the_first_pattern_that_matches_the_whole_name_counts(weight: str, factor: float) -> None:
+    factors = (r"head\..*=10", "hea.=0.5", r"blocks\..*=0", "a=b=3")
+    assert factor_of(weight, factors, otherwise=7.0) == factor
+
+
+@pytest.mark.parametrize("text", ["head", "head=", "head=ten", "(head=1", "head=-1", "head=nan", "head=inf", ""])
+@pytest.mark.parametrize(("zero", "rule"), [(False, "above 0"), (True, "at least 0")])
+def test_what_is_no_factor_is_named(text: str, zero: bool, rule: str) -> None:
+    assert list(factor_problems("some_factors", ("norm=2", text), zero=zero)) == [
+        f"some_factors={text!r} is not PATTERN=FACTOR, a regular expression of names of weights and a number {rule}; "
+        r"write for example 'head\..*=10'"
+    ]
+
+
+def test_a_factor_of_zero_is_for_the_weight_decay_only() -> None:
+    assert list(factor_problems("some_factors", (".*=0",), zero=True)) == []
+    assert len(list(factor_problems("some_factors", (".*=0",), zero=False))) == 1

@@ -1,14 +1,16 @@
-"""Tests of the forecast of a step on many GPUs."""
+"""Tests of the forecast of a step on many GPUs, and of the axes along which weights are divided."""
 
 from __future__ import annotations
 
 import pytest
+from torch.distributed.tensor import Shard
 
 from vitrail.errors import ConfigError
 from vitrail.models.variants import variant_config
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
 from vitrail.training.scale import H100, scale_plans, scale_table
+from vitrail.training.sharding import divided_axis
 
 NETWORK = variant_config("ViT-H/14", image_size=224, num_classes=21843)
 WEIGHTS = 4 * NETWORK.parameters()
@@ -74,3 +76,16 @@ def test_the_table_has_a_text_for_everything() -> None:
     assert {len(row) for row in table} == {len(table[0])}
     assert [row[1] for row in table[1:]] == ["copies", "sharded", "sharded by machine"]
     assert table[1][3] == f"{4 * WEIGHTS / 1e9:,.1f} GB"
+
+
+@pytest.mark.parametrize(("shape", "shards", "axis"), [
+    ((384, 1536), 64, None),
+    ((1000, 384), 64, None),  # 1,024 rows are hardly more
+    ((1, 197, 384), 64, 2),  # 64 rows would be 64 times as much
+    ((65, 128), 64, 1),  # 128 rows would be twice as much
+    ((10,), 64, None),  # a vector has one axis only
+    ((1, 197, 390), 64, None),
+    ((3, 64, 5), 4, 1),
+], ids=str)  # fmt: skip
+def test_padding_is_avoided(shape: tuple[int, ...], shards: int, axis: int | None) -> None:
+    assert divided_axis(shape, shards) == (None if axis is None else Shard(axis))

@@ -1,4 +1,4 @@
-"""The learning rate in closed form, and what holds for every schedule."""
+"""The learning rate in closed form, what holds for every schedule, and lengths of parts of a run with their units."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from vitrail.errors import ConfigError
 from vitrail.training.optimizer import OptimizerConfig
-from vitrail.training.schedule import RunLength, Schedule, ScheduleName, is_zero
+from vitrail.training.schedule import Duration, RunLength, Schedule, ScheduleName, duration_problems, is_zero, steps_of
 
 KINDS = get_args(ScheduleName)
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "pipeline" / "schedules.json").read_text())
@@ -53,12 +53,6 @@ def test_constant() -> None:
 def test_polynomial_with_an_end() -> None:
     rates = [Schedule("polynomial", 0.9, 4, 0, end=0.1, power=3.0)(step) for step in range(6)]
     assert rates == pytest.approx([0.9, 0.1 + 0.8 * 0.75**3, 0.1 + 0.8 * 0.5**3, 0.1 + 0.8 * 0.25**3, 0.1, 0.1])
-
-
-@pytest.mark.parametrize("kind", ["cosine", "linear", "polynomial"])
-def test_a_schedule_with_an_end_stays_between_peak_and_end(kind: ScheduleName) -> None:
-    rates = [Schedule(kind, 0.9, 40, 5, end=0.3)(step) for step in range(5, 50)]
-    assert rates == sorted(rates, reverse=True) and rates[0] == pytest.approx(0.9) and rates[35:] == [0.3] * 10
 
 
 def test_rsqrt_with_shift_and_cooldown() -> None:
@@ -183,11 +177,6 @@ def test_points_and_factors_of_a_staircase() -> None:
     assert schedule.peak == 1e-3 / 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_warmup_it_starts_on_the_peak(kind: ScheduleName) -> None:
-    assert Schedule(kind, 0.3, 5, 0)(0) == pytest.approx(0.3)
-
-
 @given(arguments)
 def test_never_negative_never_above_the_peak(arguments: dict[str, Any]) -> None:
     schedule = Schedule(**arguments)
@@ -229,3 +218,51 @@ def test_weights_below_the_head_begin_later(kind: ScheduleName) -> None:
         config.backbone_schedule_of(RunLength(33, 8, 1000))
     with pytest.raises(ConfigError, match="backbone_wait='10' is not a length"):
         OptimizerConfig(backbone_wait="10")
+
+
+LENGTH = RunLength(steps=700, batch_size=48, images=1000)
+UNITS = {"warmup_epochs": "{:g} epochs", "warmup_examples": "{:g} images", "warmup_percent": "{:%}"}
+
+
+@pytest.mark.parametrize(
+    ("duration", "steps"),
+    [
+        (0.0, 0), (0.1, 70), (0.0003, 0), (0.5, 350),
+        ("0 steps", 0), ("1 step", 1), ("500 steps", 500), ("500steps", 500), ("900 steps", 900), ("0.2 steps", 1),
+        ("1 epoch", 21), ("2.5 epochs", 52), ("0.001 epochs", 1),
+        ("1 image", 1), ("72 images", 2), ("168 images", 4), ("480 images", 10),
+        ("10%", 70), ("2.5 %", 18), ("100%", 700), ("0%", 0),
+    ],
+)  # fmt: skip
+def test_units(duration: Duration, steps: int) -> None:
+    assert list(duration_problems("warmup", duration)) == []
+    assert steps_of(duration, LENGTH) == steps
+
+
+@pytest.mark.parametrize("case", GOLDEN["duration_to_steps"], ids=lambda case: str(case["arguments"]))
+def test_lengths_are_those_of_big_vision(case: dict) -> None:
+    ((name, value),) = case["arguments"].items()
+    run = RunLength(case["total_steps"], case["batch_size"], case["data_size"])
+    assert steps_of(UNITS[name].format(value), run) == case["result"]
+
+
+@pytest.mark.parametrize(
+    ("duration", "message"),
+    [
+        (-0.1, "warmup=-0.1 is not in [0, 1), the range of a fraction of the run"),
+        (
+            500.0,
+            "warmup=500.0 is not in [0, 1), the range of a fraction of the run; if steps are meant, write '500 steps'",
+        ),
+        *(
+            (
+                text,
+                f"warmup={text!r} is not a length; write for example 0.1 (a fraction of the run), '500 steps', "
+                "'5 epochs', '64000 images' or '2.5%'",
+            )
+            for text in ("", "500", "five steps", "-5 steps", "5 minutes", "5 steps 3", "nan steps")
+        ),
+    ],
+)
+def test_what_is_no_length_is_named(duration: Duration, message: str) -> None:
+    assert list(duration_problems("warmup", duration)) == [message]
