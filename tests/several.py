@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any, NamedTuple
 
-__all__ = ["Ended", "command", "in_processes"]
+__all__ = ["Ended", "command", "in_processes", "server"]
 
 SECONDS = 400.0
 
@@ -29,13 +29,19 @@ class Ended(NamedTuple):
     """The exit code, or None if the process had to be killed because it did not end."""
 
 
+def server() -> Any:
+    """Return the context of multiprocessing whose processes are forked from a server that has imported the package."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vitrail.training.run", "vitrail.recipes", "grain", "tests.several"])
+    return context
+
+
 def in_processes(world: int, function: Callable[..., Any], *arguments: Any) -> list[Ended]:
     """Call a function of a module in `world` processes, and return how each of them ended."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vitrail.training.run", "vitrail.recipes", "grain", "tests.several"])
+    context = server()
     started = []
     for rank in range(world):
         receive, send = context.Pipe(duplex=False)

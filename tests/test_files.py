@@ -119,14 +119,6 @@ def test_a_parent_that_is_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_folder_that_vanishes_before_it_is_done(tmp_path: Path) -> None:
-    target = tmp_path / "model"
-    write(target, a="1")
-    with pytest.raises(SaveError, match="No such file"), replacing_folder("the test", target, OURS) as partial:
-        partial.rmdir()
-    assert content(target) == {"a": "1"}
-
-
 def test_leftovers_of_a_process_that_was_killed(tmp_path: Path) -> None:
     target = tmp_path / "model"
     script = f"""
@@ -192,19 +184,6 @@ def test_json_that_cannot_be_finished_leaves_the_old_file(tmp_path: Path) -> Non
 def test_saving_lets_other_exceptions_pass() -> None:
     with pytest.raises(KeyError), saving("the test", Path("x")):
         raise KeyError("x")
-
-
-def test_saving_names_an_error_without_a_reason() -> None:
-    with pytest.raises(SaveError, match=r"could not save it to x: just so$"), saving("it", Path("x")):
-        raise OSError("just so")
-
-
-def test_only_an_earlier_version_is_called_intact(tmp_path: Path) -> None:
-    for has_earlier in (False, True):
-        with pytest.raises(SaveError) as caught, replacing_folder("it", tmp_path / "a", ("*",)) as partial:
-            (partial / "missing" / "b").write_text("")
-        assert ("intact" in str(caught.value)) == has_earlier
-        write(tmp_path / "a", b="1")
 
 
 values = st.recursive(

@@ -39,6 +39,7 @@ from vitrail.training import run as execution
 from vitrail.training.after_step import Run
 from vitrail.training.build import make_network, make_state
 from vitrail.training.config import TrainConfig
+from vitrail.training.folder import locked
 from vitrail.training.job import prepare
 from vitrail.training.run import resume, train
 from vitrail.training.sharding import StreamedCopy
@@ -265,6 +266,13 @@ def gradients(
         keep()
         return {"loss": output.loss.item()}, found
     return {name: float(value) for name, value in loop.train_step(job, state, batch).items()}, found
+
+
+def holding_the_lock(folder: Path, ready: Any) -> None:
+    """Hold the lock of a run's folder until the process is killed, and say so to another one."""
+    with locked(folder):
+        ready.send(True)
+        time.sleep(60)
 
 
 def on_other_machines(config: TrainConfig, folders: list[Path]) -> None:

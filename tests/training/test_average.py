@@ -1,18 +1,19 @@
-"""Tests of the averaged weights against the formula in float64, and of exchanging them without loss."""
+"""Tests of averaged weights against the formula in float64, of exchanging them without loss, and of random states."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from vitrail.training.optimizer import AverageStart
-from vitrail.training.state import Average
+from vitrail.training.state import Average, random_state, restore_random_state
 
 
 def module_of() -> nn.Sequential:
@@ -70,19 +71,6 @@ def test_the_weight_of_the_last_tenth_of_20_000_steps(start: AverageStart, newes
     assert math.prod(kept) == pytest.approx(initial, abs=1e-4)
 
 
-def test_a_debiased_mean_is_the_weighted_mean_of_all_steps() -> None:
-    module = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(module.weight, 1e6)
-    average, seen = Average(module, 0.9), []
-    for step in range(6):
-        nn.init.constant_(module.weight, float(step**2))
-        average.update()
-        seen.append(float(step**2))
-        weights = [0.9**age for age in range(step, -1, -1)]
-        expected = sum(weight * value for weight, value in zip(weights, seen, strict=True)) / sum(weights)
-        assert average.mean["weight"].item() == pytest.approx(expected, rel=1e-6)
-
-
 def test_exchanging_twice_changes_no_bit() -> None:
     module = module_of()
     average = Average(module, 0.9)
@@ -102,13 +90,56 @@ def test_exchanging_twice_changes_no_bit() -> None:
     assert all(torch.equal(average.mean[name], tensor) for name, tensor in mean.items())
 
 
-def test_a_capped_mean_forgets_most_of_the_start_early() -> None:
-    module = nn.Linear(1, 1, bias=False)
-    nn.init.zeros_(module.weight)
-    average = Average(module, 0.9999, "capped")
-    nn.init.ones_(module.weight)
-    left = 1.0
-    for step in range(20):
-        average.update()
-        left *= (1 + step) / (10 + step)
-    assert 1 - average.mean["weight"].item() == pytest.approx(left, abs=1e-6) and left < 1e-4
+Devices = list[Tensor]
+
+
+@pytest.fixture(autouse=True)
+def same_state_afterwards() -> Iterator[None]:
+    with torch.random.fork_rng([]):
+        yield
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Devices]:
+    """A function that makes this machine look like one with `count` CUDA devices. It returns the states of their
+    generators."""
+
+    def pretend(count: int, *, used: bool = True) -> Devices:
+        states = [torch.full((16,), 10 * count + number, dtype=torch.uint8) for number in range(count)]
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used and count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [state.clone() for state in states])
+        monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states[device].copy_(state))
+        return states
+
+    return pretend
+
+
+def test_the_cpu_draws_the_same_numbers_again() -> None:
+    torch.manual_seed(3)
+    state = random_state()
+    expected = torch.rand(5), torch.randn(3)
+    torch.rand(100)
+    restore_random_state(state)
+    assert torch.equal(torch.rand(5), expected[0]) and torch.equal(torch.randn(3), expected[1])
+
+
+@pytest.mark.parametrize("saved", [0, 1, 3])
+@pytest.mark.parametrize("present", [0, 1, 2, 3])
+def test_a_state_is_restored_on_a_machine_with_other_devices(
+    saved: int, present: int, machine: Callable[..., Devices]
+) -> None:
+    before = [state.tolist() for state in machine(saved)]
+    state = random_state()
+    assert set(state) == {"cpu", "cuda"} and len(state["cuda"]) == saved
+    devices = machine(present)
+    fresh = [device.tolist() for device in devices]
+    restore_random_state(state)
+    both = min(saved, present)
+    assert [device.tolist() for device in devices] == before[:both] + fresh[both:]
+
+
+def test_a_process_that_does_not_use_cuda_does_not_start_it(machine: Callable[..., Devices]) -> None:
+    machine(2, used=False)
+    assert random_state()["cuda"] == []

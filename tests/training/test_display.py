@@ -60,20 +60,15 @@ def test_notes_wrap_at_words_on_a_terminal_and_are_one_line_elsewhere(*, termina
     assert max(map(len, lines)) <= 31 if terminal else len(lines) == 1
 
 
-def test_waiting_for_images_is_said() -> None:
+def test_waiting_and_the_fraction_of_the_limit_are_shown() -> None:
     file = io.StringIO()
     display = ConsoleDisplay(Console(file=file, width=120))
     display.begin(0, 100, TASKS["classification"]())
-    display.step(100, METRICS | {"waiting_share": 0.37})
-    assert "accuracy 50.0%  waiting for images 37%  894 images/s" in file.getvalue()
-
-
-def test_the_fraction_of_the_limit_is_shown() -> None:
-    file = io.StringIO()
-    display = ConsoleDisplay(Console(file=file, width=120))
-    display.begin(0, 100, TASKS["classification"]())
-    display.step(100, METRICS | {"limit_fraction": 0.384})
-    assert "894 images/s  38% of the speed of matrix products  learning rate" in file.getvalue()
+    display.step(100, METRICS | {"limit_fraction": 0.384, "waiting_share": 0.37})
+    assert (
+        "accuracy 50.0%  waiting for images 37%  894 images/s  38% of the speed of matrix products  learning rate"
+        in file.getvalue()
+    )
 
 
 @pytest.mark.parametrize(("width", "shown"), [(100, 5), (80, 4), (60, 3), (44, 2), (30, 1)])

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from vitrail.data.formats.folder import read_folder
 from vitrail.data.pixels.decode import decode
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample
 from vitrail.models.variants import create
-from vitrail.training.config import TrainConfig
 from vitrail.training.page import write_examples
-from vitrail.training.run import train
 from vitrail.weights.bundle import Bundle
 
 
@@ -46,10 +42,6 @@ def test_they_are_spread_over_the_source(bundle: Bundle, colour_folder: Path, tm
         assert dict(example.prediction.ranking) == pytest.approx(dict(expected.ranking), abs=1e-6)
 
 
-def test_a_small_source_is_written_whole(bundle: Bundle, colour_folder: Path, tmp_path: Path) -> None:
-    assert len(write_examples(bundle, read_folder(colour_folder).samples, tmp_path / "examples", count=100)) == 36
-
-
 def test_broken_and_unlabelled_samples_are_left_out(bundle: Bundle, tmp_path: Path) -> None:
     class Mixed:
         classes = ("T-shirt/top", "../escape", "\u4e2d")
@@ -72,19 +64,3 @@ def test_broken_and_unlabelled_samples_are_left_out(bundle: Bundle, tmp_path: Pa
     assert [example.label for example in examples] == ["T-shirt/top", "../escape", "\u4e2d"]
     assert {path.parent for path in (example.path for example in examples)} == {folder}
     assert sorted(path.name for path in folder.iterdir()) == ["00-T-shirt-top.png", "01--escape.png", "02-中.png"]
-
-
-def test_a_run_writes_held_out_images(tiny: Callable[..., TrainConfig]) -> None:
-    config = tiny(steps=2)
-    result = train(config)
-    folder = result.folder / "examples"
-    assert len(result.examples) == 10
-    assert sorted(folder.iterdir()) == [example.path for example in result.examples]
-    images = np.frombuffer((Path(config.data.spec) / "t10k-images-idx3-ubyte").read_bytes(), np.uint8, offset=16)
-    labels = (Path(config.data.spec) / "t10k-labels-idx1-ubyte").read_bytes()[8:]
-    for number, example in enumerate(result.examples):
-        with Image.open(example.path) as picture:
-            assert np.array_equal(np.asarray(picture), images.reshape(-1, 28, 28)[number * 5])
-        assert example.label == str(labels[number * 5])
-        expected = result.bundle.predict([example.path])[0]
-        assert dict(example.prediction.ranking) == pytest.approx(dict(expected.ranking), abs=1e-6)

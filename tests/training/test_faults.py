@@ -67,7 +67,7 @@ def test_a_full_disk_stops_the_run_and_spares_what_is_saved(
     assert outcome(run) == straight
 
 
-@pytest.mark.parametrize("size", ["300k", "360k", "420k", "480k", "540k", "660k"])
+@pytest.mark.parametrize("size", ["300k", "420k", "660k"])
 def test_a_full_disk_is_named_wherever_it_ends_a_checkpoint(
     size: str, small: Small, prepare: Callable[..., Any], small_disk: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -156,7 +156,7 @@ class Poison(Display):
 
 @pytest.mark.parametrize(
     ("steps", "checkpoints", "after", "kept"),
-    [(24, 3, 12, [8]), (24, 24, 4, [4, 3]), (24, 3, 15, [8]), (24, 1, 3, []), (300, 40, 15, [8])],
+    [(24, 24, 4, [4, 3]), (24, 1, 3, []), (300, 40, 15, [8])],
 )
 def test_the_step_that_went_bad_is_named_and_never_saved(
     steps: int, checkpoints: int, after: int, kept: list[int], small: Small, tmp_path: Path,

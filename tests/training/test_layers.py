@@ -17,7 +17,6 @@ from vitrail.models.blocks import StochasticDepth
 from vitrail.models.linear.lora import LowRank
 from vitrail.models.variants import AnyNetwork, create, variant_config
 from vitrail.training.config import StartConfig
-from vitrail.training.optimizer import OptimizerConfig, make_optimizer
 from vitrail.training.start import check_choice, choose_weights
 
 KINDS: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -109,16 +108,6 @@ def test_what_is_not_trained_keeps_nothing_for_backward(kind: str, count: int) -
     assert seen == [False] * len(below) and trunk == [0] and kept > 0
     logits.square().sum().backward()
     assert {name for name, p in network.named_parameters() if p.grad is not None} == moving(network)
-
-
-def test_no_optimiser_state_for_what_does_not_move() -> None:
-    network = network_of("class token")
-    choose_weights(network, StartConfig(init="m", train_blocks=1))
-    optimizer = make_optimizer(network, OptimizerConfig())
-    network(torch.randn(2, 3, 14, 21)).sum().backward()
-    optimizer.step()
-    named = {id(parameter): name for name, parameter in network.named_parameters()}
-    assert {named[id(parameter)] for parameter in optimizer.state} == moving(network)
 
 
 def test_what_is_not_trained_is_not_random_either() -> None:

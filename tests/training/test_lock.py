@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
 from tests.listening import Display
+from tests.several import server
+from tests.training import ranks
 from vitrail.errors import RunError
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import LOCK, locked
@@ -21,25 +21,20 @@ from vitrail.training.run import resume, train
 
 Small = Callable[..., TrainConfig]
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from vitrail.training.folder import locked
-with locked(Path(sys.argv[1])):
-    print("locked", flush=True)
-    time.sleep(60)
-"""
-
 
 @contextmanager
-def another_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
+def another_process(folder: Path) -> Iterator[BaseProcess]:
     """Start a process that holds the lock of a run's folder."""
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "locked\n"
-        try:
-            yield process
-        finally:
-            process.kill()
+    context = server()
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=ranks.holding_the_lock, args=(folder, send), daemon=True)
+    process.start()
+    try:
+        assert receive.poll(60) and receive.recv()
+        yield process
+    finally:
+        process.kill()
+        process.join()
 
 
 def test_a_lock_that_another_process_holds_is_refused_by_its_number(tmp_path: Path) -> None:
@@ -53,8 +48,8 @@ def test_a_lock_that_another_process_holds_is_refused_by_its_number(tmp_path: Pa
         (tmp_path / LOCK).write_text("")
         with pytest.raises(RunError, match="is in use: another process trains it, and two processes must not"):
             locked(tmp_path).__enter__()
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
         with locked(tmp_path):
             assert (tmp_path / LOCK).exists()
     assert not (tmp_path / LOCK).exists()

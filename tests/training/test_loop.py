@@ -59,9 +59,8 @@ NONE, SOME, MOST, ALL = [], [0, 7, 8, 19], list(range(16)), list(range(20))
 @pytest.mark.parametrize(
     ("loss", "invalid"),
     [
-        *(("softmax", invalid) for invalid in (NONE, SOME, MOST, ALL)),
+        *(("softmax", invalid) for invalid in (NONE, MOST, ALL)),
         ("sigmoid", SOME),
-        *(pytest.param("sigmoid", invalid, marks=pytest.mark.slow) for invalid in (NONE, MOST, ALL)),
     ],
     ids=lambda value: value if isinstance(value, str) else str(len(value)),
 )
@@ -71,7 +70,7 @@ def test_accumulation_changes_nothing(make: Callable[..., Any], invalid: list[in
     expected, expected_figures = gradient_of_step(whole, job, batch)
     if len(invalid) < 20:
         assert sum(float(gradient.norm()) for gradient in expected.values()) > 0.1
-    for accumulation in (2, 3, 20):
+    for accumulation in (3, 20):
         state, job = make(**SGD, clip=0.0, loss=loss, shift=2, accumulation=accumulation)
         found, figures = gradient_of_step(state, job, batch)
         for name, gradient in expected.items():
@@ -122,17 +121,6 @@ def test_accumulation_changes_no_image_and_no_target_of_a_mixture(make: Callable
     assert len(parts) == 4 and whole.targets is not None and whole.targets.max(dim=1).values.min() < 1
     for name in ("images", "targets", "labels", "valid"):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name)), name
-
-
-def test_parameters_stay_together_over_steps(make: Callable[..., Any]) -> None:
-    still = {**SGD, "learning_rate": 0.05, "momentum": 0.9, "clip": 1.0}
-    (whole, job), (parts, job_of_parts) = make(**still), make(**still, accumulation=3)
-    for _ in range(5):
-        train_step(job, whole, next(whole.batches))
-        train_step(job_of_parts, parts, next(parts.batches))
-        whole.step, parts.step = whole.step + 1, parts.step + 1
-    for name, tensor in weights(whole).items():
-        torch.testing.assert_close(weights(parts)[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 def test_invalid_samples_weigh_nothing(make: Callable[..., Any]) -> None:
@@ -223,14 +211,6 @@ def test_clipping_adds_no_small_number_to_the_norm(make: Callable[..., Any], cli
     torch.testing.assert_close(found["network.head.bias"][:2], expected, rtol=1e-6, atol=0)
 
 
-def test_the_schedule_sets_the_learning_rate_of_every_group(make: Callable[..., Any]) -> None:
-    state, job = make(steps=10, warmup=0.4)
-    for step in range(10):
-        state.step = step
-        train_step(job, state, next(state.batches))
-        assert {group["lr"] for group in state.optimizer.param_groups} == {job.schedule(step)}
-
-
 def test_each_group_has_its_own_share_of_the_schedule(make: Callable[..., Any]) -> None:
     state, job = make(steps=10, warmup=0.4, layer_decay=0.5)
     for step in range(5):
@@ -238,18 +218,6 @@ def test_each_group_has_its_own_share_of_the_schedule(make: Callable[..., Any]) 
         train_step(job, state, next(state.batches))
         rates = sorted({group["lr"] for group in state.optimizer.param_groups})
         assert rates == [job.schedule(step) * 0.5**layer for layer in (3, 2, 1, 0)], "two blocks between stem and head"
-
-
-def test_the_mean_follows_each_step(make: Callable[..., Any]) -> None:
-    state, job = make(average=0.15)
-    before = {name: tensor.clone() for name, tensor in state.average.mean.items()}
-    assert before.keys() == weights(state).keys()
-    for step, kept in ((0, 0.0), (1, 0.15 / 1.15)):
-        state.step = step
-        train_step(job, state, next(state.batches))
-        for name, tensor in weights(state).items():
-            before[name] = kept * before[name] + (1 - kept) * tensor
-            torch.testing.assert_close(state.average.mean[name], before[name], rtol=1e-5, atol=1e-7)
 
 
 def test_gradients_are_gone_after_a_step(make: Callable[..., Any]) -> None:
@@ -307,21 +275,10 @@ class Reads(TorchDispatchMode):
         return count
 
 
-def test_the_counter_counts() -> None:
-    with Reads() as reads:
-        torch.ones(3).sum().item()
-        torch.ones(2).tolist()
-        bool(torch.ones(()))
-        torch.ones(2).cpu()
-    assert reads.counts == {"_local_scalar_dense": 2, "tolist": 1, "cpu": 1}
-    torch.ones(2).tolist()
-    assert reads.counts["tolist"] == 1
-
-
 @pytest.mark.parametrize("fields", [
-    {}, {"accumulation": 3}, {"precision": "bf16"}, {"optimizer": "sgd"}, {"clip": 0.0}, {"shift": 2},
+    {"shift": 2}, {"accumulation": 3, "precision": "bf16"}, {"optimizer": "sgd", "clip": 0.0},
     {"preset": "bp", "cutmix": 1.0, "colour_jitter": (0.4, 0.4, 0.4, 0.1)},
-    {"label_smoothing": 0.0}, {"average": 0.9, "layer_decay": 0.5}, {"momentum_format": "bfloat16"},
+    {"label_smoothing": 0.0, "average": 0.9, "layer_decay": 0.5, "momentum_format": "bfloat16"},
     {"optimizer": "adafactor", "momentum_format": "bfloat16", "update_clip": 1.0, "width": 32, "heads": 1},
     {"optimizer": "sgd", "weight_decay_rule": "decoupled"}, {"optimizer": "muon", "precision": "bf16"},
     {"optimizer": "lars"}, {"optimizer": "lamb"},

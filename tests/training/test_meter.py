@@ -1,14 +1,23 @@
-"""Tests of means over steps, which are read once, and of the first step with a number that is not finite."""
+"""Tests of means over steps, and of the choice between threads and the main thread for reading images."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from vitrail.errors import NonFiniteLoss
-from vitrail.training.after_step import Meter, RunningMeans
+from tests.listening import Display
+from vitrail.data.pipeline import default_threads
+from vitrail.errors import ConfigError, NonFiniteLoss, Stopped
+from vitrail.training.after_step import Meter, ReaderTrials, RunningMeans
+from vitrail.training.config import TrainConfig
+from vitrail.training.folder import read_record
+from vitrail.training.log import Log, read_journal
+from vitrail.training.run import resume, train
 
 
 def test_means_since_the_last_reading() -> None:
@@ -18,14 +27,6 @@ def test_means_since_the_last_reading() -> None:
     assert meter.read() == pytest.approx({"loss": 3.0, "accuracy": 0.3})
     meter.add(4, {"loss": torch.tensor(8.0), "accuracy": torch.tensor(0.5)})
     assert meter.read() == {"loss": 8.0, "accuracy": 0.5}
-
-
-def test_nothing_added_reads_as_nothing() -> None:
-    meter = Meter()
-    assert meter.read() == {}
-    meter.add(1, {"loss": torch.tensor(1.0)})
-    meter.read()
-    assert meter.read() == {}
 
 
 @pytest.mark.parametrize(("value", "shown"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
@@ -38,14 +39,6 @@ def test_the_first_bad_step_is_named(value: float, shown: str) -> None:
         meter.read()
 
 
-def test_it_keeps_no_graph_and_reads_the_device_once() -> None:
-    meter = Meter()
-    weight = torch.ones((), requires_grad=True)
-    meter.add(1, {"loss": weight * 2})
-    assert not any(row.requires_grad for row in meter._rows)
-    assert meter.read() == {"loss": 2.0}
-
-
 def test_running_means_weigh_reports_by_their_steps() -> None:
     means = RunningMeans()
     assert means.read() == {}
@@ -54,3 +47,107 @@ def test_running_means_weigh_reports_by_their_steps() -> None:
     assert means.read() == {"loss": 1.5} == means.read(), "the last means stay until there are new ones"
     means.add(2, {"loss": 0.5})
     assert means.read() == {"loss": 0.5}
+
+
+Small = Callable[..., TrainConfig]
+
+
+def chosen(*turns: float, works: tuple[float, ...] = (1.0,) * 4) -> tuple[int | None, list[int], dict[int, float]]:
+    """Return the choice between 3 threads and the main thread, the numbers of threads in order, and the times. Each
+    turn has steps of these seconds."""
+    used: list[int] = []
+    trials, found = ReaderTrials((3, 0), used.append), None
+    for seconds, work in zip(turns, works, strict=True):
+        for _ in range(trials.SKIPPED):
+            assert trials.add(99.0) is None
+        for _ in range(trials.STEPS):
+            assert found is None
+            found = trials.add(seconds, work)
+    return found, used, trials.times
+
+
+def test_the_faster_turn_of_each_choice_counts() -> None:
+    assert chosen(0.5, 0.375, 0.25, 0.5) == (3, [3, 0, 3, 0, 3], {3: 0.25, 0: 0.375})
+    assert chosen(0.5, 0.75, 0.625, 0.25) == (0, [3, 0, 3, 0], {3: 0.5, 0: 0.25})
+
+
+def test_a_gain_below_two_percent_keeps_the_threads() -> None:
+    assert chosen(0.5, 0.4901, 0.5, 0.5)[0] == 3
+    assert chosen(0.5, 0.4899, 0.5, 0.5)[0] == 0
+
+
+def test_steps_are_compared_by_their_cost() -> None:
+    assert chosen(1.0, 0.75, 1.0, 0.75, works=(4.0, 1.0, 4.0, 1.0))[::2] == (3, {3: 0.25, 0: 0.75})
+
+
+def test_a_turn_lasts_long_enough() -> None:
+    used: list[int] = []
+    trials = ReaderTrials((2, 0), used.append)
+    for _ in range(trials.SKIPPED + 9):
+        trials.add(0.1)
+    assert used == [2]
+    trials.add(0.2)
+    assert used == [2, 0]
+
+
+def weights_of(run: Path) -> bytes:
+    return (run / "model" / "model.safetensors").read_bytes()
+
+
+def curve_of(run: Path) -> list[dict[str, Any]]:
+    """Return the events of steps, evaluations and skipped images, without what depends on the machine. They tell at
+    which step two runs part, and if an image was skipped."""
+    names = ("event", "step", "loss", "accuracy", "gradient_norm", "parameter_norm", "cross_entropy", "best", "key")
+    kept = [
+        event for event in read_journal(run / "journal.jsonl") if event["event"] in ("step", "evaluation", "skipped")
+    ]
+    return [{name: event[name] for name in names if name in event} for event in kept]
+
+
+def test_a_run_records_its_choice_and_computes_the_same(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReaderTrials, "SECONDS", 0.0)
+    monkeypatch.setattr(ReaderTrials, "STEPS", 1)
+    monkeypatch.setattr(ReaderTrials, "GAIN", 2.0)  # so that the usual threads win, whatever the steps took
+    display = Display()
+    train(small(tmp_path / "auto", threads="auto", steps=14), log=Log(display))
+    train(small(tmp_path / "two", threads=2, steps=14))
+    assert weights_of(tmp_path / "auto") == weights_of(tmp_path / "two")
+    (event,) = [event for event in read_journal(tmp_path / "auto" / "journal.jsonl") if event["event"] == "readers"]
+    count = default_threads()
+    assert (event["step"], event["threads"]) == (12, count) and set(event["seconds_per_step"]) == {"0", str(count)}
+    assert sum(line.startswith("images are read by ") and "with the main thread" in line for line in display.said) == 1
+    assert read_record(tmp_path / "auto").config.run.threads == count
+
+
+@pytest.mark.slow
+def test_a_resumed_run_reads_as_the_run_chose(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReaderTrials, "SECONDS", 0.0)
+    monkeypatch.setattr(ReaderTrials, "STEPS", 1)
+    monkeypatch.setattr(ReaderTrials, "GAIN", -99.0)  # so that the faster one wins by any margin
+    monkeypatch.setattr(ReaderTrials, "TURNS", 1)
+    times = iter([*[9.0] * 3, *[1.0] * 3])
+    plain = ReaderTrials.add
+    monkeypatch.setattr(ReaderTrials, "add", lambda self, seconds, work: plain(self, next(times), work))
+
+    class Stops(Display):
+        def step(self, step: int, metrics: dict[str, float]) -> None:
+            if step == 8:
+                raise KeyboardInterrupt
+
+    config = small(tmp_path / "run", threads="auto", steps=14, checkpoints=14)
+    with pytest.raises((KeyboardInterrupt, Stopped)):
+        train(config, log=Log(Stops()))
+    assert read_record(tmp_path / "run").config.run.threads == 0
+    display = Display()
+    resume(tmp_path / "run", log=Log(display))
+    assert not [line for line in display.said if line.startswith("images are read by")]
+    train(small(tmp_path / "whole", threads=1, steps=14, checkpoints=14))
+    assert curve_of(tmp_path / "run") == curve_of(tmp_path / "whole")
+    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "whole")
+
+
+def test_threads_beside_worker_processes_are_not_compared() -> None:
+    with pytest.raises(ConfigError, match=r"threads='auto' compares the main thread with .*, but processes=2 read"):
+        TrainConfig().override(threads="auto", processes=2)

@@ -48,8 +48,9 @@ def test_singular_values_are_brought_near_one(shape: tuple[int, int, int]) -> No
     torch.testing.assert_close(rounded.double(), expected, rtol=0, atol=0.06)
 
 
-@pytest.mark.parametrize("rule", ["decoupled", "independent", "coupled"])
-@pytest.mark.parametrize("form", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("rule", "form"), [("decoupled", "float32"), ("independent", "bfloat16"), ("coupled", "float32")]
+)
 def test_steps_of_matrices_are_the_formula(form: Any, rule: Any) -> None:
     network = create("ViT-Pico/7", **SIZES)
     config = OptimizerConfig(

@@ -32,15 +32,6 @@ from vitrail.weights.load import load
 MIXED = {"mixup": 0.5, "cutmix": 1.0, "randaugment_layers": 1, "accumulation": 5, "average": 0.9, "shift": 2}
 
 
-@pytest.mark.slow
-def test_two_processes_train_reversible_blocks_as_one_does(three_splits: Path, tmp_path: Path) -> None:
-    fields = {"reversible": True, "dropout": 0.0, "stochastic_depth": 0.0, **MIXED}
-    train(ranks.config_of(three_splits, tmp_path / "one", **fields))
-    found = in_processes(2, ranks.trained, ranks.config_of(three_splits, tmp_path / "two", **fields))
-    assert [one.error for one in found] == [None, None] and found[0].result == found[1].result
-    assert difference(tmp_path / "one", tmp_path / "two") < 2e-6
-
-
 def test_two_processes_train_as_one_does(three_splits: Path, tmp_path: Path) -> None:
     alone = train(ranks.config_of(three_splits, tmp_path / "one", **MIXED))
     found = in_processes(2, ranks.trained, ranks.config_of(three_splits, tmp_path / "two", **MIXED))
@@ -63,6 +54,7 @@ def test_two_processes_train_as_one_does(three_splits: Path, tmp_path: Path) -> 
     ({"mixup": 0.4, "mixup_per": "batch", "class_weights": "balanced", "loss": "sigmoid"}, 1e-5),
     ({"early_image_size": ("21:0.5",), "early_batch_size": ("8:0.5",), "crop_area": (0.3, 1.0)}, 2e-6),
     ({"optimizer": "muon", "learning_rate": 1e-3}, 1e-4),
+    ({"reversible": True, "dropout": 0.0, "stochastic_depth": 0.0, **MIXED}, 1e-5),
     ({"optimizer": "adamw", "learning_rate": 1e-4, "accumulation": 3}, 1e-5),
 ], ids=str)  # fmt: skip
 def test_any_number_of_processes_trains_as_one_does(
@@ -121,7 +113,7 @@ CONTRAST: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("world", "invalid", "divisions"), [
-    (1, (), [{"accumulation": 8}, {"accumulation": 20}]),
+    (1, (), [{"accumulation": 20}]),
     (1, (*range(3, 20),), [{"accumulation": 8}]),
     (2, (0, 7, 8, 19), [{"accumulation": 5}]),
     pytest.param(2, (0, 7, 8, 19), [{}, {"shard": "full"}, {"shard": "full", "accumulation": 3}],
@@ -145,18 +137,6 @@ def test_all_images_of_a_batch_are_compared_in_every_division(
             assert largest > 0.1
             for name, values in gradients.items():
                 np.testing.assert_allclose(ours[name], values, rtol=0, atol=1e-10 * largest)
-
-
-@pytest.mark.slow
-def test_processes_add_as_parts_of_a_batch_do(three_splits: Path, tmp_path: Path) -> None:
-    """Two addends have one sum in either order. Of four, the order of summation decides the rounding, which Adam
-    enlarges."""
-    fields = {"optimizer": "adamw", "learning_rate": 1e-3}
-    for world, parts in ((1, 2), (2, 1), (2, 2), (4, 1)):
-        config = ranks.config_of(three_splits, tmp_path / f"{world}-{parts}", accumulation=parts, **fields)
-        assert [one.error for one in in_processes(world, ranks.trained, config)] == [None] * world
-    assert curve(tmp_path / "1-2") == curve(tmp_path / "2-1")
-    assert difference(tmp_path / "2-2", tmp_path / "4-1") < 1e-4
 
 
 @pytest.mark.slow

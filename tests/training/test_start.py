@@ -69,24 +69,6 @@ def test_other_classes_get_a_head_of_zeros(
     assert load(result.folder).preprocess == from_model(model, colour_folder).images
 
 
-def test_the_same_classes_keep_the_head(
-    initial: Initial, from_model: FromModel, colour_folder: Path, beginnings: list[dict[str, Tensor]]
-) -> None:
-    model = initial(classes=COLOURS, head_hidden=6)
-    notes = Display()
-    train(from_model(model, colour_folder, **ONE_STEP), log=Log(notes))
-    before, (begun,) = load(model).network.state_dict(), beginnings
-    assert begun.keys() == before.keys() and all(torch.equal(begun[name], before[name]) for name in before)
-    assert f"the head of model '{model}' is kept, because its outputs are the same" in notes.notes
-
-
-def test_as_many_classes_of_other_names_are_other_classes(
-    initial: Initial, from_model: FromModel, colour_folder: Path, beginnings: list[dict[str, Tensor]]
-) -> None:
-    train(from_model(initial(classes=("blue", "red", "green")), colour_folder, **ONE_STEP))
-    assert not beginnings[0]["head.weight"].any()
-
-
 @pytest.mark.parametrize(
     ("classes", "names", "new_head", "kept", "note"),
     [
@@ -94,6 +76,7 @@ def test_as_many_classes_of_other_names_are_other_classes(
         (COLOURS, COLOURS, True, False, "the new head has 3 classes; its weights start at zero"),
         (("0", "1", "2"), ("0", "1", "2"), False, False, "because the classes have numbers instead of names"),
         (("1", "2", "3"), ("1", "2", "3"), False, True, "is kept, because its outputs are the same"),
+        (("blue", "red", "green"), COLOURS, False, False, "the new head has 3 classes"),
     ],
 )
 def test_a_head_is_kept_for_named_classes_alone(
@@ -170,11 +153,6 @@ def test_fewer_tokens_than_those_of_a_model_are_refused(initial: Initial) -> Non
     overrides = {"head_kind": "detection-tokens", "registers": 3}
     with pytest.raises(ConfigError, match="registers=3 is less than the 4 of the model"):
         fitted(bundle.network.config, "given", bundle.preprocess, overrides, 3, Detection())
-
-
-def test_a_new_head_needs_a_model() -> None:
-    with pytest.raises(ConfigError, match="new_head=True is a new head for a model, so it needs a model"):
-        StartConfig(new_head=True)
 
 
 def test_positions_are_resized_to_the_images(
@@ -378,18 +356,6 @@ def test_the_best_adapters_are_kept_merged(initial: Initial, from_model: FromMod
     assert kept["cross_entropy"] == pytest.approx(best["cross_entropy"], rel=1e-4)
     network = load(result.folder).network
     assert all(torch.equal(network.state_dict()[n], t) for n, t in result.bundle.network.state_dict().items())
-
-
-@pytest.mark.slow
-def test_a_frozen_model_learns_the_colours(initial: Initial, from_model: FromModel, colour_folder: Path) -> None:
-    notes = Display()
-    config = from_model(initial(), colour_folder, train_blocks=0, steps=60, learning_rate=0.1)
-    result = train(config, log=Log(notes))
-    before = load(initial()).network.state_dict()
-    for name, tensor in result.bundle.network.state_dict().items():
-        assert name.startswith("head.") or torch.equal(tensor, before[name])
-    assert result.metrics["validation_accuracy"] > 0.6
-    assert "51 of them trained" in notes.said[-1]
 
 
 def test_blocks_that_do_not_divide_the_grid_are_noted(small: Callable[..., TrainConfig], tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Tests of the times of a run, with a clock that the test sets."""
+"""Tests of the times of a run, with a clock that the test sets, of the smoothed rate, and of the time left."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.jobs import job_of
+from tests.training.jobs import Blank, Finished, job_of
 from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.splits import Splits
 from vitrail.training import clock as timing
-from vitrail.training.clock import Timing
+from vitrail.training.clock import SmoothedRate, TimeLeft, Timing
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.job import Job, Phase
+from vitrail.training.log import read_journal
 
 STEPS = 10
 PHASES = (
@@ -117,3 +120,81 @@ def test_a_run_without_steps_has_no_speed(clock: Clock) -> None:
         "images_per_second": 0.0,
         "waiting_share": 0.0,
     }
+
+
+def test_the_start_up_is_dropped_when_more_is_known() -> None:
+    rate = SmoothedRate()
+    assert rate.add(10, 20.0) == 0.5
+    assert rate.add(300, 3.0) == 100
+    assert rate.add(300, 3.0) == pytest.approx(100)
+
+
+def test_short_reports_change_the_rate_little() -> None:
+    rate = SmoothedRate()
+    for _ in range(10):
+        rate.add(1000, 10.0)
+    assert rate.add(9, 0.01) == pytest.approx(100, rel=0.02)  # 900 per second for a hundredth of a second
+    assert rate.add(1, 0.04) == pytest.approx(100, rel=0.02)  # 25 per second
+
+
+def test_a_lasting_change_is_shown_after_minutes() -> None:
+    rate = SmoothedRate()
+    rate.add(1, 1.0)
+    for _ in range(300):
+        rate.add(600, 6.0)
+    for _ in range(10):
+        shown = rate.add(300, 6.0)
+    # A geometric sum: after a minute, exp(-1) of the weight is on what was before.
+    assert shown == pytest.approx(50 + 50 * math.exp(-1))
+
+
+def test_the_display_shows_the_smoothed_rate_and_the_journal_that_of_each_report(finished: Finished) -> None:
+    rate, last = SmoothedRate(), 0
+    events = [event for event in read_journal(finished.result.folder / "journal.jsonl") if event["event"] == "step"]
+    assert len(events) == len(finished.shown.reports) > 3
+    for event, (step, shown) in zip(events, finished.shown.reports, strict=True):
+        images, last = 20 * (step - last), step
+        assert shown["images_per_second"] == pytest.approx(rate.add(images, images / event["images_per_second"]))
+    assert [step for step, _ in finished.shown.ticks] == list(range(2, 25)), "the first step contains the start-up"
+    assert all(left > 0 for _, left in finished.shown.ticks)
+
+
+def left_of(steps: int, evaluations: int = 0, checkpoints: int = 1, **fields: Any) -> TimeLeft:
+    """Return the forecast of a run with batches of 20 images."""
+    config = TrainConfig().override(
+        steps=steps, batch_size=20, evaluations=evaluations, checkpoints=checkpoints, keep="last"
+    )
+    return TimeLeft(job_of(config, images=2000, **fields))
+
+
+def test_the_time_left_counts_steps_and_all_pauses() -> None:
+    splits = Splits(Blank(2000), Blank(30), Blank(20))
+    left = left_of(steps=100, evaluations=10, checkpoints=3, splits=splits)
+    assert left.seconds(0) is None
+    left.add(1, 20.0)
+    assert left.seconds(1) is None, "the first step contains the start-up"
+    left.add(1, 3.0)
+    # 98 steps, 10 evaluations of 30 images and the last 50 images, each a third of the time of a training image
+    assert left.seconds(2) == pytest.approx(98 * 3 + (10 * 30 + 50) * 3 / (3 * 20))
+    for _ in range(8):
+        left.add(1, 3.0)
+    left.pause("evaluation", 6.0)
+    left.pause("checkpoint", 2.0)
+    # 9 more evaluations, checkpoints after steps 34, 68 and 100, and the last 50 images
+    assert left.seconds(10) == pytest.approx(90 * 3 + 9 * 6 + 3 * 2 + 50 * 6 / 30)
+    assert left.seconds(100) == pytest.approx(50 * 6 / 30)
+
+
+def test_without_evaluations_the_steps_alone_are_left() -> None:
+    left = left_of(steps=7)
+    left.add(1, 9.0)
+    left.add(2, 3.0)
+    assert left.seconds(3) == pytest.approx(4 * 1.5)
+
+
+def test_the_time_left_weighs_steps_by_their_cost() -> None:
+    cheap = Phase(0, 50, (28, 28), patch_dropout=0.0, batch_size=20, cost=0.25)
+    left = left_of(steps=100, phases=(cheap, replace(cheap, first=50, cost=1.0)))
+    for _ in range(2):
+        left.add(0.25, 0.25)
+    assert left.seconds(2) == pytest.approx(0.25 * 48 + 50)
