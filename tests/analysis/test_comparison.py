@@ -70,7 +70,7 @@ def answers(folder: Path, bundle: Bundle) -> dict[str, tuple[str, str]]:
 
 def test_images_are_counted_by_which_model_is_right_though_classes_are_in_another_order(colours: Path) -> None:
     first, second = bundle_of(seed=3), bundle_of(seed=4, classes=("red", "blue", "green"))
-    found = compared(colours, first, second, examples=100)
+    found = compared(colours, first, second, examples=100, images=4)
     one, two = answers(colours, first), answers(colours, second)
     only = {key for key, (true, said) in one.items() if true == said and two[key][1] != true}
     others = {key for key, (true, said) in two.items() if true == said and one[key][1] != true}
@@ -101,12 +101,12 @@ def test_layers_are_compared_on_images_of_each_models_size(colours: Path) -> Non
     wanted = layer_similarity(first.network, [inputs[0]], second.network, other_batches=[inputs[1]])
     assert np.allclose(found.similarity.values, wanted.values, atol=1e-9)
     reach = attention_distance(second.network, inputs[1])
-    assert found.models[1].distances == [(0, reach.mean[0].mean()), (1, reach.mean[1].mean())]
+    assert found.models[1].reach.by_layer == [(0, reach.mean[0].mean()), (1, reach.mean[1].mean())]
 
 
 def test_a_resnet_has_receptive_fields_and_no_relevance(colours: Path) -> None:
     vit, bit = bundle_of(seed=3), bundle_of(size=(16, 16), **BIT)
-    found = compared(colours, vit, bit, images=8)
+    found = compared(colours, vit, bit, images=4, examples=2)
     assert [one.reach.name for one in found.models] == ["attention distance", "effective receptive field"]
     assert found.disagreements
     for item in found.disagreements:
@@ -117,7 +117,7 @@ def test_a_resnet_has_receptive_fields_and_no_relevance(colours: Path) -> None:
 
 def test_relevance_is_that_of_the_predicted_class(colours: Path) -> None:
     bundle = bundle_of(seed=3)
-    found = compared(colours, bundle, bundle_of(seed=4), examples=1)
+    found = compared(colours, bundle, bundle_of(seed=4), examples=1, images=4)
     (item,) = found.disagreements
     source = source_of(colours, bundle)
     (index,) = [index for index in range(len(source)) if source.key(index) == item.key]

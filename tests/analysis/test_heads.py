@@ -16,7 +16,6 @@ from vitrail.analysis.heads import (
     effective_receptive_field,
     entropies,
     mean_distances,
-    patch_distances,
 )
 from vitrail.models.resnet import ResNet
 from vitrail.models.resnet_config import ResNetConfig
@@ -86,12 +85,7 @@ def test_other_tokens_are_dropped_without_a_new_norm() -> None:
     assert float(entropies(attention, 2)) == pytest.approx(math.log(5))
 
 
-def test_distances_between_patches() -> None:
-    found = patch_distances((2, 2), (3, 4))
-    assert found.tolist() == [[0, 4, 3, 5], [4, 0, 5, 3], [3, 5, 0, 4], [5, 3, 4, 0]]
-
-
-@pytest.mark.parametrize("fields", [{}, {"registers": 2, "positions": "relative-bias"}, {"pool": "gap"}], ids=str)
+@pytest.mark.parametrize("fields", [{"registers": 2, "positions": "relative-bias"}, {"pool": "gap"}], ids=str)
 def test_a_naive_version(fields: dict[str, object]) -> None:
     network, images = make(**fields), images_of(3)
     prefix, (rows, columns) = network.config.prefix, (3, 4)

@@ -252,7 +252,7 @@ def test_sparse_attention_has_a_map_with_zeros() -> None:
 def test_what_is_refused() -> None:
     network, images = make(), images_of()
     with pytest.raises(ConfigError, match="architecture 'BiT' has no attention to look into; choose a Vision Tr"):
-        trace(create("BiT-R26x1", image_size=32, num_classes=3), images)
+        trace(create("BiT-Pico", image_size=32, num_classes=3), images)
     with pytest.raises(ConfigError, match=r"layers=\(3,\): block 3 does not exist; choose from 0 to 2, or from -3 to"):
         trace(network, images, layers=[3])
     with pytest.raises(ConfigError, match=r"heads=\(0, -5\): head -5 does not exist; choose from 0 to 3, or from -4"):

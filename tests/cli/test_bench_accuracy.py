@@ -25,51 +25,6 @@ from vitrail.experiments.accuracy import Curve, CurvePoint, reached
 TINY = ("--data", "fractals:3:24", "--evaluations", "3", "--targets", "0.05", "0.9")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("", "RECIPE... is missing"),
-        ("demi", "recipe 'demi' does not exist; nearest: demo"),
-        ("masked-patches", "recipe 'masked-patches' trains the task masked-patches, which has no accuracy; choose"),
-        ("demo demo", "RECIPE...: demo is given twice"),
-        ("demo:epochs=1 demo:epochs=1", "RECIPE...: demo:epochs=1 is given twice"),
-        ("demo:epoch=1", "recipe 'demo:epoch=1': 'epoch' is no setting to compare; nearest: epochs"),
-        ("demo:seed=1", "recipe 'demo:seed=1': 'seed' is no setting to compare"),
-        (
-            "demo:validation-share=0.3",
-            "recipe 'demo:validation-share=0.3': 'validation_share' is no setting to compare",
-        ),
-        ("demo:epochs", "recipe 'demo:epochs': epochs has no value; give epochs=VALUE"),
-        ("demo:epochs=1,", "recipe 'demo:epochs=1,': '' is no setting to compare"),
-        ("demo:epochs=soon", "recipe 'demo:epochs=soon': --epochs: 'soon' is not a number"),
-        ("demo:epochs=-1", "recipe 'demo:epochs=-1': epochs=-1.0 is not above 0"),
-        ("demo:flip=yes", "recipe 'demo:flip=yes': flip='yes' is neither on nor off"),
-        ("demo:image-size=x", "recipe 'demo:image-size=x': --image-size: 'x' is not a whole number"),
-        ("demo --targets 0.8 1.2", "--targets: 1.2 is not in (0, 1); give a fraction, such as 0.85 for 85 %"),
-        ("demo --targets 0", "--targets: 0.0 is not in (0, 1)"),
-        ("demo --targets 80", "--targets: 80.0 is not in (0, 1)"),
-        ("demo --targets nan", "--targets: nan is not in (0, 1)"),
-        ("demo --seeds 1 1", "--seeds: 1 is given twice; give each value once"),
-        ("demo --seeds", "--seeds: needs N ..."),
-        ("demo --seeds -1", "--seeds: -1 is not in [0, 4294967296)"),
-        ("demo --evaluations 0", "--evaluations: 0 is less than 1"),
-        ("demo --budget soon", "--budget: 'soon' is not a time; give a number above 0 with a unit"),
-        ("demo --budget best", "--budget: 'best' is not a time; give a number above 0 with a unit, such as 90s or 20m"),
-        ("demo --against timn", "unknown library 'timn' in --against; nearest: timm"),
-        ("demo --against timm --environment timm", "--environment: 'timm' is not LIBRARY=PATH"),
-        ("demo --against timm --environment timm=/no/python", "--environment: /no/python cannot be run as the Python"),
-        ("demo --data nowhere", "nowhere"),
-        ("demo --validation-share 0", "--validation-share: 0.0 leaves data 'bundled' without a validation split"),
-    ],
-)
-def test_wrong_input(words: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert main(["bench", "accuracy", *words.split(), "--out", str(out)]) == 2
-    error = capsys.readouterr().err
-    assert message in error and "Traceback" not in error
-    assert not out.exists()
-
-
 @pytest.mark.slow
 def test_a_missing_library_is_named_before_anything_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["bench", "accuracy", "demo", "--against", "timm", "--out", str(tmp_path / "out")]) == 2
@@ -119,7 +74,7 @@ def test_tables_of_costs_and_of_models() -> None:
 def test_the_chart_is_a_picture_with_a_line_for_each_run() -> None:
     root = xml.etree.ElementTree.fromstring(accuracy_chart(CURVES, [0.8], 450.0))
     paths = [node.attrib for node in root.iter("{http://www.w3.org/2000/svg}path")]
-    lines = [path for path in paths if path.get("class") == "line" and "L" in path["d"]]
+    lines = [path for path in paths if path.get("class") == "series" and "L" in path["d"]]
     assert len(lines) == 2 * 3  # the last evaluation of one run is after the budget, so that run is one point
     assert "<b>&, 2 seeds" in "".join(root.itertext()) and "seconds of training" in "".join(root.itertext())
     assert len({path["stroke"] for path in lines}) == 2

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -23,6 +24,7 @@ from vitrail.report.charts import (
     dot,
     horizontal_text,
     make_axis,
+    make_log_axis,
     path_data,
     svg_picture,
     vertical_text,
@@ -45,6 +47,7 @@ svg text { fill: var(--dim, #5c5c58); }
 .grid { stroke: var(--line, #d4d4d0); fill: none; }
 .axis { stroke: var(--dim, #5c5c58); fill: none; }
 .series { fill: none; stroke-width: 1.75; stroke-linejoin: round; stroke-linecap: round; }
+.level { stroke: var(--dim, #5c5c58); stroke-dasharray: 1 3; }
 .dot { stroke: none; fill-opacity: .8; }
 .dot.ring { fill-opacity: 0; stroke: currentColor; stroke-width: 1.5; }
 """
@@ -67,17 +70,25 @@ def series_chart(
     y_name: str,
     bounds: tuple[float, float] = (-math.inf, math.inf),
     integers: bool = False,
+    is_log: bool = False,
+    levels: Sequence[float] = (),
 ) -> Markup:
     """Return a chart with a line for each series, and a legend below. If no point is finite, return "".
 
-    `label` describes the chart for screen readers. `bounds` are the smallest and largest y that can occur. With
-    `integers`, the ticks of x are whole numbers.
+    Series of the same name have the same colour and dashes. `label` describes the chart for screen readers. `bounds`
+    are the smallest and largest y that can occur. With `integers`, the ticks of x are whole numbers. With `is_log`,
+    the x axis is logarithmic, so that every x is above 0. At the `levels` of y, there are dotted lines.
     """
-    area, frame = _frame([point for one in series for point in one.finite], x_name, y_name, bounds, integers)
-    if area is None:
+    points = [point for one in series for point in one.finite]
+    if not points:
         return Markup()
-    parts = [frame]
-    for number, one in enumerate(series):
+    xs, ys = [x for x, _ in points], [*(y for _, y in points), *levels]
+    x_axis = make_log_axis(xs) if is_log else make_axis(xs, round_ends=not integers, integers=integers)
+    area, frame = _frame(x_axis, make_axis(ys, bounds=bounds), x_name, y_name)
+    parts = [frame, *(f'<path class="level" d="M{area.left:g} {area.y(y):.2f}H{area.right:g}"/>' for y in levels)]
+    names = list(dict.fromkeys(one.name for one in series))
+    for one in series:
+        number = names.index(one.name)
         colour, dashes = series_look(number)
         parts.append(
             f'<path class="series" stroke="{colour}"{dashes} d="{path_data(area, one.points)}">'
@@ -85,7 +96,7 @@ def series_chart(
         )
         if len(one.finite) <= MAX_DOTS:
             parts += [_dot(area, point, number, f"{one.name}: {_pair(point)}", lines=True) for point in one.finite]
-    return _with_legend(parts, [one.name for one in series], label, lines=True)
+    return _with_legend(parts, names, label, lines=True)
 
 
 def scatter(
@@ -100,9 +111,11 @@ def scatter(
     """Return a scatter plot with one colour per group. If there are more groups than colours, every second round of
     colours has rings in place of dots. See `series_chart` for the arguments."""
     finite = {name: [point for point in points if all(map(math.isfinite, point))] for name, points in groups.items()}
-    area, frame = _frame([point for points in finite.values() for point in points], x_name, y_name, bounds, integers)
-    if area is None:
+    every = [point for points in finite.values() for point in points]
+    if not every:
         return Markup()
+    x_axis = make_axis([x for x, _ in every], round_ends=not integers, integers=integers)
+    area, frame = _frame(x_axis, make_axis([y for _, y in every], bounds=bounds), x_name, y_name)
     parts = [frame]
     for number, (name, points) in enumerate(finite.items()):
         parts += [_dot(area, point, number, f"{name}: {_pair(point)}", 3.0) for point in points]
@@ -196,6 +209,16 @@ def png(picture: UInt8[np.ndarray, "h w 3"]) -> bytes:
     return file.getvalue()
 
 
+def side_by_side(charts: Sequence[Markup], label: str) -> Markup:
+    """Return a picture of several charts in a row."""
+    parts, left, tallest = [], 0.0, 0.0
+    for chart in map(str, charts):
+        width, height = map(float, re.findall(r' (?:width|height)="(\d+)"', chart)[:2])
+        parts.append(chart.replace("<svg ", f'<svg x="{left:g}" ', 1))
+        left, tallest = left + width, max(tallest, height)
+    return svg_picture(left, tallest, label, parts, fixed_size=True)
+
+
 def standalone(chart: str) -> str:
     """Return a chart as the text of an SVG file, with its own style and a white background."""
     chart = str(chart)  # not HTML that escapes what is joined to it
@@ -207,14 +230,8 @@ def standalone(chart: str) -> str:
     )
 
 
-def _frame(
-    points: Sequence[Point], x_name: str, y_name: str, bounds: tuple[float, float], integers: bool
-) -> tuple[PlotArea | None, str]:
-    """Return the area of a chart with axes for these points, and its grid with the names of the axes."""
-    if not points:
-        return None, ""
-    x_axis = make_axis([x for x, _ in points], round_ends=not integers, integers=integers)
-    y_axis = make_axis([y for _, y in points], bounds=bounds)
+def _frame(x_axis: Axis, y_axis: Axis, x_name: str, y_name: str) -> tuple[PlotArea, str]:
+    """Return the area of a chart with these axes, and its grid with the names of the axes."""
     left = 32 + DIGIT_WIDTH * max(len(y_axis.label(tick)) for tick in y_axis.ticks)
     area = PlotArea(left, 12.0, WIDTH - 16, HEIGHT - 44, x_axis, y_axis)
     names = [

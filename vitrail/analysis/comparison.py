@@ -11,7 +11,6 @@ from vitrail.analysis.heads import HeadStatistic, ReceptiveField
 from vitrail.analysis.samples import (
     Answer,
     answer_about,
-    distances,
     images_at,
     in_batches,
     inputs_of,
@@ -40,11 +39,6 @@ class Measured:
     report: ClassificationReport = field(repr=False)
     reach: HeadStatistic | ReceptiveField
     """Attention distance of each layer and head, or the effective receptive field of each layer of a ResNet."""
-
-    @property
-    def distances(self) -> list[tuple[int, float]]:
-        """Each layer with the mean distance in pixels over which it mixes information."""
-        return distances(self.reach)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +131,16 @@ def compare(
             first.bundle.network, in_batches(seen[0]), second.bundle.network, other_batches=in_batches(seen[1])
         ),
         looked_at=len(chosen),
-        disagreements=tuple(_disagreement(first, second, row) for row in _most_certain(first, second, examples)),
+        disagreements=tuple(
+            Disagreement(
+                key=first.found.keys[row],
+                label=first.found.classes[int(first.labels[row])],
+                first_is_right=bool(first.right[row]),
+                picture=picture_of(first.image(row)),
+                answers=(first.answer(row), second.answer(row)),
+            )
+            for row in _most_certain(first, second, examples)
+        ),
     )
 
 
@@ -158,16 +161,6 @@ class _Side:
 
     def answer(self, row: int) -> Answer:
         return answer_about(self.bundle, self.image(row), self.judged, row)
-
-
-def _disagreement(first: _Side, second: _Side, row: int) -> Disagreement:
-    return Disagreement(
-        key=first.found.keys[row],
-        label=first.found.classes[int(first.labels[row])],
-        first_is_right=bool(first.right[row]),
-        picture=picture_of(first.image(row)),
-        answers=(first.answer(row), second.answer(row)),
-    )
 
 
 def _few(names: set[str]) -> str:

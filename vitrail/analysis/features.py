@@ -10,12 +10,12 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor, nn
 
-from vitrail.analysis.tracing import transformer_of
+from vitrail.analysis.tracing import chosen_blocks, transformer_of
 from vitrail.data.targets import Targets, numbered
 from vitrail.errors import ConfigError
 from vitrail.evaluation.classifiers.linear import linear_probe
 from vitrail.evaluation.metrics.intervals import Metric, mean_interval
-from vitrail.models.network import Features, block_numbers
+from vitrail.models.network import Features
 from vitrail.models.predictor import Predictor
 
 BATCH = 16
@@ -80,7 +80,7 @@ def token_norms(
     `layers` count from 0, or backward from -1. Raises `ConfigError` for a block that does not exist, and for a ResNet,
     whose layers have different cells.
     """
-    chosen = _layers(transformer_of(network), layers)
+    chosen = chosen_blocks(transformer_of(network), layers)
     parts: dict[str, list[Tensor]] = {"cls": [], "registers": [], "patches": []}
     grid = (0, 0)
     for batch in _features(network, images, chosen, batch_size):
@@ -111,7 +111,7 @@ def patch_colours(
     """
     if components < 1:
         raise ConfigError(f"components={components} is less than 1")
-    chosen = None if layer is None else _layers(network, [layer])
+    chosen = None if layer is None else chosen_blocks(network, [layer])
     parts, grid = [], (0, 0)
     for (one,) in _features(network, images, chosen, batch_size):
         parts.append(one.patches.double().cpu())
@@ -141,7 +141,7 @@ def probe_layers(
     The penalty of each linear model is chosen on a tenth of the training images. Raises `ConfigError` for a block that
     does not exist, and the errors of `vitrail.evaluation.classifiers.linear.linear_probe`.
     """
-    chosen = _layers(network, layers)
+    chosen = chosen_blocks(network, layers)
     classes = int(max(train_labels.max(), test_labels.max())) + 1
     train, test = (_mean_patches(network, images, chosen, batch_size) for images in (train_images, test_images))
     known, held_out = (Targets("class", numbered(classes), labels) for labels in (train_labels, test_labels))
@@ -161,11 +161,6 @@ def _mean_patches(
         for place, one in enumerate(batch):
             rows[place].append(one.patches.mean(dim=1).float().cpu())
     return [torch.cat(each).numpy() for each in rows]
-
-
-def _layers(network: nn.Module, layers: Sequence[int] | None) -> list[int]:
-    count: int = network.config.num_blocks  # type: ignore[union-attr, assignment]
-    return block_numbers(range(count) if layers is None else layers, count)
 
 
 def _features(

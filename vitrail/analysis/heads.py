@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
-from vitrail.analysis.tracing import BATCH, Trace, TracePrecision, detached_copy, traces
-from vitrail.models.network import block_numbers
+from vitrail.analysis.tracing import BATCH, Trace, TracePrecision, chosen_blocks, detached_copy, traces
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +30,11 @@ class HeadStatistic:
     """Standard deviation over the images, with the number of images as the divisor."""
     images: int
 
+    @property
+    def by_layer(self) -> list[tuple[int, float]]:
+        """Each layer with the mean over its heads."""
+        return list(zip(self.layers, self.mean.mean(axis=1).tolist(), strict=True))
+
 
 def attention_distance(
     network: nn.Module,
@@ -47,16 +51,12 @@ def attention_distance(
     rows and columns, and the remaining weights are not normalised again. Distances between patches that are not square
     count height and width in pixels. For the other arguments and the errors, see `vitrail.analysis.tracing.trace`.
     """
+    pieces = traces(network, images, layers=layers, heads=heads, precision=precision, batch_size=batch_size)
     return _over_images(
         "attention distance",
         "pixels",
-        lambda piece: mean_distances(_attention(piece), piece.grid, piece.patch, piece.prefix),
-        network,
-        images,
-        layers,
-        heads,
-        precision,
-        batch_size,
+        pieces,
+        lambda attention, piece: mean_distances(attention, piece.grid, piece.patch, piece.prefix),
     )
 
 
@@ -75,16 +75,9 @@ def attention_entropy(
     token, and the logarithm of the number of tokens if it attends to all tokens equally. For the other arguments and
     the errors, see `vitrail.analysis.tracing.trace`.
     """
+    pieces = traces(network, images, layers=layers, heads=heads, precision=precision, batch_size=batch_size)
     return _over_images(
-        "attention entropy",
-        "nats",
-        lambda piece: entropies(_attention(piece), piece.prefix),
-        network,
-        images,
-        layers,
-        heads,
-        precision,
-        batch_size,
+        "attention entropy", "nats", pieces, lambda attention, piece: entropies(attention, piece.prefix)
     )
 
 
@@ -108,26 +101,14 @@ def entropies(attention: Float[Tensor, "*heads n n"], prefix: int) -> Float64[Te
     return torch.special.entr(attention[..., prefix:, :].double()).sum(dim=-1).mean(dim=-1)
 
 
-def _attention(piece: Trace) -> Tensor:
-    assert piece.attention is not None
-    return piece.attention
-
-
 def _over_images(
-    name: str,
-    unit: str,
-    measure: Callable[[Trace], Tensor],
-    network: nn.Module,
-    images: Tensor,
-    layers: Sequence[int] | None,
-    heads: Sequence[int] | None,
-    precision: TracePrecision,
-    batch_size: int,
+    name: str, unit: str, pieces: Iterable[Trace], measure: Callable[[Tensor, Trace], Tensor]
 ) -> HeadStatistic:
-    """Return mean and spread of what `measure` returns for each image, layer and head."""
+    """Return mean and spread of what `measure` returns from the attention of each image, layer and head."""
     found, piece = [], None
-    for piece in traces(network, images, layers=layers, heads=heads, precision=precision, batch_size=batch_size):
-        found.append(measure(piece).cpu().numpy())
+    for piece in pieces:
+        assert piece.attention is not None
+        found.append(measure(piece.attention, piece).cpu().numpy())
     assert piece is not None
     values = np.concatenate(found)
     return HeadStatistic(name, unit, piece.layers, piece.heads, values.mean(axis=0), values.std(axis=0), len(values))
@@ -152,6 +133,11 @@ class ReceptiveField:
     centre: Float64[np.ndarray, "layers 2"]
     """Row and column of the centre of each map, in pixels."""
 
+    @property
+    def by_layer(self) -> list[tuple[int, float]]:
+        """Each layer with its distance."""
+        return list(zip(self.layers, self.distance.tolist(), strict=True))
+
 
 def effective_receptive_field(
     network: nn.Module, images: Float[Tensor, "b c h w"], layers: Sequence[int] | None = None
@@ -164,7 +150,7 @@ def effective_receptive_field(
     exist.
     """
     copied: Any = detached_copy(network)
-    chosen = block_numbers(range(copied.config.num_blocks) if layers is None else layers, copied.config.num_blocks)
+    chosen = chosen_blocks(copied, layers)
     height, width = images.shape[2:]
     total = torch.zeros(len(chosen), height, width, dtype=torch.float64)
     for image in torch.split(images, 1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -128,19 +128,19 @@ def overview(
     predictions = _labelled(outputs.predictions(source)) if bundle.classes else None
     seen = _of_features(outputs.features(source), source) if predictions is None else _of_head(predictions, source)
     chosen, attempt = evenly(len(seen), images), Attempts()
-    learned = summarise_probes(bundle, seen, train, probe_images, attempt)
+    probes, undecodable = summarise_probes(bundle, seen, train, probe_images, attempt)
     return Overview(
         name=name,
         bundle=bundle,
         images=len(seen),
         answers=None if predictions is None else _answers(bundle, seen, predictions, examples, bootstrap),
         layers=summarise_layers(bundle, seen.inputs(bundle, chosen), attempt),
-        probes=learned.probes,
+        probes=probes,
         saliency=_saliency(bundle, seen, saliency_images, attempt),
         patches=attempt(lambda: _patches(bundle, seen, chosen)),
         embedding=attempt(lambda: embedding_map(_features_of(outputs, seen), seen)),
-        skipped=(*(outputs.features(source) if predictions is None else predictions).skipped, *learned.skipped),
-        notes=attempt.reasons,
+        skipped=(*(outputs.features(source) if predictions is None else predictions).skipped, *undecodable),
+        notes=tuple(attempt.reasons),
     )
 
 
@@ -155,7 +155,8 @@ def _labelled(predictions: Predictions) -> Predictions:
 
 
 def _of_head(predictions: Predictions, source: Source) -> SeenImages:
-    return SeenImages(source, predictions.indices, predictions.keys, _labels(predictions), predictions.classes)
+    assert predictions.truth.kind == "class"
+    return SeenImages(source, predictions.indices, predictions.keys, predictions.truth.values, predictions.classes)
 
 
 def _of_features(features: FeatureSet, source: Source) -> SeenImages:
@@ -167,11 +168,6 @@ def _of_features(features: FeatureSet, source: Source) -> SeenImages:
     truth = features.truth
     labels = truth.values if truth.kind == "class" else np.full(len(features), -1, dtype=np.int64)
     return SeenImages(source, np.array(indices, dtype=np.int64), features.keys, labels, features.classes)
-
-
-def _labels(predictions: Predictions) -> Int64[np.ndarray, " n"]:
-    assert predictions.truth.kind == "class"
-    return predictions.truth.values
 
 
 def _features_of(outputs: Outputs, seen: SeenImages) -> Float32[np.ndarray, "n width"]:
@@ -229,12 +225,8 @@ class Attempts:
     """Measurements that a model or the images may not allow, and the reasons for those without a result."""
 
     def __init__(self) -> None:
-        self._reasons: list[str] = []
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
+        self.reasons: dict[str, None] = {}
         """The reasons without repetitions, in the order of the measurements."""
-        return tuple(dict.fromkeys(self._reasons))
 
     def __call__(self, measure: Callable[[], T]) -> T | None:
         """Return the result of a measurement, or None if the model or the images do not allow it."""
@@ -246,7 +238,7 @@ class Attempts:
 
     def refuse(self, reason: str) -> None:
         """Note why a measurement has no result."""
-        self._reasons.append(reason)
+        self.reasons[reason] = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,15 +254,6 @@ class LayerSummary:
     positions: PositionSimilarity | None
     similarity: LayerSimilarity | None
     norms: TokenNorms | None
-
-
-class LayerProbes(NamedTuple):
-    """Linear models of the tokens of each layer."""
-
-    probes: tuple[LayerProbe, ...] = ()
-    """Accuracy of a linear model of each layer's tokens. Empty without linear models."""
-    skipped: tuple[Skipped, ...] = ()
-    """Training images that could not be decoded."""
 
 
 def summarise_layers(bundle: Bundle, inputs: Float[Tensor, "n c h w"], attempt: Attempts) -> LayerSummary:
@@ -295,42 +278,37 @@ def summarise_layers(bundle: Bundle, inputs: Float[Tensor, "n c h w"], attempt: 
 
 def summarise_probes(
     bundle: Bundle, seen: SeenImages, train: Source | None, count: int, attempt: Attempts
-) -> LayerProbes:
-    """Return the accuracy of a linear model of each layer on at most `count` labelled images of `seen`.
+) -> tuple[tuple[LayerProbe, ...], tuple[Skipped, ...]]:
+    """Return the accuracy of a linear model of each layer on at most `count` labelled images of `seen`, and the
+    training images that could not be decoded.
 
     The models learn from at most as many labelled images of `train`, which is None if the measured images contain the
     training images. There are no models if `count` is 0.
     """
     if not count:
-        return LayerProbes()
+        return (), ()
     if train is None:
         attempt.refuse("a linear model of each layer, which would be measured on images that it learned from")
-        return LayerProbes()
-    learned = _training_images(bundle, train, count)
+        return (), ()
+    known, known_labels, skipped = _training_images(bundle, train, count)
 
     def measured() -> tuple[LayerProbe, ...]:
-        if not len(learned.labels):
+        if not len(known_labels):
             raise DataError("no training image has a label and can be decoded, so no layer has a linear model")
         labelled = np.flatnonzero(seen.labels >= 0)
         if not len(labelled):
             raise DataError("no measured image has a label, so no layer has a linear model")
         tested = labelled[evenly(len(labelled), count)]
         inputs, labels = seen.inputs(bundle, tested), seen.labels[tested]
-        return tuple(probe_layers(bundle.network, learned.inputs, learned.labels, inputs, labels))
+        return tuple(probe_layers(bundle.network, known, known_labels, inputs, labels))
 
-    return LayerProbes(attempt(measured) or (), learned.skipped)
-
-
-class _TrainingImages(NamedTuple):
-    """Training images that linear models learn from."""
-
-    inputs: Float[Tensor, "n c h w"]
-    labels: Int64[np.ndarray, " n"]
-    skipped: tuple[Skipped, ...]
+    return attempt(measured) or (), skipped
 
 
-def _training_images(bundle: Bundle, train: Source, count: int) -> _TrainingImages:
-    """Return at most `count` training images with one label."""
+def _training_images(
+    bundle: Bundle, train: Source, count: int
+) -> tuple[Float[Tensor, "n c h w"], Int64[np.ndarray, " n"], tuple[Skipped, ...]]:
+    """Return at most `count` training images with one label, their labels, and those that could not be decoded."""
     labelled = [index for index in range(len(train)) if isinstance(train.target(index), int)]
     chosen = [labelled[place] for place in evenly(len(labelled), count)]
     preprocess = bundle.preprocess
@@ -341,7 +319,7 @@ def _training_images(bundle: Bundle, train: Source, count: int) -> _TrainingImag
         inputs.append(preprocess.normalise(batch.images[batch.valid].to(bundle.device)))
         labels += [train.target(chosen[place]) for place in batch.samples[batch.valid].tolist()]
         skipped += batch.skipped
-    return _TrainingImages(torch.cat(inputs), np.array(labels, dtype=np.int64), tuple(skipped))
+    return torch.cat(inputs), np.array(labels, dtype=np.int64), tuple(skipped)
 
 
 # The embeddings of images along their first two principal components.

@@ -6,7 +6,7 @@ Relevance (2103.15679) also uses the gradients of a class, and shows which patch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -58,23 +58,19 @@ def attention_rollout(
     `vitrail.analysis.tracing.trace`.
     """
     _check(fusion, discard)
-    vit = transformer_of(network)
-
-    def from_piece(piece: Trace) -> np.ndarray:
-        assert piece.attention is not None
-        joint = rollout(piece.attention, identity=identity, fusion=fusion, discard=discard)
-        return _patch_map(_reading(vit, piece), joint, piece)
-
-    pieces = traces(
+    vit, found = transformer_of(network), []
+    for piece in traces(
         vit,
         images,
         keep={"attention", *_for_reading(vit)},
         targets=None if vit.config.dense_head is None else targets,
         precision=precision,
         batch_size=batch_size,
-    )
-    found = [from_piece(piece) for piece in pieces]
-    return SaliencyMaps(_joined(found))
+    ):
+        assert piece.attention is not None
+        joint = rollout(piece.attention, identity=identity, fusion=fusion, discard=discard)
+        found.append(_patch_map(_reading(vit, piece), joint, piece))
+    return SaliencyMaps(np.concatenate(found))
 
 
 def class_relevance(
@@ -106,7 +102,7 @@ def class_relevance(
         joint = relevance(piece.attention, piece.gradients, form=form)
         found.append(_patch_map(_reading(vit, piece), joint, piece))
         classes.append(piece.targets.cpu().numpy())
-    return SaliencyMaps(_joined(found), np.concatenate(classes))
+    return SaliencyMaps(np.concatenate(found), np.concatenate(classes))
 
 
 def rollout(
@@ -228,10 +224,6 @@ def _patch_map(reading: Float[Tensor, "b n"], joint: Float[Tensor, "b n n"], pie
     """Return the row that the head reads, without the tokens before the patches, in the shape of the grid."""
     row = (reading[:, None] @ joint)[:, 0, piece.prefix :]
     return row.reshape(-1, *piece.grid).float().cpu().numpy()
-
-
-def _joined(found: Sequence[np.ndarray]) -> Float32[np.ndarray, "b rows columns"]:
-    return np.concatenate(found)
 
 
 def _check(fusion: str, discard: float) -> None:

@@ -93,12 +93,6 @@ def reach_of(bundle: Bundle, images: Float[Tensor, "n c h w"]) -> HeadStatistic 
     return effective_receptive_field(bundle.network, images[:RECEPTIVE_IMAGES])
 
 
-def distances(reach: HeadStatistic | ReceptiveField) -> list[tuple[int, float]]:
-    """Return each layer with the mean distance in pixels over which it mixes information."""
-    each = reach.mean.mean(axis=1) if isinstance(reach, HeadStatistic) else reach.distance
-    return [(layer, float(value)) for layer, value in zip(reach.layers, each, strict=True)]
-
-
 def answer_about(bundle: Bundle, image: bytes | np.ndarray, judged: PerSample, row: int) -> Answer:
     """Return a model's answer for an image, with the relevance of the predicted class. `row` is the image's row in
     `judged`."""

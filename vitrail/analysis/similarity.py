@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
+from vitrail.analysis.tracing import chosen_blocks
 from vitrail.errors import ConfigError
-from vitrail.models.network import block_numbers
 from vitrail.models.predictor import Predictor
 
 SMALLEST_BATCH = 4
@@ -63,8 +63,8 @@ def layer_similarity(
     widths, and ResNets, can be compared. `layers` count from 0, or backward from -1. Raises `ConfigError` for a block
     that does not exist, and for a batch of fewer than four images.
     """
-    rows = _layers(network, layers)
-    columns = _layers(network, layers) if other is None else _layers(other, other_layers)
+    rows = chosen_blocks(network, layers)
+    columns = chosen_blocks(network, layers) if other is None else chosen_blocks(other, other_layers)
     one, two = Predictor(network), None if other is None else Predictor(other)
     total = MinibatchCka(len(rows), len(columns))
     pairs = ((batch, batch) for batch in batches) if other_batches is None else zip(batches, other_batches, strict=True)
@@ -124,8 +124,3 @@ def _flat(predictor: Predictor, batch: Tensor, layers: Sequence[int]) -> list[Te
         first = [] if one.cls is None else [one.cls]
         found.append(torch.cat([*first, one.registers.flatten(1), one.patches.flatten(1)], dim=1))
     return found
-
-
-def _layers(network: nn.Module, layers: Sequence[int] | None) -> list[int]:
-    count: int = network.config.num_blocks  # type: ignore[union-attr, assignment]
-    return block_numbers(range(count) if layers is None else layers, count)

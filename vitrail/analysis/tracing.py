@@ -223,7 +223,7 @@ def traces(
     unknown = sorted(set(keep) - set(get_args(Kept)))
     if unknown:
         raise ConfigError(f"keep={unknown[0]!r} is not one of {', '.join(map(repr, get_args(Kept)))}")
-    chosen = block_numbers(range(vit.config.num_blocks) if layers is None else layers, vit.config.num_blocks)
+    chosen = chosen_blocks(vit, layers)
     if not chosen:
         raise ConfigError("layers is empty; name at least one block, or leave it out to trace all of them")
     tracer = _Tracer(vit, tuple(chosen), heads, frozenset(keep), precision)
@@ -245,6 +245,13 @@ def transformer_of(network: nn.Module) -> VisionTransformer:
     raise ConfigError(
         f"a network of the architecture {name!r} has no attention to look into; choose a Vision Transformer or a hybrid"
     )
+
+
+def chosen_blocks(network: nn.Module, layers: Sequence[int] | None) -> list[int]:
+    """Return the numbers of blocks, counted from 0: those in `layers`, or all if it is None. Raise `ConfigError` for a
+    block that does not exist."""
+    count: int = network.config.num_blocks  # type: ignore[union-attr, assignment]
+    return block_numbers(range(count) if layers is None else layers, count)
 
 
 def has_maps(network: nn.Module) -> bool:

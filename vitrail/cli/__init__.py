@@ -64,7 +64,7 @@ MODULES = {
     "runs compare": "runs.COMPARE",
     "recipes": "lists.RECIPES_LIST",
     "models": "lists.MODELS",
-    "bench data": "bench_reading",
+    "bench data": "bench.DATA",
     "bench serve": "bench_serving",
     "bench accuracy": "bench_accuracy",
 }

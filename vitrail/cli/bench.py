@@ -1,10 +1,14 @@
-"""`vitrail bench`: measure the speed of training, inference and loading on this machine, as tables and JSON."""
+"""`vitrail bench` measures training, inference and loading on this machine, and `vitrail bench data` reading."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import operator
 import statistics
-from collections.abc import Collection, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,18 +21,30 @@ from rich.markup import escape
 from vitrail.bench.compare import compare
 from vitrail.bench.growth import Axis, attention_scaling, full_at, scaling
 from vitrail.bench.memory import is_out_of_memory, largest_batch
-from vitrail.bench.reading import measure_loading
+from vitrail.bench.reading import (
+    DECODING,
+    LOOP,
+    measure_loading,
+    measure_opening,
+    measure_reading,
+    write_parquet,
+    write_photographs,
+)
 from vitrail.bench.step import OURS
 from vitrail.bench.workload import Spread, Workload, interleave, timed
-from vitrail.cli.console import WITHOUT_REDUCTION, reduction_of
+from vitrail.cli.console import Column, ReductionOptions, terminal_table
 from vitrail.cli.lists import OWN_SIZES
-from vitrail.cli.options import Call, Command, Example, flag
-from vitrail.errors import ConfigError, nearest
+from vitrail.cli.options import Call, Command, Example, flag, names_in
+from vitrail.data.formats.pack import pack
+from vitrail.data.pipeline import Readers, default_threads
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Source
+from vitrail.data.sources import open_data
+from vitrail.errors import ConfigError, nearest, plural
 from vitrail.machine import describe, pick_device, resolve_precision
 from vitrail.models.compiled import Compile, resolve_compile
 from vitrail.models.linear.low_bits import check_float8, check_int8
 from vitrail.models.variants import AnyConfig, variant_config
-from vitrail.report.tables import Column, terminal_table
 from vitrail.settings import byte_count, setting
 from vitrail.weights.exported import exported_file, input_dtype, load_exported
 
@@ -36,7 +52,7 @@ TASKS = ("train", "infer", "load")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class Bench(ReductionOptions):
     """Options of `vitrail bench`."""
 
     task: str = setting(argument="train|infer|load")
@@ -62,14 +78,6 @@ class Bench:
     with full attention from 196 to 4,096 patches (with --scaling tokens). By default full attention."""
     patch_dropout: float | None = None
     """Fraction of the patches that a training step drops. For bench train only."""
-    reduce_tokens: int | None = setting(None, least=0, advice="0 keeps all tokens")
-    """Patch tokens that each block removes, on average over the blocks. 0 keeps all tokens. By default
-    no token is removed. For bench infer only."""
-    reduce_by: Literal["merge", "prune"] = setting("merge", needs=("reduce_tokens", WITHOUT_REDUCTION))
-    """merge averages the most similar tokens. prune drops those that the class token attends to least."""
-    reduce_schedule: Literal["constant", "decreasing"] = setting("constant", needs=("reduce_tokens", WITHOUT_REDUCTION))
-    """Distribution of the removed tokens: the same number in every block, or a number that decreases to 0 in the last
-    block."""
     batch_size: int = setting(32, least=1)
     """Images per step."""
     precision: Literal["auto", "float8", "int8", "bf16", "float32"] = "auto"
@@ -142,7 +150,7 @@ def main(call: Call) -> int:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     try:
-        title, plain, shown = _measure(options, config, device) if config else _measure_file(options, device)
+        title, plain, shown = _measure(options, config, device) if config else measure_exported(options, device)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -161,13 +169,6 @@ def main(call: Call) -> int:
         console.print()
         console.print(part, highlight=False)
     return 0
-
-
-def _measure_file(options: Bench, device: torch.device) -> tuple[str, dict[str, Any], list[Any]]:
-    """Return what `_measure` returns, for an exported file."""
-    machine, rounds = describe(device), {"repetitions": options.repetitions, "warmup": options.warmup}
-    what, plain, shown = measure_exported(options.variant, batch_size=options.batch_size, **rounds)
-    return header(machine, what, rounds), {"machine": machine, **rounds, **plain}, shown
 
 
 def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[str, dict[str, Any], list[Any]]:
@@ -203,7 +204,7 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
         largest = largest_batch(workload, limit)
         title = header(machine, describe_workload(workload, any_batch=True))
         return title, {**plain, "largest_batch": largest}, largest_batch_line(largest)
-    if len(kinds := _kinds(options)) > 1:
+    if len(kinds := names_in(options.attention)) > 1:
         compared = attention_scaling(workload, kinds, repetitions=options.repetitions, warmup=options.warmup)
         what = f"{options.variant}, {options.task}, {options.batch_size} images per step, in {workload.own_format}"
         title = header(machine, what, rounds)
@@ -213,7 +214,7 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
         return title, {**plain, "scaling": grown}, scale(grown)
     result = compare(
         workload,
-        peers=_peers(options),
+        peers=names_in(options.against),
         best=options.best,
         compile=compiled,
         profile=options.profile,
@@ -240,7 +241,7 @@ def _check(options: Bench) -> None:
         raise ConfigError(f"{given[0]}: bench load does not measure this; use bench train or bench infer")
     if len(given) > 1 and given[0] in ("--scaling", "--largest-batch"):
         raise ConfigError(f"{given[0]} and {given[1]} exclude each other; give only one of them")
-    if len(_kinds(options)) > 1 and options.scaling != "tokens":
+    if len(names_in(options.attention)) > 1 and options.scaling != "tokens":
         raise ConfigError(
             f"--attention {options.attention}: several kinds are compared only by --scaling tokens; add that option, "
             "or choose one kind"
@@ -258,7 +259,7 @@ def _check_used(options: Bench, given: Collection[str]) -> None:
             ("batch_size", "precision", "profile", "reduce_tokens", "patch_dropout") if options.task == "load" else ()
         ),
         "--largest-batch": ("batch_size", "repetitions", "warmup", "profile") if options.largest_batch else (),
-        "--attention with several kinds": ("image_size",) if len(_kinds(options)) > 1 else (),
+        "--attention with several kinds": ("image_size",) if len(names_in(options.attention)) > 1 else (),
         "--scaling": ("profile",) if options.scaling is not None else (),
     }
     for measurement, names in unused.items():
@@ -267,23 +268,14 @@ def _check_used(options: Bench, given: Collection[str]) -> None:
                 raise ConfigError(f"{flag(name)}: {measurement} does not use it; leave {flag(name)} out")
 
 
-def _kinds(options: Bench) -> list[str]:
-    """Return the kinds of attention that were given."""
-    return [name.strip() for name in options.attention.split(",") if name.strip()]
-
-
-def _peers(options: Bench) -> list[str]:
-    return [name.strip() for name in options.against.split(",") if name.strip()]
-
-
 def _config(options: Bench) -> AnyConfig:
     names = ("width", "depth", "heads", "mlp_width", "patch_dropout")
     fields: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     size = options.image_size or OWN_SIZES.get(options.variant, (224, 224))
-    if len(kinds := _kinds(options)) == 1:
+    if len(kinds := names_in(options.attention)) == 1:
         fields["attention"] = kinds[0]
-    if options.reduce_tokens:
-        fields["reduction"] = reduction_of(options.reduce_tokens, options.reduce_by, options.reduce_schedule)
+    if (reduction := options.reduction()) is not None:
+        fields["reduction"] = reduction
     return variant_config(
         options.variant, image_size=size, channels=options.channels, num_classes=options.num_classes, **fields
     )
@@ -325,17 +317,17 @@ def check_used(given: Collection[str]) -> None:
             )
 
 
-def measure_exported(
-    path: str, *, batch_size: int, repetitions: int, warmup: int
-) -> tuple[str, dict[str, Any], list[Any]]:
-    """Return a line about the file, the measurements as JSON values, and a table."""
+def measure_exported(options: Bench, device: torch.device) -> tuple[str, dict[str, Any], list[Any]]:
+    """Return a title, the measurements of an exported file as JSON values, and a table."""
+    path, batch_size = options.variant, options.batch_size
+    machine, rounds = describe(device), {"repetitions": options.repetitions, "warmup": options.warmup}
     network: Any = load_exported(Path(path)).network
     height, width = network.preprocess.image_size
     shape = batch_size, height, width, network.preprocess.channels
     draws = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     images = draws.astype(input_dtype(network.preprocess), copy=False)
     timer = timed(lambda: network.run(images))
-    times = interleave({"file": timer}, repetitions=repetitions, warmup=warmup)["file"]
+    times = interleave({"file": timer}, **rounds)["file"]
     found = Spread.of([1e3 * seconds for seconds in times])
     columns = (
         Column("file", lambda row: Path(row["file"]).name),
@@ -346,13 +338,15 @@ def measure_exported(
     )
     what = f"{path}, inference: {batch_size} images of {height} x {width} (height x width) per step"
     plain = {
+        "machine": machine,
+        **rounds,
         "file": path,
         "precision": network.interface.precision,
         "batch": batch_size,
         "milliseconds": [1e3 * seconds for seconds in times],
         "images_per_second": 1e3 * batch_size / found.median,
     }
-    return what, plain, [terminal_table(columns, [plain])]
+    return header(machine, what, rounds), plain, [terminal_table(columns, [plain])]
 
 
 # Tables and JSON values of the measurements of `vitrail bench`.
@@ -538,3 +532,155 @@ def _number(value: float) -> str:
 
 def _bytes(value: int) -> str:
     return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
+
+
+# `vitrail bench data`: measure how fast images are read from the disk into batches.
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchData:
+    """Options of `vitrail bench data`."""
+
+    data: str = setting("", argument="[SPEC]")
+    """Data set to read. By default generated images of 500 x 375 pixels, as a folder, as shards and as Parquet."""
+    images: int = setting(512, least=1)
+    """Images per round."""
+    image_size: tuple[int, int] = (224, 224)
+    """Image height and width in pixels after scaling."""
+    channels: int = 3
+    """Number of image channels: 3 for RGB, 1 for grey."""
+    scaled_decode: bool = False
+    """Decode large JPEG files at a reduced size, which stays at least twice the size needed."""
+    batch_size: int = setting(32, least=1)
+    """Images per batch."""
+    threads: int | None = setting(None, least=0)
+    """Number of threads that read and decode. By default one per core."""
+    processes: int = setting(0, least=0)
+    """Number of worker processes, with --threads threads each. 0 reads in the main process."""
+    repetitions: int = setting(5, least=1)
+    """Number of timed rounds. Each round reads every data set once."""
+    warmup: int = setting(1, least=0)
+    """Number of untimed rounds before the timed ones."""
+    entries: int | None = setting(None, least=2)
+    """Measure only the time and memory of opening a folder with this many images."""
+    json: bool = False
+    """Print JSON instead of a table, with the time of every round."""
+
+
+DATA = Command(
+    name="bench data",
+    summary="""Measure how fast images are read from the disk into batches. Two references are measured too: decoding
+    without reading, and a plain loop with Pillow.""",
+    examples=(
+        Example("vitrail bench data", "Read generated images in three formats."),
+        Example("vitrail bench data flowers --batch-size 128", "Read your own data set."),
+        Example("vitrail bench data --entries 1000000", "Measure opening a folder of a million images."),
+    ),
+    options=(BenchData,),
+    essential={
+        "Workload": ("images", "image_size", "channels", "scaled_decode", "batch_size", "threads", "processes"),
+        "Measurement and output": ("repetitions", "warmup", "entries", "json"),
+    },
+)
+
+
+def run_data(call: Call) -> int:
+    options = BenchData(**call.options)
+    if options.entries is not None and (unused := [name for name in call.options if name not in ("entries", "json")]):
+        raise ConfigError(
+            f"--entries: it measures only the opening of a folder; leave {DATA.known[unused[0]].label} out"
+        )
+    machine = describe(torch.device("cpu"))
+    console = Console()
+    if options.entries is not None:
+        opening = measure_opening(options.entries)
+        plain: dict[str, Any] = {"machine": machine, **opening}
+        shown = terminal_table(OPENING_COLUMNS, [opening])
+    else:
+        preprocess = Preprocess(
+            image_size=options.image_size, channels=options.channels, scaled_decode=options.scaled_decode
+        )
+        with _reading_sources(options) as sources:
+            reading = measure_reading(
+                sources,
+                preprocess,
+                images=options.images,
+                batch_size=options.batch_size,
+                readers=Readers(options.threads, options.processes),
+                repetitions=options.repetitions,
+                warmup=options.warmup,
+            )
+        plain = {"machine": machine, **reading}
+        rounds = {"repetitions": options.repetitions, "warmup": options.warmup}
+        if not options.json:
+            console.print(header(machine, _reading_title(reading, options), rounds))
+        shown = _reading_table(reading)
+    if options.json:
+        print(json.dumps(plain))
+    else:
+        console.print(shown, highlight=False)
+    return 0
+
+
+@contextmanager
+def _reading_sources(options: BenchData) -> Iterator[dict[str, Source]]:
+    """Yield the data sets to read, by name. Generated images are deleted afterwards."""
+    if options.data:
+        yield {options.data: open_data(options.data, validation_share=0.0).train}
+        return
+    with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as name:
+        root = Path(name)
+        folder = write_photographs(root / "folder", options.images)
+        places = {"folder": folder, "shards": root / "shards"}
+        splits = open_data(str(folder), validation_share=0.0)
+        pack(splits, places["shards"])
+        if importlib.util.find_spec("pyarrow") is not None:
+            places["Parquet"] = write_parquet(splits.train, root / "images.parquet")
+        yield {kind: open_data(str(place), validation_share=0.0).train for kind, place in places.items()}
+
+
+def _reading_title(reading: dict[str, Any], options: BenchData) -> str:
+    height, width = options.image_size
+    threads = default_threads() if options.threads is None else options.threads
+    readers = plural(threads, "thread") + (
+        f" in each of {plural(options.processes, 'process')}" * bool(options.processes)
+    )
+    return (
+        f"{reading['images']} images of {reading['image_bytes'] / 1e3:,.0f} kB to {height} x {width}, in batches of "
+        f"{options.batch_size}, {readers}"
+    )
+
+
+def _reading_table(reading: dict[str, Any]) -> Any:
+    caption = (
+        "In each round, every row was timed once. images/s and ratios are medians over rounds. grown: memory "
+        "that the process gained after the first quarter of a round (median over rounds)."
+    )
+
+    def speed(name: str) -> Spread:
+        return Spread.of([reading["images"] / each for each in reading["seconds"][name]])
+
+    def ratio_to(other: str) -> Callable[[str], float | None]:
+        """Return a function that returns the speed of a row divided by another speed, as the median over rounds."""
+        theirs = reading["seconds"].get(other)
+        return lambda name: (
+            None if theirs is None else statistics.median(map(operator.truediv, theirs, reading["seconds"][name]))
+        )
+
+    columns = (
+        Column("", lambda name: name),
+        Column("images/s", lambda name: speed(name).median, ",.0f"),
+        Column("low..high", speed, lambda found: f"{found.low:,.0f}..{found.high:,.0f}"),
+        Column("to decoding alone", ratio_to(DECODING), lambda ratio: f"{ratio:.2f}x"),
+        Column("to the loop", ratio_to(LOOP), lambda ratio: f"{ratio:.2f}x"),
+        Column("grown", reading["grown"].get, lambda grown: f"{grown / 1e6:+,.0f} MB"),
+    )
+    return terminal_table(columns, reading["seconds"], caption)
+
+
+OPENING_COLUMNS = (
+    Column("images", "images", ",d"),
+    Column("opened in", "first_seconds", lambda seconds: f"{seconds:.2f} s"),
+    Column("again", "again_seconds", lambda seconds: f"{seconds:.2f} s"),
+    Column("memory at most", "peak_bytes", lambda size: f"{size / 1e6:,.0f} MB"),
+)

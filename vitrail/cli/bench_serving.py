@@ -26,13 +26,13 @@ from vitrail.bench.serving import (
     measure_servers,
 )
 from vitrail.cli.bench import header, parse_environments
-from vitrail.cli.options import Call, Command, Example
+from vitrail.cli.console import Column, terminal_table
+from vitrail.cli.options import Call, Command, Example, JsonOption, names_in
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, nearest
 from vitrail.machine import Precision, describe
 from vitrail.models.variants import build, config_type, variant_config
 from vitrail.registry import optional_module
-from vitrail.report.tables import Column, terminal_table
 from vitrail.settings import setting
 from vitrail.training.stop import interrupted_by_signals
 from vitrail.weights.bundle import Bundle
@@ -43,7 +43,7 @@ IMAGES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchServe:
+class BenchServe(JsonOption):
     """Options of `vitrail bench serve`."""
 
     model: str = setting("ViT-S/16", argument="[MODEL]")
@@ -69,8 +69,6 @@ class BenchServe:
     """Measure the memory instead: after each tenth of this number of requests, from the largest of `clients`."""
     precision: Precision = "float32"
     """Number format of matrix products in all servers."""
-    json: bool = False
-    """Print JSON instead of tables."""
 
 
 COMMAND = Command(
@@ -140,7 +138,7 @@ def _check(options: BenchServe) -> None:
 def _names(against: str) -> list[str]:
     """Return the servers to measure. Raise `ConfigError` for a name that is none."""
     choices = [*SERVERS, "none"][1:]
-    given = [name.strip() for name in against.split(",") if name.strip()]
+    given = names_in(against)
     for name in given:
         if name not in choices:
             raise ConfigError(f"against={name!r} is not a server; {nearest(name, choices)}")

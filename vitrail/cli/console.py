@@ -1,4 +1,4 @@
-"""Parts that several commands share: images that the user names, options for reduced tokens, and what runs show."""
+"""Parts that several commands share: images that the user names, tables, options, and what runs show."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -27,6 +30,7 @@ from vitrail.data.faults import is_own_output, is_system_folder, refuse
 from vitrail.data.formats.folder import unread_images
 from vitrail.data.pixels.decode import SUFFIXES
 from vitrail.errors import DataError, plural
+from vitrail.settings import setting
 from vitrail.training.log import numbers_of
 
 if TYPE_CHECKING:
@@ -103,20 +107,68 @@ def print_in_full(table: Table) -> None:
         console.print(table)
 
 
+# Tables: rows of values, and the columns that say which values are shown, and how.
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table."""
+
+    heading: str
+    value: str | Callable[[Any], Any]
+    """Key of the value in a row, or a function that returns the value from a row."""
+    form: str | Callable[[Any], str] = ""
+    """Format specification of a value, or a function that returns its text."""
+    missing: str = ""
+    """Text for None."""
+    is_text: bool = False
+    """True for a column that is aligned to the left. The first column of a table always is."""
+
+    def text(self, row: Any) -> str:
+        value = row[self.value] if isinstance(self.value, str) else self.value(row)
+        if value is None:
+            return self.missing
+        return format(value, self.form) if isinstance(self.form, str) else self.form(value)
+
+
+def terminal_table(columns: Sequence[Column], rows: Iterable[Any], caption: str | None = None) -> Table:
+    """Return a table with a line for each row. `caption` explains the columns."""
+    table = Table(
+        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), caption=caption, caption_justify="left"
+    )
+    for column in columns:
+        is_text = column.is_text or column is columns[0]
+        table.add_column(column.heading, justify="left" if is_text else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(column.text(row) for column in columns))
+    return table
+
+
 # The options of commands that can merge or prune tokens.
 
 
-WITHOUT_REDUCTION = "it has an effect only with --reduce-tokens; add a number of tokens"
-"""Message about an option of the reduction without a number of tokens."""
+NEEDS_TOKENS = "reduce_tokens", "it has an effect only with --reduce-tokens; add a number of tokens"
 
 
-def reduction_of(
-    tokens: int, by: Literal["merge", "prune"], schedule: Literal["constant", "decreasing"]
-) -> TokenReduction | None:
-    """Return the reduction, or None if no tokens are to be removed."""
-    from vitrail.models.reduction import TokenReduction
+@dataclass(frozen=True, kw_only=True)
+class ReductionOptions:
+    """The options of merged and pruned tokens."""
 
-    return TokenReduction(tokens=tokens, by=by, schedule=schedule) if tokens else None
+    reduce_tokens: int | None = setting(None, least=0, advice="0 keeps all tokens")
+    """Patch tokens that each block removes, on average over the blocks. 0 keeps all tokens. By default
+    the network's own setting."""
+    reduce_by: Literal["merge", "prune"] = setting("merge", needs=NEEDS_TOKENS)
+    """merge averages the most similar tokens. prune drops those that the class token attends to least."""
+    reduce_schedule: Literal["constant", "decreasing"] = setting("constant", needs=NEEDS_TOKENS)
+    """Distribution of the removed tokens: the same number in every block, or a number that decreases to 0 in the last
+    block."""
+
+    def reduction(self) -> TokenReduction | None:
+        """Return the reduction, or None if no tokens are to be removed."""
+        from vitrail.models.reduction import TokenReduction
+
+        tokens, by, schedule = self.reduce_tokens, self.reduce_by, self.reduce_schedule
+        return TokenReduction(tokens=tokens, by=by, schedule=schedule) if tokens else None
 
 
 # The progress bar that all commands use while they process images.
@@ -140,6 +192,21 @@ def images_bar(console: Console, *, transient: bool = False) -> Progress:
         speed_estimate_period=SPEED_SECONDS,
         transient=transient,
     )
+
+
+@contextmanager
+def showing_progress(
+    console: Console, description: str, total: int | None = None, *, transient: bool = False
+) -> Iterator[Callable[[int, int | None], None]]:
+    """Show a progress bar over images on terminals. Yield a function that takes the number of images that are done, and
+    the number of all images if it is known only now."""
+    with images_bar(console, transient=transient) as bar:
+        task = bar.add_task(description, total=total)
+
+        def show(done: int, total: int | None) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield show
 
 
 # The lines and the progress bar of a run.

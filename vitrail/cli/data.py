@@ -5,22 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import images_bar, print_note
-from vitrail.cli.options import Call, Command, Example
+from vitrail.cli.console import print_note, showing_progress
+from vitrail.cli.options import Call, Command, Example, JsonOption
 from vitrail.data.check.findings import Finding, Report, Sizes
-from vitrail.data.check.images import Progress
 from vitrail.data.check.report import amount_rows, check_data, page, text_line
 from vitrail.data.config import DataConfig
 from vitrail.data.formats.convert import AnnotationFormat, convert
@@ -44,7 +40,7 @@ MOST_SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
+class Check(JsonOption):
     """Options of `vitrail data check`."""
 
     data: str = setting(argument="SPEC")
@@ -67,8 +63,6 @@ class Check:
     """Number of threads that read and decode images. By default one per core."""
     page: Path | None = Path("data-check.html")
     """HTML page to write, with pictures of the problems. Use None to write no page."""
-    json: bool = False
-    """Print the report as JSON instead of tables."""
 
 
 CHECK = Command(
@@ -106,13 +100,17 @@ def run_check(call: Call) -> int:
         validation_share=options.validation_share,
         max_skipped=options.max_skipped,
     )
-    if options.page is not None and not options.page.absolute().parent.is_dir():
-        raise ConfigError(f"page={str(options.page)!r} cannot be written: there is no folder {options.page.parent}")
-    if options.page is not None:
-        _check_page(options.page)
+    if (path := options.page) is not None:
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(f"page={str(path)!r} cannot be written: there is no folder {path.parent}")
+        check_new_file(path, overwrite=True)
+        if path.exists() and not is_our_page(path):
+            raise DestinationError(
+                f"{path} exists already and is not an earlier page of data check; choose another --page"
+            )
     console = Console(stderr=options.json)
     splits = data.open(unlabelled=options.unlabelled, tolerant=True)
-    with _progress(console) as progress:
+    with showing_progress(console, "looking at images", transient=True) as progress:
         report = check_data(
             splits,
             sample=options.sample,
@@ -124,33 +122,14 @@ def run_check(call: Call) -> int:
         print(json.dumps(to_plain(report)))
     else:
         _show(report, console)
-    if options.page is not None:
-        with saving("the page", options.page):
-            options.page.write_text(page(report, splits, options.data), encoding="utf-8", errors="backslashreplace")
-        _say(console, f"pictures of it: {options.page}")
+    if path is not None:
+        with saving("the page", path):
+            path.write_text(page(report, splits, options.data), encoding="utf-8", errors="backslashreplace")
+        _say(console, f"pictures of it: {path}")
     if report.errors:
         reasons = "; ".join(finding.text for finding in report.errors)
         raise DataError(f"training on {options.data!r} would fail: {reasons}")
     return 0
-
-
-def _check_page(path: Path) -> None:
-    """Raise `DestinationError` if the page would replace a file that is not an earlier page."""
-    check_new_file(path, overwrite=True)
-    if path.exists() and not is_our_page(path):
-        raise DestinationError(f"{path} exists already and is not an earlier page of data check; choose another --page")
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Progress | None]:
-    """Show the progress if the output is a terminal."""
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("looking at images"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=console, transient=True, refresh_per_second=4) as bar:
-        task = bar.add_task("")
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _show(report: Report, console: Console) -> None:
@@ -285,9 +264,9 @@ def run_pack(call: Call) -> int:
             "To train on the probabilities, use the folder of labels itself.",
         )
     if options.to is not None:
-        with images_bar(console) as bar:
-            task = bar.add_task("writing", total=sum(map(len, splits.sources.values())))
-            lost = convert(splits, options.destination, options.to, lambda done: bar.update(task, completed=done))
+        count = sum(map(len, splits.sources.values()))
+        with showing_progress(console, "writing", count) as show:
+            lost = convert(splits, options.destination, options.to, lambda done: show(done, None))
         for note in lost:
             print_note(console, note)
         _say(console, f"The data is in {options.destination}. Look at it: vitrail data check {options.destination}")
@@ -302,10 +281,8 @@ def run_pack(call: Call) -> int:
 
 
 def _pack(splits: Splits, options: Pack, shard_size: int, console: Console, arguments: Sequence[str]) -> Manifest:
-    total = sum(len(source) for source in (splits.train, splits.validation, splits.test) if source is not None)
-    bar = images_bar(console)
-    with StopRequest() as request, bar:
-        task = bar.add_task("packing", total=total)
+    total = sum(map(len, splits.sources.values()))
+    with StopRequest() as request, showing_progress(console, "packing", total) as show:
         try:
             return pack(
                 splits,
@@ -313,7 +290,7 @@ def _pack(splits: Splits, options: Pack, shard_size: int, console: Console, argu
                 shard_size=shard_size,
                 max_side=options.max_side,
                 workers=options.workers,
-                progress=lambda done: bar.update(task, completed=done),
+                progress=lambda done: show(done, None),
                 stop=lambda: request.requested,
             )
         except Stopped as stop:

@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import WITHOUT_REDUCTION, images_bar, message_console, print_note, reduction_of
-from vitrail.cli.options import Call, Command, Example, Option, flag, options_of
+from vitrail.cli.console import ReductionOptions, images_bar, message_console, print_note
+from vitrail.cli.options import Call, Command, DeviceOption, Example, JsonOption, Option, flag, options_of
 from vitrail.data.check.images import colour_note, images_of
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError
@@ -48,7 +48,7 @@ from vitrail.weights.load import load
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate:
+class Evaluate(DeviceOption, JsonOption, ReductionOptions):
     """Options of `vitrail evaluate`."""
 
     models: tuple[str, ...] = setting(argument="MODEL...")
@@ -83,18 +83,8 @@ class Evaluate:
     image_size: tuple[int, int] | None = None
     """Image height and width in pixels. The default is the model's size. Position embeddings are resized for other
     sizes."""
-    reduce_tokens: int | None = setting(None, least=0, advice="0 keeps all tokens")
-    """Patch tokens that each block removes, on average over the blocks. 0 keeps all tokens. By default
-    the model's own setting."""
-    reduce_by: Literal["merge", "prune"] = setting("merge", needs=("reduce_tokens", WITHOUT_REDUCTION))
-    """merge averages the most similar tokens. prune drops those that the class token attends to least."""
-    reduce_schedule: Literal["constant", "decreasing"] = setting("constant", needs=("reduce_tokens", WITHOUT_REDUCTION))
-    """Distribution of the removed tokens: the same number in every block, or a number that decreases to 0 in the last
-    block."""
     batch_size: int | None = setting(None, least=1)
     """Images per forward pass. The default follows from the model's cost."""
-    device: str = setting("auto", metavar="DEVICE")
-    """Device to run on: auto, cpu, cuda or cuda:N."""
     precision: Literal["auto", "int8", "bf16", "float32"] | None = None
     """Number format of matrix products. The default is the model's own, usually float32. Features use bf16 by default
     if it hardly changes them."""
@@ -103,8 +93,6 @@ class Evaluate:
     ~/.cache/vitrail/features."""
     no_cache: bool = False
     """Do not use the cache of features."""
-    json: bool = False
-    """Print JSON instead of tables."""
 
 
 def evaluator_options() -> Iterator[Option]:
@@ -182,7 +170,8 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> int:
         return 0
     (name,) = options.models
     details = plans[name].head if options.per_class or options.confusion else {}
-    _show(rows[name], _reports(plans[name].outputs, details), bundles[name], options, console)
+    reports = {split: report(plans[name].outputs.predictions(source), bootstrap=0) for split, source in details.items()}
+    _show(rows[name], reports, bundles[name], options, console)
     return 0
 
 
@@ -244,9 +233,7 @@ def _suite(options: Evaluate, console: Console) -> int:
 def _load(options: Evaluate, name: str) -> Bundle:
     device = join_processes().device_name(options.device)
     bundle = load(name, device=device, image_size=options.image_size)
-    if options.reduce_tokens is None:
-        return bundle
-    return with_reduction(bundle, reduction_of(options.reduce_tokens, options.reduce_by, options.reduce_schedule))
+    return bundle if options.reduce_tokens is None else with_reduction(bundle, options.reduction())
 
 
 def _outputs(bundle: Bundle, options: Evaluate, console: Console, bar: _Bar) -> Outputs:
@@ -260,11 +247,6 @@ def _outputs(bundle: Bundle, options: Evaluate, console: Console, bar: _Bar) -> 
         on_note=lambda note: print_note(console, COMMAND.note(note)),
         processes=join_processes(),
     )
-
-
-def _reports(outputs: Outputs, sources: dict[str, Source]) -> dict[str, ClassificationReport]:
-    """Return the reports of the model's own head, without intervals."""
-    return {name: report(outputs.predictions(source), bootstrap=0) for name, source in sources.items()}
 
 
 def _detail(report: ClassificationReport | None, options: Evaluate, bundle: Bundle) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitrail.cli.console import print_note
-from vitrail.cli.options import Call, Command, Example
+from vitrail.cli.options import Call, Command, Example, JsonOption, names_in
 from vitrail.data.source import Sample
 from vitrail.data.sources import open_whole
 from vitrail.errors import ConfigError, DataError, ExportFailed, plural
@@ -38,7 +38,7 @@ USUAL_IMAGES_INT8 = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export:
+class Export(JsonOption):
     """Options of `vitrail export`."""
 
     model: str = setting(argument="MODEL")
@@ -82,8 +82,6 @@ class Export:
     sizes."""
     overwrite: bool = False
     """Replace an existing file."""
-    json: bool = False
-    """Print JSON instead of text."""
 
 
 COMMAND = Command(
@@ -163,7 +161,7 @@ class _Target:
 
 def _targets(options: Export) -> list[_Target]:
     """Return the files to write: each format in each precision."""
-    formats, precisions = (_names(text) for text in (options.to, options.precision))
+    formats, precisions = (names_in(text) for text in (options.to, options.precision))
     if not formats or not precisions:
         raise ConfigError(f"to={options.to!r} and precision={options.precision!r} must each name at least one")
     chosen = [(to, precision) for to in formats for precision in precisions]
@@ -174,10 +172,6 @@ def _targets(options: Export) -> list[_Target]:
     if folder.suffix in {each.suffix for each in FORMATS.values() if each.suffix}:
         raise ConfigError(f"out={str(folder)!r} is the name of one file, but {len(chosen)} are written; name a folder")
     return [_Target(to, precision, folder / _default_path(options.model, to, precision)) for to, precision in chosen]
-
-
-def _names(text: str) -> list[str]:
-    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 def _default_path(model: str, to: str, precision: str) -> Path:
@@ -229,7 +223,7 @@ def _images(options: Export, bundle: Bundle, is_int8: bool) -> _Images:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Convert:
+class Convert(JsonOption):
     """Options of `vitrail convert`."""
 
     source: str = setting(argument="SRC")
@@ -256,8 +250,6 @@ class Convert:
     """Remove the head and the hidden layer before it."""
     overwrite: bool = False
     """Replace an earlier output at DST. A folder with any other files is never replaced."""
-    json: bool = False
-    """Print JSON instead of text."""
 
 
 CONVERT = Command(

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import image_paths, images_bar, message_console, print_in_full, print_note
-from vitrail.cli.options import Call, Command, Example
+from vitrail.cli.options import Call, Command, DeviceOption, Example
 from vitrail.data.check.images import colour_note, images_of
 from vitrail.data.pipeline import Readers, queue_bytes
 from vitrail.data.source import Source, files_of
@@ -44,7 +44,7 @@ from vitrail.weights.load import load
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nearest:
+class Nearest(DeviceOption):
     """Options of `vitrail nearest`."""
 
     features: Path = setting(argument="FEATURES")
@@ -57,8 +57,6 @@ class Nearest:
     """Number of neighbours to show for each image."""
     model: str | None = None
     """Model that computed the features. The default is the path or name that the features record."""
-    device: str = setting("auto", metavar="DEVICE")
-    """Device to run on: auto, cpu, cuda or cuda:N."""
     csv: bool = setting(False, excludes="json")
     """Print CSV: a header, and one line per neighbour with both paths, the rank, the cosine and the label."""
     json: bool = False

@@ -18,12 +18,12 @@ from vitrail.analysis.comparison import check_comparable, compare
 from vitrail.analysis.explained_outputs import Wanted
 from vitrail.analysis.overview import overview
 from vitrail.analysis.pages.comparison_page import COMPARISON_FILES, comparison_as_plain, verdict, write_comparison
-from vitrail.analysis.pages.explanation import MAX_BYTES, Explainer, write_explanation
+from vitrail.analysis.pages.explanation import MAX_BYTES, explain, write_explanation
 from vitrail.analysis.pages.overview_page import OVERVIEW_FILES, headline, overview_as_plain, write_overview
 from vitrail.analysis.similarity import SMALLEST_BATCH
 from vitrail.analysis.tracing import transformer_of
 from vitrail.cli.console import image_paths, images_bar, message_console, print_note
-from vitrail.cli.options import Call, Command, Example
+from vitrail.cli.options import Call, Command, DeviceOption, Example, JsonOption
 from vitrail.data.batch import Skipped
 from vitrail.data.source import Source, mixed
 from vitrail.errors import ConfigError, UndecodableImage, nearest
@@ -40,7 +40,7 @@ CONTENTS = "explain.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explain:
+class Explain(DeviceOption):
     """Options of `vitrail explain`."""
 
     model: str = setting(argument="MODEL")
@@ -67,8 +67,6 @@ class Explain:
     """Largest size of a page in MB. A page that would be larger has coarser attention, or fewer layers or heads."""
     image_size: tuple[int, int] | None = None
     """Image height and width in pixels. The default is the model's size. A larger size gives finer maps."""
-    device: str = setting("auto", metavar="DEVICE")
-    """Device to run on: auto, cpu, cuda or cuda:N."""
     overwrite: bool = False
     """Replace earlier explanations in the folder."""
 
@@ -95,31 +93,31 @@ def run_explain(call: Call) -> int:
     options = Explain(**call.options)
     paths = image_paths(options.images)
     earlier = _earlier(options.out)
-    check_new_folder(options.out, (CONTENTS, *earlier), overwrite=options.overwrite, recognise=_is_ours)
+    is_ours = (options.out / CONTENTS).is_file()
+    check_new_folder(options.out, (CONTENTS, *earlier), overwrite=options.overwrite, recognise=lambda _: is_ours)
     bundle = load(options.model, device=options.device, image_size=options.image_size)
     transformer_of(bundle.network)
     target = _target(options, bundle)
     for note in bundle.notes:
         print(f"vitrail: {EXPLAIN.note(note)}", file=sys.stderr)
     wanted = Wanted(target, options.box, options.place)
-    explainer = Explainer(bundle, wanted=wanted, layers=options.layers, heads=options.heads, top=options.top)
+    settings: dict[str, Any] = {"layers": options.layers, "heads": options.heads, "top": options.top}
     broken, names = [], _names(paths)
     with replacing_folder("explanations", options.out, (CONTENTS, *earlier)) as partial:
         files: list[str] = []
         pages: list[tuple[Path, str]] = []
         for path, name in zip(paths, names, strict=True):
             try:
-                explanation = explainer.explain(read_image(path))
+                explanation = explain(bundle, read_image(path), wanted=wanted, **settings)
             except UndecodableImage as error:
                 broken.append(f"{path} {error}")
                 continue
-            written = write_explanation(
-                explanation, partial, name, title=path.name, max_bytes=round(1e6 * options.page_size)
-            )
-            files += written.files
-            pages.append((path, written.files[0]))
-            for note in written.notes:
-                print(f"vitrail: {written.files[0]}: {note}", file=sys.stderr)
+            most = round(1e6 * options.page_size)
+            written, notes = write_explanation(explanation, partial, name, title=path.name, max_bytes=most)
+            files += written
+            pages.append((path, written[0]))
+            for note in notes:
+                print(f"vitrail: {written[0]}: {note}", file=sys.stderr)
         write_json(partial / CONTENTS, {"files": files})
     for path, name in pages:
         print(f"{path}: {options.out / name}")
@@ -158,10 +156,6 @@ def _earlier(folder: Path) -> list[str]:
     return [glob.escape(name) for name in files if isinstance(name, str)] if isinstance(files, list) else []
 
 
-def _is_ours(folder: Path) -> bool:
-    return (folder / CONTENTS).is_file()
-
-
 # Options and steps that `vitrail report` and `vitrail compare` share.
 
 
@@ -177,7 +171,7 @@ class OpenedModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SummaryOptions:
+class SummaryOptions(DeviceOption, JsonOption):
     """Options of `vitrail report` and `vitrail compare`."""
 
     data: str = setting("", metavar="SPEC")
@@ -196,12 +190,8 @@ class SummaryOptions:
     """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
     batch_size: int | None = setting(None, least=1)
     """Images per forward pass. The default follows from the model's cost."""
-    device: str = setting("auto", metavar="DEVICE")
-    """Device to run on: auto, cpu, cuda or cuda:N."""
     overwrite: bool = False
     """Replace earlier results in the folder."""
-    json: bool = False
-    """Print all numbers as JSON."""
 
     def check(self, files: Sequence[str]) -> None:
         """Raise `ConfigError` if there is no data or the folder cannot be written, before a model or data is read.
@@ -221,7 +211,9 @@ class SummaryOptions:
         for name, bundle in bundles.items():
             found = open_images(bundle, self.data, self.split, common=common)
             train = found.train if len(found.train) and "train" not in found.sources else None
-            opened.append(OpenedModel(name, bundle, _joined(tuple(found.sources.values())), train))
+            sources = tuple(found.sources.values())  # of several, each key begins with the number of its split
+            source = sources[0] if len(sources) == 1 else mixed(sources, [1 / len(sources)] * len(sources))
+            opened.append(OpenedModel(name, bundle, source, train))
             notes[name] = [command.note(note) for note in (*bundle.notes, *found.notes)]
         if common is not None and common.note:
             print_note(console, common.note)
@@ -250,11 +242,6 @@ class SummaryOptions:
             return
         console.print(sentence, markup=False)
         console.print(str(self.out / page), markup=False)
-
-
-def _joined(sources: tuple[Source, ...]) -> Source:
-    """Return all splits as one source. If there are several, each key begins with the number of its split."""
-    return sources[0] if len(sources) == 1 else mixed(sources, [1 / len(sources)] * len(sources))
 
 
 def _named(notes: dict[str, list[str]]) -> list[str]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from vitrail.bench.growth import layer_times
-from vitrail.cli.options import Call, Command, Example, flag
+from vitrail.cli.console import Column, terminal_table
+from vitrail.cli.options import Call, Command, Example, JsonOption, flag
 from vitrail.cli.run_options import setting_text
 from vitrail.errors import ConfigError, nearest
 from vitrail.machine import total_memory
@@ -30,7 +30,7 @@ from vitrail.training.folder import settings_beside
 
 
 @dataclass(frozen=True, kw_only=True)
-class Models:
+class Models(JsonOption):
     """Options of `vitrail models`."""
 
     image_size: tuple[int, int] | None = setting(None, least=1)
@@ -43,8 +43,6 @@ class Models:
     """Compare only the costs of layers: kinds of attention, recurrence and convolution, of patches and of pixels."""
     measure: bool = False
     """With --layers, also measure each layer on this machine: float32, one image, forward pass."""
-    json: bool = False
-    """Print JSON instead of a table."""
 
 
 OWN_SIZES = {
@@ -92,23 +90,16 @@ def _models_table(rows: Sequence[dict[str, Any]], options: Models) -> Table:
     caption += f" of {options.batch_size} images"
     if any(row["training_bytes"] > here for row in rows):
         caption += f"; * is more than the {here / 1e9:,.0f} GB here"
-    table = Table(
-        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), caption=caption, caption_justify="left"
+    columns = (
+        Column("name", "name"),
+        Column("shape", "shape"),
+        Column("px", lambda row: "x".join(map(str, dict.fromkeys(row["image_size"])))),
+        Column("tokens", "tokens"),
+        Column("parameters", "parameters", ",d"),
+        Column("GMAC", lambda row: _short(row["macs"] / 1e9, places=2)),
+        Column("GB", "training_bytes", lambda size: _short(size / 1e9) + ("*" if size > here else " ")),
     )
-    for heading in ("name", "shape", "px", "tokens", "parameters", "GMAC", "GB"):
-        table.add_column(heading, justify="left" if heading == "name" else "right", no_wrap=True)
-    for row in rows:
-        memory, too_much = row["training_bytes"] / 1e9, "*" if row["training_bytes"] > here else " "
-        table.add_row(
-            row["name"],
-            row["shape"],
-            _side(*row["image_size"]),
-            str(row["tokens"]),
-            f"{row['parameters']:,}",
-            _short(row["macs"] / 1e9, places=2),
-            _short(memory) + too_much,
-        )
-    return table
+    return terminal_table(columns, rows, caption)
 
 
 def _short(value: float, places: int = 1) -> str:
@@ -116,10 +107,6 @@ def _short(value: float, places: int = 1) -> str:
     if value < 100:
         return f"{value:.{places}f}"
     return f"{value:.{places - 1}f}" if value < 1000 else f"{value:.0f}" if value < 10_000 else f"{value / 1000:.0f}k"
-
-
-def _side(height: int, width: int) -> str:
-    return str(height) if height == width else f"{height}x{width}"
 
 
 def _row(name: str, options: Models) -> dict[str, Any]:
@@ -164,27 +151,26 @@ def _layer_rows(options: Models) -> list[dict[str, Any]]:
 
 
 def _layer_table(rows: Sequence[dict[str, Any]]) -> Table:
-    title = f"Mixing {rows[0]['tokens']} tokens of width {rows[0]['width']}, as in ViT-B/16"
+    def milliseconds(row: Mapping[str, Any]) -> str:
+        return f"{1000 * row['seconds']:,.2f}" + ("*" if row["computed_tokens"] < row["tokens"] else " ")
+
     is_measured = "seconds" in rows[0]
     caption = (
         "steps: in sequence. path: the longest of a signal. ms: one image, float32, without dense projections. *: "
         "measured for some of the tokens, and scaled to all of them"
     )
-    table = Table(
-        title=title, title_justify="left", caption=caption if is_measured else None, caption_justify="left",
-        box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0),
-    )  # fmt: skip
-    headings = ("layer", "GMAC", "steps", "path", "ms", "GFLOP/s") if is_measured else (
-        "layer", "GMAC", "steps in sequence", "longest path"
-    )  # fmt: skip
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=True)
-    for row in rows:
-        cells = [row["kind"], f"{row['macs'] / 1e9:,.3f}", str(row["sequential"]), str(row["path"])]
-        if is_measured:
-            mark = "*" if row["computed_tokens"] < row["tokens"] else " "
-            cells += [f"{1000 * row['seconds']:,.2f}{mark}", f"{2 * row['macs'] / row['seconds'] / 1e9:,.0f}"]
-        table.add_row(*cells)
+    columns = [
+        Column("layer", "kind"),
+        Column("GMAC", lambda row: row["macs"] / 1e9, ",.3f"),
+        Column("steps" if is_measured else "steps in sequence", "sequential"),
+        Column("path" if is_measured else "longest path", "path"),
+    ]
+    if is_measured:
+        speed = Column("GFLOP/s", lambda row: 2 * row["macs"] / row["seconds"] / 1e9, ",.0f")
+        columns += [Column("ms", milliseconds), speed]
+    table = terminal_table(columns, rows, caption if is_measured else None)
+    table.title = f"Mixing {rows[0]['tokens']} tokens of width {rows[0]['width']}, as in ViT-B/16"
+    table.title_justify = "left"
     return table
 
 
@@ -192,15 +178,13 @@ def _layer_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipes:
+class Recipes(JsonOption):
     """Options of `vitrail recipes`."""
 
     recipe: str = setting("", argument="[RECIPE]")
     """Recipe whose settings are shown. By default all recipes are listed."""
     transfers: bool = False
     """List the papers' fine-tuning runs instead, with commands of vitrail finetune."""
-    json: bool = False
-    """Print JSON instead of a table."""
 
 
 RECIPES_LIST = Command(
@@ -224,7 +208,7 @@ def run_recipes_list(call: Call) -> int:
     if options.recipe:
         _show(options)
         return 0
-    rows = _transfer_rows() if options.transfers else _recipe_rows()
+    rows = [{**asdict(row), "measured": ""} for row in TRANSFERS] if options.transfers else _recipe_rows()
     if options.json:
         print(json.dumps(rows))
         return 0
@@ -298,7 +282,3 @@ def _recipe_rows() -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def _transfer_rows() -> list[dict[str, Any]]:
-    return [{**asdict(row), "measured": ""} for row in TRANSFERS]

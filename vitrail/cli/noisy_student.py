@@ -5,18 +5,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitrail.cli.console import ConsoleDisplay, images_bar, message_console
-from vitrail.cli.options import Call, Command, Example, Option
+from vitrail.cli.console import (
+    Column,
+    ConsoleDisplay,
+    images_bar,
+    message_console,
+    showing_progress,
+    terminal_table,
+)  # fmt: skip
+from vitrail.cli.options import Call, Command, DeviceOption, Example, JsonOption, Option
 from vitrail.cli.run_options import check_effects, default_texts, run_options, task_options
 from vitrail.data.formats.pseudo_labels import FILES, Pool, PseudoLabelInfo, looks_like_pseudo_labels
 from vitrail.data.sources import absolute_spec
@@ -185,7 +192,7 @@ def _folder(config: NoisyStudentConfig) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Label:
+class Label(DeviceOption, JsonOption):
     """Options of `vitrail data label`."""
 
     data: str = setting(argument="SPEC")
@@ -197,14 +204,10 @@ class Label:
     """Folder for the labels. The images are not copied."""
     seed: int = setting(0, least=0)
     """Random seed that chooses which images of scarce classes are repeated once more."""
-    device: str = setting("auto", metavar="DEVICE")
-    """Device to run on: auto, cpu, cuda or cuda:N."""
     precision: Precision = "auto"
     """Number format of matrix products. auto is bf16 if the processor has units for it, else float32."""
     overwrite: bool = False
     """Replace earlier labels in the folder."""
-    json: bool = False
-    """Print JSON instead of a table."""
 
 
 LABEL = Command(
@@ -233,13 +236,11 @@ def run_label(call: Call) -> int:
     labelling = Labelling(**{name: value for name, value in call.options.items() if name not in own})
     check_new_folder(options.out, FILES, overwrite=options.overwrite, recognise=looks_like_pseudo_labels)
     console = message_console(options.json)
-    bar = images_bar(console)
-    with interrupted_by_signals(), bar:
-        task = bar.add_task("labelling", total=None)
+    with interrupted_by_signals(), showing_progress(console, "labelling") as show:
         info = label_images(
             options.teacher, Pool(spec=absolute_spec(options.data)), labelling, options.out, seed=options.seed,
             device=options.device, precision=options.precision,
-            on_progress=lambda done, total: bar.update(task, completed=done, total=total),
+            on_progress=show,
         )  # fmt: skip
     if options.json:
         print(json.dumps(to_plain(info)))
@@ -263,13 +264,8 @@ SHOWN = 20
 
 def counts_table(info: PseudoLabelInfo) -> Table:
     """Return a table of the numbers of images per class, for the first classes."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("class")
-    for column in ("predicted", "confident", "different", "chosen"):
-        table.add_column(column, justify="right")
-    for count in info.counts[:SHOWN]:
-        numbers = (count.predicted, count.confident, count.different, count.chosen)
-        table.add_row(escape(count.label), *(f"{number:,}" for number in numbers))
+    numbers = (Column(name, attrgetter(name), ",d") for name in ("predicted", "confident", "different", "chosen"))
+    table = terminal_table((Column("class", lambda count: escape(count.label)), *numbers), info.counts[:SHOWN])
     if len(info.counts) > SHOWN:
         table.add_row(f"and {len(info.counts) - SHOWN:,} more, in labels.json")
     return table
@@ -277,17 +273,18 @@ def counts_table(info: PseudoLabelInfo) -> Table:
 
 def rounds_table(rounds: Sequence[Round]) -> Table:
     """Return a table with a row per round."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("round")
-    names = list(dict.fromkeys(name for one in rounds for name in one.metrics if name.endswith("_accuracy")))
-    for column in ("confident images", "different images", *(name.replace("_", " ") for name in names)):
-        table.add_column(column, justify="right")
-    for one in rounds:
-        counts = () if one.labels is None else one.labels.counts
-        images = (sum(count.confident for count in counts), sum(count.different for count in counts))
-        table.add_row(
-            str(one.number) if one.number else "0 (teacher)",
-            *(f"{number:,}" if counts else "" for number in images),
-            *(f"{one.metrics[name]:.2%}" if name in one.metrics else "" for name in names),
-        )
-    return table
+
+    def images(kind: str) -> Callable[[Round], int | None]:
+        """Return a function that returns the number of images of a kind, such as "confident"."""
+        return lambda one: None if one.labels is None else sum(map(attrgetter(kind), one.labels.counts))
+
+    def metric(name: str) -> Callable[[Round], float | None]:
+        return lambda one: one.metrics.get(name)
+
+    names = dict.fromkeys(name for one in rounds for name in one.metrics if name.endswith("_accuracy"))
+    columns = (
+        Column("round", lambda one: one.number or "0 (teacher)"),
+        *(Column(f"{kind} images", images(kind), ",d") for kind in ("confident", "different")),
+        *(Column(name.replace("_", " "), metric(name), ".2%") for name in names),
+    )
+    return terminal_table(columns, rounds)

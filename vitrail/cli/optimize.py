@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 
 from vitrail.cli.console import images_bar, message_console, print_note
-from vitrail.cli.options import Call, Command, Example
+from vitrail.cli.options import Call, Command, DeviceOption, Example, JsonOption
 from vitrail.errors import ConfigError, plural
 from vitrail.settings import setting
 
@@ -34,7 +34,7 @@ REASONS = {"start": "", "taken": "kept", "accuracy": "accuracy too low", "not fa
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimize:
+class Optimize(DeviceOption, JsonOption):
     """Options of `vitrail optimize`."""
 
     model: str = setting(argument="MODEL")
@@ -53,14 +53,10 @@ class Optimize:
     """Time after which no other setting is tried, such as 90s, 5m or 1h. The default is 10m."""
     batch_size: int = setting(8, least=1)
     """Images per batch when time is measured."""
-    device: str = setting("auto", metavar="DEVICE")
-    """Device to run on: auto, cpu, cuda or cuda:N."""
     overwrite: bool = setting(
         False, needs=("out", "nothing is written without --out; add --out, or leave --overwrite out")
     )
     """Replace an earlier model at --out. A folder with any other files is never replaced."""
-    json: bool = False
-    """Print JSON instead of a table."""
 
 
 COMMAND = Command(

@@ -346,6 +346,22 @@ class ImageChoice:
     VITRAIL_MAX_PIXELS."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class JsonOption:
+    """The option of commands that print their result as JSON."""
+
+    json: bool = False
+    """Print JSON instead of text and tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOption:
+    """The option of commands that run a network."""
+
+    device: str = setting("auto", metavar="DEVICE")
+    """Device to run on: auto, cpu, cuda or cuda:N."""
+
+
 @dataclass(frozen=True)
 class Option:
     """One option or positional argument of a command."""
@@ -459,6 +475,11 @@ def _for_users(text: str) -> str:
     line = " ".join(text.split())
     line = re.sub(r"\s*Raises? `\w+`[^.]*\.", "", line)
     return re.sub(r"`([^`]*)`", lambda found: found[0] if " " in found[1] else found[1], line).strip()
+
+
+def names_in(text: str) -> list[str]:
+    """Return the names in a text that are separated by commas, without repetitions."""
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 def convert(option: Option, values: Sequence[str]) -> Any:

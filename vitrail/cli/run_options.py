@@ -35,7 +35,7 @@ def run_options(tasks: Collection[str] = TASKS.keys()) -> Iterator[Option]:
     for section in dataclasses.fields(TrainConfig):
         kind = kinds[section.name]
         if kind is Task:
-            yield _task_option()
+            yield from options_of(_Chosen, section="task")
             yield from {
                 name: option for task in reversed([*tasks]) for name, option in task_options(task).items()
             }.values()
@@ -61,28 +61,18 @@ def task_options(task: str) -> dict[str, Option]:
 class _Chosen:
     """Options that select a dataclass."""
 
-    task: str = "classification"
+    task: Literal[tuple(TASKS)] = "classification"  # type: ignore[valid-type]
     """Task to train for. Each task has settings of its own."""
-
-
-def _task_option() -> Option:
-    kind = Literal[tuple(TASKS)]  # type: ignore[valid-type]
-    return Option("task", "task", kind, False, _Chosen.task, _Chosen, "task")
 
 
 def _model_options(section: str) -> Iterator[Option]:
     """Yield the option for the variant, and an option for each field of a network's config that can be overridden."""
     yield next(option for option in options_of(ModelConfig, section=section) if option.name == "variant")
     for name in override_fields():
-        owner = _owner_of(name)
+        owner: Any = next(cls for cls in (ViTConfig, ResNetConfig) if name in cls.__dataclass_fields__)
         kind, _ = without_none(get_type_hints(owner)[name])
         if not dataclasses.is_dataclass(kind):
             yield Option(name, name, kind, True, None, owner, section, owner.__dataclass_fields__[name].metadata)
-
-
-def _owner_of(name: str) -> Any:
-    """Return the first network config class that has this field."""
-    return next(cls for cls in (ViTConfig, ResNetConfig) if name in {field.name for field in dataclasses.fields(cls)})
 
 
 def default_texts(config: TrainConfig) -> dict[str, str]:

@@ -18,7 +18,7 @@ from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from vitrail.analysis.charts import STYLE, series_chart
-from vitrail.cli.options import Call, Command, Example, flag
+from vitrail.cli.options import Call, Command, Example, JsonOption, flag
 from vitrail.cli.run_options import setting_text
 from vitrail.errors import ConfigError, RunError
 from vitrail.evaluation.metrics.numbers import merit
@@ -26,7 +26,6 @@ from vitrail.files import check_new_file, saving
 from vitrail.report.charts import Series
 from vitrail.report.page import write_page
 from vitrail.settings import setting
-from vitrail.training.config import TrainConfig
 from vitrail.training.folder import (
     RunSummary,
     differing_settings,
@@ -49,7 +48,7 @@ MOST_LETTERS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class Runs:
+class Runs(JsonOption):
     """Options of `vitrail runs`."""
 
     folder: Path = setting(Path("runs"), argument="[FOLDER]")
@@ -59,8 +58,6 @@ class Runs:
     sort: Literal["name", "metric", "time"] = "name"
     """Order of the runs: by name, from the best to the worst metric on the validation split, or from the newest to the
     oldest."""
-    json: bool = False
-    """Print JSON instead of a table."""
 
 
 COMMAND = Command(
@@ -196,7 +193,7 @@ def _measured(run: RunSummary, split: str, shared: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareRuns:
+class CompareRuns(JsonOption):
     """Options of `vitrail runs compare`."""
 
     runs: tuple[Path, ...] = setting(argument="RUN...")
@@ -205,8 +202,6 @@ class CompareRuns:
     """HTML file for the curves of all runs in the same charts."""
     overwrite: bool = False
     """Replace the file that --page names if it exists."""
-    json: bool = False
-    """Print JSON instead of a table."""
 
 
 COMPARE = Command(
@@ -235,7 +230,9 @@ def run_compare(call: Call) -> int:
         check_new_file(options.page, overwrite=options.overwrite)
         metrics = (metric.name for run in found if run.config is not None for metric in run.config.task.metrics)
         write_overlay(options.page, options.runs, metrics=list(dict.fromkeys(metrics)))
-    settings = _different([run.config for run in found if run.config is not None])
+    beside = settings_beside([run.config for run in found if run.config is not None])
+    names = [name for name in beside[0] if len({repr(one[name]) for one in beside}) > 1]
+    settings = [{name: one[name] for name in names} for one in beside]
     if options.json:
         print(json.dumps(rows_of(found, settings)))
         return 0
@@ -244,13 +241,6 @@ def run_compare(call: Call) -> int:
     for note in notes_on_data(found):
         console.print(note, style="yellow", markup=False)
     return 0
-
-
-def _different(configs: Sequence[TrainConfig]) -> list[dict[str, Any]]:
-    """Return the settings of each run whose values are not the same in all runs. A missing setting is None."""
-    settings = settings_beside(configs)
-    names = [name for name in settings[0] if len({repr(one[name]) for one in settings}) > 1]
-    return [{name: one[name] for name in names} for one in settings]
 
 
 def _comparison_table(runs: Sequence[RunSummary], settings: Sequence[dict[str, Any]]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import message_console
-from vitrail.cli.options import Call, Command, Example
+from vitrail.cli.options import Call, Command, DeviceOption, Example, JsonOption, names_in
 from vitrail.errors import ConfigError, Interrupted, nearest
 from vitrail.machine import pick_device
 from vitrail.settings import setting, to_plain
@@ -29,7 +30,7 @@ from vitrail.training.stop import interrupted_by_signals
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyOptions:
+class StudyOptions(DeviceOption, JsonOption):
     """Options of `vitrail study`."""
 
     name: str = setting(argument="NAME")
@@ -50,15 +51,11 @@ class StudyOptions:
     jobs: int | None = setting(None, least=1)
     """Number of cells that run at a time, each in a process of its own. By default one per core, as far as memory
     allows."""
-    device: str = setting("auto", metavar="DEVICE")
-    """Device to train on: auto, cpu, cuda or cuda:N."""
     cell: str = ""
     """Name of a cell of the folder to run again, alone. The name is that of its folder below cells/."""
     out: Path | None = None
     """Folder of the study, by default runs/study-NAME, or runs/study-NAME-quick with --quick. Cells that it already has
     are not repeated."""
-    json: bool = False
-    """Print JSON instead of tables."""
 
 
 COMMAND = Command(
@@ -107,8 +104,16 @@ def main(call: Call) -> int:
     run = StudyRun(
         study=study, settings=settings, points=tuple(points), seeds=options.seeds, folder=folder,
     )  # fmt: skip
-    display = _Progress(console, len(cost.costs))
-    pool = study_pool(folder, jobs=jobs, threads=threads, device=options.device, on_cell=display.ended)
+    numbers = itertools.count(1)
+
+    def show(label: str, result: CellResult) -> None:
+        """Print a line for a cell that has ended."""
+        accuracy = result.metrics.get("accuracy", result.metrics.get("validation_accuracy"))
+        found = f"{result.steps:,} steps" if accuracy is None else f"accuracy {accuracy:.2%}"
+        text = f"diverged ({result.diverged})" if result.diverged else f"{found}, {result.seconds:,.0f} s"
+        console.print(f"{next(numbers):4} of at most {len(cost.costs)}  {label}: {text}", markup=False)
+
+    pool = study_pool(folder, jobs=jobs, threads=threads, device=options.device, on_cell=show)
     try:
         with interrupted_by_signals(), run.held():
             if options.cell:
@@ -131,22 +136,6 @@ def main(call: Call) -> int:
     return 0
 
 
-class _Progress:
-    """Prints a line for every cell that has ended."""
-
-    def __init__(self, console: Console, total: int) -> None:
-        self.console = console
-        self.total = total
-        self.done = 0
-
-    def ended(self, label: str, result: CellResult) -> None:
-        self.done += 1
-        accuracy = result.metrics.get("accuracy", result.metrics.get("validation_accuracy"))
-        found = f"{result.steps:,} steps" if accuracy is None else f"accuracy {accuracy:.2%}"
-        text = f"diverged ({result.diverged})" if result.diverged else f"{found}, {result.seconds:,.0f} s"
-        self.console.print(f"{self.done:4} of at most {self.total}  {label}: {text}", markup=False)
-
-
 def _check(options: StudyOptions) -> None:
     """Raise `ConfigError` for an unknown study, and for a seed that is given twice."""
     if options.name not in STUDIES:
@@ -158,7 +147,7 @@ def _check(options: StudyOptions) -> None:
 def _chosen(points: Sequence[Point], text: str) -> list[Point]:
     """Return the points of the arms in a list of names. Raise `ConfigError` for an unknown arm."""
     arms = list(dict.fromkeys(point.arm for point in points))
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = names_in(text)
     for name in names:
         if name not in arms:
             raise ConfigError(f"arm {name!r} does not exist in this study; {nearest(name, arms)}")

@@ -27,13 +27,19 @@ class Axis:
     step: float
     """Distance between two ticks."""
     ticks: tuple[float, ...]
+    is_log: bool = False
+    """True if equal distances on the axis are equal ratios."""
 
     def fraction(self, value: float) -> float:
         """Return the position of a value on the axis: 0 at the low end, 1 at the high end."""
+        if self.is_log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
     def label(self, tick: float, unit: str = "") -> str:
         """Return a tick's label, with enough digits to distinguish neighbouring ticks."""
+        if self.is_log:
+            return short_number(tick)
         largest = max(abs(self.low), abs(self.high))
         if 1e-4 <= largest < 1e7:
             return f"{tick:,.{max(_decimals(self.step), 0)}f}{unit}"
@@ -66,6 +72,15 @@ def make_axis(
     if round_ends:
         low, high = max(ticks[0], bounds[0]), min(ticks[-1], bounds[1])
     return Axis(low, high, step, tuple(tick for tick in ticks if low <= tick <= high))
+
+
+def make_log_axis(values: Iterable[float]) -> Axis:
+    """Return a logarithmic axis from the smallest to the largest of some values above 0, at least a quarter apart."""
+    exponents = [math.log10(value) for value in values]
+    low, high = min(exponents), max(exponents)
+    if high - low < 0.1:
+        low, high = low - 0.1, high + 0.1
+    return Axis(10.0**low, 10.0**high, 0.0, tuple(log_ticks(low, high)), is_log=True)
 
 
 def log_ticks(low: float, high: float) -> list[float]:

@@ -68,7 +68,7 @@ def comparison_as_plain(found: ModelComparison) -> dict[str, Any]:
             {"name": one.name}
             | {each.name: to_plain(each.metric) for each in named_metrics(one.report)}
             | _cost(one)
-            | {"distance": {"unit": one.reach.unit, "name": one.reach.name, "layers": dict(one.distances)}}
+            | {"distance": {"unit": one.reach.unit, "name": one.reach.name, "layers": dict(one.reach.by_layer)}}
             for one in found.models
         ],
         "paired": to_plain(found.paired),
@@ -186,9 +186,9 @@ def _distances(found: ModelComparison) -> Markup:
     """Return a line for each model: the distance over which its layers mix information, by relative depth."""
     lines = []
     for one in found.models:
-        last = max(len(one.distances) - 1, 1)
-        side = one.bundle.preprocess.image_size[1]
-        points = [(100 * place / last, 100 * value / side) for place, (_, value) in enumerate(one.distances)]
+        layers, side = one.reach.by_layer, one.bundle.preprocess.image_size[1]
+        last = max(len(layers) - 1, 1)
+        points = [(100 * place / last, 100 * value / side) for place, (_, value) in enumerate(layers)]
         lines.append(Series(one.name, points))
     return series_chart(
         lines,

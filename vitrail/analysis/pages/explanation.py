@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from jaxtyping import Float, Float32, UInt8
 from PIL import Image
-from torch import Tensor
 
 from vitrail.analysis.charts import png
 from vitrail.analysis.explained_outputs import ExplainedOutput, Wanted, outputs_to_explain
@@ -24,7 +23,7 @@ from vitrail.data.pixels.geometry import Placement
 from vitrail.errors import BundleError
 from vitrail.models.vit import VisionTransformer
 from vitrail.report.drawing import draw_boxes
-from vitrail.weights.answers import DENSE, Detections, MaskPrediction, NumberPrediction, Prediction
+from vitrail.weights.answers import DENSE, Detections, MaskPrediction, NumberPrediction
 from vitrail.weights.bundle import Bundle
 
 MAX_BYTES = 5_000_000
@@ -61,122 +60,88 @@ class Explanation:
     """Attention of all tokens in all layers and heads, and the relevance of several classes."""
 
 
-@dataclass(frozen=True)
-class Written:
-    """Files of an explanation."""
+def explain(
+    bundle: Bundle,
+    image: bytes,
+    *,
+    wanted: Wanted = LIKELIEST,
+    layers: Sequence[int] = (-1,),
+    heads: Sequence[int] | None = None,
+    top: int = 5,
+) -> Explanation:
+    """Return the explanation of a model's prediction for an image file.
 
-    files: list[str]
-    """Names of the files. The first one is the page."""
-    notes: tuple[str, ...]
-    """Layers, heads and precision that the page lacks, because it would be too large."""
+    `wanted` is the output to explain, by default the likeliest one. `layers` and `heads` are those whose maps have the
+    size of the picture. Raise `ConfigError` for an output that the model does not have, or that it does not find in the
+    image, `UndecodableImage`, `BundleError` if the attention is not finite, and the errors of `trace`.
+    """
+    wanted.check(bundle.output)
+    network: Any = transformer_of(bundle.network)
+    picture = np.asarray(to_pil(image, 3))
+    inputs = bundle.inputs([bundle.preprocess.pixels(image)])
+    chosen = trace(network, inputs, layers=layers, heads=heads)
+    every = trace(network, inputs)
+    attention = _finite_attention(every)
+    placement = bundle.preprocess.placement(picture.shape[:2])
+
+    def full_size(values: np.ndarray) -> np.ndarray:
+        return on_picture(values, every, placement)
+
+    outputs: list[ExplainedOutput] = []  # a model of boxes can find none
+    if bundle.classes:
+        most = min(top, MAX_CLASSES)
+        outputs = outputs_to_explain(network.config, every.logits, bundle.classes, placement, wanted, most)
+    targets = torch.tensor([one.number for one in outputs] or [0], device=inputs.device)
+    rollout = attention_rollout(network, inputs, targets[:1]).values[0]
+    relevance: list[tuple[str, Float[np.ndarray, "rows columns"]]] = []
+    if outputs:
+        found = class_relevance(network, inputs.expand(len(outputs), -1, -1, -1), targets, batch_size=1)
+        relevance = [(one.name, values) for one, values in zip(outputs, found.values, strict=True)]
+    large = _query_maps(chosen)
+    return Explanation(
+        picture=picture,
+        ranking=_ranking(bundle, image, top),
+        has_probabilities=bundle.output != "numbers",
+        rollout=full_size(rollout),
+        relevance=full_size(relevance[0][1]) if relevance else None,
+        chosen=outputs[0] if outputs else None,
+        heads={
+            (layer, head): full_size(large[row, column])
+            for row, layer in enumerate(chosen.layers)
+            for column, head in enumerate(chosen.heads)
+        },
+        maps=AttentionMaps(
+            attention=attention,
+            grid=every.grid,
+            prefix=_prefix_names(network),
+            has_class_token=every.has_class_token,
+            area=_area(every, placement),
+            rollout=rollout,
+            relevance=tuple(relevance),
+        ),
+    )
 
 
-class Explainer:
-    """Explains the predictions of one model."""
-
-    def __init__(
-        self,
-        bundle: Bundle,
-        *,
-        wanted: Wanted = LIKELIEST,
-        layers: Sequence[int] = (-1,),
-        heads: Sequence[int] | None = None,
-        top: int = 5,
-    ) -> None:
-        """`wanted` is the output to explain, by default the likeliest one. `layers` and `heads` are those whose maps
-        have the size of the picture. Raise `ConfigError` for an output that the model does not have."""
-        wanted.check(bundle.output)
-        self._bundle = bundle
-        self._network = transformer_of(bundle.network)
-        self._wanted = wanted
-        self._layers = layers
-        self._heads = heads
-        self._top = top
-
-    def explain(self, image: bytes) -> Explanation:
-        """Return the explanation of an image file. Raise `UndecodableImage`, `BundleError` if the attention is not
-        finite, `ConfigError` if there is no such object or place, and the errors of `trace`."""
-        bundle, network = self._bundle, self._network
-        picture = np.asarray(to_pil(image, 3))
-        inputs = bundle.inputs([bundle.preprocess.pixels(image)])
-        chosen = trace(network, inputs, layers=self._layers, heads=self._heads)
-        every = trace(network, inputs)
-        attention = _finite_attention(every)
-        placement = bundle.preprocess.placement(picture.shape[:2])
-
-        def full_size(values: np.ndarray) -> np.ndarray:
-            return on_picture(values, every, placement)
-
-        outputs = self._outputs(every.logits, placement)
-        targets = torch.tensor([outputs[0].number if outputs else 0], device=inputs.device)
-        rollout = attention_rollout(network, inputs, targets).values[0]
-        relevance = self._relevance(inputs, outputs)
-        large = _query_maps(chosen)
-        return Explanation(
-            picture=picture,
-            ranking=self._ranking(image),
-            has_probabilities=bundle.output != "numbers",
-            rollout=full_size(rollout),
-            relevance=full_size(relevance[0][1]) if relevance else None,
-            chosen=outputs[0] if outputs else None,
-            heads={
-                (layer, head): full_size(large[row, column])
-                for row, layer in enumerate(chosen.layers)
-                for column, head in enumerate(chosen.heads)
-            },
-            maps=AttentionMaps(
-                attention=attention,
-                grid=every.grid,
-                prefix=_prefix_names(network),
-                has_class_token=every.has_class_token,
-                area=_area(every, placement),
-                rollout=rollout,
-                relevance=relevance,
-            ),
-        )
-
-    def _outputs(self, logits: Float[Tensor, "1 ..."], placement: Placement) -> list[ExplainedOutput]:
-        """Return the chosen output and then the likeliest ones. A model of boxes can find none."""
-        bundle = self._bundle
-        if not bundle.classes:
-            return []
-        most = min(self._top, MAX_CLASSES)
-        config: Any = bundle.network.config
-        return outputs_to_explain(config, logits, bundle.classes, placement, self._wanted, most)
-
-    def _relevance(
-        self, inputs: Tensor, outputs: Sequence[ExplainedOutput]
-    ) -> tuple[tuple[str, Float[np.ndarray, "rows columns"]], ...]:
-        """Return the relevance for each of the outputs."""
-        if not outputs:
-            return ()
-        targets = torch.tensor([one.number for one in outputs], device=inputs.device)
-        found = class_relevance(self._network, inputs.expand(len(outputs), -1, -1, -1), targets, batch_size=1)
-        return tuple((one.name, values) for one, values in zip(outputs, found.values, strict=True))
-
-    def _ranking(self, image: bytes) -> tuple[tuple[str, float], ...]:
-        bundle = self._bundle
-        if not bundle.classes:
-            return ()
-        if bundle.output == "numbers":
-            (numbers,) = bundle.predict([image])
-            assert isinstance(numbers, NumberPrediction)
-            return tuple(zip(numbers.names, numbers.values, strict=True))
-        if bundle.output in DENSE:
-            (answer,) = bundle.predict([image])
-            assert isinstance(answer, Detections | MaskPrediction)
-            if isinstance(answer, MaskPrediction):
-                return tuple(answer.shares().items())[: self._top]
-            return tuple((f"{n}: {one.label}", one.score) for n, one in enumerate(answer, 1))[: self._top]
-        (found,) = bundle.predict([image], top=min(self._top, len(bundle.classes)))
-        assert isinstance(found, Prediction)
-        return found.ranking
+def _ranking(bundle: Bundle, image: bytes, top: int) -> tuple[tuple[str, float], ...]:
+    """Return the `top` likeliest classes or objects with their probabilities, or the numbers with their values."""
+    if not bundle.classes:
+        return ()
+    most = None if bundle.output in ("numbers", *DENSE) else min(top, len(bundle.classes))
+    (answer,) = bundle.predict([image], top=most)
+    if isinstance(answer, NumberPrediction):
+        return tuple(zip(answer.names, answer.values, strict=True))
+    if isinstance(answer, MaskPrediction):
+        return tuple(answer.shares().items())[:top]
+    if isinstance(answer, Detections):
+        return tuple((f"{n}: {one.label}", one.score) for n, one in enumerate(answer, 1))[:top]
+    return answer.ranking
 
 
 def write_explanation(
     explanation: Explanation, folder: Path, name: str, *, title: str, max_bytes: int = MAX_BYTES
-) -> Written:
-    """Write the page and the PNG files of an image, whose names start with `name`.
+) -> tuple[list[str], tuple[str, ...]]:
+    """Write the page and the PNG files of an image, whose names start with `name`. Return the names of the files, the
+    page first, and notes about layers, heads and precision that the page lacks, because it would be too large.
 
     The pictures of the files have the size of the image. For `max_bytes`, see `make_page`.
     """
@@ -193,7 +158,7 @@ def write_explanation(
         (folder / file).write_bytes(png(pixels))
     page = make_page(explanation.maps, picture, title=title, predictions=_predictions(explanation), max_bytes=max_bytes)
     (folder / f"{name}.html").write_text(page.text, encoding="utf-8")
-    return Written([f"{name}.html", *files], page.notes)
+    return [f"{name}.html", *files], page.notes
 
 
 def with_box(picture: UInt8[np.ndarray, "height width 3"], one: ExplainedOutput) -> UInt8[np.ndarray, "height width 3"]:

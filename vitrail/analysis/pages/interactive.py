@@ -8,10 +8,10 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Float32, Float64, UInt8
+from jaxtyping import Float, Float32, UInt8
 from markupsafe import Markup
 from PIL import Image
 
@@ -166,14 +166,6 @@ SAMPLE = 2**20
 """Approximate number of weights that are compressed to estimate the size of all of them."""
 
 
-class Rows(NamedTuple):
-    """Quantised rows."""
-
-    codes: UInt8[np.ndarray, "*n tokens"]
-    maxima: Float32[np.ndarray, "*n"]
-    """Largest weight of each row."""
-
-
 @dataclass(frozen=True, eq=False)
 class PackedMaps:
     """Attention weights of some layers and heads."""
@@ -182,7 +174,6 @@ class PackedMaps:
     """Numbers of the layers, from 0."""
     heads: tuple[int, ...]
     """Numbers of the heads, from 0."""
-    tokens: int
     bits: int
     data: bytes
     """The largest weights of all rows (float32, little-endian), and then the codes of all weights, each less the code
@@ -190,18 +181,18 @@ class PackedMaps:
     """
 
 
-def quantise(weights: Float[np.ndarray, "*n tokens"], bits: int) -> Rows:
-    """Return the codes of weights, which are at least 0."""
+def quantise(
+    weights: Float[np.ndarray, "*n tokens"], bits: int
+) -> tuple[UInt8[np.ndarray, "*n tokens"], Float32[np.ndarray, "*n"]]:
+    """Return the codes of weights, which are at least 0, and the largest weight of each row.
+
+    A code stands for the row's largest weight times the square of the code divided by 2^bits - 1. The square root of
+    this differs from that of the weight by at most half a step.
+    """
     exact = weights.astype(np.float32)
     maxima = exact.max(axis=-1)
     fractions = exact / np.where(maxima > 0, maxima, 1)[..., None]
-    return Rows(np.rint(np.sqrt(fractions) * (2**bits - 1)).astype(np.uint8), maxima)
-
-
-def dequantise(rows: Rows, bits: int) -> Float64[np.ndarray, "*n tokens"]:
-    """Return the weights that codes stand for. The square root of each differs from that of the quantised weight by at
-    most half a step, which is the square root of the row's largest weight divided by 2^bits - 1."""
-    return rows.maxima[..., None].astype(np.float64) * (rows.codes / (2**bits - 1)) ** 2
+    return np.rint(np.sqrt(fractions) * (2**bits - 1)).astype(np.uint8), maxima
 
 
 def pack(attention: Float[np.ndarray, "layers heads n n"], budget: int) -> PackedMaps | None:
@@ -230,27 +221,17 @@ def pack(attention: Float[np.ndarray, "layers heads n n"], budget: int) -> Packe
     return None
 
 
-def unpack(packed: PackedMaps) -> Float64[np.ndarray, "layers heads n n"]:
-    """Return the weights that packed maps stand for."""
-    shape = (len(packed.layers), len(packed.heads), packed.tokens, packed.tokens)
-    raw = zlib.decompress(packed.data)
-    border = 4 * shape[0] * shape[1] * shape[2]
-    maxima = np.frombuffer(raw[:border], "<f4").reshape(shape[:3]).astype(np.float32)
-    differences = np.frombuffer(raw[border:], np.uint8).reshape(shape)
-    return dequantise(Rows(differences.cumsum(axis=2, dtype=np.uint8), maxima), packed.bits)
-
-
 def _pack(attention: np.ndarray, layers: Sequence[int], heads: Sequence[int], bits: int) -> PackedMaps:
     """Return the weights of layers and heads, one layer at a time, so that little memory is needed beside them."""
     maxima, codes = [], []
     for layer in layers:
-        rows = quantise(attention[layer, list(heads)], bits)
-        maxima.append(rows.maxima.astype("<f4").tobytes())
-        codes.append(np.diff(rows.codes, axis=1, prepend=np.uint8(0)).tobytes())
+        rows, largest = quantise(attention[layer, list(heads)], bits)
+        maxima.append(largest.astype("<f4").tobytes())
+        codes.append(np.diff(rows, axis=1, prepend=np.uint8(0)).tobytes())
     compressor = zlib.compressobj(9)
     parts = [compressor.compress(part) for part in (*maxima, *codes)]
     data = b"".join([*parts, compressor.flush()])
-    return PackedMaps(tuple(layers), tuple(heads), attention.shape[-1], bits, data)
+    return PackedMaps(tuple(layers), tuple(heads), bits, data)
 
 
 def _estimate(attention: np.ndarray, bits: int) -> float:

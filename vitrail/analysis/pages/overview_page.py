@@ -35,7 +35,6 @@ from vitrail.analysis.images import (
     overlay,
 )
 from vitrail.analysis.overview import Answers, ColouredPatches, EmbeddingMap, Overview
-from vitrail.analysis.samples import distances
 from vitrail.errors import DataError, plural
 from vitrail.evaluation.features.feature_files import parquet_library, printable_key
 from vitrail.evaluation.metrics.intervals import LEVEL, Metric
@@ -86,12 +85,17 @@ def overview_as_plain(found: Overview) -> dict[str, Any]:
         "images": found.images,
         **({} if answers is None else {one.name: to_plain(one.metric) for one in named_metrics(answers.report)}),
         "images_for_layers": layers.images,
-        "distance": {"name": layers.reach.name, "unit": layers.reach.unit, "layers": dict(distances(layers.reach))},
+        "distance": {"name": layers.reach.name, "unit": layers.reach.unit, "layers": dict(layers.reach.by_layer)},
         "entropy": None if layers.entropy is None else layers.entropy.mean.round(6).tolist(),
         "similarity": None if layers.similarity is None else layers.similarity.as_lists(),
         "outlier_tokens": None if layers.norms is None else layers.norms.outliers().round(6).tolist(),
         "probes": [to_plain(one) for one in found.probes],
-        "saliency": None if found.saliency is None else _saliency_as_plain(found.saliency),
+        "saliency": None
+        if found.saliency is None
+        else [
+            {**one._asdict(), "deletion": to_plain(one.deletion), "insertion": to_plain(one.insertion)}
+            for one in found.saliency.methods
+        ],
         "embedding_explained": None if found.embedding is None else list(found.embedding.explained),
         "errors": [
             {"key": one.key, "label": one.label, "predicted": one.answer.label, "probability": one.answer.probability}
@@ -100,17 +104,6 @@ def overview_as_plain(found: Overview) -> dict[str, Any]:
         "skipped": [to_plain(item) for item in found.skipped],
         "notes": list(found.notes),
     }
-
-
-def _saliency_as_plain(found: SaliencySummary) -> list[dict[str, Any]]:
-    return [
-        {
-            **one._asdict(),
-            "deletion": to_plain(one.deletion),
-            "insertion": to_plain(one.insertion),
-        }
-        for one in found.methods
-    ]
 
 
 def _write_page(found: Overview, drawn: dict[str, Markup], pictures: Pictures, beside: str | None, path: Path) -> None:
@@ -268,7 +261,7 @@ def map_script(mapped: EmbeddingMap) -> str:
 def _distance(reach: HeadStatistic | ReceptiveField) -> Markup:
     if isinstance(reach, HeadStatistic):
         return draw_heads(reach)
-    points = [(float(layer), value) for layer, value in distances(reach)]
+    points = [(float(layer), value) for layer, value in reach.by_layer]
     return charts.series_chart(
         [Series(reach.name, points)],
         label="Effective receptive field by layer.",

@@ -1,16 +1,37 @@
-"""Attention of constructed weights, for tests of the page that shows it."""
+"""Attention of constructed weights, for tests of the page that shows it, and what the page's script decodes."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from vitrail.analysis.pages.interactive import AttentionMaps
+from vitrail.analysis.pages.interactive import AttentionMaps, PackedMaps, quantise
 
 MakeMaps = Callable[..., AttentionMaps]
+
+
+def decoded(codes: np.ndarray, maxima: np.ndarray, bits: int) -> np.ndarray:
+    """Return the weights that codes and the largest weight of each row stand for."""
+    return maxima[..., None].astype(np.float64) * (codes / (2**bits - 1)) ** 2
+
+
+def coded(weights: np.ndarray, bits: int = 8) -> np.ndarray:
+    """Return the weights that the codes of weights stand for."""
+    return decoded(*quantise(weights, bits), bits)
+
+
+def unpack(packed: PackedMaps, tokens: int) -> np.ndarray:
+    """Return the weights that packed maps stand for."""
+    shape = (len(packed.layers), len(packed.heads), tokens, tokens)
+    raw = zlib.decompress(packed.data)
+    border = 4 * shape[0] * shape[1] * shape[2]
+    maxima = np.frombuffer(raw[:border], "<f4").reshape(shape[:3]).astype(np.float32)
+    differences = np.frombuffer(raw[border:], np.uint8).reshape(shape)
+    return decoded(differences.cumsum(axis=2, dtype=np.uint8), maxima, packed.bits)
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.analysis.pages.interactive.conftest import coded
 from tests.browser import CHROMIUM, Browser
-from vitrail.analysis.pages.interactive import AttentionMaps, dequantise, make_page, quantise
+from vitrail.analysis.pages.interactive import AttentionMaps, make_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -109,7 +110,7 @@ def near(maps: AttentionMaps, layer: int, head: int, query: int, key: int) -> fl
 
 
 def test_all_values_are_numpys(shown: Browser, maps: AttentionMaps) -> None:
-    wanted = dequantise(quantise(maps.attention, 8), 8).reshape(6, 18, 18)
+    wanted = coded(maps.attention).reshape(6, 18, 18)
     script = "Array.from({ length: 18 }, (_, one) => Array.from(weights.values(MAP, [one], REVERSED)))"
     for number in range(6):
         found = np.array(shown.value(script.replace("MAP", str(number)).replace("REVERSED", "false")))
@@ -151,7 +152,7 @@ def test_regions_directions_and_differences(shown: Browser, maps: AttentionMaps)
     shown.mouse("release", *centre(shown, 1, 3))
     shown.mouse("move", *centre(shown, 2, 0))
     region = PREFIX + np.array([1, 2, 3, 6, 7, 8])
-    weights = dequantise(quantise(maps.attention[1, 0], 8), 8)
+    weights = coded(maps.attention[1, 0])
     assert value_in(readout(shown))[0] == pytest.approx(weights[region, PREFIX + 10].mean(), rel=1e-3)
     shown.press("d")
     text = readout(shown)
@@ -174,7 +175,7 @@ def test_regions_directions_and_differences(shown: Browser, maps: AttentionMaps)
 def test_tokens_before_the_patches(shown: Browser, maps: AttentionMaps) -> None:
     names = shown.value("tokenButtons.map(({ button }) => button.textContent)")
     assert names == ["class token", "register 0", "register 1", "all patches"]
-    weights = dequantise(quantise(maps.attention[1, 0], 8), 8)
+    weights = coded(maps.attention[1, 0])
     shown.value("tokenButtons[2].button.click()")
     shown.mouse("move", *centre(shown, 0, 4))
     assert "Attention of register 1 to row 0, column 4: " in readout(shown)
@@ -255,7 +256,7 @@ def test_the_focus_roves(shown: Browser) -> None:
 
 
 def test_the_scale(shown: Browser, maps: AttentionMaps) -> None:
-    weights = dequantise(quantise(maps.attention, 8), 8)[:, :, 0, PREFIX:].reshape(6, 15)
+    weights = coded(maps.attention)[:, :, 0, PREFIX:].reshape(6, 15)
     ends = "[byId('low').textContent, byId('high').textContent]"
     settle(shown)
     assert [float(text) for text in shown.value(ends)] == pytest.approx([weights[3].min(), weights[3].max()], rel=1e-3)
@@ -303,7 +304,7 @@ def test_files(shown: Browser, maps: AttentionMaps, tmp_path: Path) -> None:
             settle(shown)
     with Image.open(tmp_path / names[0]) as picture:
         assert picture.size == (550, 330)
-    weights = dequantise(quantise(maps.attention[1, 0, PREFIX + 6], 8), 8)
+    weights = coded(maps.attention[1, 0, PREFIX + 6])
     rows = list(csv.DictReader(io.StringIO((tmp_path / names[2]).read_text())))
     assert rows[1]["token"] == "register 0" and rows[3 + 7] == {
         "map": "Layer 1, head 0", "direction": "to", "query": "row 1, column 1", "less": "", "token": "patch",
@@ -325,7 +326,7 @@ def test_the_table(shown: Browser, maps: AttentionMaps) -> None:
     cells = shown.value(
         "[...byId('table').querySelectorAll('tr')].map((row) => [...row.cells].map((c) => c.textContent))"
     )
-    weights = dequantise(quantise(maps.attention[1, 0, 0], 8), 8)
+    weights = coded(maps.attention[1, 0, 0])
     found = [float(text) for row in cells[1:4] for text in row[1:]]
     np.testing.assert_allclose(found, weights[PREFIX:], rtol=1e-3)
     assert cells[0] == ["", "0", "1", "2", "3", "4"] and cells[5][0] == "register 0"

@@ -11,14 +11,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from tests.analysis.pages.interactive.conftest import coded, unpack
 from vitrail.analysis.pages.interactive import (
     AttentionMaps,
     PackedMaps,
-    dequantise,
     make_page,
-    quantise,
     script_text,
-    unpack,
 )
 
 MAX_BYTES = 5_000_000
@@ -33,9 +31,8 @@ def element(text: str, name: str) -> str:
 
 def packed_in(text: str) -> PackedMaps:
     about = json.loads(element(text, "about"))
-    tokens = len(about["prefix"]) + about["grid"][0] * about["grid"][1]
     data = base64.b64decode(element(text, "weights"), validate=True)
-    return PackedMaps(tuple(about["layers"]), tuple(about["heads"]), tokens, about["bits"], data)
+    return PackedMaps(tuple(about["layers"]), tuple(about["heads"]), about["bits"], data)
 
 
 def test_the_page_contains_the_numbers(make_maps: MakeMaps) -> None:
@@ -48,7 +45,7 @@ def test_the_page_contains_the_numbers(make_maps: MakeMaps) -> None:
     np.testing.assert_allclose(about["rollout"], maps.rollout.ravel(), rtol=1e-5)
     assert [one["label"] for one in about["relevance"]] == ["</script>a & b", "cat"]
     np.testing.assert_allclose(about["relevance"][1]["values"], maps.relevance[1][1].ravel(), rtol=1e-5)
-    np.testing.assert_array_equal(unpack(packed_in(page.text)), dequantise(quantise(maps.attention, 8), 8))
+    np.testing.assert_array_equal(unpack(packed_in(page.text), 18), coded(maps.attention))
     assert "<h1>a &amp; b.jpg</h1>" in page.text and "<li>&lt;rose&gt; <b>9.1%</b></li>" in page.text
 
 
