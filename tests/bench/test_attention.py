@@ -8,24 +8,11 @@ from dataclasses import replace
 import pytest
 
 from vitrail.bench import growth as attention
-from vitrail.bench.growth import attention_scaling, attention_workloads
+from vitrail.bench.growth import attention_workloads
 from vitrail.bench.workload import Workload
 from vitrail.errors import ConfigError
 
 KINDS = ("local:window=2", "axial:sum=on")
-
-
-def test_all_kinds_are_measured_at_all_grids(
-    tiny_work: Callable[..., Workload], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "SIDES", (3, 4))
-    found = attention_scaling(tiny_work(batch=2, depth=1), KINDS, repetitions=2, warmup=0, memory=False)
-    assert [(point["attention"], point["patches"]) for point in found["points"]] == [
-        (name, patches) for patches in (9, 16) for name in ("full", *KINDS)
-    ]
-    for point in found["points"]:
-        assert len(point["seconds"]) == 2 and point["median"] > 0 and point["memory_bytes"] is None
-    assert set(found["cheaper_from"]) == set(found["faster_from"]) == set(KINDS)
 
 
 def test_grids_go_from_196_to_4096_patches(tiny_work: Callable[..., Workload]) -> None:

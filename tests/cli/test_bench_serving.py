@@ -16,27 +16,6 @@ from tests.serving.conftest import make_bundle
 from vitrail.cli import main
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--clients", "0"], "--clients: 0 is not above 0"),
-        (["--clients", "--rates"], "leave nothing to measure"),
-        (["--against", "naive,litserv"], "--against: 'litserv' is not a server; nearest: litserve"),
-        (["--against", "litserve"], "--against litserve: ModuleNotFoundError: No module named 'litserve'. Install"),
-        (["--environment", "litserve=python"], "--environment: 'litserve' is not a library of the servers to measure"),
-        (["--against", "litserve", "--environment", "litserve=no/python"], "no/python cannot be run as the Python"),
-        (["--against", "litserve", "--environment", "litserve"], "--environment: 'litserve' is not LIBRARY=PATH"),
-        (["--rounds", "0"], "--rounds: 0 is less than 1"),
-        (["--requests", "-1"], "--requests: -1 is less than 0"),
-        (["--requests", "9", "--clients"], "--requests: 9 needs a number of clients"),
-        (["ViT-S/17x"], "ViT-S/17x"),
-    ],
-)
-def test_wrong_usage(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "serve", *arguments]) == 2
-    assert words in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_two_servers_under_two_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_bundle().save(tmp_path / "model")

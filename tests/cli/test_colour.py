@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 
 from tests.make import make_colour_folder
 from vitrail.cli import main
@@ -78,15 +77,3 @@ def test_three_channels_keep_the_colours_of_a_grey_start(
     assert DROPPED not in capsys.readouterr().err
     if command == "finetune":
         assert DROPPED not in (place / "r" / "report.html").read_text(encoding="utf-8")
-
-
-def test_a_colour_model_on_grey_images_needs_no_note(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--init", "grey", "--data", "colours", "--channels", "3", "--image-size", "8", "12", "--run", "r", *QUICK]
-    assert main(["train", *words]) == 0
-    for path in (place / "colours").rglob("*.png"):
-        Image.open(path).convert("L").save(path)
-    capsys.readouterr()
-    for model in ("r", "grey"):
-        assert main(["evaluate", model, "--data", "colours", "--device", "cpu", "--no-cache"]) == 0
-        captured = capsys.readouterr()
-        assert "grey" not in captured.out + captured.err.replace("data 'colours'", "")

@@ -96,45 +96,11 @@ def test_the_hidden_layer_can_be_left_out(tmp_path: Path) -> None:
     assert code_of([*words, "--drop-head-hidden"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["{ours}", "{out}", "--to", "gogle"], "--to: 'gogle' is not a layout; nearest: google"),
-        (["{ours}", "{out}", "--to", "google"], "the file name must end in .npz"),
-        (["{ours}", "{out}.npz", "--to", "bit"], "a Vision Transformer cannot be written as bit"),
-        (["{ours}", "{out}", "--to", "timm", "--layout", "tmm"], "--layout: 'tmm' does not exist; nearest: timm"),
-        (["{ours}-no", "{out}", "--to", "timm"], "ours-no' does not exist"),
-        (["{ours}", "{out}", "--to", "timm", "--heads", "4"], "--heads: 4 does not agree with"),
-        (["{ours}", "{out}", "--to", "timm", "--image-size", "9", "8"], "is not a multiple of patch_size=(4, 4)"),
-        (["{ours}", "{out}"], "--to is missing; usage: vitrail convert SRC DST --to LAYOUT"),
-        (["{ours}", "--to", "timm"], "DST is missing"),
-    ],
-)
-def test_mistakes_are_named(
-    words: list[str], message: str, ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert code_of([word.format(ours=ours, out=tmp_path / "out") for word in words]) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err and "Traceback" not in captured.err and captured.out == ""
-    assert [entry.name for entry in tmp_path.iterdir()] == ["ours"]
-
-
 @pytest.mark.slow
 def test_a_mistake_is_one_message_in_a_process_of_its_own(ours: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "vitrail", "convert", str(ours), str(tmp_path / "out"), "--to", "gogle"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr == "vitrail: --to: 'gogle' is not a layout; nearest: google\n"
-
-
-@pytest.mark.parametrize("to", ["google", "timm", "vitrail", "torchvision", "huggingface"])
-def test_a_place_that_cannot_be_written(
-    to: str, ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("mine")
-    assert code_of([str(ours), str(tmp_path / "file" / f"out{FIELDS[to]}"), "--to", to]) == 2
-    assert "file is not a folder; choose another path" in capsys.readouterr().err
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "ours"]
-    assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.parametrize("to", FIELDS)
@@ -171,16 +137,6 @@ def test_a_folder_with_the_users_own_files_is_never_replaced(
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
 
 
-@pytest.mark.parametrize("words", [[], ["--overwrite"]])
-def test_the_current_folder_is_never_replaced(
-    words: list[str], ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert code_of([str(ours), ".", "--to", "vitrail", *words]) == 2
-    assert ". is the current folder; name a new folder inside it" in capsys.readouterr().err
-    assert [entry.name for entry in tmp_path.iterdir()] == ["ours"]
-
-
 @pytest.mark.parametrize("to", ["timm", "huggingface"])
 def test_a_downloaded_model_is_not_taken_for_an_earlier_output(
     to: str, ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -192,12 +148,6 @@ def test_a_downloaded_model_is_not_taken_for_an_earlier_output(
     assert code_of([str(ours), str(out), "--to", to, "--overwrite"]) == 2
     assert "holds files that Vitrail did not write (config.json, model.safetensors)" in capsys.readouterr().err
     assert sorted(entry.name for entry in out.iterdir()) == ["config.json", "model.safetensors"]
-
-
-def test_a_folder_where_a_file_is_to_be_written(ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "out.npz").mkdir()
-    assert code_of([str(ours), str(tmp_path / "out.npz"), "--to", "google", "--overwrite"]) == 2
-    assert "out.npz is a folder; choose another path for the file to write" in capsys.readouterr().err
 
 
 def test_an_empty_folder_is_written_to(ours: Path, tmp_path: Path) -> None:

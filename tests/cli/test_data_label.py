@@ -29,24 +29,3 @@ def test_labels_are_written_shown_and_replaced_on_request(
     (out / "mine.txt").write_text("mine")
     assert main([*command, "--overwrite"]) == 2
     assert "holds files that Vitrail did not write (mine.txt)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--confidence", "2"], "vitrail: --confidence: 2.0 is not in [0, 1]"),
-        (["--seed", "-1"], "vitrail: --seed: -1 is less than 0"),
-        (["--images-per-class", "3", "--no-balance"], "vitrail: --images-per-class: 3 has no effect without balance"),
-        (["--teacher", "nowhere"], "vitrail: --teacher: 'nowhere' cannot be loaded"),
-        (["--confidence", "1"], "vitrail: --confidence: 1.0 is reached by none of 20 images"),
-    ],
-)
-def test_mistakes_are_one_line(
-    options: list[str], message: str, model: Path, some_images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    teacher = [] if "--teacher" in options else ["--teacher", str(model)]
-    command = ["data", "label", f"{some_images}[:20]", "--out", str(tmp_path / "labels"), "--device", "cpu"]
-    assert main([*command, *teacher, *options]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(message) and error.count("\n") == 1
-    assert not (tmp_path / "labels").exists()

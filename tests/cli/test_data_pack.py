@@ -70,21 +70,6 @@ def test_soft_pseudo_labels_become_classes_and_this_is_said(
     assert [packed.target(row) for row in range(30)] == [labelled.target(row) for row in range(30)]
 
 
-def test_refusals_have_code_2(
-    folder: Callable[[int], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = str(folder(1))
-    for words, message in (
-        ([source, source], "is not empty and has no shards to continue; choose another folder"),
-        ([source, str(tmp_path / "out"), "--shard-size", "much"], "--shard-size: 'much' is not a size in bytes"),
-        ([str(tmp_path / "nothing"), str(tmp_path / "out")], "does not exist"),
-    ):  # fmt: skip
-        assert main(["data", "pack", *words]) == 2
-        shown = capsys.readouterr()
-        assert message in shown.err and "Traceback" not in shown.err
-    assert not (tmp_path / "out").exists()
-
-
 def test_ctrl_c_stops_with_code_75_and_says_how_to_go_on(
     folder: Callable[[int], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,11 +91,3 @@ def test_ctrl_c_stops_with_code_75_and_says_how_to_go_on(
     assert main(words) == 0
     assert kept and all((out / name).stat().st_mtime_ns == changed for name, changed in kept.items())
     assert len(open_shards(str(out), None).train) == 120
-
-
-def test_a_destination_that_cannot_be_made_is_wrong_input(
-    colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    assert main(["data", "pack", str(colour_folder), str(tmp_path / "file" / "shards")]) == 2
-    assert f"because {tmp_path}/file is not a folder; choose another path" in capsys.readouterr().err

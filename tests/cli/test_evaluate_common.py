@@ -170,22 +170,3 @@ def test_several_models_are_one_table(
     assert any(line.split()[:2] == ["images", "12"] for line in lines)
     assert main([*words[:-1], "accuracy", "--split", "all", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["second"]["train"]["images"] == 60
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["a", "a", "--data", "x"], "MODEL: a model is named twice; name each model once"),
-        (["a", "b", "--data", "x", "--confusion"], "--per-class and --confusion show one model; name only one MODEL"),
-        (["a", "b", "--suite", "offline"], "--suite measures one model; name only one MODEL"),
-        (["a", "--data", "x", "--validation-share", "0"], "--validation-share: 0.0 is not in (0, 1)"),
-        (["a", "--data", "x", "--validation-share", "1"], "--validation-share: 1.0 is not in (0, 1)"),
-        (["a", "--data", "x", "--validation-share", "0.2", "--split", "all"], "but --split all measures others"),
-        (["a", "--suite", "offline", "--validation-share", "0.2"], "leave out --validation-share"),
-    ],
-)
-def test_mistakes_are_named_before_a_model_is_read(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["evaluate", *words]) == 2
-    assert message in capsys.readouterr().err

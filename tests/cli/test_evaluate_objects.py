@@ -40,6 +40,3 @@ def test_boxes_have_a_table_and_json_with_notes_of_the_data(tmp_path: Path, caps
     assert "AP50" in shown and "AP of small objects" in shown and f"{OBJECT_NAMES[0]}: AP" in shown
     assert main(["evaluate", str(model), "--data", str(data), "--split", "test"]) == 0
     assert "held out" not in capsys.readouterr().err, "no validation split is cut for the test split"
-    for option in ("--per-class", "--confusion"):
-        assert main(["evaluate", str(model), "--data", str(data), option]) == 2
-        assert "predicts boxes" in capsys.readouterr().err

@@ -59,18 +59,6 @@ def test_accuracy_is_measured_on_images_that_training_held_out(
     assert len(images.samples) == 24 and all(sample.target is None for sample in images.samples)
 
 
-def test_wrong_usage_is_said_before_the_model_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    for words, message in (
-        (["--to", "onxx"], "--to: 'onxx' is not a format; nearest: onnx"),
-        (["--to", "pt2", "--out", str(tmp_path / "a.onnx")], "must end in '.pt2'"),
-        (["--to", "pt2", "--images", "0"], "--images: 0 is less than 1; at least one"),
-        (["--to", "pt2", "--out", str(tmp_path / "file" / "a.pt2")], "is not a folder"),
-    ):
-        assert main(["export", "missing", *words]) == 2
-        assert message in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_files_in_8_bit_integers_in_every_verb(
     trained: RunResult, fewer_bundled: None, tmp_path: Path, capsys: pytest.CaptureFixture[str],
@@ -108,24 +96,6 @@ def test_files_in_8_bit_integers_in_every_verb(
     assert main([*words[:3], "onnx", *words[4:], "--json"]) == 1
     refused = json.loads(capsys.readouterr().out)
     assert "run.onnx differs from the network by" in refused["failures"][0]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--precision", "int8"], "--data: precision 'int8' needs data with the model's classes"),
-        (["--precision", "dynamic"], "--precision: 'dynamic' is refused: dynamic quantisation takes its scales"),
-        (["--precision", "float32,int8", "--out", "a.onnx"], "--out: 'a.onnx' is the name of one file, but 2"),
-        (["--calibration-images", "0"], "--calibration-images: 0 is less than 1"),
-    ],
-)
-def test_wrong_usage_of_integers(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], trained: RunResult,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    assert main(["export", str(trained.folder), "--to", "onnx", *words]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_calibration_reads_training_images_only(trained: RunResult, fewer_bundled: None) -> None:

@@ -173,37 +173,6 @@ def test_numbers_are_fine_tuned(model: Path, tmp_path: Path, capsys: pytest.Capt
     assert f"<strong>R² {shown}</strong>" in page and re.search(r"<age>: mean absolute error +[\d.]+", out)
     assert "task regression: the targets are numbers" in out and "accuracy" not in out
     assert "difficult class" not in out
-    assert main(["finetune", *words, *QUICK, "--numbers", "name", "--overwrite"]) == 2
-    assert "name" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "--data is missing; usage: vitrail finetune MODEL --data SPEC"),
-        (["--data", "nowhere"], "nowhere"),
-        (["--data", "{badges}", "--variant", "ViT-B/16"], "the model fixes the architecture"),
-        (["--data", "{badges}", "--init", "other"], "--init: the initial model is MODEL"),
-        (["--data", "{badges}", "--image-size", "33", "32"], "is not a multiple of patch_size"),
-        (["--data", "{badges}", "--train-blocks", "7"], "--train-blocks: 7"),
-        (["--data", "{badges}", "--lora-rank", "4", "--train-blocks", "1"], "exclude each other"),
-        (["--data", "{badges}", "--optimizer", "sgd"], "--optimizer: 'sgd' also needs a --learning-rate"),
-        (["--data", "{badges}", "--lora-on", "up"], "--lora-on: 'up' needs --lora-rank"),
-        (
-            ["--data", "{badges}", "--protocol", "paper", "--patience", "3"],
-            "--patience: 3 cannot be used when learning",
-        ),
-        (["--data", "{badges}", "--protocol", "paper", "--validation-share", "0"], "leaves no labelled image for"),
-    ],
-)
-def test_what_cannot_work_is_said_at_once(
-    words: list[str], message: str, model: Path, badges: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    filled = [word.replace("{badges}", str(badges)) for word in words]
-    code, error = main(["finetune", str(model), *filled]), capsys.readouterr().err
-    assert code == 2 and message in error and "Traceback" not in error and not Path("runs").exists()
 
 
 @pytest.mark.slow
@@ -215,14 +184,13 @@ def test_epochs_replace_the_rules_steps(model: Path, badges: Path, tmp_path: Pat
     assert record["steps"] == -(-record["data"]["train"] // 8) and record["config"]["run"]["epochs"] == 1
 
 
-@pytest.mark.parametrize("option", ["--learning-rate", "--learning_rate"])
 def test_a_rate_that_is_given_is_the_papers_too(
-    option: str, model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     quick = ["--steps", "2", "--batch-size", "8", "--image-size", "32", "32", "--max-skipped", "0.1", *QUICK[2:-1]]
-    words = [str(model), "--data", str(badges), "--protocol", "paper", "--run", str(run), option, "0.02", *quick]
-    assert main(["finetune", *words]) == 0
+    words = [str(model), "--data", str(badges), "--protocol", "paper", "--run", str(run), *quick]
+    assert main(["finetune", *words, "--learning_rate", "0.02"]) == 0
     record, out = json.loads((run / "run.json").read_text()), capsys.readouterr().out
     assert record["config"]["optimizer"]["learning_rate"] == 0.02 and record["data"]["validation"] == 0
     assert "the run trains on all training images" in out
@@ -262,26 +230,6 @@ def test_images_that_chose_the_weights_are_not_called_unseen(
     assert "best weights" not in capsys.readouterr().out
 
 
-def test_evaluation_says_where_training_held_nothing_out(
-    model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = "this model was trained without held-out images"
-    for share, expected in (("0", True), ("0.3", False)):
-        run = tmp_path / share
-        words = [str(model), "--data", str(badges), "--run", str(run), "--validation-share", share]
-        assert main(["finetune", *words, "--max-skipped", "0.1", *QUICK, "--steps", "2"]) == 0
-        capsys.readouterr()
-        assert main(["evaluate", str(run), "--data", str(badges), "--json", "--bootstrap", "0"]) == 0
-        assert (said in capsys.readouterr().err) == expected
-        assert main(["evaluate", str(run), "--data", str(badges), "--json", "--split", "all"]) == 0
-        assert said not in capsys.readouterr().err
-
-
-def test_a_model_that_is_not_there(badges: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["finetune", "no-such-model", "--data", str(badges)]) == 2
-    assert "no-such-model" in capsys.readouterr().err
-
-
 def test_help_says_what_the_rule_chooses(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["finetune", "--help-all"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -290,26 +238,28 @@ def test_help_says_what_the_rule_chooses(capsys: pytest.CaptureFixture[str]) -> 
     assert "Default: the model's." in shown and "--init " not in shown and "--variant" not in shown
 
 
-def test_a_stopped_run_goes_on_to_its_report(
+def test_evaluation_says_where_training_held_nothing_out(
+    model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(model), "--data", str(badges), "--run", str(tmp_path / "run"), "--validation-share", "0"]
+    assert main(["finetune", *words, "--max-skipped", "0.1", *QUICK, "--steps", "2"]) == 0
+    for split, is_said in (("held-out", True), ("all", False)):
+        capsys.readouterr()
+        words = [str(tmp_path / "run"), "--data", str(badges), "--json", "--bootstrap", "0", "--split", split]
+        assert main(["evaluate", *words]) == 0
+        assert ("this model was trained without held-out images" in capsys.readouterr().err) == is_said
+
+
+def test_a_run_goes_on_to_its_report_whenever_it_was_stopped(
     model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    words = ["finetune", str(model), "--data", str(badges), "--run", str(run), "--max-skipped", "0.1", *QUICK]
-    words += ["--steps", "8"]
+    words = [str(model), "--data", str(badges), "--run", str(run), "--max-skipped", "0.1", *QUICK, "--steps", "4"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(after_step, "report", _stop_at(5, after_step.report))
-        assert main(words) == Stopped.exit_code
+        patch.setattr(after_step, "report", _stop_at(2, after_step.report))
+        assert main(["finetune", *words]) == Stopped.exit_code
     assert f"Continue with: vitrail finetune --resume {run}" in capsys.readouterr().err
-    assert main(["finetune", "--resume", str(run)]) == 0
-    assert (run / "report.html").is_file() and "report.html" in capsys.readouterr().out
-
-
-def test_a_complete_run_without_a_report_gets_one(
-    model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    words = [str(model), "--data", str(badges), "--run", str(run)]
-    assert main(["finetune", *words, *QUICK, "--steps", "4"]) == 0
+    assert main(["finetune", "--resume", str(run)]) == 0 and "report.html" in capsys.readouterr().out
     first = (run / "report.html").read_bytes()
     assert main(["finetune", "--resume", str(run)]) == 0 and "is complete" in capsys.readouterr().err
     (run / "report.html").unlink()  # as if it was killed before it wrote it
@@ -361,32 +311,6 @@ def test_a_suite_is_fine_tuned_and_ends_with_one_table(
     assert f"{plain['all']['accuracy']['mean']:.2%}" == shown
     assert main([*words, "--name", "other", "--strict"]) == 2
     assert "task gone: ask [the curator]" in capsys.readouterr().err and Path("runs/other/badges/model").is_dir()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--suite", "vtab-1k"], "--data is missing; usage: vitrail finetune MODEL --data SPEC"),
-        (["--suite", "vtab-1k", "--data", "nowhere"], "--data: 'nowhere' is not a folder; with --suite, choose a"),
-        (["--suite", "vtab", "--data", "."], "suite 'vtab' does not exist (nearest: vtab-1k"),
-        (["--suite", "one.toml", "--data", "."], "suite one: no task could be measured:\n  gone: nowhere"),
-        (["--suite", "one.toml", "--data", ".", "--mix", "0.3:bundled", "--per-class", "5"],
-         "--suite one.toml decides which images each task uses for training and for testing; leave out --mix"),
-        (["--suite", "one.toml", "--data", ".", "--init", "other"], "--init: the initial model is MODEL"),
-        (["--suite", "one.toml", "--data", ".", "--resume", "runs/one"], "a run that --resume continues keeps its"),
-        (["--strict", "--data", "."], "--strict: only the tasks of a --suite can be skipped; name a suite"),
-    ],
-)  # fmt: skip
-def test_a_suite_that_cannot_work_is_explained(
-    words: list[str], message: str, model: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    Path("one.toml").write_text(
-        'name = "one"\n[evaluators.linear]\n[[tasks]]\nname = "gone"\ngroup = "a"\nwhere = "nowhere"'
-    )
-    code, error = main(["finetune", str(model), *words]), capsys.readouterr().err
-    assert code == 2 and message in error and "Traceback" not in error and not Path("runs").exists()
 
 
 @pytest.mark.slow

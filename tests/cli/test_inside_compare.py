@@ -10,7 +10,6 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.analysis.test_comparison import BIT, bundle_of
-from tests.make import make_colour_folder
 from vitrail.cli import main
 
 
@@ -58,42 +57,6 @@ def test_files_of_the_user_are_never_replaced(
     assert "holds files that Vitrail did not write (thesis.txt)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--data", "x", "--images", "3"], "--images: 3 is less than 4"),
-        (["--data", "x", "--examples", "-1"], "--examples: -1 is less than 0"),
-        ([], "--data is missing: name a data set with the classes of the model"),
-    ],
-)
-def test_options_are_checked_before_models_are_read(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["compare", "no-model", "no-other", *options]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("models", [["a"], ["a", "a"], ["a", "b", "c"]])
-def test_two_models_are_named(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", *models, "--data", "x"]) == 2
-    assert f"MODEL: name two different models to compare, not {' '.join(models)}" in capsys.readouterr().err
-
-
-def test_images_that_cannot_be_decoded_are_named(
-    models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data, out = make_colour_folder(tmp_path / "data", images=3), tmp_path / "compared"
-    (data / "red" / "cut.jpg").write_bytes(b"\xff\xd8\xff\xe0 nothing more")
-    given = ["compare", *models, "--data", str(data), "--split", "all", "--out", str(out), "--bootstrap", "0"]
-    assert main(given) == 0
-    shown = capsys.readouterr().out.splitlines()
-    found = json.loads((out / "compare.json").read_text())
-    (item,) = found["skipped"]
-    assert item["key"] == "red/cut.jpg" and shown.count(f"skipped red/cut.jpg: {item['reason']}") == 1
-    assert found["images_for_layers"] == 9
-    assert "1 image could not be decoded. The numbers do not include it." in (out / "compare.html").read_text()
-
-
 def test_all_compares_models_that_held_out_no_image_in_common(
     models: list[str], colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,10 +70,3 @@ def test_all_compares_models_that_held_out_no_image_in_common(
     assert main([*given, "--split", "all"]) == 0
     shown = capsys.readouterr().out
     assert "36 images" in shown and "that no model learned from" not in shown
-
-
-def test_too_few_images_are_named(models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = make_colour_folder(tmp_path / "data", images=1)
-    assert main(["compare", *models, "--data", str(data), "--split", "all", "--out", str(tmp_path / "out")]) == 2
-    assert "3 images with a label can be compared; the layers need at least 4" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -73,7 +73,9 @@ def test_the_embeddings_are_a_table_for_other_programs(
     bundle.save(tmp_path / "model")
     out = tmp_path / "report"
     given = ["report", str(tmp_path / "model"), "--data", str(colour_folder), "--out", str(out), *FAST]
-    assert main([*given, "--split", "all"]) == 0
+    assert main(given) == 0
+    assert "use --split all to measure every image" in capsys.readouterr().out
+    assert main([*given, "--split", "all", "--overwrite"]) == 0
     rows = list(csv.DictReader((out / "embedding.csv").read_text().splitlines()))
     found = pyarrow.parquet.read_table(out / "embedding.parquet")
     assert found.column_names == ["key", "class", "predicted", "probability", "component_1", "component_2", "feature"]
@@ -121,23 +123,6 @@ def broken(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def test_images_that_cannot_be_decoded_are_named(
-    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bundle_of(seed=3).save(tmp_path / "model")
-    out = tmp_path / "report"
-    given = ["report", str(tmp_path / "model"), "--data", str(broken), "--out", str(out), "--bootstrap", "0"]
-    given += ["--saliency-images", "0"]
-    assert main(given) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("skipped ")]
-    assert [line.partition(": ")[0] for line in lines] == ["skipped red/test.jpg", "skipped red/train.jpg"]
-    found = json.loads((out / "report.json").read_text())
-    assert [f"skipped {item['key']}: {item['reason']}" for item in found["skipped"]] == lines
-    assert found["images"] == 9 and found["probes"]
-    page = (out / "report.html").read_text()
-    assert "2 images could not be decoded. The numbers do not include them." in page and "red/test.jpg" in page
-
-
 def test_all_reports_on_the_images_of_every_split(
     broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,31 +134,3 @@ def test_all_reports_on_the_images_of_every_split(
     assert found["images"] == 18 and not found["probes"]
     assert "a linear model of each layer, which would be measured on images that it learned from" in found["notes"]
     assert "skipped 1:red/train.jpg" in shown.err and "skipped 2:red/test.jpg" in shown.err
-
-
-def test_the_note_about_a_missing_split_offers_an_option_of_this_verb(
-    colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bundle_of(seed=3).save(tmp_path / "model")
-    given = ["report", str(tmp_path / "model"), "--data", str(colour_folder), "--out", str(tmp_path / "report")]
-    assert main([*given, *FAST]) == 0
-    shown = capsys.readouterr().out
-    assert "use --split all to measure every image" in shown and "accuracy on 4 images" in shown
-    assert main([*given, *FAST, "--overwrite", "--split", "all"]) == 0
-    assert "accuracy on 36 images" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--data", "x", "--images", "3"], "--images: 3 is less than 4"),
-        (["--data", "x", "--probe-images", "-1"], "--probe-images: -1 is less than 0"),
-        (["--data", "x", "--saliency-images", "-1"], "--saliency-images: -1 is less than 0"),
-        ([], "--data is missing: name a data set with the classes of the model"),
-    ],
-)
-def test_options_are_checked_before_the_model_is_read(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", "no-model", *options]) == 2
-    assert message in capsys.readouterr().err

@@ -135,15 +135,3 @@ def test_features_of_earlier_versions_are_searched_with_a_warning(run: Run, feat
     assert {each["image"] for each in json.loads(out)["nearest"]} == {
         f"{name}/11.png" for name in ("blue", "green", "red")
     }
-
-
-def test_wrong_words(run: Run, features: Path, tmp_path: Path) -> None:
-    image = tmp_path / "data" / "test" / "red" / "11.png"
-    for words, message in (
-        ((features, image, "--top", "0"), "--top: 0 is less than 1; choose the number of neighbours"),
-        ((features, image, "--csv", "--json"), "--csv and --json exclude each other"),
-        ((features, tmp_path / "none.png"), "none.png' does not exist"),
-        ((tmp_path / "data", image), "holds no features: neither it nor a folder in it has features.json"),
-    ):
-        code, _, errors = run(*words)
-        assert code == 2 and message in errors and "Traceback" not in errors

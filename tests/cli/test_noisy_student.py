@@ -33,23 +33,3 @@ def test_the_command_alone_runs_and_continues(capsys: pytest.CaptureFixture[str]
     assert main(["noisy-student", *TINY, "--confidence", "0.06"]) == 2
     message = "vitrail: runs/noisy-student holds rounds of Noisy Student with other settings: confidence was 0.05 and"
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["dmo"], "vitrail: recipe 'dmo' does not exist; nearest: demo"),
-        (["--overwrite"], "vitrail: --overwrite: finished rounds are never replaced; leave it out, or choose another"),
-        (["--rounds", "0"], "vitrail: --rounds: 0 is less than 1"),
-        (["--data", "bundled"], "vitrail: --unlabelled: data 'bundled' is labelled and used whole, so there are no"),
-        (["--task", "mae"], "vitrail: --task: 'mae' has no pseudo labels; Noisy Student needs"),
-        (["--teacher", "nowhere"], "vitrail: --teacher: 'nowhere' cannot be loaded"),
-        (["--steps", "5", "--epochs", "2"], "vitrail: --steps and --epochs exclude each other"),
-    ],
-)
-def test_mistakes_are_one_line(
-    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["noisy-student", *options]) == 2
-    assert capsys.readouterr().err.startswith(message)
-    assert not (tmp_path / "runs").exists()

@@ -62,22 +62,3 @@ def test_a_model_without_a_head_gets_a_linear_one(
     assert main(["optimize", str(headless), "--data", str(data), "--keep", "0.5", "--out", str(out)]) == 0
     assert "the model has no head, so it got a linear head from" in capsys.readouterr().out
     assert load(out).classes == ("blue", "green", "red")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--keep", "0"], "--keep: 0.0 is not in (0, 1]"),
-        (["--keep", "1.01"], "--keep: 1.01 is not in (0, 1]"),
-        (["--keep", "nan"], "--keep: nan is not in (0, 1]"),
-        (["--images", "0"], "--images: 0 is less than 1"),
-        (["--batch-size", "0"], "--batch-size: 0 is less than 1"),
-        (["--budget", "ten"], "--budget: 'ten' is not a time"),
-        (["--overwrite"], "--overwrite: nothing is written without --out"),
-        (["--out", "."], "is the current folder; name a new folder inside it"),
-    ],
-)
-def test_wrong_use_is_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["optimize", "nowhere", "--data", "nothing", *words]) == 2
-    shown = capsys.readouterr()
-    assert message in shown.err and not shown.out and "Traceback" not in shown.err

@@ -199,37 +199,6 @@ def test_images_of_a_data_set_keep_their_numbers(
     assert {row["category_id"] for row in json.loads(file.read_text())} <= {5, 17, 90}
 
 
-@pytest.mark.parametrize(
-    ("kind", "words", "message"),
-    [
-        ("pyramid", ["--masks", "new"], "--masks is for masks"),
-        ("pyramid", ["--top", "2"], "--top is for classes"),
-        ("patches", ["--coco", "new.json"], "--coco is for boxes"),
-        ("patches", ["--threshold", "0.2"], "--threshold is for boxes"),
-        ("pyramid", ["--coco", "new.json", "--threshold", "0.2"], "no effect on --coco"),
-        ("pyramid", ["--coco", "annotations.json"], "no COCO results"),
-        ("pyramid", ["--out", "new", "--yolo", "new"], "folder of its own"),
-        ("pyramid", ["--out", "new", "photos/a.png"], "same name"),
-        ("pyramid", ["--split", "test"], "--split"),
-        ("pyramid", ["--data", "photos"], "exclude each other"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(
-    kind: str,
-    words: list[str],
-    message: str,
-    tmp_path: Path,
-    photos: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("annotations.json").write_text('{"images": []}')
-    dense_model(Path("model"), kind)
-    assert main(["predict", "model", "photos", *words]) == 2
-    assert message in capsys.readouterr().err and not Path("new").exists() and not Path("new.json").exists()
-
-
 def test_masks_of_objects_are_written_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_outlines_folder(tmp_path / "data", train=2, validation=0, test=4)
     model = replace(dense_bundle("queries"), provenance={"class_ids": [3, 7]}).save(tmp_path / "model")

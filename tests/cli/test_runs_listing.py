@@ -114,21 +114,3 @@ def test_curves_of_runs_are_drawn_in_the_same_charts(
     capsys.readouterr()
     assert main(["runs", "compare", *folders, "--page", str(page)]) == 2
     assert "curves.html exists already" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["runs", "nowhere"], "'nowhere' is not a folder; give the folder that holds your runs"),
-        (["runs", "."], "holds no run: no folder in it has a run.json"),
-        (["runs", "--sort", "size"], "--sort"),
-        (["runs", "compare", "one"], "RUN: a comparison needs two runs or more"),
-        (["runs", "compare", "one", "two"], "'one' is not the folder of a run: it has no run.json"),
-    ],
-)
-def test_what_cannot_be_listed_is_said(
-    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(words) == 2
-    assert message in capsys.readouterr().err

@@ -10,7 +10,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -45,37 +44,6 @@ def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         image_size=(64, 48), patch_size=(4, 4), width=96, depth=6, heads=3, mlp_width=192, num_classes=3
     )  # fmt: skip
     return make_bundle(config).save(tmp_path_factory.mktemp("runs") / "slow" / "model").parent
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "MODEL... is missing; usage: vitrail serve MODEL..."),
-        (["MODEL", "MODEL"], "MODEL: two models are called 'flowers'; give another name to one of them: NAME=MODEL"),
-        (["=MODEL"], "lacks a name or a path; give NAME=MODEL"),
-        (["MODEL", "--workers", "0"], "--workers: 0 is less than 1"),
-        (["MODEL", "--max-queue", "8"], "--max-images: 64 is more than --max-queue 8"),
-        (["MODEL", "--port", "PORT"], "--port: PORT on host='127.0.0.1' cannot be used: Address already in use"),
-        (["nowhere/at-all/here"], "nowhere/at-all/here"),
-        (["google/vit", "--watch"], "--watch: True needs files, but 'google/vit' is a name on the hub"),
-    ],
-)
-def test_wrong_usage(arguments: list[str], words: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
-        given = [word.replace("MODEL", str(model)).replace("PORT", port) for word in arguments]
-        if "--port" not in given:
-            given += ["--port", "0"]
-        assert main(["serve", *given]) == 2
-        assert words.replace("PORT", port) in capsys.readouterr().err
-
-
-def test_a_missing_package_says_what_to_install(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "starlette", None)
-    assert main(["serve", str(model)]) == 2
-    assert "starlette is not installed; install it with: pip install 'vitrail[serve]'" in capsys.readouterr().err
 
 
 @contextmanager

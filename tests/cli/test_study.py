@@ -24,23 +24,6 @@ def run(*arguments: object) -> int:
     return main(["study", *map(str, arguments)])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("positon",), "study 'positon' does not exist; nearest: positions"),
-        (("head", "--arms", "class-tokn"), "arm 'class-tokn' does not exist in this study; nearest: class-token"),
-        (("head", "--seeds", "0", "0"), "--seeds: 0 is given twice; give each value once"),
-        (("head", "--seeds", "1000"), "--seeds: 1000 is not in [0, 1000); the trials have the seed 1000"),
-        (("head", "--jobs", "0"), "--jobs: 0 is less than 1"),
-        (("head", "--jobs", "100000"), "jobs fit; give a smaller number, or free memory"),
-        (("head", "--data", "bundled[:9]"), "selects an amount, but the study selects its subsets"),
-    ],
-)
-def test_bad_input_is_told(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*arguments, "--device", "cpu") == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_the_plan_has_the_cost_of_both_sizes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
