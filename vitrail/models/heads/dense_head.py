@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
@@ -76,9 +77,12 @@ class DenseHead(nn.Module, ABC):
     def forward(self, features: Features) -> Float[Tensor, "b rows outputs"]:
         """Return the outputs of images with these tokens, in float32."""
 
-    @abstractmethod
+    @torch.no_grad()
     def initialise(self) -> None:
-        """Draw new weights."""
+        """Draw new weights, by default those with which PyTorch makes its layers."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Conv2d | nn.ConvTranspose2d | nn.GroupNorm | nn.LayerNorm):
+                module.reset_parameters()
 
     @classmethod
     def row_logits(cls, outputs: Float[Tensor, "b rows outputs"]) -> Float[Tensor, "b rows classes"]:

@@ -51,12 +51,6 @@ class DetectionTokens(BoxHead):
         centres, sizes = self.boxes(tokens).float().sigmoid().split(2, dim=2)
         return torch.cat([centres - sizes / 2, centres + sizes / 2, self.classes(tokens).float()], dim=2)
 
-    @torch.no_grad()
-    def initialise(self) -> None:
-        for layer in self.modules():
-            if isinstance(layer, Linear):
-                layer.reset_parameters()
-
     @classmethod
     def objects(cls, outputs: Float[Tensor, "b tokens outputs"], grid: tuple[int, int]) -> list[FoundBoxes]:
         """Return the likeliest class of each token with its box. Boxes that overlap all stay, because each object has

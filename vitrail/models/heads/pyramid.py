@@ -84,9 +84,7 @@ class Pyramid(BoxHead):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d | nn.ConvTranspose2d | nn.GroupNorm | nn.LayerNorm):
-                module.reset_parameters()
+        super().initialise()
         starts = -math.log((1 - PRIOR) / PRIOR), math.log(math.expm1(FIRST_DISTANCE))
         for last, start in zip((self.class_logits, self.distances), starts, strict=True):
             assert last.bias is not None

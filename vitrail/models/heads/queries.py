@@ -101,9 +101,7 @@ class QueryMasks(BoxHead, MaskHead):
     @torch.no_grad()
     def initialise(self) -> None:
         nn.init.normal_(self.queries)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Conv2d | nn.ConvTranspose2d | nn.LayerNorm):
-                module.reset_parameters()
+        super().initialise()
 
     @classmethod
     def class_maps(
