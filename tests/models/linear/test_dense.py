@@ -31,14 +31,14 @@ def test_rows_of_the_weight_take_inputs_of_their_own(bias: bool) -> None:
 
 def test_an_adapter_changes_the_weight_that_products_take() -> None:
     made, x = layer(), torch.randn(2, 5)
-    made.adapt(Twice())
+    made.adapter = Twice()
     assert torch.equal(made(x), F.linear(x, 2 * made.weight, made.bias))
     assert torch.equal(made.by_rows((x, 6))[0], made(x))
 
 
 def test_a_product_can_be_exchanged() -> None:
     made, x = layer(), torch.randn(2, 5)
-    made.use_product(lambda x, weight, bias: F.linear(x, weight, bias) + 1)
+    made.product = lambda x, weight, bias: F.linear(x, weight, bias) + 1
     assert torch.equal(made(x), F.linear(x, made.weight, made.bias) + 1)
     assert torch.equal(made.after_gelu(x, "none"), made(F.gelu(x))), "the fused kernel is of the layer's own product"
 
@@ -48,7 +48,7 @@ def test_a_frozen_weight_is_the_one_that_products_take() -> None:
     own = made.weight
     made.freeze(None)
     assert made.weight is own, "a weight that needs no change stays the same tensor"
-    made.adapt(Twice())
+    made.adapter = Twice()
     made.freeze(None)
     assert torch.equal(made.weight, 2 * own) and made.adapter is None and not made.weight.requires_grad
     made.freeze(torch.bfloat16)

@@ -64,20 +64,9 @@ def linear(
     return float32_linear(x, weight, bias) if uses_onednn(x, weight, bias) else F.linear(x, weight, bias)
 
 
-def gelu_linear(
-    x: Float[Tensor, "*batch inputs"],
-    weight: Float[Tensor, "outputs inputs"],
-    bias: Float[Tensor, " outputs"] | None,
-    approximate: Gelu,
-) -> Float[Tensor, "*batch outputs"]:
-    """Return `gelu(x) weight^T + bias` without keeping GELU's output. The backward pass computes the output again.
-
-    `fuses(x, weight, bias)` must be true. `docs/performance.md` reports the saved memory and the added time.
-    """
-    return _linear(x, weight, bias, approximate)
-
-
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: Gelu | None) -> Tensor:
+    """Return `x weight^T + bias`, or `gelu(x) weight^T + bias` without keeping GELU's output, which the backward pass
+    computes again. `docs/performance.md` reports the saved memory and the added time."""
     if torch.is_grad_enabled():
         return _Linear.apply(x, weight, bias, gelu)  # type: ignore[no-untyped-call]
     return _product(x.to(torch.bfloat16), weight.to(torch.bfloat16), bias, gelu)
@@ -119,11 +108,10 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @skippable
 class Linear(nn.Linear):
-    """A dense layer. `use_product` exchanges the kernel, and `adapt` lets a module change the weight that the kernel
-    uses."""
+    """A dense layer, whose kernel can be exchanged, and whose weight a module can change."""
 
     product: Product
-    """The kernel that computes the layer."""
+    """The kernel that computes the layer, which can be assigned."""
     adapter: nn.Module | None
     """A module that computes the kernel's weight from the layer's own weight (`lora.py`), or None."""
 
@@ -148,7 +136,7 @@ class Linear(nn.Linear):
         allow it. `is_plain(layer, Linear)` must be true."""
         operand = self.operand
         if self.product is linear and fuses(hidden, operand, self.bias):
-            return gelu_linear(hidden, operand, self.bias, approximate)
+            return _linear(hidden, operand, self.bias, approximate)
         return self.product(F.gelu(hidden, approximate=approximate), operand, self.bias)
 
     def by_rows(self, *inputs: tuple[Float[Tensor, " ..."], int]) -> tuple[Tensor, ...]:
@@ -164,14 +152,6 @@ class Linear(nn.Linear):
         return tuple(
             self.product(x, weight, bias) for (x, _), weight, bias in zip(inputs, weights, biases, strict=True)
         )
-
-    def use_product(self, product: Product) -> None:
-        """Compute the layer by another kernel from now on."""
-        self.product = product
-
-    def adapt(self, adapter: nn.Module) -> None:
-        """Pass the weight through a module before the kernel uses it."""
-        self.adapter = adapter
 
     def freeze(self, dtype: torch.dtype | None) -> None:
         """Replace the weight by the weight that the kernel uses, converted to `dtype` (None keeps the format).

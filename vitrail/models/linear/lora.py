@@ -96,7 +96,7 @@ def add_adapters(network: AnyNetwork, *, rank: int, alpha: float, names: Sequenc
                         f"lora_on={tuple(names)}: {own[parts[0]]!r} is computed by a layer of the class "
                         f"{type(layer).__name__}, which LoRA cannot adapt; add adapters before layers are replaced"
                     )
-                layer.adapt(LowRank(layer.weight.detach(), rank=rank, alpha=alpha, parts=parts, of=len(own)))
+                layer.adapter = LowRank(layer.weight.detach(), rank=rank, alpha=alpha, parts=parts, of=len(own))
 
 
 @torch.no_grad()

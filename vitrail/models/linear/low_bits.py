@@ -30,8 +30,7 @@ MULTIPLE = 16
 """Number that must divide the rows and columns of a weight, because the kernels read 16 bytes at a time."""
 
 SMALLEST = 1e-30
-"""Lower limit of the largest magnitude from which the scale of a tensor is computed, so that a tensor of zeros can be
-scaled."""
+"""Lower limit of the largest magnitude from which the scale of a tensor is computed, so that zeros can be scaled."""
 
 
 def use_float8(network: nn.Module) -> int:
@@ -45,7 +44,7 @@ def use_float8(network: nn.Module) -> int:
     blocks = network.layers().blocks if isinstance(network, HasLayers) else []
     for module in (part for block in blocks for part in block.modules()):
         if isinstance(module, Linear) and not (module.in_features % MULTIPLE or module.out_features % MULTIPLE):
-            module.use_product(float8_linear)
+            module.product = float8_linear
             found += 1
     if not found:
         raise ConfigError(
@@ -161,9 +160,6 @@ LARGEST = 127
 ZERO = 128
 """Offset of rounded inputs, because the processor multiplies unsigned bytes by signed bytes."""
 
-SMALLEST = 1e-30
-"""Lower limit of the largest magnitude from which a scale is computed, so that rows of zeros can be scaled."""
-
 
 def use_int8(network: nn.Module) -> int:
     """Compute the dense layers of the network's blocks in 8-bit integers from now on, and return their number.
@@ -172,7 +168,7 @@ def use_int8(network: nn.Module) -> int:
     """
     layers = _layers(network)
     for layer, names in layers:
-        layer.use_product(Int8Product(layer.operand, feeds_product="query" in names))
+        layer.product = Int8Product(layer.operand, feeds_product="query" in names)
     return len(layers)
 
 
@@ -225,11 +221,8 @@ class Int8Product:
             rounded, 1.0, ZERO, self.packed, self.scales, self.zeros, None, 1.0, 0, torch.float32, "none", [], ""
         ).mul_(scales)
         product = (product if bias is None else product.add_(bias)).view(*x.shape[:-1], -1)
-        return product.to(torch.get_autocast_dtype("cpu")) if self.feeds_product and _is_autocast() else product
-
-
-def _is_autocast() -> bool:
-    return torch.is_autocast_enabled("cpu")
+        converts = self.feeds_product and torch.is_autocast_enabled("cpu")
+        return product.to(torch.get_autocast_dtype("cpu")) if converts else product
 
 
 def quantized(x: Float[Tensor, "rows inputs"]) -> tuple[UInt8[Tensor, "rows inputs"], Float[Tensor, "rows 1"]]:
