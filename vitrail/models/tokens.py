@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vitrail.models.attention.full import attend, in_format_of
 from vitrail.models.blocks import make_mlp
-from vitrail.models.linear.dense import Linear
+from vitrail.models.linear.dense import Linear, initialise_parts
 from vitrail.models.network import Features, image_sides
 from vitrail.models.reduction import size_bias
 from vitrail.models.vit_config import Activation, Pool
@@ -127,12 +127,9 @@ class AttentionPool(nn.Module):
     @torch.no_grad()
     def initialise(self) -> None:
         nn.init.xavier_uniform_(self.probe[0])  # a (1, width) matrix, as flax counts its fans
-        nn.init.xavier_uniform_(self.query.weight)
-        for projection in self.key_value.weight.chunk(2):
-            nn.init.xavier_uniform_(projection)
-        nn.init.xavier_uniform_(self.out.weight)
-        for layer in (self.query, self.key_value, self.out):
-            nn.init.zeros_(layer.bias)
+        initialise_parts(self.query)
+        initialise_parts(self.key_value, 2)
+        initialise_parts(self.out)
 
 
 def pool(

@@ -70,7 +70,7 @@ class VisionTransformer(nn.Module):
         channels = config.root.out_channels if config.root else config.channels
         self.patches = PatchEmbedding(config.patch_size, channels, config.width, bias=config.patch_bias)
         self.prefix = PrefixTokens(config.width, class_token=config.has_class_token, registers=config.registers)
-        self.positions = config.position_embedding.of(config)
+        self.positions = config.position_embedding(config)
         self.context = config.attention_kind.context()
         self.pre_norm = nn.LayerNorm(config.width, config.norm_eps) if config.pre_norm else None
         self.dropout = nn.Dropout(config.dropout)

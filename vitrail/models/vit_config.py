@@ -26,7 +26,6 @@ from vitrail.models.network import (
     weights_of,
 )
 from vitrail.models.positions import POSITIONS, Covered, PositionPlace, PositionResize, Positions
-from vitrail.models.positions.embedding import TransformerConfig
 from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet_config import GAPS as RESNET_GAPS
 from vitrail.models.resnet_config import (
@@ -48,7 +47,7 @@ FinalNorm = Literal["tokens", "pooled"]
 
 @refuse_assignment
 @dataclass(frozen=True, kw_only=True)
-class ViTConfig(NetworkConfig, TransformerConfig):
+class ViTConfig(NetworkConfig):
     """The config of a Vision Transformer.
 
     The defaults are the paper's ViT-B/16. Raises `ConfigError` if fields have invalid values. The message names all of
@@ -414,7 +413,7 @@ class ViTConfig(NetworkConfig, TransformerConfig):
 @functools.lru_cache(maxsize=256)
 def _counted(config: ViTConfig, kind: type[AttentionKind], positions: type[Positions]) -> tuple[int, int]:
     attention = kind(config)
-    return weights_of(attention.build), weights_of(lambda: positions.of(config)) + weights_of(attention.context)
+    return weights_of(attention.build), weights_of(lambda: positions(config)) + weights_of(attention.context)
 
 
 def _misfits(config: ViTConfig) -> list[str]:
@@ -469,9 +468,9 @@ def _misfits_of_attention(config: ViTConfig) -> list[str]:
     """Return messages for fields that do not fit the attention."""
     try:
         kind = config.attention_kind
+        found = kind.problems()
     except ConfigError as error:
         return [str(error)]
-    found = kind.problems()
     if kind.needs_grid and config.patch_dropout:
         found.append(
             f"patch_dropout={config.patch_dropout} does not fit attention={config.attention!r}, which needs the whole "

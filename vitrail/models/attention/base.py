@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vitrail.errors import ConfigError
 from vitrail.models.linear.dense import Linear
 from vitrail.models.network import FootprintPrecision
-from vitrail.models.positions.embedding import AttentionPositions, TransformerConfig
+from vitrail.models.positions.embedding import AttentionPositions, ViTConfig
 
 SWITCHES = {"on": True, "off": False}
 
@@ -235,7 +235,7 @@ class AttentionKind:
     """True if the layer reads a bias of offsets from `AttentionPositions.offset_bias` instead of a bias for every
     pair of tokens."""
 
-    def __init__(self, config: TransformerConfig, block: int = 0, settings: Any = None) -> None:
+    def __init__(self, config: ViTConfig, block: int = 0, settings: Any = None) -> None:
         """By default, the settings are those in `ViTConfig.attention`."""
         self.config = config
         self.block = block

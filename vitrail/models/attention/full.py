@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from vitrail.models.attention.base import AttentionKind, AttentionLayer, AttentionOperands
-from vitrail.models.linear.dense import Linear, can_split, fuses
+from vitrail.models.linear.dense import Linear, can_split, fuses, initialise_parts
 from vitrail.models.network import FootprintPrecision, bytes_each
 from vitrail.models.positions.embedding import AttentionPositions
 
@@ -171,14 +171,9 @@ class SelfAttention(AttentionLayer):
         yield self.qkv, ("query", "key", "value")
         yield self.out, ("out",)
 
-    @torch.no_grad()
     def initialise(self) -> None:
-        for projection in self.qkv.weight.chunk(3):  # each is a separate matrix with a fan-out of D, not 3 D
-            nn.init.xavier_uniform_(projection)
-        nn.init.xavier_uniform_(self.out.weight)
-        for bias in (self.qkv.bias, self.out.bias):
-            if bias is not None:
-                nn.init.zeros_(bias)
+        initialise_parts(self.qkv, 3)  # each has a fan-out of D, not 3 D
+        initialise_parts(self.out)
 
 
 def _normalise(x: Float[Tensor, "b heads n d"], norm: nn.Module) -> Float[Tensor, "b heads n d"]:

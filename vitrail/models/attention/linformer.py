@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vitrail.models.attention.base import AttentionContext, AttentionLayer
 from vitrail.models.attention.full import FullAttention, SelfAttention, attend
 from vitrail.models.network import FootprintPrecision, bytes_each
-from vitrail.models.positions.embedding import AttentionPositions, PositionResize, resize_grid
+from vitrail.models.positions.embedding import AttentionPositions, resize_grid
 
 Share = Literal["none", "heads", "keys-values", "layers"]
 
@@ -57,16 +57,7 @@ class LinformerAttention(FullAttention):
         return found
 
     def context(self) -> AttentionContext:
-        config, share = self.config, self.settings.share
-        return LinformerContext(
-            config.attention,
-            config.grid,
-            layers=1 if share == "layers" else config.num_blocks,
-            parts=2 if share in ("none", "heads") else 1,
-            heads=config.heads if share == "none" else 1,
-            rows=self.settings.rows,
-            resize=config.position_resize,
-        )
+        return LinformerContext(self)
 
     def layer_class(self) -> type[SelfAttention]:
         return LinformerSelfAttention
@@ -97,21 +88,13 @@ class LinformerContext(AttentionContext):
     An axis has length 1 if its members share their projections.
     """
 
-    def __init__(
-        self,
-        name: str,
-        grid: tuple[int, int],
-        *,
-        layers: int,
-        parts: int,
-        heads: int,
-        rows: int,
-        resize: PositionResize,
-    ) -> None:
-        super().__init__(name)
-        self.grid = grid
-        self.resize = resize
-        self.projections = nn.Parameter(torch.empty(layers, parts, heads, rows, prod(grid)))
+    def __init__(self, kind: LinformerAttention) -> None:
+        config, share = kind.config, kind.settings.share
+        super().__init__(config.attention)
+        self.grid, self.resize = config.grid, config.position_resize
+        layers = 1 if share == "layers" else config.num_blocks
+        parts, heads = 2 if share in ("none", "heads") else 1, config.heads if share == "none" else 1
+        self.projections = nn.Parameter(torch.empty(layers, parts, heads, kind.settings.rows, prod(config.grid)))
 
     def for_blocks(self, grid: tuple[int, int], blocks: int, device: torch.device) -> Sequence[Tensor]:
         found = list(self._for_grid(self.projections, grid))

@@ -18,13 +18,13 @@ from math import ceil, inf, prod
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitrail.models.attention.base import AttentionContext, AttentionKind, AttentionLayer
 from vitrail.models.attention.full import rotate
-from vitrail.models.linear.dense import Linear
+from vitrail.models.linear.dense import Linear, initialise_parts
 from vitrail.models.network import FootprintPrecision, bytes_each
-from vitrail.models.positions.embedding import AttentionPositions
+from vitrail.models.positions.embedding import AttentionPositions, ViTConfig
 
 SELF = -1e5
 """Logit that is added for the pair of a token with itself, as in the paper."""
@@ -85,15 +85,7 @@ class LshAttention(AttentionKind):
         )
 
     def build(self) -> AttentionLayer:
-        config = self.config
-        return LshSelfAttention(
-            config.width,
-            config.heads,
-            self.settings,
-            prefix=config.prefix,
-            qk_bias=config.qkv_bias,
-            out_bias=config.dense_bias,
-        )
+        return LshSelfAttention(self.config, self.settings)
 
     def macs(self, tokens: int, read: int) -> int:
         width, prefix = self.config.width, self.config.prefix
@@ -146,15 +138,13 @@ class LshSelfAttention(AttentionLayer):
     pair of tokens.
     """
 
-    def __init__(
-        self, width: int, heads: int, settings: LshSettings, *, prefix: int, qk_bias: bool = True, out_bias: bool = True
-    ) -> None:
+    def __init__(self, config: ViTConfig, settings: LshSettings) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads = config.heads
         self.settings = settings
-        self.prefix = prefix
-        self.query_value = Linear(width, 2 * width, bias=qk_bias)
-        self.out = Linear(width, width, bias=out_bias)
+        self.prefix = config.prefix
+        self.query_value = Linear(config.width, 2 * config.width, bias=config.qkv_bias)
+        self.out = Linear(config.width, config.width, bias=config.dense_bias)
 
     def forward(
         self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None, read: int | None = None
@@ -205,14 +195,9 @@ class LshSelfAttention(AttentionLayer):
         yield self.query_value, ("query", "value")
         yield self.out, ("out",)
 
-    @torch.no_grad()
     def initialise(self) -> None:
-        for projection in self.query_value.weight.chunk(2):
-            nn.init.xavier_uniform_(projection)
-        nn.init.xavier_uniform_(self.out.weight)
-        for bias in (self.query_value.bias, self.out.bias):
-            if bias is not None:
-                nn.init.zeros_(bias)
+        initialise_parts(self.query_value, 2)
+        initialise_parts(self.out)
 
 
 def hashed(

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from vitrail.errors import ConfigError
 from vitrail.models.attention.base import AttentionContext, AttentionLayer, AttentionOperands
 from vitrail.models.attention.full import FullAttention, SelfAttention, attend
 from vitrail.models.network import FootprintPrecision, bytes_each
@@ -164,15 +165,19 @@ class SparseAttention(FullAttention):
                 f"than the pairs that attention={config.attention!r} leaves out; choose 'relative-bias', or "
                 "attention='full'"
             )
-        return found
+        return [*found, *filter(None, [self.misfit(config.grid)])]
+
+    def misfit(self, grid: tuple[int, int]) -> str:
+        """Return a message if the groups do not fit a grid, or an empty text."""
+        return ""
 
     def sizes(self) -> tuple[GroupSize, ...]:
         """Return the sizes of the groups for the config's grid, by formula."""
         raise NotImplementedError
 
     def groups(self, grid: tuple[int, int]) -> tuple[Group, ...]:
-        """Return the tables for a grid. Raise `ConfigError` if the grid does not fit. A pair of patches is seen in one
-        group only, and only the first group has class token and registers as keys."""
+        """Return the tables for a grid. A pair of patches is seen in one group only, and only the first group has class
+        token and registers as keys."""
         raise NotImplementedError
 
     @property
@@ -189,7 +194,9 @@ class SparseAttention(FullAttention):
         return AttentionContext(self.config.attention, self.tables)
 
     def tables(self, grid: tuple[int, int]) -> list[tuple[Group, ...]]:
-        """Return the groups of each block until they repeat."""
+        """Return the groups of each block until they repeat. Raise `ConfigError` if the grid does not fit."""
+        if text := self.misfit(grid):
+            raise ConfigError(text)
         return [type(self)(self.config, block).groups(grid) for block in range(self.period)]
 
     def layer_class(self) -> type[SelfAttention]:

@@ -29,7 +29,6 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from vitrail.errors import ConfigError
 from vitrail.models.attention.base import AttentionLayer
 from vitrail.models.attention.full import SelfAttention
 from vitrail.models.attention.sparse import (
@@ -80,11 +79,15 @@ class LocalAttention(SparseAttention):
                 f"positions={self.config.positions!r} has no offset for a place outside the grid, which "
                 f"attention={self.config.attention!r} sees; choose padding=inside, or other positions"
             )
-        try:
-            self._check(self.config.grid)
-        except ConfigError as error:
-            found.append(str(error))
         return found
+
+    def misfit(self, grid: tuple[int, int]) -> str:
+        if self.takes_zeros or self.settings.window <= min(grid):
+            return ""
+        return (
+            f"attention={self.config.attention!r}: window={self.settings.window} is larger than the grid of "
+            f"{grid[0]} x {grid[1]} patches; choose a window of at most {min(grid)}, or padding=zero"
+        )
 
     def layer_class(self) -> type[SelfAttention]:
         return PaddedSelfAttention if self.takes_zeros else SparseSelfAttention
@@ -100,7 +103,6 @@ class LocalAttention(SparseAttention):
         return (GroupSize(groups, queries, keys),)
 
     def groups(self, grid: tuple[int, int]) -> tuple[Group, ...]:
-        self._check(grid)
         rows, columns = (self._axis(side) for side in grid)
         return (
             windows(rows, columns, grid, prefix=self.config.prefix, relative=self.is_relative, zeros=self.takes_zeros),
@@ -120,13 +122,6 @@ class LocalAttention(SparseAttention):
         firsts = [start(places[0]) if self.takes_zeros else min(start(places[0]), side - width) for places in tiles]
         keys = [list(range(first, first + width)) for first in firsts]
         return axis_of(tiles, keys, lambda query, key: start(query) <= key < start(query) + window)
-
-    def _check(self, grid: tuple[int, int]) -> None:
-        if not self.takes_zeros and self.settings.window > min(grid):
-            raise ConfigError(
-                f"attention={self.config.attention!r}: window={self.settings.window} is larger than the grid of "
-                f"{grid[0]} x {grid[1]} patches; choose a window of at most {min(grid)}, or padding=zero"
-            )
 
 
 @dataclass(frozen=True)
@@ -169,12 +164,15 @@ class BlockAttention(SparseAttention):
             found.append(f"{name}: shift={settings.shift} is not from 0 to {min(settings.size) - 1}, less than a block")
         if settings.halo < 0:
             found.append(f"{name}: halo={settings.halo} is negative; 0 means none")
-        if not found:
-            try:
-                self._check(self.config.grid)
-            except ConfigError as error:
-                found.append(str(error))
         return found
+
+    def misfit(self, grid: tuple[int, int]) -> str:
+        if (largest := max(self.settings.size)) <= min(grid):
+            return ""
+        return (
+            f"attention={self.config.attention!r}: size={largest} is larger than the grid of {grid[0]} x {grid[1]} "
+            f"patches; choose a size of at most {min(grid)}"
+        )
 
     def note(self) -> str:
         rows, columns = self.config.grid
@@ -191,7 +189,6 @@ class BlockAttention(SparseAttention):
         return (GroupSize(rows * columns, self.size**2, (self.size + 2 * self.settings.halo) ** 2),)
 
     def groups(self, grid: tuple[int, int]) -> tuple[Group, ...]:
-        self._check(grid)
         rows, columns = (self._axis(side) for side in grid)
         return (windows(rows, columns, grid, prefix=self.config.prefix, relative=self.is_relative),)
 
@@ -201,14 +198,6 @@ class BlockAttention(SparseAttention):
         queries = [range(first, first + size) for first in firsts]
         keys = [range(first - halo, first + size + halo) for first in firsts]
         return axis_of(queries, keys, lambda query, key: 0 <= key < side)
-
-    def _check(self, grid: tuple[int, int]) -> None:
-        largest = max(self.settings.size)
-        if largest > min(grid):
-            raise ConfigError(
-                f"attention={self.config.attention!r}: size={largest} is larger than the grid of {grid[0]} x {grid[1]} "
-                f"patches; choose a size of at most {min(grid)}"
-            )
 
 
 @dataclass(frozen=True)

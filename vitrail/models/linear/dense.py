@@ -168,6 +168,15 @@ class Linear(nn.Linear):
         self.adapter = None
 
 
+@torch.no_grad()
+def initialise_parts(layer: nn.Linear, parts: int = 1) -> None:
+    """Draw a layer of several projections, each of which is a matrix of its own (Xavier uniform). Biases start at 0."""
+    for projection in layer.weight.chunk(parts):
+        nn.init.xavier_uniform_(projection)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+
+
 def can_split(layer: nn.Module) -> bool:
     """Return True if products with rows of the layer's weight, or with a converted weight, may replace calls of it."""
     return is_plain(layer, Linear) and isinstance(layer, Linear) and has_plain_type(layer.weight)

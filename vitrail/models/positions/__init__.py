@@ -35,22 +35,7 @@ from vitrail.models.positions.inside import (
     RotaryPositions,
 )
 
-__all__ = [
-    "POSITIONS",
-    "Covered",
-    "LearnedPositions",
-    "LearnedPositions2d",
-    "PositionPlace",
-    "PositionResize",
-    "Positions",
-    "RelativeBias",
-    "RelativeKeyPositions",
-    "RotaryPositions",
-    "SinCosMaePositions",
-    "SinCosPositions",
-    "resize_grid",
-    "sincos_2d",
-]
+__all__ = ["POSITIONS", "Covered", "PositionPlace", "PositionResize", "Positions", "resize_grid", "sincos_2d"]
 
 POSITIONS: dict[str, type[Positions]] = {
     "none": Positions,

@@ -10,25 +10,17 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from vitrail.models.positions.embedding import (
-    PositionPlace,
-    PositionResize,
-    Positions,
-    TransformerConfig,
-    patch_places,
-    resize_grid,
-    separate_layers,
-)
+from vitrail.models.positions.embedding import Positions, ViTConfig, patch_places, resize_grid, separate_layers
 
 
 class _Added(Positions):
     """Positions that are added to the patches, and to the first `covered` of the `prefix` tokens before the patches."""
 
-    def __init__(self, prefix: int, covered: int, place: PositionPlace) -> None:
-        super().__init__()
-        self.prefix = prefix
-        self.covered = covered
-        self.place = place
+    covered: int = 0
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__(config)
+        self.place = config.positions_place
 
     def forward(
         self,
@@ -62,33 +54,11 @@ class _Learned(_Added):
     depends_on_grid = True
     grid: tuple[int, int]
 
-    @classmethod
-    def of(cls, config: TransformerConfig) -> Positions:
-        return cls(
-            config.grid,
-            config.width,
-            prefix=config.prefix,
-            covered=config.covered,
-            place=config.positions_place,
-            layers=separate_layers(config),
-            resize=config.position_resize,
-        )
-
-    def __init__(
-        self,
-        grid: tuple[int, int],
-        width: int,
-        *,
-        prefix: int = 0,
-        covered: int = 0,
-        place: PositionPlace = "stem",
-        layers: int = 1,
-        resize: PositionResize = "linear-corners",
-    ) -> None:
-        super().__init__(prefix, covered, place)
-        self.grid = grid
-        self.resize = resize
-        self._make(layers, width)
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__(config)
+        self.grid = config.grid
+        self.covered = config.covered
+        self._make(separate_layers(config), config.width)
 
     def _make(self, layers: int, width: int) -> None:
         """Make the weights."""
@@ -120,7 +90,7 @@ class LearnedPositions2d(_Learned):
     """A learned vector of length D / 2 for each column and for each row: [X, Y] of Appendix D.4."""
 
     @classmethod
-    def problems(cls, config: TransformerConfig) -> list[str]:
+    def problems(cls, config: ViTConfig) -> list[str]:
         width = config.width
         return [f"positions='learned-2d' has two halves: width={width} is not divisible by 2"] if width % 2 else []
 
@@ -159,17 +129,13 @@ class SinCosPositions(_Added):
     """True if the lowest frequency is 1 / 10000, as in big_vision."""
 
     @classmethod
-    def of(cls, config: TransformerConfig) -> Positions:
-        return cls(config.width, prefix=config.prefix, place=config.positions_place)
-
-    @classmethod
-    def problems(cls, config: TransformerConfig) -> list[str]:
+    def problems(cls, config: ViTConfig) -> list[str]:
         name, width = config.positions, config.width
         return [f"positions={name!r} has four parts: width={width} is not divisible by 4"] if width % 4 else []
 
-    def __init__(self, width: int, *, prefix: int = 0, place: PositionPlace = "stem") -> None:
-        super().__init__(prefix, 0, place)
-        self.width = width
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__(config)
+        self.width = config.width
 
     def _sequence(self, grid: tuple[int, int], layer: int, device: torch.device) -> Float[Tensor, "1 n width"]:
         patches = sincos_2d(grid, self.width, device=device, lowest=self.lowest)[None]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,11 @@ from torch import Tensor, nn
 
 from vitrail.models.network import FootprintPrecision
 from vitrail.models.reduction import Removal
+
+if TYPE_CHECKING:
+    from vitrail.models.vit_config import ViTConfig as ViTConfig
+else:
+    ViTConfig = Any  # the config names these classes
 
 PositionResize = Literal[
     "linear-corners", "bilinear", "bicubic", "bicubic-offset", "bicubic-corners", "bicubic-antialias"
@@ -128,74 +132,6 @@ class AttentionPositions(NamedTuple):
         return self._replace(bias=bias, rotation=rotation, offset_keys=offset_keys)
 
 
-class TransformerConfig(ABC):
-    """The part of a transformer's config that positions and attention read."""
-
-    @property
-    @abstractmethod
-    def width(self) -> int: ...
-    @property
-    @abstractmethod
-    def heads(self) -> int: ...
-    @property
-    @abstractmethod
-    def num_blocks(self) -> int: ...
-    @property
-    @abstractmethod
-    def grid(self) -> tuple[int, int]: ...
-    @property
-    @abstractmethod
-    def prefix(self) -> int:
-        """Number of tokens before the patches."""
-
-    @property
-    @abstractmethod
-    def has_class_token(self) -> bool: ...
-    @property
-    @abstractmethod
-    def patch_dropout(self) -> float: ...
-    @property
-    @abstractmethod
-    def positions(self) -> str: ...
-    @property
-    @abstractmethod
-    def positions_at(self) -> PositionPlace | None: ...
-    @property
-    @abstractmethod
-    def positions_place(self) -> PositionPlace: ...
-    @property
-    @abstractmethod
-    def covered(self) -> int:
-        """Number of tokens before the patches that have learned positions."""
-
-    @property
-    @abstractmethod
-    def position_resize(self) -> PositionResize: ...
-    @property
-    @abstractmethod
-    def position_embedding(self) -> type[Positions]: ...
-    @property
-    @abstractmethod
-    def attention(self) -> str: ...
-    @property
-    @abstractmethod
-    def takes_offsets(self) -> bool:
-        """True if attention reads a bias of offsets instead of a bias for every pair of tokens."""
-
-    @property
-    @abstractmethod
-    def qkv_bias(self) -> bool: ...
-    @property
-    @abstractmethod
-    def dense_bias(self) -> bool: ...
-    @property
-    @abstractmethod
-    def qk_norm(self) -> bool: ...
-    @property
-    @abstractmethod
-    def norm_eps(self) -> float: ...
-
-
 class Positions(nn.Module):
     """A position embedding: its rules and cost for a config, and its module. This base class is "none".
 
@@ -215,36 +151,36 @@ class Positions(nn.Module):
     grid: tuple[int, int] | None = None
     """Grid of a `forward` without one: the grid that the weights are made for. None if there are no such weights."""
 
-    @classmethod
-    def of(cls, config: TransformerConfig) -> Positions:
-        """Return a new module for a network of this config."""
-        return cls()
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.prefix = config.prefix
+        self.resize = config.position_resize
 
     @classmethod
-    def problems(cls, config: TransformerConfig) -> list[str]:
+    def problems(cls, config: ViTConfig) -> list[str]:
         """Return a message for every field of the config that does not fit these positions."""
         if cls.inside_attention == "none" or config.positions_at != "stem":
             return []
         return [f"positions={config.positions!r} acts inside attention, so positions_at='stem' does not fit"]
 
     @classmethod
-    def macs_in_attention(cls, config: TransformerConfig, read: int) -> int:
+    def macs_in_attention(cls, config: ViTConfig, read: int) -> int:
         """Return the multiply-accumulates that positions add to the attention of a block with `read` queries."""
         return 0
 
     @classmethod
-    def bytes_in_attention(cls, config: TransformerConfig, read: int, precision: FootprintPrecision) -> int:
+    def bytes_in_attention(cls, config: ViTConfig, read: int, precision: FootprintPrecision) -> int:
         """Return the bytes per image that positions store for the backward pass in the attention of a block with `read`
         queries."""
         return 0
 
     @classmethod
-    def backward_bytes_in_attention(cls, config: TransformerConfig, tokens: int, precision: FootprintPrecision) -> int:
+    def backward_bytes_in_attention(cls, config: ViTConfig, tokens: int, precision: FootprintPrecision) -> int:
         """Return the extra bytes per image that positions need during the backward pass of an attention."""
         return 0
 
     @classmethod
-    def bytes_of_kept(cls, config: TransformerConfig, patches: int, precision: FootprintPrecision) -> int:
+    def bytes_of_kept(cls, config: ViTConfig, patches: int, precision: FootprintPrecision) -> int:
         """Return the bytes per image that positions store for the backward pass, if patch dropout leaves `patches`
         patches."""
         return 0
@@ -275,7 +211,7 @@ class Positions(nn.Module):
             nn.init.normal_(parameter, std=std)
 
 
-def separate_layers(config: TransformerConfig) -> int:
+def separate_layers(config: ViTConfig) -> int:
     """Return the number of layers with positions of their own."""
     return config.num_blocks if config.positions_place == "every-layer" else 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +14,8 @@ from vitrail.models.network import FootprintPrecision, bytes_each
 from vitrail.models.positions.embedding import (
     AttentionPositions,
     OffsetKeys,
-    PositionResize,
     Positions,
-    TransformerConfig,
+    ViTConfig,
     patch_places,
     resize_grid,
     separate_layers,
@@ -36,36 +34,14 @@ class RelativeBias(Positions):
     depends_on_grid = True
 
     @classmethod
-    def of(cls, config: TransformerConfig) -> Positions:
-        return cls(
-            config.grid,
-            config.heads,
-            prefix=config.prefix,
-            layers=separate_layers(config),
-            resize=config.position_resize,
-            of_pairs=not config.takes_offsets,
-        )
-
-    @classmethod
-    def bytes_of_kept(cls, config: TransformerConfig, patches: int, precision: FootprintPrecision) -> int:
+    def bytes_of_kept(cls, config: ViTConfig, patches: int, precision: FootprintPrecision) -> int:
         return 8 * patches**2  # the offset of each pair of patches
 
-    def __init__(
-        self,
-        grid: tuple[int, int],
-        heads: int,
-        *,
-        prefix: int,
-        layers: int,
-        resize: PositionResize = "linear-corners",
-        of_pairs: bool = True,
-    ) -> None:
-        super().__init__()
-        self.of_pairs = of_pairs
-        self.grid = grid
-        self.prefix = prefix
-        self.resize = resize
-        self.bias = nn.Parameter(torch.empty(layers, heads, 2 * grid[0] - 1, 2 * grid[1] - 1))
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__(config)
+        self.of_pairs = not config.takes_offsets
+        self.grid = grid = config.grid
+        self.bias = nn.Parameter(torch.empty(separate_layers(config), config.heads, 2 * grid[0] - 1, 2 * grid[1] - 1))
 
     def for_attention(
         self, grid: tuple[int, int], depth: int, device: torch.device, kept: Int64[Tensor, "b k"] | None = None
@@ -108,7 +84,7 @@ class RelativeBiasWithClass(RelativeBias):
     to a patch, for a patch that attends to the class token, and for the class token with itself."""
 
     @classmethod
-    def problems(cls, config: TransformerConfig) -> list[str]:
+    def problems(cls, config: ViTConfig) -> list[str]:
         found = super().problems(config)
         if not config.has_class_token or config.attention != "full":
             found.append(
@@ -117,9 +93,9 @@ class RelativeBiasWithClass(RelativeBias):
             )
         return found
 
-    def __init__(self, grid: tuple[int, int], heads: int, **settings: Any) -> None:
-        super().__init__(grid, heads, **settings)
-        self.class_bias = nn.Parameter(torch.empty(len(self.bias), heads, 3))
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__(config)
+        self.class_bias = nn.Parameter(torch.empty(len(self.bias), config.heads, 3))
 
     def _with_prefix(self, pairs: Tensor) -> Tensor:
         place = torch.arange(pairs.shape[-1], device=pairs.device)
@@ -140,11 +116,7 @@ class RotaryPositions(Positions):
     default_place = "every-layer"
 
     @classmethod
-    def of(cls, config: TransformerConfig) -> Positions:
-        return cls(config.width // config.heads, prefix=config.prefix)
-
-    @classmethod
-    def problems(cls, config: TransformerConfig) -> list[str]:
+    def problems(cls, config: ViTConfig) -> list[str]:
         found = []
         if config.heads >= 1 and config.width % config.heads == 0 and (config.width // config.heads) % 4:
             found.append(
@@ -157,16 +129,15 @@ class RotaryPositions(Positions):
         return found
 
     @classmethod
-    def bytes_of_kept(cls, config: TransformerConfig, patches: int, precision: FootprintPrecision) -> int:
+    def bytes_of_kept(cls, config: ViTConfig, patches: int, precision: FootprintPrecision) -> int:
         """Return the bytes of the rotation's cosines and sines for one image. In bf16, every block keeps a rounded copy
         of its own."""
         head_width, tokens = config.width // config.heads, patches + config.prefix
         return 2 * tokens * head_width * (4 if precision == "float32" else 2 * config.num_blocks)
 
-    def __init__(self, head_width: int, *, prefix: int) -> None:
-        super().__init__()
-        self.head_width = head_width
-        self.prefix = prefix
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__(config)
+        self.head_width = config.width // config.heads
 
     def for_attention(
         self, grid: tuple[int, int], depth: int, device: torch.device, kept: Int64[Tensor, "b k"] | None = None
@@ -204,16 +175,11 @@ class RelativeKeyPositions(Positions):
     grid: tuple[int, int]
 
     @classmethod
-    def of(cls, config: TransformerConfig) -> Positions:
-        layers = separate_layers(config)
-        return cls(config.grid, config.width, config.heads, layers=layers, resize=config.position_resize)
-
-    @classmethod
-    def macs_in_attention(cls, config: TransformerConfig, read: int) -> int:
+    def macs_in_attention(cls, config: ViTConfig, read: int) -> int:
         return max(0, read - config.prefix) * _offset_count(config.grid) * config.width
 
     @classmethod
-    def bytes_in_attention(cls, config: TransformerConfig, read: int, precision: FootprintPrecision) -> int:
+    def bytes_in_attention(cls, config: ViTConfig, read: int, precision: FootprintPrecision) -> int:
         """Return the bytes of the copy of the queries of patches, which is ordered by heads. If patches are dropped,
         the products with all keys and the offset of each pair are kept too."""
         patches = max(0, read - config.prefix)
@@ -223,24 +189,15 @@ class RelativeKeyPositions(Positions):
         return bytes_each(precision) * kept + (8 * patches**2 if config.patch_dropout else 0)
 
     @classmethod
-    def backward_bytes_in_attention(cls, config: TransformerConfig, tokens: int, precision: FootprintPrecision) -> int:
+    def backward_bytes_in_attention(cls, config: ViTConfig, tokens: int, precision: FootprintPrecision) -> int:
         """Return the bytes of the gradient of the products with all keys, which is made in two steps."""
         return bytes_each(precision) * 2 * config.heads * (tokens - config.prefix) * _offset_count(config.grid)
 
-    def __init__(
-        self,
-        grid: tuple[int, int],
-        width: int,
-        heads: int,
-        *,
-        layers: int,
-        resize: PositionResize = "linear-corners",
-    ) -> None:
-        super().__init__()
-        self.grid = grid
-        self.heads = heads
-        self.resize = resize
-        self.keys = nn.Parameter(torch.empty(layers, _offset_count(grid), width))
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__(config)
+        self.grid = config.grid
+        self.heads = config.heads
+        self.keys = nn.Parameter(torch.empty(separate_layers(config), _offset_count(config.grid), config.width))
 
     def for_attention(
         self, grid: tuple[int, int], depth: int, device: torch.device, kept: Int64[Tensor, "b k"] | None = None
