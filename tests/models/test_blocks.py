@@ -147,18 +147,11 @@ def test_a_block_adds_scaled_branches_of_the_kept_images(read: int | None) -> No
     {"positions": "rotary-2d", "patch_dropout": 0.5},
     {"pool": "gap", "registers": 2, "dropout": 0.1, "positions": "rotary-2d"},
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("images", [1, 5])
-def test_networks_of_every_kind_train(fields: dict[str, Any], images: int) -> None:
+def test_networks_of_every_kind_train(fields: dict[str, Any]) -> None:
     network = network_of(**fields)
-    network(torch.randn(images, 3, 14, 21)).square().sum().backward()
+    network(torch.randn(5, 3, 14, 21)).square().sum().backward()
+    network(torch.randn(1, 3, 14, 21)).square().sum().backward()
     assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in network.parameters())
-
-
-def test_images_without_a_branch_leave_the_block_as_they_came() -> None:
-    block = network_of().blocks[2]
-    z = torch.randn(8, 7, 16)
-    changed = (block(z) != z).any(dim=(1, 2)).sum()
-    assert 2 <= changed <= 4
 
 
 def test_predictions_do_not_change() -> None:
@@ -394,8 +387,7 @@ def test_gradients_are_right_whatever_a_user_changes(change: Callable[[VisionTra
 
 
 @pytest.mark.usefixtures("types_unchecked")
-@pytest.mark.parametrize("wrapped", [(0,), (1,), (0, 1)])
-@pytest.mark.parametrize("wrap", [checkpoint_wrapper, Wrapped])
+@pytest.mark.parametrize(("wrap", "wrapped"), [(checkpoint_wrapper, (0,)), (Wrapped, (1,)), (Wrapped, (0, 1))])
 def test_blocks_in_wrappers_are_computed(wrap: Callable[[nn.Module], nn.Module], wrapped: tuple[int, ...]) -> None:
     plain, changed = reversible_network().train(), reversible_network().train()
     for number in wrapped:

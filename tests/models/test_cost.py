@@ -341,7 +341,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("name", "precision"), in_turn(BLOCKS, ("float32", "bf16")))
 def test_bytes_that_a_transformer_keeps(name: str, precision: Precision) -> None:
     config = variant_config("ViT-Ti/16", image_size=(96, 64), depth=2, **BLOCKS[name])
-    for size, dropped in (((96, 64), 0.0), ((48, 112), 0.0), ((48, 112), 0.5)):
+    for size, dropped in (((96, 64), 0.0), ((48, 112), 0.5)):
         trained = replace(config, patch_dropout=dropped)
         kept = saved_per_image(trained, size, precision)
         assert activation_bytes(trained, size, precision) == pytest.approx(kept, rel=0.01)

@@ -64,8 +64,13 @@ def group_norm(x: Tensor, norm: nn.GroupNorm, groups: int = 32) -> Tensor:
 # --- convolutions
 
 
-@pytest.mark.parametrize("eps", [BIT, ROOT, (1e-8, "variance"), (0.5, "variance"), (0.5, "deviation")])
-@pytest.mark.parametrize(("kernel", "stride", "padding"), [(7, 2, 3), (3, 1, 1), (3, 2, 1), (1, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize(
+    ("eps", "kernel", "stride", "padding"),
+    [
+        (BIT, 7, 2, 3), (ROOT, 3, 1, 1), ((1e-8, "variance"), 3, 2, 1), ((0.5, "variance"), 1, 1, 0),
+        ((0.5, "deviation"), 1, 2, 0),
+    ],
+)  # fmt: skip
 def test_filters_are_standardised(eps: tuple[float, WeightEps], kernel: int, stride: int, padding: int) -> None:
     torch.manual_seed(0)
     layer = StandardisedConv(4, 6, kernel, stride=stride, padding=padding, eps=eps)
@@ -152,8 +157,10 @@ def test_same_convolution_by_brute_force(kernel: int, stride: int) -> None:
 # --- units
 
 
-@pytest.mark.parametrize(("before", "after", "stride"), [(32, 128, 1), (128, 128, 1), (128, 128, 2), (64, 256, 2)])
-@pytest.mark.parametrize("size", [(6, 6), (5, 7), (1, 2)])
+UNIT_SHAPES = [(32, 128, 1, (6, 6)), (128, 128, 1, (5, 7)), (128, 128, 2, (5, 7)), (64, 256, 2, (1, 2))]
+
+
+@pytest.mark.parametrize(("before", "after", "stride", "size"), UNIT_SHAPES)
 def test_pre_activation_unit(before: int, after: int, stride: int, size: tuple[int, int]) -> None:
     unit = drawn(PreActivationUnit(before, after, stride=stride, norm_eps=1e-5, weight_eps=BIT))
     x = torch.randn(2, before, *size, dtype=torch.float64)
@@ -168,8 +175,7 @@ def test_pre_activation_unit(before: int, after: int, stride: int, size: tuple[i
     torch.testing.assert_close(result, x + y, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("before", "after", "stride"), [(32, 128, 1), (128, 128, 1), (128, 128, 2), (64, 256, 2)])
-@pytest.mark.parametrize("size", [(6, 6), (5, 7), (1, 2)])
+@pytest.mark.parametrize(("before", "after", "stride", "size"), UNIT_SHAPES)
 def test_post_activation_unit(before: int, after: int, stride: int, size: tuple[int, int]) -> None:
     unit = drawn(PostActivationUnit(before, after, stride=stride, norm_eps=1e-6, weight_eps=ROOT))
     x = torch.randn(2, before, *size, dtype=torch.float64)
@@ -184,9 +190,10 @@ def test_post_activation_unit(before: int, after: int, stride: int, size: tuple[
     torch.testing.assert_close(result, (x + y).clamp_min(0), atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("before", "after", "stride"), [(8, 16, 2), (8, 8, 1), (16, 16, 2)])
+@pytest.mark.parametrize(
+    ("before", "after", "stride", "size"), [(8, 16, 2, (5, 7)), (8, 8, 1, (6, 6)), (16, 16, 2, (1, 2))]
+)
 @pytest.mark.parametrize("groups", [1, 4])
-@pytest.mark.parametrize("size", [(6, 6), (5, 7), (1, 2)])
 def test_basic_unit(before: int, after: int, stride: int, groups: int, size: tuple[int, int]) -> None:
     unit = drawn(BasicUnit(before, after, stride=stride, groups=groups, norm_eps=1e-5, weight_eps=BIT))
     x = torch.randn(2, before, *size, dtype=torch.float64)
@@ -208,7 +215,7 @@ def small_bit(**fields: Any) -> ResNetConfig:
     return ResNetConfig(**{**defaults, **fields})
 
 
-@pytest.mark.parametrize("size", [(40, 56), (33, 17), (8, 8), (1, 1), (3, 30)])
+@pytest.mark.parametrize("size", [(40, 56), (33, 17), (1, 1)])
 def test_a_resnet_by_its_parts(size: tuple[int, int]) -> None:
     network = drawn(ResNet(small_bit()))
     images = torch.randn(2, 3, *size, dtype=torch.float64)
@@ -228,8 +235,7 @@ def test_a_resnet_by_its_parts(size: tuple[int, int]) -> None:
     torch.testing.assert_close(network(images), expected, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("size", [(32, 32), (9, 14), (1, 1)])
+@pytest.mark.parametrize(("size", "channels"), [((9, 14), 1), ((1, 1), 3)])
 def test_a_small_resnet_by_its_parts(size: tuple[int, int], channels: int) -> None:
     config = ResNetConfig(
         image_size=size, channels=channels, stem="3x3", unit="basic", norm_groups=2, depths=(1, 2), width=4,
@@ -302,11 +308,11 @@ def test_the_pool_sees_zeros() -> None:
     assert (pooled[:, :, 1:, 1:] <= -1).all()
 
 
-SIZES = [(1, 1), (2, 3), (4, 5), (7, 8), (9, 16), (17, 33), (31, 12), (33, 64), (1, 65)]
+SIZES = [(1, 1), (2, 3), (7, 8), (17, 33), (1, 65)]
 
 
 @pytest.mark.parametrize("stem", STEMS)
-@pytest.mark.parametrize("stages", [0, 1, 2, 3])
+@pytest.mark.parametrize("stages", [0, 1, 3])
 def test_grids_of_a_hybrid_at_any_size(stages: int, stem: Stem) -> None:
     config = RootConfig(depths=(1,) * stages, width=32, stem=stem)
     root = HybridRoot(config, 2)
@@ -349,8 +355,7 @@ def test_images_that_a_resnet_refuses(shape: tuple[int, ...], message: str) -> N
 
 
 @pytest.mark.parametrize("stem", STEMS)
-@pytest.mark.parametrize("depths", [(), (1,), (2, 1), (1, 1, 1)])
-@pytest.mark.parametrize("size", [(32, 48), (17, 30)])
+@pytest.mark.parametrize(("depths", "size"), [((), (32, 48)), ((2, 1), (17, 30)), ((1, 1, 1), (32, 48))])
 def test_a_root_by_its_parts(depths: tuple[int, ...], stem: Stem, size: tuple[int, int]) -> None:
     root = drawn(HybridRoot(RootConfig(depths=depths, stem=stem, width=32), 3))
     images = torch.randn(2, 3, *size, dtype=torch.float64)

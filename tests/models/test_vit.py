@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -263,7 +264,7 @@ def check_equations(network: VisionTransformer, tolerance: float) -> None:
     torch.testing.assert_close(logits, expected, **close)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_networks_of_any_shape_follow_the_equations(data: st.DataObject) -> None:
     # with a smaller epsilon, two tokens of nearly equal numbers differ by rounding errors
@@ -279,9 +280,15 @@ PLACES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "place"), PLACES)
-@pytest.mark.parametrize("cover", ["all", "class", "patches"])
-def test_positions_of_every_kind_follow_the_equations(kind: str, cover: str, place: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "place", "cover"),
+    [
+        (kind, place, cover)
+        for kind, place in PLACES
+        for cover in (("all", "class", "patches") if kind.startswith("learned") else ("class",))
+    ],
+)
+def test_positions_of_every_kind_follow_the_equations(kind: str, place: str, cover: str) -> None:
     fields = {"positions": kind, "positions_at": place, "positions_cover": cover, "registers": 2}
     check_equations(randomised(small_config(**fields, norm_eps=1e-3)), 1e-5)
 
@@ -339,23 +346,6 @@ def test_dropout_is_where_the_paper_has_it() -> None:
     torch.manual_seed(5)  # the same draws, taken in the order of the equations
     expected = equations(network, images, dropout=0.3)
     torch.testing.assert_close(torch.cat([features.cls[:, None], features.patches], 1), expected, atol=1e-4, rtol=1e-4)
-
-
-def test_dropout_keeps_the_mean() -> None:
-    config = small_config(dropout=0.25)
-    network = randomised(config).train()
-    seen: list[tuple[Tensor, Tensor]] = []
-    layers = [module for module in network.modules() if isinstance(module, nn.Dropout)]
-    assert len(layers) == 1 + 2 * config.depth  # an MLP's is used twice
-    for layer in layers:
-        layer.register_forward_hook(lambda _, given, result: seen.append((given[0], result)))
-    torch.manual_seed(0)
-    network(pictures(config, batch=64))
-    assert len(seen) == 1 + 3 * config.depth
-    for before, after in seen:
-        kept = after != 0
-        torch.testing.assert_close(after[kept], before[kept] / 0.75)
-        assert abs(kept.double().mean() - 0.75) < 0.03
 
 
 @pytest.mark.parametrize("fields", [{"dropout": 0.3}, {"stochastic_depth": 0.5}])
@@ -423,19 +413,18 @@ def check_logits_of_features(network: VisionTransformer, images: Tensor) -> None
         torch.testing.assert_close(ours, expected, atol=1e-5 * float(expected.abs().max()) + 1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "place"), PLACES)
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"registers": 2, "qk_norm": True, "layer_scale": 0.5, "positions_cover": "all"},
-        {"activation": "swiglu", "final_norm": "pooled", "head_hidden": 6, "qkv_bias": False, "dense_bias": False},
-        {"depth": 1, "registers": 1, "num_classes": 0},
-        {"stochastic_depth": 0.5, "image_size": (8, 25)},
-    ],
-)
-def test_a_last_block_of_the_class_token_alone_changes_nothing(kind: str, place: str, fields: dict[str, Any]) -> None:
-    config = small_config(**fields, positions=kind, positions_at=place, norm_eps=1e-3)
+READ_ALONE: list[dict[str, Any]] = [
+    {},
+    {"registers": 2, "qk_norm": True, "layer_scale": 0.5, "positions_cover": "all"},
+    {"activation": "swiglu", "final_norm": "pooled", "head_hidden": 6, "qkv_bias": False, "dense_bias": False},
+    {"depth": 1, "registers": 1, "num_classes": 0},
+    {"stochastic_depth": 0.5, "image_size": (8, 25)},
+]
+
+
+@pytest.mark.parametrize(("at", "fields"), [*zip(PLACES, cycle(READ_ALONE), strict=False)])
+def test_a_last_block_of_the_class_token_alone_changes_nothing(at: tuple[str, str], fields: dict[str, Any]) -> None:
+    config = small_config(**fields, positions=at[0], positions_at=at[1], norm_eps=1e-3)
     check_logits_of_features(randomised(config).train(), pictures(config, batch=4))
 
 
@@ -551,10 +540,13 @@ def watched(network: VisionTransformer) -> list[Tensor]:
     return kept
 
 
-@pytest.mark.parametrize(("kind", "place"), PLACES)
-@pytest.mark.parametrize("fields", [{}, {"pool": "gap"}, {"registers": 2, "qk_norm": True, "positions_cover": "all"}])
-def test_dropped_patches_might_never_have_been(kind: str, place: str, fields: dict[str, Any]) -> None:
+DROPPING: list[dict[str, Any]] = [{}, {"pool": "gap"}, {"registers": 2, "qk_norm": True, "positions_cover": "all"}]
+
+
+@pytest.mark.parametrize(("at", "fields"), [*zip(PLACES, cycle([*DROPPING, DROPPING[2]]), strict=False)])
+def test_dropped_patches_might_never_have_been(at: tuple[str, str], fields: dict[str, Any]) -> None:
     """Each image is compared with the equations of a network that has only the prefix and the kept patches."""
+    kind, place = at
     needs = {"class_token": True} if kind == "relative-bias-class" else {}
     config = small_config(
         **fields, **needs, positions=kind, positions_at=place, patch_dropout=0.5, image_size=(12, 20), norm_eps=1e-3

@@ -116,7 +116,7 @@ def test_numbers_at_the_ends(value: float) -> None:
     assert value or not found.any()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(powers=st.tuples(*[st.integers(-126, 127)] * 3), seed=st.integers(0, 2**31))
 def test_scales_stay_inside_the_range_of_float32(powers: tuple[int, int, int], seed: int) -> None:
     """The kernel of a processor may apply one scale before the other, or divide by a scale."""
@@ -377,7 +377,7 @@ def test_tracing_sees_plain_operations() -> None:
 
 
 @needs_onednn
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     rows=st.lists(st.integers(1, 9), min_size=0, max_size=2),
     inputs=st.integers(1, 70),
@@ -439,7 +439,7 @@ def test_gelu_keeps_one_wide_tensor_only() -> None:
 
 
 @needs_onednn
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     batch=st.integers(1, 4), tokens=st.integers(1, 40), heads=st.integers(1, 5), d=st.integers(1, 33),
     seed=st.integers(0, 2**31),
