@@ -39,6 +39,7 @@ from vitrail.weights.layouts.layout import (
     both,
     carried,
     depth_of,
+    layers,
     only,
     own,
     patch_pair,
@@ -212,15 +213,19 @@ def pairs(config: PairConfig, family: PairFamily, *, reads: bool) -> Iterator[Pa
             yield Pair(ours, (theirs,), lambda t: t.reshape(()), lambda t: t.reshape((1,) if family is SIGLIP else ()))
 
 
+OF_BLOCK = {
+    "norm1": "layer_norm1", "attention.out": "self_attn.out_proj", "norm2": "layer_norm2", "mlp.up": "mlp.fc1",
+    "mlp.down": "mlp.fc2",
+}  # fmt: skip
+OF_POOL = {"out": "attention.out_proj", "norm": "layernorm", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
+"""Our names of the layers of a block, and of attention pooling, with those of the library."""
+
+
 def _blocks(ours: str, theirs: str, depth: int) -> Iterator[Pair]:
     for layer in range(depth):
         block, layer_name = f"{ours}.blocks.{layer}.", f"{theirs}encoder.layers.{layer}."
-        yield from both(f"{block}norm1", f"{layer_name}layer_norm1")
         yield from both(f"{block}attention.qkv", *(f"{layer_name}self_attn.{part}_proj" for part in "qkv"))
-        yield from both(f"{block}attention.out", f"{layer_name}self_attn.out_proj")
-        yield from both(f"{block}norm2", f"{layer_name}layer_norm2")
-        yield from both(f"{block}mlp.up", f"{layer_name}mlp.fc1")
-        yield from both(f"{block}mlp.down", f"{layer_name}mlp.fc2")
+        yield from layers(block, layer_name, OF_BLOCK)
 
 
 def _pool(width: int, *, reads: bool) -> Iterator[Pair]:
@@ -233,10 +238,7 @@ def _pool(width: int, *, reads: bool) -> Iterator[Pair]:
             yield Pair(f"{ours}key_value.{part}", (name,), lambda t: t[width:])
         else:
             yield Pair(f"{ours}in_proj.{part}", (name,))
-    yield from both(f"{ours}out", f"{theirs}attention.out_proj")
-    yield from both(f"{ours}norm", f"{theirs}layernorm")
-    yield from both(f"{ours}mlp.up", f"{theirs}mlp.fc1")
-    yield from both(f"{ours}mlp.down", f"{theirs}mlp.fc2")
+    yield from layers(ours, theirs, OF_POOL)
 
 
 # --- configs

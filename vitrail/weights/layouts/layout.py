@@ -184,6 +184,12 @@ def both(ours: str, *theirs: str, bias: bool = True) -> Iterator[Pair]:
         yield Pair(f"{ours}.bias", tuple(f"{name}.bias" for name in theirs))
 
 
+def layers(ours: str, theirs: str, names: Mapping[str, str], *, bias: bool = True) -> Iterator[Pair]:
+    """Yield the pairs of several layers, from the ends of their names: ours, and those of the library."""
+    for own_name, their_name in names.items():
+        yield from both(f"{ours}{own_name}", f"{theirs}{their_name}", bias=bias)
+
+
 def each_channel(values: Sequence[float], channels: int) -> list[float]:
     """Return one value for each channel, from one or as many values."""
     return list(values) * (channels // len(values))

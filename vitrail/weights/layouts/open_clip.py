@@ -39,6 +39,7 @@ from vitrail.weights.layouts.layout import (
     both,
     carried,
     depth_of,
+    layers,
     only,
     patch_pair,
     theirs_of,
@@ -227,16 +228,18 @@ def _pairs(config: PairConfig) -> Iterator[Pair]:
     yield Pair("scale", ("logit_scale",), lambda t: t.reshape(()))
 
 
+OF_BLOCK = {
+    "norm1": "ln_1", "attention.out": "attn.out_proj", "norm2": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
+}  # fmt: skip
+"""Our names of the layers of a block, with those of the library."""
+
+
 def _blocks(ours: str, theirs: str, depth: int) -> Iterator[Pair]:
     for layer in range(depth):
         block, name = f"{ours}.blocks.{layer}.", f"{theirs}{layer}."
-        yield from both(f"{block}norm1", f"{name}ln_1")
         for part in ("weight", "bias"):
             yield Pair(f"{block}attention.qkv.{part}", (f"{name}attn.in_proj_{part}",))
-        yield from both(f"{block}attention.out", f"{name}attn.out_proj")
-        yield from both(f"{block}norm2", f"{name}ln_2")
-        yield from both(f"{block}mlp.up", f"{name}mlp.c_fc")
-        yield from both(f"{block}mlp.down", f"{name}mlp.c_proj")
+        yield from layers(block, name, OF_BLOCK)
 
 
 OPEN_CLIP = OpenClip()

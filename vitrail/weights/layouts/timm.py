@@ -41,6 +41,7 @@ from vitrail.weights.layouts.layout import (
     dinov2_size,
     each_channel,
     heads_of,
+    layers,
     mean_levels,
     only,
     output_loss,
@@ -490,25 +491,20 @@ def pairs(config: AnyConfig) -> Iterator[Pair]:
     yield from both("norm", "norm" if config.final_norm == "tokens" else "fc_norm")
     if config.pool == "map":
         yield Pair("attention_pool.probe", ("attn_pool.latent",))
-        for ours, theirs in (
-            ("query", "q"), ("key_value", "kv"), ("out", "proj"), ("norm", "norm"), ("mlp.up", "mlp.fc1"),
-            ("mlp.down", "mlp.fc2"),
-        ):  # fmt: skip
-            yield from both(f"attention_pool.{ours}", f"attn_pool.{theirs}")
+        names = {"query": "q", "key_value": "kv", "out": "proj", "norm": "norm", "mlp.up": "mlp.fc1"}
+        yield from layers("attention_pool.", "attn_pool.", {**names, "mlp.down": "mlp.fc2"})
     if config.num_classes:
         yield from both("head", "head")
 
 
 def _block_pairs(block: str, config: ViTConfig) -> Iterator[Pair]:
-    yield from both(f"{block}.norm1", f"{block}.norm1")
-    yield from both(f"{block}.attention.qkv", f"{block}.attn.qkv", bias=config.qkv_bias)
+    norms = {"norm1": "norm1", "norm2": "norm2"}
     if config.qk_norm:
-        yield from both(f"{block}.attention.query_norm", f"{block}.attn.q_norm")
-        yield from both(f"{block}.attention.key_norm", f"{block}.attn.k_norm")
-    yield from both(f"{block}.attention.out", f"{block}.attn.proj", bias=config.dense_bias)
-    yield from both(f"{block}.norm2", f"{block}.norm2")
-    yield from both(f"{block}.mlp.up", f"{block}.mlp.fc1", bias=config.dense_bias)
-    yield from both(f"{block}.mlp.down", f"{block}.mlp.fc2", bias=config.dense_bias)
+        norms |= {"attention.query_norm": "attn.q_norm", "attention.key_norm": "attn.k_norm"}
+    yield from layers(f"{block}.", f"{block}.", norms)
+    yield from both(f"{block}.attention.qkv", f"{block}.attn.qkv", bias=config.qkv_bias)
+    dense = {"attention.out": "attn.proj", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
+    yield from layers(f"{block}.", f"{block}.", dense, bias=config.dense_bias)
     if config.layer_scale:
         for number in (1, 2):
             yield Pair(f"{block}.scale{number}.gamma", (f"{block}.ls{number}.gamma",))
@@ -517,27 +513,26 @@ def _block_pairs(block: str, config: ViTConfig) -> Iterator[Pair]:
 def _root_pairs(root: RootConfig) -> Iterator[Pair]:
     yield from both("root.stem", f"{BACKBONE}stem.conv", bias=False)
     yield from both("root.norm", f"{BACKBONE}stem.norm")
-    for stage, depth in enumerate(root.depths):
+    yield from _unit_pairs("root.", BACKBONE, root.depths)
+    for stage in range(len(root.depths)):
+        yield from both(f"root.stages.{stage}.0.shortcut_norm", f"{BACKBONE}stages.{stage}.blocks.0.downsample.norm")
+
+
+def _unit_pairs(ours: str, theirs: str, depths: Sequence[int]) -> Iterator[Pair]:
+    """Yield the pairs of all residual units but the norms of their shortcuts."""
+    for stage, depth in enumerate(depths):
         for unit in range(depth):
-            ours, theirs = f"root.stages.{stage}.{unit}", f"{BACKBONE}stages.{stage}.blocks.{unit}"
+            own, other = f"{ours}stages.{stage}.{unit}.", f"{theirs}stages.{stage}.blocks.{unit}."
             for number in (1, 2, 3):
-                yield from both(f"{ours}.conv{number}", f"{theirs}.conv{number}", bias=False)
-                yield from both(f"{ours}.norm{number}", f"{theirs}.norm{number}")
+                yield from both(f"{own}norm{number}", f"{other}norm{number}")
+                yield from both(f"{own}conv{number}", f"{other}conv{number}", bias=False)
             if unit == 0:
-                yield from both(f"{ours}.shortcut", f"{theirs}.downsample.conv", bias=False)
-                yield from both(f"{ours}.shortcut_norm", f"{theirs}.downsample.norm")
+                yield from both(f"{own}shortcut", f"{other}downsample.conv", bias=False)
 
 
 def _bit_pairs(config: ResNetConfig) -> Iterator[Pair]:
     yield from both("stem", "stem.conv", bias=False)
-    for stage, depth in enumerate(config.depths):
-        for unit in range(depth):
-            ours, theirs = f"stages.{stage}.{unit}", f"stages.{stage}.blocks.{unit}"
-            for number in (1, 2, 3):
-                yield from both(f"{ours}.norm{number}", f"{theirs}.norm{number}")
-                yield from both(f"{ours}.conv{number}", f"{theirs}.conv{number}", bias=False)
-            if unit == 0:
-                yield from both(f"{ours}.shortcut", f"{theirs}.downsample.conv", bias=False)
+    yield from _unit_pairs("", "", config.depths)
     yield from both("norm", "norm")
     if config.num_classes:
         yield Pair("head.weight", ("head.fc.weight",), lambda t: t.flatten(1), lambda t: t[:, :, None, None])
