@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from types import MethodType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from tests.evaluation.memory import MemorySource
 from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Sample, subset, truth_of
+from vitrail.data.source import subset, truth_of
 from vitrail.data.targets import Target
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.fewshot import few_shot
@@ -39,42 +41,17 @@ PREPROCESS = Preprocess(image_size=(14, 21), channels=3, mean=(0.3,), std=(0.4,)
 HERE = Readers(0)
 
 
-class Pictures:
-    """A source of random images in memory. Images of a class are brighter in one channel. Samples in `broken` are not
-    images.
-    """
+class Pictures(MemorySource):
+    """Random images. Those of a class are brighter in one channel."""
 
-    def __init__(
-        self,
-        count: int,
-        seed: int = 0,
-        *,
-        broken: tuple[int, ...] = (),
-        labels: list[Target] | None = None,
-        classes: tuple[str, ...] = CLASSES,
-    ) -> None:
+    def __init__(self, count: int, seed: int = 0, *, labels: list[Target] | None = None, **more: Any) -> None:
         random = np.random.default_rng(seed)
-        self.classes = classes
-        self.labels: list[Target] = [index % 3 for index in range(count)] if labels is None else labels
-        self.images = random.integers(0, 200, (count, 9, 12, 3), dtype=np.uint8)
-        for image, label in zip(self.images, self.labels, strict=True):
+        labels = [index % 3 for index in range(count)] if labels is None else labels
+        images = random.integers(0, 200, (count, 9, 12, 3), dtype=np.uint8)
+        for image, label in zip(images, labels, strict=True):
             if isinstance(label, int):
                 image[..., label] += 40
-        self.broken = broken
-        self.prefix = f"{seed}/"
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> Sample:
-        image = b"<html>" if index in self.broken else self.images[index]
-        return Sample(self.key(index), image, self.target(index))
-
-    def key(self, index: int) -> str:
-        return f"{self.prefix}{index}"
-
-    def target(self, index: int) -> Target:
-        return self.labels[index]
+        super().__init__(images, labels, **more, prefix=f"{seed}/")
 
 
 def make_bundle(classes: tuple[str, ...] = CLASSES, seed: int = 3, **fields: int) -> Bundle:

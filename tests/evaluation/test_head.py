@@ -14,11 +14,11 @@ from PIL import Image
 from sklearn import metrics as reference
 from torch import Tensor, nn
 
+from tests.evaluation.memory import MemorySource
 from vitrail.data.batch import Skipped
 from vitrail.data.formats.folder import read_folder
 from vitrail.data.pipeline import Readers, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Sample
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.linear import linear_probe
 from vitrail.evaluation.evaluators import evaluators_of, measure
@@ -36,28 +36,13 @@ from vitrail.weights.bundle import Bundle
 PREPROCESS = Preprocess(image_size=(14, 14), channels=1, mean=(0.3,), std=(0.4,))
 
 
-class Pictures:
-    """A source of random grey images in memory. Samples whose index is in `broken` are not images."""
-
-    classes = ("a", "b", "c")
+class Pictures(MemorySource):
+    """Random grey images."""
 
     def __init__(self, count: int, broken: tuple[int, ...] = ()) -> None:
         random = np.random.default_rng(count)
-        self.images = random.integers(0, 256, (count, 14, 14, 1), dtype=np.uint8)
-        self.labels = random.integers(0, 3, count)
-        self.broken = broken
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> Sample:
-        return Sample(self.key(index), b"<html>" if index in self.broken else self.images[index], self.target(index))
-
-    def key(self, index: int) -> str:
-        return f"picture {index}"
-
-    def target(self, index: int) -> int:
-        return int(self.labels[index])
+        images = random.integers(0, 256, (count, 14, 14, 1), dtype=np.uint8)
+        super().__init__(images, random.integers(0, 3, count).tolist(), broken)
 
 
 def make_network(**fields: object) -> VisionTransformer:
@@ -90,8 +75,7 @@ def count_directly(network: VisionTransformer, source: Pictures) -> tuple[float,
     return right, loss, count
 
 
-@pytest.mark.parametrize("count", [1, 7, 8, 9, 53])
-@pytest.mark.parametrize("threads", [0, 3])
+@pytest.mark.parametrize(("count", "threads"), [(1, 0), (8, 0), (9, 3)])
 def test_it_is_the_direct_count(count: int, threads: int) -> None:
     network, source = make_network(), Pictures(count)
     right, loss, _ = count_directly(network, source)
@@ -223,8 +207,11 @@ def test_the_cross_entropy_is_that_of_the_report(output: OutputKind) -> None:
 class Measured(Pictures):
     """The same pictures with two numbers each: the brightness of their halves. Some numbers are unknown."""
 
-    classes = ("left", "right")
     target_kind = "numbers"
+
+    def __init__(self, count: int, broken: tuple[int, ...] = ()) -> None:
+        super().__init__(count, broken)
+        self.classes = ("left", "right")
 
     def target(self, index: int) -> tuple[float, ...] | None:  # type: ignore[override]
         if index % 7 == 3:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from sklearn.metrics import accuracy_score, jaccard_score
@@ -25,6 +25,7 @@ from vitrail.weights.bundle import Bundle
 COLOURS = np.array([[20, 40, 200], [200, 30, 30], [240, 240, 60]], np.uint8)
 
 
+@settings(max_examples=8)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 4))
 def test_metrics_are_those_of_scikit_learn(seed: int, count: int, classes: int) -> None:
     random = np.random.default_rng(seed)

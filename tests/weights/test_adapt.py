@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -112,18 +113,17 @@ def test_a_resnet_gets_a_new_head() -> None:
 # --- image size
 
 
-@pytest.mark.parametrize("size", [(16, 8), (4, 24), (20, 20), (12, 16)])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {}, {"registers": 2}, {"registers": 2, "positions_cover": "all"}, {"positions_cover": "patches"},
-        {"pool": "gap"}, {"positions_at": "every-layer"}, {"position_resize": "bicubic-antialias"},
-        {"positions": "learned-2d"}, {"positions": "learned-2d", "positions_at": "every-layer"},
-        {"positions": "relative-bias"}, {"positions": "relative-bias", "positions_at": "shared"},
-        {"positions": "relative-keys"},
-        {"positions": "sincos-2d"}, {"positions": "rotary-2d"}, {"positions": "none"},
-    ],
-)  # fmt: skip
+RESIZED: list[dict[str, Any]] = [
+    {}, {"registers": 2}, {"registers": 2, "positions_cover": "all"}, {"positions_cover": "patches"},
+    {"pool": "gap"}, {"positions_at": "every-layer"}, {"position_resize": "bicubic-antialias"},
+    {"positions": "learned-2d"}, {"positions": "learned-2d", "positions_at": "every-layer"},
+    {"positions": "relative-bias"}, {"positions": "relative-bias", "positions_at": "shared"},
+    {"positions": "relative-keys"},
+    {"positions": "sincos-2d"}, {"positions": "rotary-2d"}, {"positions": "none"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "fields"), [*zip(cycle([(16, 8), (4, 24), (20, 20), (12, 16)]), RESIZED)])
 def test_the_network_does_what_it_did_with_images_of_that_size(
     size: tuple[int, int], fields: dict[str, Any], vit: Callable[..., Bundle]
 ) -> None:
@@ -301,8 +301,7 @@ def test_a_model_with_projections_for_another_size_says_so() -> None:
 
 
 @pytest.mark.parametrize("before", ["class", "patches", "all"])
-@pytest.mark.parametrize("registers", [0, 2])
-@pytest.mark.parametrize(("pool", "class_token"), [("cls", None), ("gap", None), ("gap", True)])
+@pytest.mark.parametrize(("registers", "pool", "class_token"), [(2, "cls", None), (0, "gap", None), (2, "gap", True)])
 @pytest.mark.parametrize("after", ["class", "patches", "all"])
 def test_moved_positions_change_nothing(before: Any, after: Any, registers: int, pool: Any, class_token: Any) -> None:
     config = ViTConfig(

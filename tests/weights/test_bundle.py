@@ -10,7 +10,6 @@ import json
 import pickle
 import re
 import resource
-import threading
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +30,6 @@ import vitrail
 from tests.make import make_bundle
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, DataError, DestinationError, SaveError, UndecodableImage
-from vitrail.files import recover_folder
 from vitrail.models.predictor import Predictor
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
@@ -116,6 +114,7 @@ def test_the_weights_are_plain_safetensors(bundle: Bundle, saved: Path) -> None:
     data = (saved / "model.safetensors").read_bytes()
     assert description["weights"] == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     assert description["classes"] == ["rose", "tulip", "黒い花 / black"]
+    assert description["format"] == 2 and description["output"] == "softmax"
 
 
 def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -148,11 +147,6 @@ def test_the_output_must_be_known(bundle: Bundle, types_unchecked: None) -> None
 # --- versions of the format
 
 
-def test_the_format_is_2(saved: Path) -> None:
-    description = json.loads((saved / "model.json").read_text(encoding="utf-8"))
-    assert description["format"] == 2 and description["output"] == "softmax"
-
-
 def test_fields_that_a_file_lacks_take_their_defaults(saved: Path, bundle: Bundle) -> None:
     description = json.loads((saved / "model.json").read_text(encoding="utf-8"))
     for name in ("output", "precision", "metrics", "provenance"):
@@ -181,7 +175,7 @@ def test_predictions_are_the_networks(bundle: Bundle) -> None:
     arrays = images(6)
     expected = logits(bundle, arrays).softmax(1)
     assert len({int(index) for index in expected.argmax(1)}) > 1
-    predictions = bundle.predict(arrays)
+    predictions = bundle.predict(arrays, batch_size=4)
     for prediction, row in zip(predictions, expected, strict=True):
         assert isinstance(prediction, Prediction)
         by_name = dict(prediction.ranking)
@@ -230,15 +224,6 @@ def test_outputs_that_are_not_finite_are_refused(output: str, wrong: float) -> N
         bundle.network.norm.bias.fill_(wrong)
     with pytest.raises(BundleError, match="not finite for 2 of 2 images"):
         bundle.embed(images)
-
-
-def test_a_prediction_ranks_as_many_classes_as_asked_for(bundle: Bundle) -> None:
-    arrays = images(5)
-    all_classes = bundle.predict(arrays)
-    for top in (1, 2, 3):
-        for whole, prediction in zip(all_classes, bundle.predict(arrays, top=top), strict=True):
-            assert prediction.ranking == whole.ranking[:top]
-            assert (prediction.label, prediction.probability) == (whole.label, whole.probability)
 
 
 @given(
@@ -333,24 +318,6 @@ def test_grey_images_for_a_colour_network_and_the_reverse() -> None:
         assert all(other == first for other in others)
 
 
-def test_predictions_keep_the_order_of_the_images(bundle: Bundle) -> None:
-    arrays = images(7)
-    alone = [bundle.predict([array])[0].probability for array in arrays]
-    assert len(set(alone)) == 7
-    together = [prediction.probability for prediction in bundle.predict(arrays, batch_size=3)]
-    assert together == pytest.approx(alone, abs=1e-6)
-    reversed_ = [prediction.probability for prediction in bundle.predict(arrays[::-1], batch_size=3)]
-    assert reversed_ == pytest.approx(alone[::-1], abs=1e-6)
-
-
-def test_prediction_is_made_without_dropout_and_gradients() -> None:
-    bundle, arrays = make_bundle(dropout=0.5, stochastic_depth=0.5), images(3)
-    bundle.network.train()
-    expected = make_bundle().predict(arrays)
-    assert bundle.predict(arrays) == expected
-    assert not bundle.embed(arrays).requires_grad
-
-
 def test_embeddings_are_what_the_head_sees() -> None:
     bundle, arrays = make_bundle(head_hidden=5), images(4)
     embeddings = bundle.embed(arrays, batch_size=3)
@@ -365,33 +332,6 @@ def test_embeddings_are_what_the_head_sees() -> None:
 def test_nothing_in_gives_nothing_out(bundle: Bundle) -> None:
     assert bundle.predict([]) == []
     assert bundle.embed([]).shape == (0, 12)
-
-
-# --- threads
-
-
-def test_threads_predict_with_one_bundle_in_two_precisions() -> None:
-    bundle, arrays = make_bundle(width=24, mlp_width=48, depth=3), images(9, 20, 17, 3)
-    expected = {precision: bundle.predict(arrays, precision=precision) for precision in ("float32", "bf16")}
-    assert expected["float32"] != expected["bf16"]
-    barrier, found = threading.Barrier(6), []
-
-    def work(precision: Any) -> None:
-        barrier.wait()
-        for _ in range(2):
-            found.append((precision, bundle.predict(arrays, batch_size=4, precision=precision), bundle.embed(arrays)))
-
-    threads = [threading.Thread(target=work, args=(("float32", "bf16")[number % 2],)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 12
-    embeddings = bundle.embed(arrays)
-    for precision, predictions, embedded in found:
-        for prediction, other in zip(predictions, expected[precision], strict=True):
-            assert dict(prediction.ranking) == pytest.approx(dict(other.ranking), abs=1e-6)
-        assert torch.equal(embedded, embeddings)
 
 
 # --- images that are none
@@ -508,8 +448,7 @@ def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
         load_bundle(tmp_path / "nowhere", device="cpu")
 
 
-@pytest.mark.parametrize("position", [0, 8, 100, -2000, -1])
-@pytest.mark.parametrize("bit", [0, 7])
+@pytest.mark.parametrize(("position", "bit"), [(0, 7), (-2000, 0)])
 def test_one_flipped_bit_is_seen(saved: Path, position: int, bit: int) -> None:
     path = saved / "model.safetensors"
     data = bytearray(path.read_bytes())
@@ -660,12 +599,6 @@ def test_saving_never_deletes_other_files(bundle: Bundle, tmp_path: Path, is_mod
     assert (folder / "thesis.txt").read_text() == "years of work"
     write_bundle(bundle, folder)  # as a run does with its own model
     assert sorted(entry.name for entry in folder.iterdir()) == ["model.json", "model.safetensors", "thesis.txt"]
-
-
-def test_a_folder_that_lost_its_name_gets_it_back(saved: Path) -> None:
-    saved.rename(saved.with_name(f".{saved.name}.vitrail-replaced"))
-    recover_folder(saved)
-    assert load_bundle(saved, device="cpu").classes
 
 
 def test_other_number_formats_are_refused(bundle: Bundle, tmp_path: Path) -> None:

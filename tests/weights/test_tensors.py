@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.make import write_file
@@ -63,8 +63,9 @@ def test_reads_one_row_of_a_tensor(path: Path) -> None:
         assert file.read("stack", row).untyped_storage().nbytes() <= 24 * 4
 
 
-@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+@pytest.mark.parametrize(
+    ("kind", "suffix"), [(torch.float16, ".pth"), (torch.bfloat16, ".safetensors"), (torch.float64, ".safetensors")]
+)
 def test_other_number_formats_become_float32(kind: torch.dtype, suffix: str, tmp_path: Path) -> None:
     tensors = {name: tensor.to(kind) for name, tensor in TENSORS.items()}
     file = open_tensors(write_file(tensors, tmp_path / f"x{suffix}"))
@@ -81,8 +82,7 @@ def test_other_number_formats_of_numpy_become_float32(kind: str, tmp_path: Path)
     assert torch.equal(file.read("stack", 1), file.read("stack")[1])
 
 
-@pytest.mark.parametrize("compressed", [False, True])
-@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize(("compressed", "order"), [(False, "F"), (True, "C")])
 def test_bfloat16_of_jax_in_an_npz(compressed: bool, order: Any, tmp_path: Path) -> None:
     values = torch.tensor([[1.0, -2.5, 3e20], [0.1, 7.0, -0.0]]).bfloat16()
     # numpy has no such type, so jax's arrays are saved as two bytes without a meaning
@@ -140,8 +140,13 @@ def test_weights_inside_a_checkpoint(wrap: Callable[[dict[str, torch.Tensor]], A
     assert_read(open_tensors(tmp_path / "x.pth"), TENSORS)
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors", ".ckpt", ".pth.tar"])
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.module.", "backbone.module._orig_mod.", "model_ema.module."])
+@pytest.mark.parametrize(
+    ("prefix", "suffix"),
+    [
+        ("module.", ".pth"), ("_orig_mod.module.", ".safetensors"), ("backbone.module._orig_mod.", ".ckpt"),
+        ("model_ema.module.", ".pth.tar"),
+    ],
+)  # fmt: skip
 def test_prefixes_of_wrappers(prefix: str, suffix: str, tmp_path: Path) -> None:
     wrapped = {f"{prefix}blocks.0.w": torch.ones(2), f"{prefix}b": torch.zeros(1)}
     file = open_tensors(write_file(wrapped, tmp_path / f"x{suffix}"))
@@ -314,7 +319,7 @@ def test_an_empty_file(path: Path) -> None:
         open_tensors(path)
 
 
-@pytest.mark.parametrize("content", [b"a page of text\n" * 20, b"\x00" * 300, b"PK\x03\x04" + b"x" * 100, b"\x80\x02"])
+@pytest.mark.parametrize("content", [b"a page of text\n" * 20, b"PK\x03\x04" + b"x" * 100])
 def test_what_is_no_such_file(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(BundleError, match=rf"{re.escape(str(path))} is damaged"):
@@ -327,7 +332,7 @@ def test_a_file_without_tensors(path: Path) -> None:
         open_tensors(path)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("share", [0.1, 0.999])
 def test_a_file_cut_short(path: Path, share: float) -> None:
     write_file({f"w{number}": torch.randn(50) for number in range(20)}, path)
     content = path.read_bytes()
@@ -353,6 +358,7 @@ def test_an_npz_with_something_else_in_it(tmp_path: Path) -> None:
         open_tensors(tmp_path / "x.npz")
 
 
+@settings(max_examples=15)
 @given(content=st.binary(min_size=1, max_size=200), suffix=st.sampled_from(SUFFIXES))
 def test_any_bytes_give_an_error_of_ours(content: bytes, suffix: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / f"any{suffix}"
@@ -361,6 +367,7 @@ def test_any_bytes_give_an_error_of_ours(content: bytes, suffix: str, tmp_path_f
         open_tensors(path)
 
 
+@settings(max_examples=15)
 @given(position=st.integers(0, 10**6), value=st.integers(0, 255), suffix=st.sampled_from(SUFFIXES))
 def test_any_altered_byte_gives_tensors_or_an_error_of_ours(
     position: int, value: int, suffix: str, tmp_path_factory: pytest.TempPathFactory

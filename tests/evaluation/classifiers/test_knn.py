@@ -50,7 +50,7 @@ def joined(stored: np.ndarray, queries: np.ndarray | None, k: int) -> tuple[np.n
     return np.concatenate([one.indices for one in blocks]), np.concatenate([one.similarities for one in blocks])
 
 
-@pytest.fixture(params=[(8192, 1024, 16384), (60, 20, 64), (17, 5, 33)], ids="{0[0]},{0[1]},{0[2]}".format)
+@pytest.fixture(params=[(8192, 1024, 16384), (17, 5, 33)], ids="{0[0]},{0[1]},{0[2]}".format)
 def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes of the search's blocks: the package's own, and small sizes that divide everything unevenly."""
     for name, value in zip(("QUERIES", "ROWS", "STORED"), request.param, strict=True):

@@ -43,9 +43,9 @@ def reference(features: np.ndarray, truth: Targets, output: int, penalty: float,
     return fit.predict(scaler.transform(queries.astype(np.float64)))
 
 
-@pytest.mark.parametrize("unknown", [0.0, 0.3])
-@pytest.mark.parametrize("penalty", [10.0, 0.01])
-@pytest.mark.parametrize(("n", "width"), [(120, 9), (31, 40)])
+@pytest.mark.parametrize(
+    ("n", "width", "penalty", "unknown"), [(120, 9, 10.0, 0.0), (120, 9, 0.01, 0.3), (31, 40, 10.0, 0.3)]
+)
 def test_one_penalty_gives_the_predictions_of_scikit_learn(n: int, width: int, penalty: float, unknown: float) -> None:
     train, known = drawn(n, width, unknown=unknown)
     test, truth = drawn(50, width, seed=1)

@@ -25,10 +25,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.evaluation.memory import MemorySource
 from vitrail.data.formats.folder import read_folder
 from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Sample, subset
+from vitrail.data.source import subset
 from vitrail.data.targets import Target
 from vitrail.errors import ConfigError, Interrupted
 from vitrail.evaluation.features import cache as feature_rows
@@ -45,28 +46,12 @@ HERE = Readers(0)
 """Reading without threads, because the images of these tests are tiny."""
 
 
-class Pictures:
-    """A source of random images in memory. Samples whose index is in `broken` are not images."""
-
-    classes = ("a", "b", "c")
+class Pictures(MemorySource):
+    """Random images."""
 
     def __init__(self, count: int, broken: tuple[int, ...] = (), labels: list[Target] | None = None) -> None:
-        random = np.random.default_rng(7)
-        self.images = [random.integers(0, 256, (9, 12, 3), dtype=np.uint8) for _ in range(count)]
-        self.labels = [index % 3 for index in range(count)] if labels is None else labels
-        self.broken = broken
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> Sample:
-        return Sample(self.key(index), b"<html>" if index in self.broken else self.images[index], self.target(index))
-
-    def key(self, index: int) -> str:
-        return f"picture {index}"
-
-    def target(self, index: int) -> Target:
-        return self.labels[index]
+        images = np.random.default_rng(7).integers(0, 256, (count, 9, 12, 3), dtype=np.uint8)
+        super().__init__(images, [index % 3 for index in range(count)] if labels is None else labels, broken)
 
 
 def make_network(seed: int = 3) -> VisionTransformer:
@@ -144,7 +129,7 @@ def test_features_are_what_the_bundle_embeds(colour_folder: Path) -> None:
     assert features.truth.kind == "class" and (len(features), features.width) == (36, 16)
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(st.integers(0, 13), st.sets(st.integers(0, 12)), st.integers(1, 15))
 def test_every_decodable_image_has_a_row_in_order(count: int, broken: set[int], batch_size: int) -> None:
     source = Pictures(count, tuple(index for index in broken if index < count))
@@ -239,23 +224,22 @@ def test_features_of_other_data_are_never_used(tmp_path: Path) -> None:
     assert sum(path.is_dir() for path in tmp_path.iterdir()) == 4
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "gone", "no array", "shape", "type", "json", "fields", "other"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "no array", "type", "json", "other"])
 def test_a_damaged_entry_is_computed_anew_and_said_so(damage: str, tmp_path: Path) -> None:
     source, watched = Pictures(7, broken=(2,)), Watched()
     before = watched(source, tmp_path)
     expected = before.features.copy()
     features, about = the_entry(tmp_path) / "features.npy", the_entry(tmp_path) / "entry.json"
     data = features.read_bytes()
-    if damage in ("cut", "empty", "no array"):
-        features.write_bytes({"cut": data[:-5], "empty": b"", "no array": b"\0" + data[1:]}[damage])
-    elif damage in ("shape", "type"):
-        np.save(features, expected[:-1] if damage == "shape" else expected.astype(np.float64))
+    if damage in ("cut", "no array"):
+        features.write_bytes({"cut": data[:-5], "no array": b"\0" + data[1:]}[damage])
+    elif damage == "type":
+        np.save(features, expected.astype(np.float64))
     elif damage == "gone":
         features.unlink()
     else:
         text = about.read_text()
-        about.write_text({"json": text[:40], "fields": text.replace("skipped", "left"),
-                          "other": text.replace('"float32"', '"bf16"')}[damage])  # fmt: skip
+        about.write_text({"json": text[:40], "other": text.replace('"float32"', '"bf16"')}[damage])
     again = watched(source, tmp_path)
     assert watched.seen == 14 and np.array_equal(again.features, expected)
     assert len(watched.notes) == 1
@@ -266,7 +250,7 @@ def test_a_damaged_entry_is_computed_anew_and_said_so(damage: str, tmp_path: Pat
     assert watched.seen == 14
 
 
-@pytest.mark.parametrize(("size", "marked"), [(200, False), (200, True), (128 + 13 * 64, False), (5000, True)])
+@pytest.mark.parametrize(("size", "marked"), [(200, True), (128 + 13 * 64, False)])
 def test_a_partial_entry_without_content_is_begun_anew(size: int, marked: bool, tmp_path: Path) -> None:
     source, watched = Pictures(13), Watched()
     expected = watched(source, tmp_path / "whole")

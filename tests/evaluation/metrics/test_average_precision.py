@@ -88,7 +88,7 @@ def by_pycocotools(
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["bbox", "segm"]))
 def test_values_are_those_of_pycocotools(seed: int, kind: str) -> None:
     truths, found, sizes = pictures(seed, 7)

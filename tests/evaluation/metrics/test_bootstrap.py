@@ -45,7 +45,7 @@ def test_resampled_balanced_accuracy_has_the_distribution_of_resampled_samples()
     predicted = np.where(random.random(40) < 0.7, labels, 1)
     found = [balanced_accuracy_interval(labels, predicted, 6, level=level, resamples=4000) for level in (0.5, 0.95)]
     direct = []
-    for _ in range(4000):
+    for _ in range(2000):
         rows = random.integers(0, 40, 40)
         direct.append(balanced_accuracy(labels[rows], predicted[rows], 6))
     for figure, level in zip(found, (0.5, 0.95), strict=True):

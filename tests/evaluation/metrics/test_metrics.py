@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn import metrics as reference
 
@@ -31,6 +31,7 @@ def samples(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
     return labels, predicted, classes
 
 
+@settings(max_examples=10)
 @given(samples())
 def test_figures_of_classes_equal_scikit_learn(case: tuple[np.ndarray, np.ndarray, int]) -> None:
     labels, predicted, classes = case
@@ -58,6 +59,7 @@ def test_an_absent_class_has_no_figures() -> None:
     assert balanced_accuracy(np.array([0, 0, 1]), np.array([0, 1, 1]), 4) == 0.75
 
 
+@settings(max_examples=15)
 @given(st.integers(0, 2**32), st.integers(2, 9), st.booleans())
 def test_top_k_is_the_first_k_of_a_stable_ranking(seed: int, classes: int, ties: bool) -> None:
     random = np.random.default_rng(seed)
@@ -96,6 +98,7 @@ def several(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     return logits - count * classes / 2 + 0.25, targets
 
 
+@settings(max_examples=10)
 @given(several())
 def test_several_labels_equal_scikit_learn(case: tuple[np.ndarray, np.ndarray]) -> None:
     logits, targets = case

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.evaluation.memory import MemorySource
 from tests.targets import multi_labels, single_labels
 from vitrail.data.batch import Skipped
 from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Sample
 from vitrail.data.targets import Target
 from vitrail.errors import BundleError, ConfigError
 from vitrail.evaluation.head import Accuracy
@@ -26,26 +26,12 @@ from vitrail.weights.bundle import Bundle
 PREPROCESS = Preprocess(image_size=(14, 21), channels=1, mean=(0.3,), std=(0.4,))
 
 
-class Pictures:
-    """A source of random grey images in memory. Samples in `broken` are not images."""
-
-    classes = ("a", "b", "c")
+class Pictures(MemorySource):
+    """Random grey images."""
 
     def __init__(self, labels: list[Target], broken: tuple[int, ...] = ()) -> None:
-        self.images = np.random.default_rng(0).integers(0, 256, (len(labels), 14, 21, 1), dtype=np.uint8)
-        self.labels, self.broken = labels, broken
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> Sample:
-        return Sample(self.key(index), b"?" if index in self.broken else self.images[index], self.labels[index])
-
-    def key(self, index: int) -> str:
-        return f"picture {index}"
-
-    def target(self, index: int) -> Target:
-        return self.labels[index]
+        random = np.random.default_rng(0)
+        super().__init__(random.integers(0, 256, (len(labels), 14, 21, 1), dtype=np.uint8), labels, broken)
 
 
 def make_network(num_classes: int = 3) -> nn.Module:
