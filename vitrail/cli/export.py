@@ -248,6 +248,9 @@ class Convert(JsonOption):
     """Replace the head by a zero-initialised head with this many outputs. 0 removes the head."""
     drop_head_hidden: bool = False
     """Remove the head and the hidden layer before it."""
+    tokenizer: Path | None = setting(None, metavar="FILE")
+    """Tokenizer of the text tower, if it is not beside the weights: tokenizer.json, a model of sentencepiece
+    (spiece.model), or a folder with one of them."""
     overwrite: bool = False
     """Replace an earlier output at DST. A folder with any other files is never replaced."""
 
@@ -266,7 +269,7 @@ CONVERT = Command(
     options=(Convert,),
     essential={
         "Output": ("to", "overwrite", "json"),
-        "Source": ("layout", "heads", "image_size", "mean", "std"),
+        "Source": ("layout", "heads", "image_size", "mean", "std", "tokenizer"),
         "Head": ("num_classes", "drop_head_hidden"),
     },
 )
@@ -286,6 +289,7 @@ def run_convert(call: Call) -> int:
         drop_head_hidden=options.drop_head_hidden,
         mean=options.mean,
         std=options.std,
+        tokenizer=options.tokenizer,
     )
     notes = [CONVERT.note(note) for note in found]
     if options.json:

@@ -54,6 +54,7 @@ def load(
     drop_head_hidden: bool = False,
     mean: tuple[float, ...] = (),
     std: tuple[float, ...] = (),
+    tokenizer: str | Path | None = None,
 ) -> Bundle:
     """Load a model from a folder that `Bundle.save` wrote, a run's folder, an exported file (.onnx, .pt2), another
     library's file or folder, or the hub. The name "small" is a model that is part of the package.
@@ -66,6 +67,8 @@ def load(
       `drop_head_hidden` removes the hidden layer before the head.
     - `mean` and `std` replace the mean and standard deviation of pixels in [0, 1], for all channels or for each. They
       are needed if the file does not contain its preprocessing, and the assumed values are wrong.
+    - `tokenizer` is the file (`tokenizer.json`, or a model of sentencepiece whose name ends in .model) or the folder of
+      the text tower's tokenizer. It is needed if it is not beside the weights.
 
     The bundle's `notes` name everything that was assumed, resized or replaced. Raise `BundleError` for a model that is
     missing, damaged or does not fit, and `SaveError` if a download cannot be written to the cache.
@@ -77,7 +80,9 @@ def load(
         if device != "auto" and target.type != "cpu":
             raise BundleError(f"device={device!r} does not fit {exported}: exported models run on the CPU here")
         bundle, target = load_exported(exported), torch.device("cpu")
-        changes = {"num_classes": num_classes, "classes": classes, "mean": mean, "std": std}
+        changes = {
+            "num_classes": num_classes, "classes": classes, "mean": mean, "std": std, "tokenizer": tokenizer,
+        }  # fmt: skip
         if image_size != bundle.preprocess.image_size:
             changes["image_size"] = image_size
         for name, value in changes.items():
@@ -87,10 +92,14 @@ def load(
                     "it was exported from"
                 )
     elif layout is None and is_bundle(source):
+        if tokenizer is not None:
+            raise BundleError(
+                f"tokenizer={str(tokenizer)!r} does not fit {source}: a model that Vitrail saved has its own tokenizer"
+            )
         bundle = load_bundle(source, device="cpu")
         _check_heads(source, bundle.network.config, hints)
     else:
-        bundle = _read(source, _layout(layout), hints)
+        bundle = _read(source, _layout(layout), hints, None if tokenizer is None else Path(tokenizer).expanduser())
     colours: dict[str, Any] = {name: values for name, values in (("mean", mean), ("std", std)) if values}
     bundle = replace(bundle, preprocess=replace(bundle.preprocess, **colours))
     bundle = adapted(
@@ -159,8 +168,10 @@ def _layout(name: str | None) -> Layout | None:
     return None if name is None else LAYOUTS[name]
 
 
-def _read(path: Path, layout: Layout | None, hints: Hints) -> Bundle:
-    checkpoint = open_checkpoint(path)
+def _read(path: Path, layout: Layout | None, hints: Hints, tokenizer: Path | None) -> Bundle:
+    if tokenizer is not None and not tokenizer.exists():
+        raise BundleError(f"tokenizer={str(tokenizer)!r} does not exist: there is no such file or folder")
+    checkpoint = replace(open_checkpoint(path), tokenizer=tokenizer)
     if layout is None:
         layout = next((item for item in LAYOUTS.values() if item.recognises(checkpoint)), None)
     if layout is None and "patches.projection.weight" in checkpoint.tensors:
@@ -179,6 +190,8 @@ def _read(path: Path, layout: Layout | None, hints: Hints) -> Bundle:
     network, words = assemble(description), None
     if description.tokenizer is not None:
         network, words = network.image, Words.of(network, description.tokenizer)
+    elif tokenizer is not None:
+        raise BundleError(f"tokenizer={str(tokenizer)!r}: {checkpoint.tensors.path} has no text tower; leave it out")
     _check_heads(checkpoint.tensors.path, network.config, hints)
     notes = (*checkpoint.tensors.notes, *description.notes)
     classes = description.classes

@@ -146,6 +146,19 @@ def test_pairs_come_back_as_they_were(pool: Any, bias: float | None, tmp_path: P
     vitrail.convert(tmp_path / "ours", tmp_path / "theirs", to="big-vision-pair")
     again = vitrail.load(tmp_path / "theirs", device="cpu")
     assert again.words is not None and again.words.bias == bias
+    file = (tmp_path / "theirs" / "spiece.model").rename(tmp_path / "bare.model")
+    (tmp_path / "theirs" / "tokenizer_config.json").unlink()
+    weights = tmp_path / "theirs" / "model.npz"
+    assert any("--tokenizer" in note for note in vitrail.load(weights, device="cpu").notes)
+    named = vitrail.load(weights, device="cpu", tokenizer=file)
+    assert torch.equal(named.embed_texts(TEXTS), again.embed_texts(TEXTS))
+    (tmp_path / "text.model").write_text("no pieces")
+    for model, tokenizer, message in (
+        (weights, tmp_path / "none.model", "does not exist"), (weights, tmp_path / "text.model", "not a model of"),
+        (weights, tmp_path / "ours" / "model.json", "cannot be read"), (tmp_path / "ours", file, "its own tokenizer"),
+    ):  # fmt: skip
+        with pytest.raises(BundleError, match=message):
+            vitrail.load(model, tokenizer=tokenizer)
     torch.testing.assert_close(again.embed_texts(TEXTS), bundle.embed_texts(TEXTS), rtol=0, atol=1e-6)
     images = torch.randn(2, 3, 24, 24)
     torch.testing.assert_close(again.network.embed(images), bundle.network.embed(images), rtol=0, atol=1e-6)

@@ -61,7 +61,8 @@ class BigVisionPair(StoresTexts):
     def recognises(self, checkpoint: Checkpoint) -> bool:
         tensors = checkpoint.tensors
         has_text = any(name.startswith(f"{PREFIX}txt/Encoder_0/") for name in tensors.shapes)
-        has_tokenizer = any((tensors.path.parent / name).is_file() for name in TOKENIZERS)
+        place = checkpoint.tokenizer_place
+        has_tokenizer = checkpoint.tokenizer is not None or any((place / name).is_file() for name in TOKENIZERS)
         return has_text and has_tokenizer and BIG_VISION.recognises(checkpoint)
 
     def describe(self, checkpoint: Checkpoint, hints: Hints) -> Description:
@@ -73,7 +74,7 @@ class BigVisionPair(StoresTexts):
         if ends["t"] is None:
             raise BundleError(f"{whole.path} has no {PREFIX}t, the scale of the similarities")
         _, context, width = text.shapes["pos_embedding"]
-        tokenizer = read_tokenizer(whole.path.parent, context, SIGLIP)
+        tokenizer = read_tokenizer(checkpoint.tokenizer_place, context, SIGLIP)
         pool_by_attention = "MAPHead_0/probe" in text
         config = TextConfig(
             vocabulary=text.shapes["Embed_0/embedding"][0],

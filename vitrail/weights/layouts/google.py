@@ -86,7 +86,10 @@ class Google:
         if others := len(checkpoint.tensors.shapes) - len(_image_network(checkpoint.tensors).shapes):
             notes.append(f"{others} tensors do not belong to the image network and were skipped")
         if any(name.startswith("params/txt/Encoder_0/") for name in checkpoint.tensors.shapes):
-            notes.append("the text tower is not read, because the folder of the file has no tokenizer (spiece.model)")
+            notes.append(
+                "the text tower is not read, because the folder of the file has no tokenizer (spiece.model); name its "
+                "file: vitrail convert --tokenizer, or vitrail.load(..., tokenizer=...)"
+            )
         if config.positions == "sincos-2d" and hints.image_size is None:
             notes.append(f"the file does not contain its image size, so {config.image_size} is assumed")
         return Description(

@@ -114,7 +114,7 @@ class HuggingFacePair(StoresTexts):
         if hints.heads not in (None, image.heads):
             raise BundleError(f"heads={hints.heads} does not agree with config.json, which has {image.heads}")
         context = tensors.shapes[f"{TEXT}embeddings.position_embedding.weight"][0]
-        tokenizer = read_tokenizer(tensors.path.parent, context, family)
+        tokenizer = read_tokenizer(checkpoint.tokenizer_place, context, family)
         text = _text_config(tensors, parts[1], family, tokenizer)
         config = PairConfig(image=image, text=text, bias=0.0 if family is SIGLIP else None)
         preprocessor, notes = checkpoint.preprocessor, []
@@ -330,29 +330,34 @@ def text_rules(family: PairFamily) -> Table:
 # --- tokenizers
 
 
-def read_tokenizer(folder: Path, context: int, family: PairFamily) -> TextTokenizer:
-    """Return the tokenizer in a folder. Raise `BundleError` if the folder has none."""
+def read_tokenizer(place: Path, context: int, family: PairFamily) -> TextTokenizer:
+    """Return the tokenizer in a folder or a file, with the settings beside it. Raise `BundleError` if there is none."""
+    folder = place if place.is_dir() else place.parent
+    file = place if place.is_file() else folder / SPIECE
+    cleaning: Cleaning = "none"
     path = folder / "tokenizer_config.json"
     settings = read_object(path) if path.is_file() else {}
-    cleaning: Cleaning = "none"
-    if (folder / SPIECE).is_file():
-        content, kind, cleaning = (folder / SPIECE).read_bytes(), "sentencepiece", "canonical"
-        pieces = optional_module(kind, "words").SentencePieceProcessor(model_proto=content)
+    if file.is_file() and file.suffix == ".model":
+        content, kind, cleaning = file.read_bytes(), "sentencepiece", "canonical"
+        try:
+            pieces = optional_module(kind, "words").SentencePieceProcessor(model_proto=content)
+        except (RuntimeError, ValueError) as error:
+            raise BundleError(f"tokenizer={str(file)!r} is not a model of sentencepiece: {error}") from error
 
         def number(piece: str) -> int | None:
             found: int = pieces.piece_to_id(piece)
             return found if pieces.id_to_piece(found) == piece else None
 
         names = {"eos_token": "</s>", "pad_token": "</s>"}
-    elif (library := _tokenizers_of(folder)) is not None:
+    elif (library := _tokenizers_of(folder, place if place.is_file() else folder / "tokenizer.json")) is not None:
         content, kind, number = library.to_str().encode(), "tokenizers", library.token_to_id
         names = {"eos_token": END, "pad_token": END, "bos_token": START}
         if family is SIGLIP:
             names, cleaning = {"eos_token": "<eos>", "pad_token": "<pad>"}, "lower"
     else:
         raise BundleError(
-            f"{folder} has no tokenizer, so its texts cannot be read: put tokenizer.json, {SPIECE}, or vocab.json and "
-            "merges.txt beside the weights"
+            f"{place} has no tokenizer, so its texts cannot be read: put tokenizer.json, {SPIECE}, or vocab.json and "
+            "merges.txt beside the weights, or name the file (vitrail convert --tokenizer)"
         )
     found = {}
     for name, usual in names.items():
@@ -367,9 +372,9 @@ def read_tokenizer(folder: Path, context: int, family: PairFamily) -> TextTokeni
     )  # fmt: skip
 
 
-def _tokenizers_of(folder: Path) -> Any:
-    """Return the tokenizer of the library `tokenizers` in a folder, or None."""
-    file, vocabulary, merges = folder / "tokenizer.json", folder / "vocab.json", folder / "merges.txt"
+def _tokenizers_of(folder: Path, file: Path) -> Any:
+    """Return the tokenizer of the library `tokenizers` in a file, or in the tables of a folder, or None."""
+    vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
     if not file.is_file() and not (vocabulary.is_file() and merges.is_file()):
         return None
     library = optional_module("tokenizers", "words")
@@ -383,7 +388,7 @@ def _tokenizers_of(folder: Path) -> Any:
         made.add_special_tokens([START, END])
         return made
     except Exception as error:  # the library raises nothing more specific
-        raise BundleError(f"the tokenizer in {folder} cannot be read: {error}") from error
+        raise BundleError(f"the tokenizer {file if file.is_file() else folder} cannot be read: {error}") from error
 
 
 def write_tokenizer(tokenizer: TextTokenizer, folder: Path, family: PairFamily) -> list[str]:

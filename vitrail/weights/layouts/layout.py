@@ -84,6 +84,13 @@ class Checkpoint:
     """Content of `config.json`, or empty if there is no such file."""
     preprocessor: Mapping[str, Any] = field(default_factory=dict)
     """Content of `preprocessor_config.json`, or empty if there is no such file."""
+    tokenizer: Path | None = None
+    """File or folder of the tokenizer that the caller named. By default it is beside the weights."""
+
+    @property
+    def tokenizer_place(self) -> Path:
+        """File or folder in which the tokenizer is looked for."""
+        return self.tokenizer or self.tensors.path.parent
 
 
 @dataclass(frozen=True, kw_only=True)

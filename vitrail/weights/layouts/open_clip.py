@@ -81,7 +81,7 @@ class OpenClip(StoresTexts):
         model, preprocess = _section(content, "model_cfg", folder), _section(content, "preprocess_cfg", folder)
         vision, text = _section(model, "vision_cfg", folder), _section(model, "text_cfg", folder)
         context = tensors.shapes["positional_embedding"][0]
-        tokenizer = replace(read_tokenizer(folder, context, CLIP), cleaning="clip")
+        tokenizer = replace(read_tokenizer(checkpoint.tokenizer_place, context, CLIP), cleaning="clip")
         shared: dict[str, Any] = {"activation": "quick-gelu" if model.get("quick_gelu") else "gelu", "norm_eps": 1e-5}
         width, channels, *patch = tensors.shapes["visual.conv1.weight"]
         side = vision.get("image_size", 224)
