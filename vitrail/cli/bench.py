@@ -322,6 +322,8 @@ def measure_exported(options: Bench, device: torch.device) -> tuple[str, dict[st
     path, batch_size = options.variant, options.batch_size
     machine, rounds = describe(device), {"repetitions": options.repetitions, "warmup": options.warmup}
     network: Any = load_exported(Path(path)).network
+    if network.interface.reads_texts:
+        raise ConfigError(f"{path} has a text tower, which takes no images; vitrail export measures such files")
     height, width = network.preprocess.image_size
     shape = batch_size, height, width, network.preprocess.channels
     draws = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)

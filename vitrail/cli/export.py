@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.table import Table
 
 from vitrail.cli.console import print_note
 from vitrail.cli.options import Call, Command, Example, JsonOption, names_in
-from vitrail.data.source import Sample
+from vitrail.data.source import Sample, truth_of
 from vitrail.data.sources import open_whole
 from vitrail.errors import ConfigError, DataError, ExportFailed, plural
 from vitrail.evaluation.measured_images import open_images
@@ -24,14 +25,14 @@ from vitrail.evaluation.metrics.intervals import Metric, mean_interval
 from vitrail.export.export import TIMED_BATCHES, Exporter, ExportResult, check_export
 from vitrail.export.formats import FORMATS, OPSETS
 from vitrail.export.int8 import CALIBRATION_IMAGES, MAX_DROP, Int8
-from vitrail.export.parity import BATCHES, Parity, describe_drop, spread_samples
+from vitrail.export.parity import BATCHES, Parity, describe_drop, spread_samples, usual_texts
 from vitrail.settings import setting
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported import Contents
 from vitrail.weights.load import convert, load, model_name
 
 USUAL_IMAGES = 40
-"""Default number of images of the comparison."""
+"""Default number of images or texts of the comparison."""
 
 USUAL_IMAGES_INT8 = 1000
 """Default number of images on which the accuracy of 8-bit integers is measured."""
@@ -53,11 +54,12 @@ class Export(JsonOption):
     """File or folder to write. The default is the model's name with the format's suffix in the current folder, and
     triton/NAME for Triton, where triton is the model repository. Several files are written into this folder."""
     output: Contents | None = None
-    """Result of the exported file: logits (with probabilities), embedding or tokens. The default is logits, or
-    embedding for a model without a head."""
+    """Result of the exported file: logits (with probabilities), embedding or tokens of images, or text_embedding, for
+    which the file takes numbers of tokens. The default is logits, or embedding for a model without a head."""
     data: str | None = setting(None, metavar="SPEC")
     """Data whose images the written file is compared on: a folder or a name as for `vitrail evaluate`. The accuracy is
-    measured too if the data has the model's classes. The default is the bundled images; int8 needs data."""
+    measured too if the data has the model's classes. The default is the bundled images, or 40 texts; int8 needs
+    data."""
     images: int | None = setting(None, least=1, advice="at least one image is needed")
     """Number of images of the comparison, taken at equal distances from those that the model's training held out. The
     default is 40, and 1000 for int8."""
@@ -92,6 +94,7 @@ COMMAND = Command(
     examples=(
         Example("vitrail export runs/flowers --to onnx", "Write flowers.onnx for onnxruntime."),
         Example("vitrail export runs/flowers --to onnx --output embedding", "Write the features instead of classes."),
+        Example("vitrail export clip --to onnx --output text_embedding", "Write the text tower with its tokenizer."),
         Example(
             "vitrail export runs/flowers --to onnx,openvino --precision float32,int8 --data flowers/",
             "Compare formats: size, time and accuracy.",
@@ -108,13 +111,19 @@ COMMAND = Command(
 
 def main(call: Call) -> int:
     options = Export(**call.options)
-    targets = _targets(options)
+    targets, texts = _targets(options), options.output == "text_embedding"
     for target in targets:
         check_export(
-            target.path, target.to, precision=target.precision, opset=options.opset, overwrite=options.overwrite
+            target.path,
+            target.to,
+            precision=target.precision,
+            opset=options.opset,
+            overwrite=options.overwrite,
+            reads_texts=texts,
         )
     bundle = load(options.model, device="cpu", image_size=options.image_size)
-    images = _images(options, bundle, any(target.precision == "int8" for target in targets))
+    is_int8 = any(target.precision == "int8" for target in targets)
+    images = _texts(options, bundle) if texts else _images(options, bundle, is_int8)
     exporter = Exporter(
         bundle,
         images.samples,
@@ -135,7 +144,9 @@ def main(call: Call) -> int:
                 raise
             failures.append(COMMAND.note(str(error)))
     undecided = [f"{result.path}: {result.note}" for result in results if result.note]
-    notes = [COMMAND.note(note) for note in (*bundle.notes, *images.notes, *undecided)]
+    other = ["this model reads texts too; output=text_embedding writes its text tower"]
+    other = other if bundle.words is not None and not texts else []
+    notes = [COMMAND.note(note) for note in (*bundle.notes, *images.notes, *undecided, *other)]
     seconds = exporter.seconds(results)
     if options.json:
         print(json.dumps(plain_exports(results, seconds, failures, notes)))
@@ -167,15 +178,16 @@ def _targets(options: Export) -> list[_Target]:
     chosen = [(to, precision) for to in formats for precision in precisions]
     if len(chosen) == 1:
         ((to, precision),) = chosen
-        return [_Target(to, precision, options.out or _default_path(options.model, to, precision))]
+        return [_Target(to, precision, options.out or _default_path(options, to, precision))]
     folder = options.out or Path()
     if folder.suffix in {each.suffix for each in FORMATS.values() if each.suffix}:
         raise ConfigError(f"out={str(folder)!r} is the name of one file, but {len(chosen)} are written; name a folder")
-    return [_Target(to, precision, folder / _default_path(options.model, to, precision)) for to, precision in chosen]
+    return [_Target(to, precision, folder / _default_path(options, to, precision)) for to, precision in chosen]
 
 
-def _default_path(model: str, to: str, precision: str) -> Path:
-    name = model_name(model) + ("" if precision == "float32" else f"-{precision}")
+def _default_path(options: Export, to: str, precision: str) -> Path:
+    name = model_name(options.model) + ("-text" if options.output == "text_embedding" else "")
+    name += "" if precision == "float32" else f"-{precision}"
     if to not in FORMATS or FORMATS[to].suffix:
         return Path(name + (FORMATS[to].suffix if to in FORMATS else ""))
     return Path(to) / name
@@ -183,9 +195,9 @@ def _default_path(model: str, to: str, precision: str) -> Path:
 
 @dataclass(frozen=True)
 class _Images:
-    """Images on which files are compared, and on which 8-bit integers are calibrated."""
+    """Images or texts on which files are compared, and images on which 8-bit integers are calibrated."""
 
-    samples: list[Sample]
+    samples: Sequence[Sample | str]
     int8: Int8 | None = None
     notes: tuple[str, ...] = ()
 
@@ -217,6 +229,31 @@ def _images(options: Export, bundle: Bundle, is_int8: bool) -> _Images:
     source = whole.train if whole.held_out is None else whole.held_out[1]
     samples = [Sample(sample.key, sample.image, None) for sample in spread_samples(source, count)]
     return _Images(samples, notes=notes)
+
+
+def _texts(options: Export, bundle: Bundle) -> _Images:
+    """Return the texts of the comparison, and a note about the tokens that the file takes. Raise `ConfigError` for a
+    model without a text tower, and for data without texts."""
+    words, count = bundle.reader_of_texts(), options.images or USUAL_IMAGES
+    if options.image_size is not None:
+        raise ConfigError("--image-size is for files that take images, but a text tower takes texts; leave it out")
+    texts: Sequence[str] = usual_texts(count)
+    if options.data is not None:
+        found = truth_of(open_whole(options.data, texts=True).whole.train).texts
+        if not found:
+            raise ConfigError(
+                f"--data: {options.data!r} has no texts, on which a text tower is compared; leave it out, or name data "
+                "with a column of texts"
+            )
+        texts = [found[row * len(found) // count] for row in range(min(count, len(found)))]
+    tokenizer = words.tokenizer
+    begin = "" if tokenizer.start_token is None else f"begins with {tokenizer.start_token}, "
+    note = (
+        f"the file takes the numbers of tokens, which the tokenizer beside it makes: a text {begin}ends with "
+        f"{tokenizer.end_token}, and is filled with {tokenizer.padding} to {tokenizer.context} tokens. A logit is "
+        f"{math.exp(words.scale):.6g} times the cosine" + (f" plus {words.bias:.6g}" if words.bias else "")
+    )
+    return _Images(texts, notes=(note,))
 
 
 # `vitrail convert`: convert models between Vitrail's and other libraries' formats.
@@ -356,11 +393,11 @@ def _milliseconds(seconds: Seconds, name: str) -> dict[str, float]:
 
 
 def _lines(result: ExportResult) -> list[str]:
-    parity, sizes = result.parity, ", ".join(map(str, BATCHES))
+    parity, sizes, noun = result.parity, ", ".join(map(str, BATCHES)), result.network.interface.noun
     lines = [
         f"Written: {escape(str(result.path))} ({result.bytes / 1e6:.1f} MB)",
-        f"Loaded again and compared with the network on {plural(parity.images, 'image')} in batches of {sizes}:",
-        f"  largest difference {parity.difference:.2g}, {parity.relative:.1e} of the change from image to image",
+        f"Loaded again and compared with the network on {plural(parity.images, noun)} in batches of {sizes}:",
+        f"  largest difference {parity.difference:.2g}, {parity.relative:.1e} of the change from {noun} to {noun}",
     ]
     if parity.agreement is not None:
         lines.append(f"  same class for {parity.agreement:.2%} of the {parity.compared}")
@@ -374,7 +411,7 @@ def _lines(result: ExportResult) -> list[str]:
 def _table(results: Sequence[ExportResult], seconds: Seconds) -> Table:
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("file", overflow="fold")
-    times = (f"ms for {plural(size, 'image')}" for size in TIMED_BATCHES)
+    times = (f"ms for {plural(size, results[0].network.interface.noun)}" for size in TIMED_BATCHES)
     for name in ("precision", "MB", *times, "accuracy"):
         table.add_column(name, justify="right", min_width=max(map(len, name.split())))
     rows = [("network, PyTorch", "float32", "", "network", _accuracy(results[0].parity, network=True))]

@@ -14,6 +14,7 @@ import numpy as np
 
 from vitrail.bench.workload import interleave, timed
 from vitrail.data.source import Sample
+from vitrail.data.text_tokenizer import FILES
 from vitrail.errors import ConfigError, DataError, nearest
 from vitrail.export.formats import FORMATS, OPSETS, Format, Traced
 from vitrail.export.int8 import CALIBRATION_BATCH, Int8, check_precision
@@ -32,7 +33,7 @@ from vitrail.export.parity import (
 from vitrail.export.program import describe, trace
 from vitrail.files import check_new_file, check_new_folder, partial_path, replacing_folder, saving
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.exported import Contents, ExportedNetwork, load_exported
+from vitrail.weights.exported import Contents, ExportedNetwork, load_exported, tokenizer_file
 
 TIMED_BATCHES = (1, 8)
 """Batch sizes that are timed."""
@@ -88,10 +89,16 @@ class ExportResult:
 
 
 def check_export(
-    path: Path, to: str, *, precision: str = "float32", opset: int = OPSETS[0], overwrite: bool = False
+    path: Path,
+    to: str,
+    *,
+    precision: str = "float32",
+    opset: int = OPSETS[0],
+    overwrite: bool = False,
+    reads_texts: bool = False,
 ) -> None:
     """Raise `ConfigError` for an unknown format or precision or a missing package, and `DestinationError` if `path` is
-    taken."""
+    taken. A file that `reads_texts` has its tokenizer beside it."""
     if to not in FORMATS:
         raise ConfigError(f"to={to!r} is not a format; {nearest(to, FORMATS)}")
     if opset not in OPSETS:
@@ -103,12 +110,14 @@ def check_export(
         raise ConfigError(
             f"precision='int8': {to} files have no 8-bit integers; choose to={', '.join(able[:-1])} or {able[-1]}"
         )
+    if precision == "int8" and reads_texts:
+        raise ConfigError("precision='int8' is decided by the accuracy on images; a text tower is written in float32")
     if chosen.folder_files:
         check_new_folder(path, chosen.folder_files, overwrite=overwrite)
     elif path.suffix != chosen.suffix:
         raise ConfigError(f"out={str(path)!r} must end in {chosen.suffix!r}, by which the file is recognised")
     else:
-        for file in _files(path, chosen):
+        for file in _files(path, chosen, reads_texts=reads_texts):
             check_new_file(file, overwrite=overwrite)
     chosen.check(precision)
 
@@ -119,7 +128,7 @@ class Exporter:
     def __init__(
         self,
         bundle: Bundle,
-        samples: Sequence[Sample],
+        samples: Sequence[Sample | str],
         *,
         contents: Contents = "logits",
         resizes: bool = False,
@@ -130,9 +139,9 @@ class Exporter:
         int8: Int8 | None = None,
     ) -> None:
         """Prepare the export of a model. Raise `ConfigError` for a model that cannot be exported. `samples` are the
-        images of the comparison. Files with `resizes` take pictures of any size and resize them. Files with `any_size`
-        take resized images of any size that patches divide. `int8` is needed for files in 8-bit
-        integers."""
+        images of the comparison, or texts for `contents` "text_embedding". Files with `resizes` take pictures of any
+        size and resize them. Files with `any_size` take resized images of any size that patches divide. `int8` is
+        needed for files in 8-bit integers."""
         self._bundle, self._samples = bundle, samples
         self._opset, self._overwrite, self._int8 = opset, overwrite, int8
         usual = RESIZING_TOLERANCE if resizes else TOLERANCE
@@ -160,8 +169,10 @@ class Exporter:
         Raise `ExportFailed` otherwise, `ConfigError`, `DestinationError` if `path` is taken, and `SaveError`.
         """
         path = Path(path)
-        check_export(path, to, precision=precision, opset=self._opset, overwrite=self._overwrite)
-        tensors = [*self._bundle.network.parameters(), *self._bundle.network.buffers()]
+        texts = self._interface.reads_texts
+        check_export(path, to, precision=precision, opset=self._opset, overwrite=self._overwrite, reads_texts=texts)
+        network = self._bundle.reader_of_texts().tower if texts else self._bundle.network
+        tensors = [*network.parameters(), *network.buffers()]
         FORMATS[to].check_size(to, sum(4 * tensor.numel() for tensor in tensors))
         expected, interface = self.expected, replace(self._interface, precision=precision)
         calibration: Sequence[np.ndarray] = ()
@@ -173,9 +184,12 @@ class Exporter:
                 raise DataError("data: no training image can be decoded, so ranges of 8-bit integers cannot be found")
         traced = Traced(trace(self._bundle, interface), self._bundle, interface, self._opset, calibration)
         note: str | None = None
-        with replacing_files(path, FORMATS[to]) as partial:
+        with replacing_files(path, FORMATS[to], reads_texts=texts) as partial:
             with saving("the exported model", path):
                 FORMATS[to].write(traced, partial)
+                if texts:
+                    tokenizer = self._bundle.reader_of_texts().tokenizer
+                    tokenizer_file(partial, FILES[tokenizer.kind]).write_bytes(tokenizer.content)
             written: Any = load_exported(partial).network
             written.path = str(path)  # for messages
             if self._int8 is not None and precision == "int8":
@@ -185,7 +199,7 @@ class Exporter:
                 parity = compare(expected, written, self._tolerance)
                 if interface.any_size:
                     compare_other_size(expected, written, self._tolerance)
-        files = [file for file in (*_files(path, FORMATS[to]), *path.rglob("*")) if file.is_file()]
+        files = [file for file in (*_files(path, FORMATS[to], reads_texts=texts), *path.rglob("*")) if file.is_file()]
         return ExportResult(path, to, precision, sum(file.stat().st_size for file in files), parity, written, note)
 
     def seconds(self, results: Sequence[ExportResult]) -> dict[str, tuple[float, ...]]:
@@ -197,9 +211,16 @@ class Exporter:
 
 
 def export(
-    bundle: Bundle, path: str | Path, to: str, samples: Sequence[Sample], *, precision: str = "float32", **options: Any
+    bundle: Bundle,
+    path: str | Path,
+    to: str,
+    samples: Sequence[Sample | str],
+    *,
+    precision: str = "float32",
+    **options: Any,
 ) -> ExportResult:
-    """Write a model as a file for another runtime, and compare the file with the network on `samples`.
+    """Write a model as a file for another runtime, and compare the file with the network on `samples`, which are texts
+    for `contents` "text_embedding".
 
     `options` are those of `Exporter`, whose method `write` raises the same errors.
     """
@@ -207,7 +228,7 @@ def export(
 
 
 @contextmanager
-def replacing_files(path: Path, chosen: Format) -> Iterator[Path]:
+def replacing_files(path: Path, chosen: Format, *, reads_texts: bool = False) -> Iterator[Path]:
     """Yield a path that replaces `path` if the block succeeds: an empty folder, or the path of a file to write."""
     if chosen.folder_files:
         with replacing_folder("the exported model", path, chosen.folder_files) as partial:
@@ -219,13 +240,15 @@ def replacing_files(path: Path, chosen: Format) -> Iterator[Path]:
             path.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         with saving("the exported model", path):
-            for old, new in reversed([*zip(_files(partial, chosen), _files(path, chosen), strict=True)]):
+            written, final = (_files(place, chosen, reads_texts=reads_texts) for place in (partial, path))
+            for old, new in reversed([pair for pair in zip(written, final, strict=True) if pair[0].exists()]):
                 old.replace(new)  # the first file comes last, because a model is recognised by it
     finally:
-        for file in _files(partial, chosen):
+        for file in _files(partial, chosen, reads_texts=reads_texts):
             file.unlink(missing_ok=True)
 
 
-def _files(path: Path, chosen: Format) -> list[Path]:
-    """Return the files of an exported model at a path, or the path of its folder."""
-    return [path, path.with_suffix(chosen.beside)] if chosen.beside else [path]
+def _files(path: Path, chosen: Format, *, reads_texts: bool) -> list[Path]:
+    """Return the files that an exported model at a path can have, or the path of its folder."""
+    tokenizers = [tokenizer_file(path, name) for name in FILES.values()] if reads_texts else []
+    return [path, *([path.with_suffix(chosen.beside)] if chosen.beside else []), *tokenizers]

@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch.export import ExportedProgram
 
+from vitrail.data.text_tokenizer import FILES
 from vitrail.errors import ConfigError, ExportFailed
 from vitrail.export.int8 import quantise_onnx, quantise_openvino, quiet, without_telemetry
+from vitrail.export.program import exported_noun
 from vitrail.registry import optional_module
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported import (
@@ -62,10 +64,6 @@ class Traced:
     def names(self) -> tuple[str, ...]:
         """Names of the file's outputs."""
         return output_names(self.interface.contents, self.bundle.output)
-
-    @property
-    def architecture(self) -> str:
-        return self.bundle.network.config.architecture
 
     @property
     def has_any_size(self) -> bool:
@@ -144,13 +142,14 @@ def _onnx_model(traced: Traced) -> Any:
                 (),
                 dynamo=True,
                 opset_version=traced.opset,
-                input_names=["images"],
+                input_names=[traced.interface.input_name],
                 output_names=list(traced.names),
                 verbose=False,
             )
         except Exception as error:  # PyTorch's exporter has no common class of exceptions
             first = next(iter(str(error).splitlines()), type(error).__name__)
-            raise ExportFailed(f"ONNX cannot express this {traced.architecture} network: {first}") from error
+            noun = exported_noun(traced.bundle, traced.interface)
+            raise ExportFailed(f"ONNX cannot express this {noun}: {first}") from error
     model: Any = made.model_proto
     model.doc_string = ""
     model.producer_version = ""
@@ -184,7 +183,9 @@ def write_openvino(traced: Traced, path: Path) -> None:
     finally:
         source.unlink(missing_ok=True)
     if traced.calibration:
-        model = quantise_openvino(model, traced.calibration, is_transformer=traced.architecture == "ViT")
+        model = quantise_openvino(
+            model, traced.calibration, is_transformer=traced.bundle.network.config.architecture == "ViT"
+        )
     for number, node in enumerate(model.get_ordered_ops()):
         node.set_friendly_name(f"node_{number}")  # OpenVINO counts the nodes of all models of a process
     for name in list(model.rt_info):
@@ -210,8 +211,10 @@ def _triton_config(traced: Traced) -> str:
     """Return the text of `config.pbtxt`. It has no name, so that the folder can be renamed."""
     preprocess = traced.bundle.preprocess
     dtype = {"uint8": "TYPE_UINT8", "float32": "TYPE_FP32"}[input_dtype(preprocess)]
-    sizes = (*((-1, -1) if traced.has_any_size else preprocess.image_size), preprocess.channels)
-    shape = ", ".join(map(str, _output_shape(traced)))
+    sizes: tuple[int, ...] = (*((-1, -1) if traced.has_any_size else preprocess.image_size), preprocess.channels)
+    if traced.interface.reads_texts:
+        dtype, sizes = "TYPE_INT64", (traced.bundle.reader_of_texts().tokenizer.context,)
+    taken, shape = (", ".join(map(str, each)) for each in (sizes, _output_shape(traced)))
     outputs = []
     for name in traced.names:
         labels = ' label_filename: "labels.txt"' if name == "probabilities" else ""
@@ -221,7 +224,7 @@ def _triton_config(traced: Traced) -> str:
         [
             'backend: "onnxruntime"',
             f"max_batch_size: {TRITON_BATCH}",
-            f'input [ {{ name: "images" data_type: {dtype} dims: [ {", ".join(map(str, sizes))} ] }} ]',
+            f'input [ {{ name: "{traced.interface.input_name}" data_type: {dtype} dims: [ {taken} ] }} ]',
             "output [",
             ",\n".join(outputs),
             "]",
@@ -240,14 +243,20 @@ def _output_shape(traced: Traced) -> tuple[int, ...]:
         return (-1, int(output.meta["val"].shape[2]))
     if contents == "logits":
         return (len(traced.bundle.classes),)
-    return (config.embed_width,) if contents == "embedding" else (-1, config.stream_width)
+    return (-1, config.stream_width) if contents == "tokens" else (config.embed_width,)
 
 
 FORMATS: dict[str, Format] = {
     "pt2": Format(".pt2", write_pt2),
     "onnx": Format(".onnx", write_onnx, ONNX_PACKAGES, int8_needs=()),
     "openvino": Format(".xml", write_openvino, ("openvino", *ONNX_PACKAGES), "openvino", ".bin", int8_needs=("nncf",)),
-    "triton": Format("", write_triton, ONNX_PACKAGES, folder_files=("config.pbtxt", "labels.txt", "1"), int8_needs=()),
+    "triton": Format(
+        "",
+        write_triton,
+        ONNX_PACKAGES,
+        folder_files=("config.pbtxt", "labels.txt", "1", *FILES.values()),
+        int8_needs=(),
+    ),
 }
 """Formats by the names that `vitrail export --to` uses."""
 

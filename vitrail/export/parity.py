@@ -18,12 +18,13 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Source
 from vitrail.errors import DataError, ExportFailed, UndecodableImage
 from vitrail.evaluation.metrics.intervals import difference_interval
-from vitrail.export.program import EndToEnd
+from vitrail.export.program import end_to_end
 from vitrail.models.heads.pyramid import overlaps
 from vitrail.models.predictor import Predictor
 from vitrail.weights.answers import OUTPUT_NOUNS
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported import ExportedNetwork, Interface, input_dtype, on_canvas, output_names
+from vitrail.weights.zero_shot import read_templates
 
 BATCHES = (1, 2, 5)
 """Batch sizes that are compared, in turn. The program was traced with two images."""
@@ -88,6 +89,14 @@ class Parity:
         return 100 * low, 100 * high
 
 
+def usual_texts(count: int) -> list[str]:
+    """Return texts for the comparison of text towers. The last one is longer than any context."""
+    templates = read_templates("imagenet")
+    names = ("dog", "red car at night", "violin", "old bridge over a river", "pizza", "fire engine", "x")
+    texts = [templates[row % len(templates)].format(names[row % len(names)]) for row in range(max(count, 2) - 1)]
+    return [*texts, " ".join(templates).format(*names * len(templates))]
+
+
 def spread_samples(source: Source, count: int) -> list[Sample]:
     """Return at most `count` samples at equal distances in a source."""
     count = min(count, len(source))
@@ -101,17 +110,18 @@ class Expected:
     run: Callable[[np.ndarray], Tensor]
     """Function that computes the file's first output with the network, from the inputs of the file."""
     batches: list[np.ndarray]
-    """Inputs of the file, of shape (b, h, w, c): levels of resized images, or pictures if the file resizes them."""
+    """Inputs of the file, of shape (b, h, w, c): levels of resized images, or pictures if the file resizes them. For a
+    text tower, tokens of shape (b, context)."""
     outputs: list[Tensor]
     """First output of the network for each batch."""
     name: str
     """Name of this output."""
     images: int
-    """Number of images. Images after these are repetitions, which fill the last batch."""
+    """Number of images or texts. Those after these are repetitions, which fill the last batch."""
     labels: list[int | None]
     """Labels of the images, or [] if the outputs are not logits of classes that exclude each other."""
     compared: str = "images"
-    """Noun for the answers that are compared."""
+    """Noun for the answers that are compared: images, texts, boxes or masks."""
     decoded: Callable[[Tensor, Tensor], float] | None = None
     """Function that returns the fraction of what the first outputs mean that the second outputs mean too, or None for
     other outputs than those of boxes and masks."""
@@ -126,7 +136,7 @@ class Expected:
 def network_run(bundle: Bundle, interface: Interface) -> Callable[[np.ndarray], Tensor]:
     """Return a function that takes the inputs of an exported file, and computes the file's first output with the
     network in float32. If the file resizes pictures, the function resizes them by `Preprocess.pixels`."""
-    predictor: Any = Predictor(EndToEnd(bundle, replace(interface, resizes=False)).cpu()).network
+    predictor: Any = Predictor(end_to_end(bundle, replace(interface, resizes=False))).network
 
     def run(images: np.ndarray) -> Tensor:
         levels = _resized(bundle.preprocess, images) if interface.resizes else images
@@ -136,13 +146,19 @@ def network_run(bundle: Bundle, interface: Interface) -> Callable[[np.ndarray], 
     return run
 
 
-def expected_outputs(bundle: Bundle, interface: Interface, samples: Sequence[Sample]) -> Expected:
-    """Return the outputs of the network for these samples.
+def expected_outputs(bundle: Bundle, interface: Interface, samples: Sequence[Sample | str]) -> Expected:
+    """Return the outputs of the network for these samples, which are texts if the file has a text tower.
 
     Raise `ExportFailed` if they hardly change from image to image, because such a network agrees with any other. Raise
     `DataError` if no image can be decoded.
     """
-    images = list(_decoded(bundle.preprocess, samples, resizes=interface.resizes))
+    images: list[tuple[np.ndarray, int | None]]
+    if interface.reads_texts:
+        tokens = bundle.reader_of_texts().tokenizer.encode([text for text in samples if isinstance(text, str)]).tokens
+        images = [(row, None) for row in tokens]
+    else:
+        pictures = [sample for sample in samples if isinstance(sample, Sample)]
+        images = list(_decoded(bundle.preprocess, pictures, resizes=interface.resizes))
     if not images:
         raise DataError(f"data: none of {len(samples)} images can be decoded, so the exported file cannot be compared")
     run = network_run(bundle, interface)
@@ -153,12 +169,12 @@ def expected_outputs(bundle: Bundle, interface: Interface, samples: Sequence[Sam
     has_labels = interface.contents == "logits" and bundle.output == "softmax"
     labels = [label for _, label in images] * has_labels
     decoded = partial(same_answers, bundle) if name == "rows" else None
-    compared = OUTPUT_NOUNS[bundle.output] if name == "rows" else "images"
+    compared = OUTPUT_NOUNS[bundle.output] if name == "rows" else interface.noun + "s"
     expected = Expected(run, batches, outputs, name, len(images), labels, compared, decoded)
     if not expected.spread >= FLAT:
         raise ExportFailed(
-            f"the outputs of this network change by at most {expected.spread:.1e} over {len(images)} images, so a "
-            "comparison with an exported file proves nothing; train the network first, or use more varied images"
+            f"the outputs of this network change by at most {expected.spread:.1e} over {len(images)} {compared}, so a "
+            "comparison with an exported file proves nothing; train the network first, or use more varied ones"
         )
     return expected
 
@@ -275,7 +291,7 @@ def _outputs(expected: Expected, written: ExportedNetwork) -> Tensor:
         found.append(torch.from_numpy(written.run(levels)[expected.name]))
         if found[-1].shape != wanted.shape:
             raise ExportFailed(
-                f"{written.path}: a batch of {len(levels)} images gives {tuple(found[-1].shape)}, but the network "
+                f"{written.path}: a batch of {len(levels)} gives {tuple(found[-1].shape)}, but the network "
                 f"gives {tuple(wanted.shape)}"
             )
     return torch.cat(found)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, get_args
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
@@ -20,7 +21,7 @@ from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported import Contents, ExportedNetwork, Interface, input_dtype, output_names
 
 EXAMPLES = 2
-"""Number of images in the batch that is traced. PyTorch would treat a batch size of 1 as a constant."""
+"""Number of images or texts in the batch that is traced. PyTorch would treat a batch size of 1 as a constant."""
 
 
 class EndToEnd(nn.Module):
@@ -57,6 +58,17 @@ class EndToEnd(nn.Module):
         return logits, probabilities_of(logits, self.output)
 
 
+class TextsEndToEnd(nn.Module):
+    """A text tower with everything after the tokenizer: it takes tokens, and returns embeddings of length 1."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        super().__init__()
+        self.tower = Predictor(bundle.reader_of_texts().tower).network
+
+    def forward(self, tokens: Tensor) -> tuple[Float[Tensor, "b embed_width"]]:
+        return (F.normalize(self.tower(tokens).float(), dim=-1),)
+
+
 def describe(bundle: Bundle, contents: Contents, *, resizes: bool = False, any_size: bool = False) -> Interface:
     """Return what the exported file of a bundle takes and returns. Raise `ConfigError` for a model that cannot be
     exported, with `resizes` for a preprocessing that a file cannot contain, and with `any_size` for a network that has
@@ -64,8 +76,13 @@ def describe(bundle: Bundle, contents: Contents, *, resizes: bool = False, any_s
     network: Any = bundle.network
     if isinstance(network, ExportedNetwork):
         raise ConfigError(f"{network.path} is exported already; export the model that it was exported from")
-    if contents not in ("logits", "embedding", "tokens"):
-        raise ConfigError(f"output={contents!r} is unknown; {nearest(contents, ('logits', 'embedding', 'tokens'))}")
+    if contents not in get_args(Contents):
+        raise ConfigError(f"output={contents!r} is unknown; {nearest(contents, get_args(Contents))}")
+    if contents == "text_embedding":
+        bundle.reader_of_texts()
+        for name, value in (("resize", resizes), ("any_size", any_size)):
+            if value:
+                raise ConfigError(f"{name}=True is for files that take images, but a text tower takes texts")
     if contents == "logits" and not bundle.classes:
         raise ConfigError("output='logits': this model has no head; choose output='embedding' or output='tokens'")
     if resizes:
@@ -73,6 +90,11 @@ def describe(bundle: Bundle, contents: Contents, *, resizes: bool = False, any_s
     if any_size:
         _check_any_size(bundle, resizes=resizes)
     return Interface(contents, resizes=resizes, any_size=any_size)
+
+
+def exported_noun(bundle: Bundle, interface: Interface) -> str:
+    """Return the noun of messages for what a file contains."""
+    return "text tower" if interface.reads_texts else f"{bundle.network.config.architecture} network"
 
 
 def _check_any_size(bundle: Bundle, *, resizes: bool) -> None:
@@ -95,13 +117,18 @@ def _check_any_size(bundle: Bundle, *, resizes: bool) -> None:
         raise ConfigError(f"any_size=True: {reason}")
 
 
-def trace(bundle: Bundle, interface: Interface) -> ExportedProgram:
-    """Return the program of a bundle for any number of images, without the paths of source files.
+def end_to_end(bundle: Bundle, interface: Interface) -> nn.Module:
+    """Return the module that a file contains, on the CPU."""
+    module = TextsEndToEnd(bundle) if interface.reads_texts else EndToEnd(bundle, interface)
+    return module.cpu().eval()
 
-    Raise `ExportFailed` if PyTorch cannot trace the network, or would fix the number of images.
-    """
-    module = EndToEnd(bundle, interface).cpu().eval()
-    config: Any = bundle.network.config
+
+def _example(bundle: Bundle, interface: Interface) -> tuple[Tensor, dict[int, Any]]:
+    """Return the batch that is traced, and the sizes in it that are not fixed, by their dimensions."""
+    if interface.reads_texts:
+        config: Any = bundle.reader_of_texts().tower.config
+        return torch.full((EXAMPLES, config.context), config.end_token), {0: Dim("batch", min=1)}
+    config = bundle.network.config
     height, width = config.image_size
     dynamic = {0: Dim("batch", min=1)}
     if interface.resizes:
@@ -113,16 +140,24 @@ def trace(bundle: Bundle, interface: Interface) -> ExportedProgram:
         height, width = (rows + 1) * patch[0], (columns + 2) * patch[1]
         dynamic |= {1: patch[0] * Dim("rows", min=2), 2: patch[1] * Dim("columns", min=2)}
     dtype = getattr(torch, input_dtype(bundle.preprocess))
-    images = torch.zeros(EXAMPLES, height, width, config.channels, dtype=dtype)
+    return torch.zeros(EXAMPLES, height, width, config.channels, dtype=dtype), dynamic
+
+
+def trace(bundle: Bundle, interface: Interface) -> ExportedProgram:
+    """Return the program of a bundle for any number of images or texts, without the paths of source files.
+
+    Raise `ExportFailed` if PyTorch cannot trace the network, or would fix the size of batches.
+    """
+    inputs, dynamic = _example(bundle, interface)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # PyTorch warns of its own deprecated calls
         stack.enter_context(torch.no_grad())
         try:
-            program = torch.export.export(module, (images,), dynamic_shapes=(dynamic,))
+            program = torch.export.export(end_to_end(bundle, interface), (inputs,), dynamic_shapes=(dynamic,))
         except Exception as error:  # PyTorch's exporter has no common class of exceptions
             first = next(iter(str(error).splitlines()), type(error).__name__)
-            raise ExportFailed(f"torch.export cannot trace this {config.architecture} network: {first}") from error
+            raise ExportFailed(f"torch.export cannot trace this {exported_noun(bundle, interface)}: {first}") from error
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # paths of this machine; the same file must result elsewhere
         if node.target is torch.ops.aten.sym_size.int:

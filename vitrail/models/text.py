@@ -136,7 +136,7 @@ class TextTower(nn.Module):
             pooled = z[:, -1]
         else:
             ends = (tokens == self.config.end_token).int().argmax(dim=1)
-            pooled = z[torch.arange(len(z), device=z.device), ends]
+            pooled = z[torch.arange(z.shape[0], device=z.device), ends]  # `len` would fix the batch of an exported file
         return pooled if self.projection is None else self.projection(in_format_of(self.projection, pooled))
 
     def layers(self) -> Layers:

@@ -128,6 +128,10 @@ class ServedModel:
     def _find_tasks(self) -> tuple[Task, ...]:
         network: Any = self.bundle.network
         contents = network.interface.contents if isinstance(network, ExportedNetwork) else None
+        if contents == "text_embedding":
+            raise ConfigError(
+                f"{network.path} has the text tower only; serve the model that it was exported from, which reads both"
+            )
         if contents == "tokens":
             raise ConfigError(f"{network.path} returns tokens, which the server does not send; export the embedding")
         possible: dict[Task, bool] = {"classes": bool(self.bundle.classes), "embedding": contents != "logits"}

@@ -20,17 +20,21 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
-from jaxtyping import Float
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from vitrail.data.pixels.geometry import scaled_side
 from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.text_tokenizer import FILES
 from vitrail.errors import BundleError, ConfigError
+from vitrail.models.text import TextConfig
 from vitrail.models.variants import AnyConfig
 from vitrail.registry import optional_module
 from vitrail.settings import to_plain
 from vitrail.weights.answers import DENSE, OutputKind
 from vitrail.weights.bundle import Bundle, read_described, weights_sha256
+from vitrail.weights.words import read_contents, stored_words
 
 # --- the hash
 
@@ -74,7 +78,8 @@ def altered(path: str) -> BundleError:
 KEY = "vitrail"
 """Name of the description among a file's metadata."""
 
-FORMAT = 1
+FORMAT = 2
+"""Format of the file of a text tower, which older versions cannot read. Files of image networks have format 1."""
 
 FIELDS = (
     "format", "architecture", "config", "contents", "output", "classes", "preprocess", "weights_sha256", "precision",
@@ -86,14 +91,19 @@ DENSE_FIELDS = ("rows", "class_ids", "score_threshold")
 """Further fields of a file of boxes or masks: what a row of the output has, `Bundle.class_ids`, and
 `Bundle.score_threshold`."""
 
-Contents = Literal["logits", "embedding", "tokens"]
-"""Result of an exported network. "logits" is the head's output, with probabilities beside it for classes of images."""
+TEXT_FIELDS = ("words",)
+"""Further field of a file of a text tower: that of a saved model, with the hash of the tokenizer's file."""
+
+Contents = Literal["logits", "embedding", "tokens", "text_embedding"]
+"""Result of an exported network. "logits" is the head's output, with probabilities beside it for classes of images.
+"text_embedding" is that of the text tower, of length 1."""
 
 
 @dataclass(frozen=True)
 class Interface:
     """What an exported file takes and returns, beside the description of its model. The file takes images of shape
-    (batch, height, width, channels), whose levels are in 0 to 255, and normalises them itself."""
+    (batch, height, width, channels), whose levels are in 0 to 255, and normalises them itself. The file of a text tower
+    takes the numbers of tokens, int64 of shape (batch, context)."""
 
     contents: Contents = "logits"
     precision: str = "float32"
@@ -102,6 +112,21 @@ class Interface:
     """True if the file takes pictures of any size, and resizes and crops them itself."""
     any_size: bool = False
     """True if the file takes resized images of any height and width that patches divide."""
+
+    @property
+    def reads_texts(self) -> bool:
+        """True if the file contains the text tower, instead of the network of images."""
+        return self.contents == "text_embedding"
+
+    @property
+    def input_name(self) -> str:
+        """Name of the file's input."""
+        return "tokens" if self.reads_texts else "images"
+
+    @property
+    def noun(self) -> str:
+        """Noun for a row of a batch."""
+        return "text" if self.reads_texts else "image"
 
 
 def input_dtype(preprocess: Preprocess) -> Literal["uint8", "float32"]:
@@ -130,8 +155,13 @@ def text_of(bundle: Bundle, interface: Interface) -> str:
     values = bundle.described() | asdict(interface)
     if interface.contents != "logits":
         values |= {"config": to_plain(bundle.network.config.with_head(0)), "classes": []}
-    values |= {"format": FORMAT, "weights_sha256": weights_sha256(bundle.network)}
+    values |= {"format": 1, "weights_sha256": weights_sha256(bundle.network)}
     names: tuple[str, ...] = FIELDS
+    if interface.reads_texts:
+        words = bundle.reader_of_texts()
+        name, content = FILES[words.tokenizer.kind], words.tokenizer.content
+        values |= {"format": FORMAT, "words": words.described({name: content})}
+        names = (*FIELDS, *TEXT_FIELDS)
     if output_names(interface.contents, bundle.output) == ("rows",):
         config: Any = bundle.network.config
         values["rows"] = inspect.getdoc(config.dense_head)
@@ -144,8 +174,8 @@ def text_of(bundle: Bundle, interface: Interface) -> str:
 
 
 Session = Callable[[np.ndarray], dict[str, np.ndarray]]
-"""A file that a runtime has loaded: the function that returns the outputs for images of shape (b, h, w, c), by their
-names. Threads may call it at the same time."""
+"""A file that a runtime has loaded: the function that returns the outputs for images of shape (b, h, w, c), or for
+tokens of shape (b, context), by their names. Threads may call it at the same time."""
 
 
 def on_canvas(levels: np.ndarray, preprocess: Preprocess, interface: Interface) -> np.ndarray:
@@ -193,6 +223,8 @@ class ExportedNetwork(nn.Module):
 
     def embed(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b embed_width"]:
         """Return the embedding. Raise `BundleError` if the file contains something else."""
+        if self.interface.reads_texts:
+            self._refuse("it has the text tower only, which embeds texts and cannot read images")
         if self.interface.contents != "embedding":
             self._refuse(
                 f"it was exported with output={self.interface.contents!r}, but output='embedding' is needed here"
@@ -236,6 +268,23 @@ class ExportedNetwork(nn.Module):
         raise BundleError(f"{self.path} is an exported model: {why}. Use the model that it was exported from")
 
 
+class ExportedTower(nn.Module):
+    """The file of a text tower, called as `TextTower` is. Its vectors have length 1."""
+
+    def __init__(self, config: TextConfig, run: Session) -> None:
+        super().__init__()
+        self.config = config
+        self.run = run
+        self.anchor = nn.Parameter(torch.empty(0), requires_grad=False)  # PyTorch finds the device by parameters
+
+    def forward(self, tokens: Int64[Tensor, "b n"]) -> Float[Tensor, "b embed_width"]:
+        """Return the embeddings. Fewer tokens than the context are filled with end tokens, of which only the first one
+        is read."""
+        filled = F.pad(tokens, (0, self.config.context - tokens.shape[1]), value=self.config.end_token)
+        (found,) = self.run(filled.contiguous().numpy()).values()
+        return torch.from_numpy(found)
+
+
 # --- runtimes
 
 
@@ -261,7 +310,8 @@ def open_onnx(path: Path) -> Loaded:
     text, seal = _described(path, metadata)
     check_seal(str(path), seal, content)
     names = [output.name for output in session.get_outputs()]
-    return text, seal, lambda images: dict(zip(names, session.run(names, {"images": images}), strict=True))
+    (input_name,) = (each.name for each in session.get_inputs())
+    return text, seal, lambda inputs: dict(zip(names, session.run(names, {input_name: inputs}), strict=True))
 
 
 @functools.cache
@@ -296,8 +346,8 @@ def open_openvino(path: Path, precision: str = "float32") -> Loaded:
         raise BundleError(f"{path} cannot be read by OpenVINO: {str(error).strip()}") from error
     outputs = [output.any_name for output in compiled.outputs]
 
-    def run(images: np.ndarray) -> dict[str, np.ndarray]:
-        found = compiled.create_infer_request().infer({"images": images}, share_inputs=True)
+    def run(inputs: np.ndarray) -> dict[str, np.ndarray]:
+        found = compiled.create_infer_request().infer([inputs], share_inputs=True)
         return {name: np.array(found[name]) for name in outputs}
 
     return text, seal, run
@@ -332,9 +382,9 @@ def open_pt2(path: Path) -> Loaded:
         module = torch.export.load(path).module()
     names = texts.get(OUTPUTS, "").split()
 
-    def run(images: np.ndarray) -> dict[str, np.ndarray]:
+    def run(inputs: np.ndarray) -> dict[str, np.ndarray]:
         with torch.no_grad():
-            outputs = module(torch.from_numpy(images))
+            outputs = module(torch.from_numpy(inputs))
         return {name: output.numpy() for name, output in zip(names, outputs, strict=True)}
 
     return text, seal, run
@@ -362,11 +412,18 @@ def exported_file(path: Path) -> Path | None:
     return path if is_folder or (path.suffix.lower() in OPENERS and path.is_file()) else None
 
 
+def tokenizer_file(path: Path, name: str) -> Path:
+    """Return the path of the tokenizer of an exported text tower: the file `name` in the folder of a model for Triton,
+    or else a file beside the model, whose name begins with the name of the model."""
+    return path / name if path.is_dir() else path.with_name(f"{path.name}.{name}")
+
+
 def load_exported(path: Path) -> Bundle:
     """Return an exported model as a bundle that predicts. Raise `BundleError` for a file that is damaged, was altered,
     or was not written by Vitrail, and `ConfigError` if the file's runtime is not installed.
 
-    The file normalises pixels itself, so the bundle's preprocessing leaves their levels as they are.
+    The file normalises pixels itself, so the bundle's preprocessing leaves their levels as they are. The bundle of a
+    text tower embeds texts, and refuses images.
     """
     file = path / IN_FOLDER if path.is_dir() else path
     text, seal, run = OPENERS[file.suffix.lower()](file)
@@ -385,7 +442,13 @@ def load_exported(path: Path) -> Bundle:
             others["provenance"]["class_ids"] = values["class_ids"]
         if values.get("score_threshold") is not None:
             others["metrics"] = {"validation_score_threshold": float(values["score_threshold"])}
-    except (ValueError, KeyError, TypeError) as error:
+        if interface.reads_texts:
+            contents = read_contents(values["words"], path, lambda name: tokenizer_file(path, name))
+            stored = stored_words(values["words"], path, contents)
+            tower: Any = ExportedTower(stored.config, run)
+            others["words"] = stored.with_tower(tower)
+            seal = values["weights_sha256"]  # features of the image tower are compared with its texts
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, BundleError):
             raise
         raise BundleError(f"{path}: the description of the model is damaged: {error!r}; export it again") from error

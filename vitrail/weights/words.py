@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from safetensors import SafetensorError
 from safetensors.torch import load, save
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitrail.data.text_tokenizer import FILES, TextTokenizer
 from vitrail.errors import BundleError, ConfigError, listed, plural
@@ -23,6 +23,11 @@ from vitrail.models.text import TextConfig, TextTower
 from vitrail.settings import from_plain, to_plain
 from vitrail.weights.answers import OutputKind
 from vitrail.weights.saved import TEXT_WEIGHTS, StoredFormat
+
+if TYPE_CHECKING:
+    LoadedTower = TextTower  # the tower of an exported file has what `Words` uses
+else:
+    LoadedTower = nn.Module
 
 SPARE_TOKENS = 1 / 16
 """Largest fraction of a text tower's tokens that its tokenizer may lack. Some towers round their number up."""
@@ -42,7 +47,7 @@ class Words:
     Raises `BundleError` for a tokenizer that does not belong to the text tower.
     """
 
-    tower: TextTower
+    tower: LoadedTower
     tokenizer: TextTokenizer
     scale: float
     """Logarithm of the factor of the cosine similarity."""
@@ -122,45 +127,73 @@ class Words:
         }
 
 
+class StoredWords(NamedTuple):
+    """The text tower of a file without its weights."""
+
+    config: TextConfig
+    tokenizer: TextTokenizer
+    scale: float
+    bias: float | None
+
+    def with_tower(self, tower: LoadedTower) -> Words:
+        return Words(tower, self.tokenizer, self.scale, self.bias)
+
+
 def read_words(folder: Path, values: Mapping[str, Any]) -> Words:
     """Return the text tower and the tokenizer in a model's folder. `values` is the field "words" of its description.
 
     Raise `BundleError` for a file that is missing or altered, and for values that this version does not know.
     """
-    contents = {}
-    for name, expected in _part(values, "files", dict, folder).items():
-        path = folder / name
-        if name not in (TEXT_WEIGHTS, *FILES.values()) or not path.is_file():
-            raise BundleError(f"{folder} is incomplete: {name} is missing")
-        contents[name] = path.read_bytes()
-        if hashlib.sha256(contents[name]).hexdigest() != expected:
-            raise BundleError(f"{path} was altered: its SHA-256 is not the one of the model; copy the model again")
-    described = _part(values, "tokenizer", dict, folder)
-    names = {item.name for item in fields(TextTokenizer)} - {"content"}
-    if described.keys() - names or described.get("kind") not in FILES or not {"context", "end_token"} <= set(described):
-        raise BundleError(f"{folder}: words.tokenizer={described!r} is not known to this version of Vitrail")
-    missing = {TEXT_WEIGHTS, FILES[described["kind"]]} - contents.keys()
-    if missing:
-        raise BundleError(f"{folder} is incomplete: {missing.pop()} is missing")
+    contents = read_contents(values, folder, lambda name: folder / name)
+    stored = stored_words(values, folder, contents)
+    if TEXT_WEIGHTS not in contents:
+        raise BundleError(f"{folder} is incomplete: {TEXT_WEIGHTS} is missing")
     try:
-        tokenizer = TextTokenizer(content=contents[FILES[described["kind"]]], **described)
-        config = from_plain(TextConfig, _part(values, "config", dict, folder))
         weights = load(contents[TEXT_WEIGHTS])
-    except (ConfigError, SafetensorError, TypeError) as error:
+    except SafetensorError as error:
         raise BundleError(f"{folder}: the text tower cannot be read: {error}") from error
     with torch.device("meta"):  # no random weights are drawn, because the file has the weights
-        tower = TextTower(config)
+        tower = TextTower(stored.config)
     try:
         tower.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
     except RuntimeError as error:
         raise BundleError(f"{folder / TEXT_WEIGHTS} does not fit its config: {error}") from None
-    scale, bias = _part(values, "scale", (int, float), folder), values.get("bias")
+    return stored.with_tower(tower.eval())
+
+
+def read_contents(values: Mapping[str, Any], model: Path, place: Callable[[str], Path]) -> dict[str, bytes]:
+    """Return the contents of the files that a description names. `place` returns the path of a file with a name. Raise
+    `BundleError` for a file that is missing or altered."""
+    contents = {}
+    for name, expected in _part(values, "files", dict, model).items():
+        if name not in (TEXT_WEIGHTS, *FILES.values()) or not (path := place(name)).is_file():
+            raise BundleError(f"{model} is incomplete: {place(name).name} is missing")
+        contents[name] = path.read_bytes()
+        if hashlib.sha256(contents[name]).hexdigest() != expected:
+            raise BundleError(f"{path} was altered: its SHA-256 is not the one of the model; copy the model again")
+    return contents
+
+
+def stored_words(values: Mapping[str, Any], model: Path, contents: Mapping[str, bytes]) -> StoredWords:
+    """Return what `Words.described` described. Raise `BundleError` for values that this version does not know."""
+    described = _part(values, "tokenizer", dict, model)
+    names = {item.name for item in fields(TextTokenizer)} - {"content"}
+    if described.keys() - names or described.get("kind") not in FILES or not {"context", "end_token"} <= set(described):
+        raise BundleError(f"{model}: words.tokenizer={described!r} is not known to this version of Vitrail")
+    if (file := FILES[described["kind"]]) not in contents:
+        raise BundleError(f"{model} is incomplete: {file} is missing")
+    try:
+        tokenizer = TextTokenizer(content=contents[file], **described)
+        config = from_plain(TextConfig, _part(values, "config", dict, model))
+    except (ConfigError, TypeError) as error:
+        raise BundleError(f"{model}: the text tower cannot be read: {error}") from error
+    scale, bias = _part(values, "scale", (int, float), model), values.get("bias")
     if not math.isfinite(scale) or not isinstance(bias, int | float | None):
-        raise BundleError(f"{folder}: words.scale={scale!r} and words.bias={bias!r} must be numbers")
-    return Words(tower.eval(), tokenizer, float(scale), bias if bias is None else float(bias))
+        raise BundleError(f"{model}: words.scale={scale!r} and words.bias={bias!r} must be numbers")
+    return StoredWords(config, tokenizer, float(scale), bias if bias is None else float(bias))
 
 
-def _part(values: Mapping[str, Any], name: str, kind: type | tuple[type, ...], folder: Path) -> Any:
+def _part(values: Mapping[str, Any], name: str, kind: type | tuple[type, ...], model: Path) -> Any:
     if not isinstance(values.get(name), kind):
-        raise BundleError(f"{folder}: words.{name}={values.get(name)!r} is missing or has another type")
+        raise BundleError(f"{model}: words.{name}={values.get(name)!r} is missing or has another type")
     return values[name]
