@@ -56,6 +56,19 @@ def test_zero_shot_accuracy(words: Path, colour_folder: Path, capsys: pytest.Cap
     assert "independent" in shown.err
 
 
+def test_settings_of_a_recipe_for_a_new_text_tower(
+    words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recipe has another text tower than the model, which only settings that are typed contradict."""
+    run = tmp_path / "run"
+    small = ["--data", "scenes:24", "--batch-size", "8", "--steps", "1", "--device", "cpu", "--run", str(run)]
+    assert main(["train", "scenes", "--init", str(words), "--text-width", "512", *small]) == 2
+    assert "--text-width: the initial model has a text tower" in capsys.readouterr().err
+    assert main(["train", "scenes", "--init", str(words), *small]) == 0
+    trained = load(run / "model").words
+    assert trained is not None and trained.tower.config == load(words).words.tower.config  # type: ignore[union-attr]
+
+
 def test_search_by_text(words: Path, colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "features")
     assert (

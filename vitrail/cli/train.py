@@ -314,6 +314,8 @@ def _config(given: Mapping[str, Any], started: float) -> tuple[TrainConfig, Bund
 
         initial = load(init, device="cpu")
         recipe = recipe if tunes else replace(recipe, images=initial.preprocess)
+        if initial.words is not None:
+            recipe = replace(recipe, task=recipe.task.of_words(settings))
     config = recipe.override(**settings)
     check_effects(given, config)
     if "budget" in given and "steps" not in given:

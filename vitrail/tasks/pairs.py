@@ -10,7 +10,7 @@ import copy
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -166,6 +166,17 @@ class PairTask(HeadlessTask):
             tokenizer = train_tokenizer(texts, vocabulary=self.vocabulary, context=self.text_context)
         tower = TextTower(self.text_config(width, tokenizer))
         return Words(tower, tokenizer, math.log(self.initial_scale), self.initial_bias)
+
+    def of_words(self, typed: Collection[str]) -> PairTask:
+        """Return the task without the settings of a recipe for a new text tower. Raise `ConfigError` if one of them was
+        typed."""
+        if given := [name for name in OF_NEW_TOWER if name in typed]:
+            raise ConfigError(
+                f"{' and '.join(f'--{name}'.replace('_', '-') for name in given)}: the initial model has a text tower, "
+                "which is used as it is; leave out these settings"
+            )
+        usual = type(self)()
+        return replace(self, **{name: getattr(usual, name) for name in OF_NEW_TOWER})
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
         """Return the image tower, which receives its text tower before the first step. Raise `ConfigError` as

@@ -7,7 +7,7 @@ steps and the run have no code for any particular task.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -295,6 +295,11 @@ class Task(ABC):
         """Return the text tower with which a run begins, from the model to start from or a new one. By default the task
         learns from no texts."""
         return None
+
+    def of_words(self, typed: Collection[str]) -> Task:
+        """Return the task for an initial model that reads texts. `typed` are the names of the settings that the user
+        gave; the other settings are those of a recipe. By default the task stays as it is."""
+        return self
 
     @abstractmethod
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
