@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.make import make_colour_folder
 from tests.words import model_with_words
 from vitrail.cli import main
 from vitrail.weights.load import load
@@ -54,6 +55,35 @@ def test_zero_shot_accuracy(words: Path, colour_folder: Path, capsys: pytest.Cap
     (found,) = json.loads(shown.out).values()
     assert 0 <= found["zeroshot_accuracy"] <= 1 and "zeroshot_accuracy_low" in found and found["images"] > 0
     assert "independent" in shown.err
+
+
+@pytest.fixture(scope="module")
+def walls(words: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
+    """A classifier made from names and templates, the run that fine-tuned it, and the data of the run."""
+    folder = tmp_path_factory.mktemp("walls")
+    data = str(make_colour_folder(folder / "colours"))
+    made, run, templates = str(folder / "made"), str(folder / "run"), folder / "templates.txt"
+    templates.write_text("a {} wall\n{} paint\n")
+    image = str(next(Path(data).rglob("*.png")))
+    named = ["--classes", "blue", "green", "red", "--templates", str(templates), "--save", made]
+    assert main(["predict", str(words), image, *named]) == 0
+    tune = ["finetune", made, "--data", data, "--run", run, "--device", "cpu", "--steps", "1"]
+    assert main([*tune, "--no-linear-head", "--learning-rate", "1e-9", "--evaluations", "1"]) == 0
+    return made, run, data
+
+
+def test_the_texts_of_a_head_are_recorded(
+    words: Path, walls: tuple[str, str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for model in walls[:2]:
+        assert main(["models", model]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert "a {} wall, {} paint" in text and "in 2 texts" in text
+        assert ("Training changed" in text) == bool(load(model).provenance.get("step"))
+    assert main(["models", str(words), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["words"]["scale"] == pytest.approx(load(words).words.scale)  # type: ignore[union-attr]
+    assert main(["models", str(words), "--layers"]) == 2
+    assert "--layers: it belongs to the list" in capsys.readouterr().err
 
 
 def test_settings_of_a_recipe_for_a_new_text_tower(

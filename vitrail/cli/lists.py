@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from vitrail.bench.growth import layer_times
-from vitrail.cli.console import Column, terminal_table
+from vitrail.cli.console import Column, print_note, terminal_table
 from vitrail.cli.options import Call, Command, Example, JsonOption, flag
 from vitrail.cli.run_options import setting_text
-from vitrail.errors import ConfigError, nearest
+from vitrail.errors import ConfigError, listed, nearest, plural
 from vitrail.machine import total_memory
 from vitrail.models.attention import ATTENTION
 from vitrail.models.cost import attention_costs, layer_costs, of_pixels, training_bytes
@@ -27,12 +28,16 @@ from vitrail.recipes.papers import TRANSFERS
 from vitrail.settings import setting
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import settings_beside
+from vitrail.weights.answers import OUTPUT_NOUNS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Models(JsonOption):
     """Options of `vitrail models`."""
 
+    model: str = setting("", argument="[MODEL]")
+    """Model to describe: a folder of a model or a run, a file, or a name on the hub. By default network sizes are
+    listed."""
     image_size: tuple[int, int] | None = setting(None, least=1)
     """Image height and width in pixels. By default each variant's own size, which the table shows."""
     num_classes: int = 1000
@@ -54,7 +59,8 @@ OWN_SIZES = {
 MODELS = Command(
     name="models",
     summary="""List network sizes with their parameters, the cost of one image in billions of multiply-accumulates
-    (GMAC; one multiply-accumulate is two FLOPs), and the memory of a training step.
+    (GMAC; one multiply-accumulate is two FLOPs), and the memory of a training step. Or describe a model: what it reads
+    and predicts, and where it comes from.
 
     Any patch size that divides the image works: ViT-S/8 has patches of 8 x 8 pixels, ViT-S/16x8 has patches of 16
     rows and 8 columns. A hybrid has a ResNet before the transformer: R101x3+ViT-L/32.""",
@@ -62,6 +68,7 @@ MODELS = Command(
         Example("vitrail models", "List published and small networks at 224 x 224 pixels."),
         Example("vitrail models --image-size 384 384 --batch-size 8", "Estimate cost and memory for larger images."),
         Example("vitrail models --layers --measure", "Compare attention with recurrence and convolution."),
+        Example("vitrail models runs/flowers", "Describe a model: classes, metrics, the texts of its head."),
     ),
     options=(Models,),
     essential={"Settings": ("image_size", "num_classes", "batch_size"), "Output": ("layers", "measure", "json")},
@@ -70,6 +77,8 @@ MODELS = Command(
 
 def run_models(call: Call) -> int:
     options = Models(**call.options)
+    if options.model:
+        return _describe(options, call.options)
     if options.layers and (unused := [flag(name) for name in ("num_classes", "batch_size") if name in call.options]):
         raise ConfigError(f"{unused[0]}: --layers compares single layers, which do not have it; leave it out")
     if options.measure and not options.layers:
@@ -79,6 +88,48 @@ def run_models(call: Call) -> int:
         print(json.dumps(rows))
         return 0
     Console().print(_layer_table(rows) if options.layers else _models_table(rows, options))
+    return 0
+
+
+def _describe(options: Models, given: Mapping[str, Any]) -> int:
+    """Print what a model reads and predicts, and where it comes from. Raise `ConfigError` for other options."""
+    from vitrail.weights.load import load  # few calls need it
+
+    if other := [flag(name) for name in given if name not in ("model", "json")]:
+        raise ConfigError(f"{other[0]}: it belongs to the list of network sizes; leave it or MODEL out")
+    bundle = load(options.model, device="cpu")
+    network, words, origin = bundle.network.config, bundle.words, bundle.provenance
+    height, width = network.image_size
+    if options.json:
+        texts = None if words is None else words.described({})
+        print(json.dumps({**bundle.described(), "words": texts, "notes": list(bundle.notes)}, ensure_ascii=False))
+        return 0
+    rows = {
+        "network": f"{network.architecture} {network.summary}, {network.parameters():,} parameters",
+        "images": f"{height} x {width} pixels, {plural(network.channels, 'channel')}",
+        "predicts": f"{len(bundle.classes)} {OUTPUT_NOUNS[bundle.output]}: {listed(bundle.classes, 10)}",
+    }
+    if not bundle.classes:
+        rows["predicts"] = f"nothing; embeddings have {network.embed_width} numbers"
+    if words is not None:
+        text = words.tower.config
+        rows["texts"] = f"{text.parameters():,} parameters, {text.context} tokens of {text.vocabulary:,}"
+    if isinstance(made := origin.get("zero_shot"), dict):
+        names, templates = ([str(text) for text in made.get(part, ())] for part in ("texts", "templates"))
+        later = " Training changed it afterwards." if origin.get("step") else ""
+        rows["head"] = f"made from the names of classes in {plural(len(templates), 'text')}.{later}"
+        rows |= {"names": listed(names, 10), "templates": listed(templates, 4)}
+    rows |= {
+        name: str(origin[name]) for name in ("init", "data", "recipe", "step", "layout", "file") if origin.get(name)
+    }
+    rows |= {name: f"{value:.4g}" for name, value in bundle.metrics.items()}
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, value in rows.items():
+        table.add_row(name.replace("_", " "), Text(value))
+    console = Console(highlight=False)
+    console.print(table)
+    for note in bundle.notes:
+        print_note(console, MODELS.note(note))
     return 0
 
 

@@ -56,10 +56,13 @@ def make_network(
             from vitrail.training.linear_start import head_outputs, start_head  # few runs need what it imports
 
             outputs = head_outputs(network.to(job.device), names, config, on_progress, job.processes)
+            before = copy.deepcopy(network.head.state_dict())
             notes = (*notes, start_head(outputs, splits, kept=kept))
+            kept = kept and all(torch.equal(weight, before[name]) for name, weight in network.head.state_dict().items())
         if kept or config.start.linear_head:
             task.load_head(network, splits)
-        origin = job.origin or Origin(weights_sha256(model.network), network.config)
+        texts = model.provenance.get("zero_shot") if kept else None
+        origin = job.origin or Origin(weights_sha256(model.network), network.config, texts)
         job = replace(job, origin=origin)
     else:
         network = build(network_config_of(config, None, job.origin, num_classes=len(names)))
@@ -165,6 +168,8 @@ def make_bundle(job: Job, objective: Objective) -> Bundle:
         provenance["class_ids"] = list(splits.train.targets.ids)
     if job.origin is not None:
         provenance |= {"init": config.start.init, "init_sha256": job.origin.sha256}
+        if job.origin.zero_shot is not None:
+            provenance["zero_shot"] = job.origin.zero_shot
     return config.task.bundle(objective, config.task.output_names(splits), config.images, provenance)
 
 

@@ -35,6 +35,8 @@ class Origin:
     """A hash of the model's weights, which does not depend on the file format."""
     network: AnyConfig
     """The config of the run's network."""
+    zero_shot: Mapping[str, Any] | None = None
+    """The texts from which the initial head was made (`vitrail.weights.zero_shot`), or None for another head."""
 
     def to_plain(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -42,6 +44,7 @@ class Origin:
             "sha256": self.sha256,
             "architecture": self.network.architecture,
             "network": to_plain(self.network),
+            **({} if self.zero_shot is None else {"zero_shot": self.zero_shot}),
         }
 
     @classmethod
@@ -49,7 +52,8 @@ class Origin:
         """Return the origin that `to_plain` wrote. Raises `ConfigError`, `KeyError` or `TypeError` for other values."""
         if values is None:
             return None
-        return cls(str(values["sha256"]), from_plain(ARCHITECTURES[values["architecture"]][0], values["network"]))
+        network = from_plain(ARCHITECTURES[values["architecture"]][0], values["network"])
+        return cls(str(values["sha256"]), network, values.get("zero_shot"))
 
 
 def open_initial(start: StartConfig) -> Bundle | None:
