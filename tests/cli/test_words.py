@@ -86,6 +86,27 @@ def test_the_texts_of_a_head_are_recorded(
     assert "--layers: it belongs to the list" in capsys.readouterr().err
 
 
+def test_a_pair_beside_a_fine_tuned_model(
+    words: Path, walls: tuple[str, str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, run, data = walls
+    measured = ["--data", data, "--by", "zeroshot,accuracy"]
+    assert main(["evaluate", str(words), run, *measured, "--json"]) == 0
+    shown = capsys.readouterr()
+    pair, tuned = (next(iter(row.values())) for row in json.loads(shown.out).values())
+    assert "zeroshot_accuracy" in pair and "accuracy" not in pair
+    assert "accuracy" in tuned and "zeroshot_accuracy" not in tuned
+    assert "has no head, which --by accuracy measures" in shown.err and "has no text tower" in shown.err
+    assert main(["evaluate", made, *measured, "--json"]) == 0
+    (both,) = json.loads(capsys.readouterr().out).values()
+    assert "zeroshot_accuracy" in both and "accuracy" in both
+    for model, message in (
+        (str(words), "by zeroshot. If a fine-tuned model is named beside"), (run, "no text tower"),
+    ):  # fmt: skip
+        assert main(["evaluate", model, *measured]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_settings_of_a_recipe_for_a_new_text_tower(
     words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

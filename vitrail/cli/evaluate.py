@@ -144,7 +144,9 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> int:
     """Measure one or several models on one data set, and return the exit code."""
     bundles = {name: _load(options, name) for name in options.models}
     with _Bar(console) as bar:
-        prepared = {name: evaluators_for(bundle, options, given) for name, bundle in bundles.items()}
+        prepared, unfit = fitting({
+            name: (bundle, evaluators_for(bundle, options, given)) for name, bundle in bundles.items()
+        })  # fmt: skip
         common = None
         if len(bundles) > 1 or options.validation_share is not None:
             common = common_images(bundles, options.data, options.split, options.validation_share)
@@ -152,7 +154,7 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> int:
             name: plan_of(bundle, prepared[name], options, common, _outputs(bundle, options, console, bar))
             for name, bundle in bundles.items()
         }
-        notes = [(name, note) for name, plan in plans.items() for note in plan.notes]
+        notes = [*unfit, *((name, note) for name, plan in plans.items() for note in plan.notes)]
         if common is not None and common.note:
             print_note(console, common.note)
         for name, note in dict.fromkeys(notes):
@@ -367,6 +369,41 @@ def evaluators_for(bundle: Bundle, options: Evaluate, given: Mapping[str, Any]) 
             f"{OUTPUT_NOUNS[bundle.output]}; leave them out"
         )
     return evaluators
+
+
+def fitting(
+    models: Mapping[str, tuple[Bundle, dict[str, Evaluator]]],
+) -> tuple[dict[str, dict[str, Evaluator]], list[tuple[str, str]]]:
+    """Return the evaluators by which each model can be measured, and notes about the others with the name of the model.
+
+    If several models are measured, one without a head is not measured by those for heads, and one without a text tower
+    not by those for texts. Raise `ConfigError` if nothing is left for a model, or no model is left for an evaluator.
+    """
+    found: dict[str, dict[str, Evaluator]] = {}
+    notes = []
+    for name, (bundle, evaluators) in models.items():
+        missing = set() if bundle.classes else set(evaluators) & set(BY_HEAD.values())
+        missing |= set(evaluators) & UNLEARNED if bundle.words is None else set()
+        found[name] = {each: evaluator for each, evaluator in evaluators.items() if each not in missing}
+        for each in sorted(missing):
+            part = "text tower" if each in UNLEARNED else "head"
+            notes.append((name, f"has no {part}, which --by {each} measures, so it is left out there"))
+    for name, (bundle, evaluators) in models.items():
+        lost = [each for each in evaluators if not any(each in kept for kept in found.values())]
+        if not lost and found[name]:
+            continue
+        each = (lost or list(evaluators))[0]
+        if each in UNLEARNED:
+            bundle.reader_of_texts()
+        advice = "linear, fewshot or knn"
+        if bundle.words is not None:
+            advice += ", or the names of the classes by zeroshot. If a fine-tuned model is named beside it, --by "
+            advice += "zeroshot,accuracy measures each model by what it has"
+        raise ConfigError(
+            f"--by {each}: this model has no head, so it cannot classify; fine-tune it, or measure its features by "
+            f"{advice}"
+        )
+    return found, notes
 
 
 def _settings(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
