@@ -54,12 +54,11 @@ class Export(JsonOption):
     """File or folder to write. The default is the model's name with the format's suffix in the current folder, and
     triton/NAME for Triton, where triton is the model repository. Several files are written into this folder."""
     output: Contents | None = None
-    """Result of the exported file: logits (with probabilities), embedding or tokens of images, or text_embedding, for
-    which the file takes numbers of tokens. The default is logits, or embedding for a model without a head."""
+    """Result of the exported file: logits (with probabilities), embedding, tokens, or text_embedding (of the text
+    tower). The default is logits, or embedding for a model without a head."""
     data: str | None = setting(None, metavar="SPEC")
     """Data whose images the written file is compared on: a folder or a name as for `vitrail evaluate`. The accuracy is
-    measured too if the data has the model's classes. The default is the bundled images, or 40 texts; int8 needs
-    data."""
+    measured too if the data has the model's classes. The default is the bundled images; int8 needs data."""
     images: int | None = setting(None, least=1, advice="at least one image is needed")
     """Number of images of the comparison, taken at equal distances from those that the model's training held out. The
     default is 40, and 1000 for int8."""
@@ -94,7 +93,6 @@ COMMAND = Command(
     examples=(
         Example("vitrail export runs/flowers --to onnx", "Write flowers.onnx for onnxruntime."),
         Example("vitrail export runs/flowers --to onnx --output embedding", "Write the features instead of classes."),
-        Example("vitrail export clip --to onnx --output text_embedding", "Write the text tower with its tokenizer."),
         Example(
             "vitrail export runs/flowers --to onnx,openvino --precision float32,int8 --data flowers/",
             "Compare formats: size, time and accuracy.",

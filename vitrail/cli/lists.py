@@ -65,7 +65,6 @@ MODELS = Command(
     Any patch size that divides the image works: ViT-S/8 has patches of 8 x 8 pixels, ViT-S/16x8 has patches of 16
     rows and 8 columns. A hybrid has a ResNet before the transformer: R101x3+ViT-L/32.""",
     examples=(
-        Example("vitrail models", "List published and small networks at 224 x 224 pixels."),
         Example("vitrail models --image-size 384 384 --batch-size 8", "Estimate cost and memory for larger images."),
         Example("vitrail models --layers --measure", "Compare attention with recurrence and convolution."),
         Example("vitrail models runs/flowers", "Describe a model: classes, metrics, the texts of its head."),
