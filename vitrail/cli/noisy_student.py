@@ -287,4 +287,7 @@ def rounds_table(rounds: Sequence[Round]) -> Table:
         *(Column(f"{kind} images", images(kind), ",d") for kind in ("confident", "different")),
         *(Column(name.replace("_", " "), metric(name), ".2%") for name in names),
     )
-    return terminal_table(columns, rounds)
+    table = terminal_table(columns, rounds)
+    for column in table.columns[1:]:
+        column.no_wrap = False  # their headings are long, and may take two lines
+    return table

@@ -190,7 +190,7 @@ def quantise(
     this differs from that of the weight by at most half a step.
     """
     exact = weights.astype(np.float32)
-    maxima = exact.max(axis=-1)
+    maxima = np.asarray(exact.max(axis=-1))  # a single row has a scalar
     fractions = exact / np.where(maxima > 0, maxima, 1)[..., None]
     return np.rint(np.sqrt(fractions) * (2**bits - 1)).astype(np.uint8), maxima
 
