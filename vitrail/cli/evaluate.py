@@ -387,7 +387,7 @@ def fitting(
         found[name] = {each: evaluator for each, evaluator in evaluators.items() if each not in missing}
         for each in sorted(missing):
             part = "text tower" if each in UNLEARNED else "head"
-            notes.append((name, f"has no {part}, which --by {each} measures, so it is left out there"))
+            notes.append((name, f"has no {part}, which --by {each} measures; {each} is skipped for this model"))
     for name, (bundle, evaluators) in models.items():
         lost = [each for each in evaluators if not any(each in kept for kept in found.values())]
         if not lost and found[name]:

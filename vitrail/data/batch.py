@@ -182,7 +182,7 @@ class LocalViews:
 
 @dataclass(frozen=True)
 class Rows:
-    """What training reads of each sample."""
+    """The rows that training makes of a sample, and what they contain."""
 
     crop: Crop | None = None
     """Chooses a random box or scale for each view. By default whole images are seen."""

@@ -199,8 +199,8 @@ class _Engines:
         return found
 
     def _is_short(self, count: int, kept: dict[str, Any] | None) -> bool:
-        """Return True if PyTorch predicts so many images sooner than a file is loaded, or than runtimes are measured if
-        there is no earlier measurement."""
+        """Return True if PyTorch predicts this number of images in less time than a file takes to load, or, without an
+        earlier measurement, than a measurement takes."""
         size = self.sizes[0]
         if kept is not None:
             return bool(count / size * kept["seconds"]["torch"][str(size)] < WORTH_LOADING)
