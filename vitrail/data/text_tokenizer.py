@@ -17,7 +17,7 @@ from vitrail.errors import BundleError, ConfigError
 from vitrail.registry import optional_module
 
 TokenizerKind = Literal["tokenizers", "sentencepiece"]
-Cleaning = Literal["none", "lower", "canonical", "clip"]
+Cleaning = Literal["none", "lower", "canonical", "clip", "clip-canonical"]
 
 FILES: dict[TokenizerKind, str] = {"tokenizers": "tokenizer.json", "sentencepiece": "tokenizer.model"}
 """Name of the file in a model's folder that holds a tokenizer of a kind."""
@@ -56,8 +56,9 @@ class TextTokenizer:
     """Number of the token that begins a text, or None if there is none."""
     cleaning: Cleaning = "none"
     """Changes of a text before it is divided: nothing (none), lower case (lower), lower case without punctuation
-    (canonical, as SigLIP), or repaired characters and HTML entities, single spaces and lower case (clip, as OpenAI's
-    code and open_clip)."""
+    (canonical, as SigLIP), repaired characters and HTML entities, single spaces and lower case (clip, as OpenAI's code
+    and open_clip), or the same without punctuation and with spaces for underscores (clip-canonical, as SigLIP in
+    open_clip)."""
 
     def __post_init__(self) -> None:
         for name in ("end_token", "padding", "start_token"):
@@ -172,6 +173,7 @@ def _clip(text: str) -> str:
 
 CLEANINGS: dict[Cleaning, Callable[[str], str]] = {
     "none": str, "lower": str.lower, "canonical": _canonical, "clip": _clip,
+    "clip-canonical": lambda text: _canonical(_clip(text).replace("_", " ")),
 }  # fmt: skip
 """Function of each cleaning."""
 

@@ -8,7 +8,6 @@ Without it the image tower is read alone (`google.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -38,6 +37,7 @@ from vitrail.weights.layouts.layout import (
     StoresTexts,
     carried,
     depth_of,
+    inside,
     only,
     own,
     theirs_of,
@@ -146,8 +146,8 @@ def _their_name(name: str) -> str:
 def _pairs(config: PairConfig) -> Iterator[Pair]:
     image, text = config.image, config.text
     assert isinstance(image, ViTConfig)
-    yield from _inside(BIG_VISION.pairs(image), "image.", "img/")
-    yield from _inside(_text_pairs(text), "text.", "txt/")
+    yield from inside(BIG_VISION.pairs(image), "image.", "img/")
+    yield from inside(_text_pairs(text), "text.", "txt/")
     for ours, theirs in (("scale", "t"), ("bias", "b")):
         if ours == "scale" or config.bias is not None:
             yield Pair(ours, (theirs,), lambda t: t.reshape(()), lambda t: t.reshape(1))
@@ -163,11 +163,6 @@ def _text_pairs(config: TextConfig) -> Iterator[Pair]:
         yield from map_pairs(config.heads)
     if config.outputs:
         yield from dense("projection", "head")
-
-
-def _inside(pairs: Iterator[Pair], ours: str, theirs: str) -> Iterator[Pair]:
-    for pair in pairs:
-        yield replace(pair, ours=f"{ours}{pair.ours}", theirs=tuple(f"{theirs}{name}" for name in pair.theirs))
 
 
 BIG_VISION_PAIR = BigVisionPair()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -195,6 +195,12 @@ def layers(ours: str, theirs: str, names: Mapping[str, str], *, bias: bool = Tru
     """Yield the pairs of several layers, from the ends of their names: ours, and those of the library."""
     for own_name, their_name in names.items():
         yield from both(f"{ours}{own_name}", f"{theirs}{their_name}", bias=bias)
+
+
+def inside(pairs: Iterable[Pair], ours: str, theirs: str) -> Iterator[Pair]:
+    """Yield pairs with a prefix before all names: ours, and that of the library."""
+    for pair in pairs:
+        yield replace(pair, ours=f"{ours}{pair.ours}", theirs=tuple(f"{theirs}{name}" for name in pair.theirs))
 
 
 def each_channel(values: Sequence[float], channels: int) -> list[float]:

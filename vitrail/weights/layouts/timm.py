@@ -443,9 +443,7 @@ class Timm:
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
         """Write a hub folder, or a single file if the path ends in .safetensors."""
         config, state = bundle.network.config, bundle.network.state_dict()
-        lost = carried(self.name, config, _carried(config))
-        if problems := list(_unloadable(config)):
-            raise BundleError(f"the layout timm cannot store {'; '.join(problems)}")
+        lost = network_loss(self.name, config)
         if config.architecture == "ViT" and config.registers and config.positions_cover == "class":
             # timm has positions for all tokens before the patches, or for none of them.
             state, config = moved_positions(state, config, "patches")
@@ -467,6 +465,19 @@ class Timm:
             save_tensors(theirs, partial / "model.safetensors", (".safetensors",))
             write_json(partial / "config.json", {**written_config(bundle), "producer": PRODUCER})
         return (*lost, *lost_preprocess(bundle.preprocess))
+
+
+def network_loss(layout: str, config: AnyConfig, **rules: Rule) -> list[str]:
+    """Return the options of a network that timm computes differently. Raise `BundleError` for a network that no model
+    of timm is, or that `rules` exclude."""
+    table: Table = BIT
+    if config.architecture == "ViT":
+        # Other kinds of positions were refused, and without positions there is nothing to resize.
+        table = {**VIT, "position_resize": own("bicubic-antialias") if config.positions == "learned" else KEPT}
+    lost = carried(layout, config, {**table, **rules})
+    if problems := list(_unloadable(config)):
+        raise BundleError(f"the layout {layout} cannot store {'; '.join(problems)}")
+    return lost
 
 
 def pairs(config: AnyConfig) -> Iterator[Pair]:
@@ -673,14 +684,6 @@ def _size(
         )
     side = math.isqrt(squares[0])
     return (side * cells[0] * stride, side * cells[1] * stride), choices[squares[0]]
-
-
-def _carried(config: AnyConfig) -> Table:
-    if config.architecture == "BiT":
-        return BIT
-    # Other kinds of positions were refused, and without positions there is nothing to resize.
-    resize = own("bicubic-antialias") if config.positions == "learned" else KEPT
-    return {**VIT, "position_resize": resize}
 
 
 def _unloadable(config: AnyConfig) -> Iterator[str]:
