@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 REFERENCE := $(VENV)/.reference
 
-.PHONY: setup demo test test-slow test-avx2 check format clean
+.PHONY: setup reference demo test test-slow test-avx2 check format clean
 
 setup: $(READY)
+reference: $(REFERENCE)
 
 # torch goes first and pinned: whatever asks for a range of torch later finds it there and brings no other build.
 $(READY): pyproject.toml constraints.txt
@@ -17,11 +18,12 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --editable '.[dev]' -c constraints.txt
 	touch $(READY)
 
-# The libraries that the slow tests compare results and files with. natten asks for torch to be built, and pip would bring
-# another torch for that, so it is built beside the one that is there.
+# The libraries that tests compare results and files with; without them these tests are skipped. natten asks for torch to
+# be built, and pip would bring another torch for that, so it is built beside the one that is there. open_clip asks for
+# torchvision; only its tokenizer is used.
 $(REFERENCE): $(READY)
 	$(BIN)/python -m pip install --quiet --editable '.[dev,reference]' -c constraints.txt
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation $$(grep '^natten==' constraints.txt)
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation $$(grep -E '^(natten|open-clip-torch)==' constraints.txt)
 	touch $(REFERENCE)
 
 demo: setup
