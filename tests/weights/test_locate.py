@@ -18,16 +18,17 @@ import torch
 from pytest import CaptureFixture, MonkeyPatch
 
 from tests.weights.hub_server import Hub, cut_off, restart_client, serving
+from tests.words import IMAGE, model_with_words
 from vitrail.cli import main
 from vitrail.data.formats.fractals import open_fractals
 from vitrail.errors import BundleError, SaveError
-from vitrail.models.variants import ModelConfig
+from vitrail.models.variants import ModelConfig, build
 from vitrail.recipes import RECIPES
 from vitrail.serving.watch import ModelFiles
 from vitrail.training.config import StartConfig
 from vitrail.training.run import train
 from vitrail.weights.bundle import Bundle, load_bundle
-from vitrail.weights.load import load, model_name
+from vitrail.weights.load import convert, load, model_name
 from vitrail.weights.locate import FOLDER, SHIPPED, download, looks_like_hub_name, shipped_folder
 
 OTHERS = {
@@ -121,6 +122,16 @@ NEEDED = [
     (["config.json", "vit.safetensors", "vit.pth"], ["config.json", "vit.safetensors"]),
     (["ViT-B_16.npz"], ["ViT-B_16.npz"]),
     (["model.json", "weights.pt"], ["weights.pt"]),
+    (
+        ["config.json", "merges.txt", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.json"],
+        ["config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"],
+    ),
+    (["merges.txt", "model.safetensors", "vocab.json"], ["vocab.json", "merges.txt", "model.safetensors"]),
+    (
+        ["open_clip_config.json", "open_clip_model.safetensors", "open_clip_pytorch_model.bin", "tokenizer.json"],
+        ["open_clip_config.json", "tokenizer.json", "open_clip_model.safetensors"],
+    ),
+    (["model.safetensors", "spiece.model", "tokenizer.json"], ["spiece.model", "model.safetensors"]),
 ]
 """Files of repositories, with those that are fetched."""
 
@@ -356,6 +367,19 @@ def test_our_own_model_by_its_name(hub: Hub, bundle: Bundle, tmp_path: Path) -> 
     assert again.classes == bundle.classes and again.provenance == bundle.provenance
     for name, tensor in bundle.network.state_dict().items():
         assert torch.equal(again.network.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize("layout", ["vitrail", "huggingface-clip", "open-clip"])
+def test_a_model_with_a_text_tower_reads_texts(layout: str, hub: Hub, tmp_path: Path) -> None:
+    model = model_with_words()
+    image = replace(IMAGE, image_size=(24, 24), norm_eps=1e-5, activation="gelu")  # other libraries have square images
+    network = build(image)
+    network.load_state_dict({**model.network.state_dict(), "positions.embedding": torch.randn(1, 10, 24)})
+    model = replace(model, network=network, preprocess=replace(model.preprocess, image_size=(24, 24)))
+    convert(model.save(tmp_path / "model"), tmp_path / "other", layout)
+    hub.add("org/name", {**OTHERS, **{file.name: file.read_bytes() for file in (tmp_path / "other").iterdir()}})
+    texts = ["a photo of a bee", "a wasp"]
+    assert torch.allclose(load("org/name", device="cpu").embed_texts(texts), model.embed_texts(texts), atol=1e-6)
 
 
 @pytest.mark.slow

@@ -14,11 +14,13 @@ from pathlib import Path
 
 from vitrail.errors import BundleError
 from vitrail.hub import Repository, cached_folder, fetch, keep_branch, listing, parse
-from vitrail.weights.saved import DESCRIPTION, WEIGHTS
+from vitrail.weights.saved import DESCRIPTION, NAMES, WEIGHTS
 from vitrail.weights.tensors import SUFFIXES
 
 PREFIXES = ("hf:", "hf-hub:")
-DESCRIPTIONS = ("config.json", "preprocessor_config.json")
+DESCRIPTIONS = ("config.json", "preprocessor_config.json", "open_clip_config.json", "tokenizer_config.json")
+TOKENIZERS = (("spiece.model",), ("tokenizer.json",), ("vocab.json", "merges.txt"))
+"""Files of a tokenizer of texts, in order of preference."""
 PREFERRED = (WEIGHTS, f"{WEIGHTS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Names of weights files, in order of preference. A repository may hold the same weights in several formats."""
 
@@ -42,8 +44,9 @@ def download(name: str) -> Path:
     """Download the model of this name to the cache, and return its folder there. Files in the cache are not downloaded
     again.
 
-    Only the needed files are downloaded: our own `model.json` and weights, or another library's JSON descriptions and
-    one set of weights, preferably safetensors. Without a network connection, the files of an earlier call are used.
+    Only the needed files are downloaded: those of our own models, or another library's JSON descriptions, its tokenizer
+    of texts and one set of weights, preferably safetensors. Without a network connection, the files of an earlier call
+    are used.
 
     Raise `BundleError` if the repository or revision does not exist, access is refused, there are no weights, or the
     hub cannot be reached and the cache is incomplete. Raise `SaveError` if the cache cannot be written.
@@ -77,13 +80,14 @@ def _parsed(name: str) -> Repository:
 def _choose(model: Repository, names: Iterable[str]) -> tuple[list[str], str]:
     """Return the names of the files to download from a repository.
 
-    The first value lists the JSON description files. The second value is the weights file, or the index of sharded
-    weights.
+    The first value lists the files beside the weights: descriptions, and what a text tower needs. The second value is
+    the weights file, or the index of sharded weights.
     """
     names = sorted(name for name in names if "/" not in name)
     if DESCRIPTION in names and WEIGHTS in names:
-        return [DESCRIPTION], WEIGHTS
-    descriptions = [name for name in DESCRIPTIONS if name in names]
+        return [name for name in NAMES if name in names and name != WEIGHTS], WEIGHTS
+    tokenizer = next((files for files in TOKENIZERS if set(files) <= set(names)), ())
+    descriptions = [name for name in (*DESCRIPTIONS, *tokenizer) if name in names]
     for preferred in PREFERRED:
         if preferred in names:
             return descriptions, preferred
