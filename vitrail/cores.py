@@ -87,12 +87,17 @@ def share_cores() -> None:
             _watcher.start()
 
 
+def are_cores_shared() -> bool:
+    """Return True while other programs use the cores. False before `share_cores`."""
+    return _waits.are_short
+
+
 _starting = threading.Lock()
 _watcher: threading.Thread | None = None
 
 
 def _watch() -> None:
-    cores, never = SharedCores(ShortWaits()), threading.Event()
+    cores, never = SharedCores(_waits), threading.Event()
     while not never.wait(SharedCores.WINDOW):
         if not cores.check():
             return
@@ -141,6 +146,11 @@ class ShortWaits:
     def __init__(self) -> None:
         self._ended: threading.Event | None = None
 
+    @property
+    def are_short(self) -> bool:
+        """True between `begin` and `end`."""
+        return self._ended is not None
+
     def begin(self) -> None:
         if self._ended is None:
             self._ended = threading.Event()
@@ -150,6 +160,9 @@ class ShortWaits:
         if self._ended is not None:
             self._ended.set()
             self._ended = None
+
+
+_waits = ShortWaits()
 
 
 def _own_threads(ended: threading.Event) -> None:

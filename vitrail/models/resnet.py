@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.models.blocks import lecun_normal_
+from vitrail.models.convolution import convolve
 from vitrail.models.network import (
     Features,
     Layers,
@@ -192,7 +193,9 @@ class StandardisedConv(nn.Conv2d):
     def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d gh gw"]:
         if self.same:
             x = _pad_same(x, self.kernel_size[0], self.stride[0])
-        return F.conv2d(x, self.operand, None, self.stride, self.padding)
+        assert not isinstance(self.padding, str), "the constructor sets numbers"
+        (down, across), (above, left) = self.stride, self.padding
+        return convolve(x, self.operand, (down, across), (above, left))
 
     @property
     def operand(self) -> Float[Tensor, "b c kh kw"]:
