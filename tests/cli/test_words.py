@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.listening import Display
 from tests.make import make_colour_folder
 from tests.words import model_with_words
 from vitrail.cli import main
+from vitrail.data.config import DataConfig
+from vitrail.training.config import StartConfig, TrainConfig
+from vitrail.training.log import Log
+from vitrail.training.run import resume, train
+from vitrail.transfer.finetune import starting_from_words
 from vitrail.weights.load import load
 from vitrail.weights.zero_shot import zero_shot
 
@@ -47,6 +54,31 @@ def test_fine_tuning_begins_with_the_names_of_the_classes(
     image = next(colour_folder.rglob("*.png"))
     found, wanted = (one.network(one.inputs([one.preprocess.pixels(image.read_bytes())])) for one in (tuned, expected))
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("linear_head", [False, True])
+def test_a_run_from_names_of_classes_that_ended_before_its_first_checkpoint_continues(
+    words: Path, colour_folder: Path, tmp_path: Path, linear_head: bool
+) -> None:
+    """The model on the disk has no head; the one that the run began with was made from the names."""
+
+    class Crash(Display):
+        def step(self, step: int, metrics: Mapping[str, float]) -> None:
+            raise MemoryError
+
+    model = load(words, device="cpu")
+    config = TrainConfig(
+        data=DataConfig(spec=str(colour_folder)), start=StartConfig(init=str(words), linear_head=linear_head),
+        images=model.preprocess,
+    )  # fmt: skip
+    config = config.override(run=str(tmp_path / "run"), steps=2, device="cpu", batch_size=4)
+    initial = starting_from_words(model, config.data.open_whole())
+    with pytest.raises(MemoryError):
+        train(config, initial=initial, log=Log(Crash()))
+    straight = train(config.override(run=str(tmp_path / "straight")), initial=initial).bundle
+    again = resume(tmp_path / "run").bundle
+    for name, weight in straight.network.state_dict().items():
+        assert torch.equal(weight, again.network.state_dict()[name]), name
 
 
 def test_zero_shot_accuracy(words: Path, colour_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,8 +61,10 @@ def make_network(
             kept = kept and all(torch.equal(weight, before[name]) for name, weight in network.head.state_dict().items())
         if kept or config.start.linear_head:
             task.load_head(network, splits)
-        texts = model.provenance.get("zero_shot") if kept else None
-        origin = job.origin or Origin(weights_sha256(model.network), network.config, texts)
+        texts = model.provenance.get("zero_shot")
+        made_of = None if texts is None else {**texts, "classes": list(model.classes)}
+        origin = Origin(weights_sha256(model.network), network.config, texts if kept else None, made_of)
+        origin = job.origin or origin
         job = replace(job, origin=origin)
     else:
         network = build(network_config_of(config, None, job.origin, num_classes=len(names)))

@@ -159,7 +159,7 @@ def resume(
         _check_objects(folder, record, object_names(data, network))
         model = None
         if record.origin is not None and not Checkpoints(folder / "checkpoints").steps():
-            model = open_again(record.config.start, str(folder), record.origin.sha256)
+            model = open_again(record.config.start, str(folder), record.origin)
         config, differences = changed_config(folder, record.config, changes, allow)
         config = config.override(**({"steps": None} | length if length else {}))
         max_seconds = config.override(max_time=changes.get("max_time")).run.max_seconds

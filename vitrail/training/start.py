@@ -37,6 +37,9 @@ class Origin:
     """The config of the run's network."""
     zero_shot: Mapping[str, Any] | None = None
     """The texts from which the initial head was made (`vitrail.weights.zero_shot`), or None for another head."""
+    made_of: Mapping[str, Any] | None = None
+    """The classes, texts and templates from which the head of the initial model was made before the run, whether the
+    run kept it or not, or None for a model as it was loaded."""
 
     def to_plain(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -45,6 +48,7 @@ class Origin:
             "architecture": self.network.architecture,
             "network": to_plain(self.network),
             **({} if self.zero_shot is None else {"zero_shot": self.zero_shot}),
+            **({} if self.made_of is None else {"made_of": self.made_of}),
         }
 
     @classmethod
@@ -53,7 +57,7 @@ class Origin:
         if values is None:
             return None
         network = from_plain(ARCHITECTURES[values["architecture"]][0], values["network"])
-        return cls(str(values["sha256"]), network, values.get("zero_shot"))
+        return cls(str(values["sha256"]), network, values.get("zero_shot"), values.get("made_of"))
 
 
 def open_initial(start: StartConfig) -> Bundle | None:
@@ -67,9 +71,9 @@ def open_initial(start: StartConfig) -> Bundle | None:
     return load(start.init, device="cpu")
 
 
-def open_again(start: StartConfig, run: str, sha256: str) -> Bundle:
-    """Load the model again for a run without a checkpoint. Raises `RunError` if it is missing or its weights have
-    changed.
+def open_again(start: StartConfig, run: str, origin: Origin) -> Bundle:
+    """Load the model again for a run without a checkpoint, and make its head from texts again if it had been. Raises
+    `RunError` if it is missing or its weights have changed.
     """
     begins = f"run {run} ended before its first checkpoint, so it starts from model {start.init!r} again"
     try:
@@ -77,7 +81,11 @@ def open_again(start: StartConfig, run: str, sha256: str) -> Bundle:
     except BundleError as error:
         raise RunError(f"{begins}, which cannot be loaded: {error}") from None
     assert bundle is not None, "a run without an initial model has no hash of one"
-    if weights_sha256(bundle.network) != sha256:
+    if (made := origin.made_of) is not None and bundle.words is not None and not bundle.classes:
+        from vitrail.weights.zero_shot import zero_shot  # which few runs need
+
+        bundle = replace(zero_shot(bundle, made["texts"], templates=made["templates"]), classes=tuple(made["classes"]))
+    if weights_sha256(bundle.network) != origin.sha256:
         raise RunError(f"{begins}, whose weights have changed since the run started")
     return bundle
 
