@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 import torch
 
@@ -33,9 +34,14 @@ def text_config(tokenizer: TextTokenizer) -> TextConfig:
     )  # fmt: skip
 
 
-def model_with_words(*, bias: float | None = None) -> Bundle:
+def model_with_words(*, bias: float | None = None, image: ViTConfig = IMAGE) -> Bundle:
     """Return a model like CLIP, or with a bias of the logits one like SigLIP."""
     torch.manual_seed(1)
     tokenizer = tokenizer_of_bees()
-    pair = Pair(PairConfig(image=IMAGE, text=text_config(tokenizer), scale=math.log(20), bias=bias)).eval()
-    return Bundle(pair.image, (), Preprocess(image_size=(24, 16)), words=Words.of(pair, tokenizer))
+    pair = Pair(PairConfig(image=image, text=text_config(tokenizer), scale=math.log(20), bias=bias)).eval()
+    return Bundle(pair.image, (), Preprocess(image_size=image.image_size), words=Words.of(pair, tokenizer))
+
+
+def square_model_with_words() -> Bundle:
+    """Return a model like CLIP that the files of other libraries can hold."""
+    return model_with_words(image=replace(IMAGE, image_size=(24, 24), norm_eps=1e-5, activation="gelu"))

@@ -15,14 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.serving.conftest import make_bundle
+from tests.words import square_model_with_words
 from vitrail.errors import BundleError, ConfigError
+from vitrail.export.engines import with_engine
+from vitrail.models.text import TextTower
 from vitrail.serving.batching import Row
 from vitrail.serving.service import Service
 from vitrail.serving.settings import ServeSettings
 from vitrail.serving.watch import ModelFiles, Watcher
 from vitrail.weights.bundle import Bundle, weights_sha256
+from vitrail.weights.engine import EngineChoice
+from vitrail.weights.load import convert
 from vitrail.weights.saved import DESCRIPTION, WEIGHTS
 
 
@@ -39,13 +45,13 @@ def folder(bundle: Bundle, tmp_path: Path) -> Path:
     return bundle.save(tmp_path / "flowers" / "model").parent
 
 
-def watch(path: Path, work: Callable[[Service, Watcher], Awaitable[None]]) -> None:
+def watch(path: Path, work: Callable[[Service, Watcher], Awaitable[None]], engine: EngineChoice = "torch") -> None:
     """Run `work` with a service of the model at a path, and its watcher."""
 
     async def run() -> None:
         files = ModelFiles.of(str(path))
         state = files.state()
-        service = Service({"flowers": files.load()}, ServeSettings(max_batch=4))
+        service = Service({"flowers": with_engine(files.load(), engine)}, ServeSettings(max_batch=4))
         await service.start()
         try:
             await work(service, Watcher(service, {"flowers": files}, {"flowers": state}))
@@ -94,7 +100,7 @@ def test_a_new_model_is_served_when_its_files_have_settled(
 
     watch(folder, work)
     (line,) = map(json.loads, capfd.readouterr().err.splitlines())
-    shas = {"sha256": weights_sha256(new.network), "before": weights_sha256(bundle.network)}
+    shas = {"sha256": weights_sha256(new.network), "before": weights_sha256(bundle.network), "engine": "torch"}
     assert {**line, "time": ""} == {"time": "", "event": "model replaced", "model": "flowers", **shas}
 
 
@@ -225,3 +231,45 @@ def test_a_folder_that_is_removed_while_it_is_listed_has_no_files(tmp_path: Path
         stops.set()
         thread.join()
     assert found <= {0, 1} and 0 in found
+
+
+@pytest.mark.parametrize("layout", ["vitrail", "huggingface-clip"])
+def test_a_model_with_a_text_tower_is_watched_with_it(layout: str, tmp_path: Path) -> None:
+    def write(name: str, model: Bundle) -> None:
+        convert(model.save(tmp_path / name), tmp_path / "served", layout, overwrite=True)
+
+    model = square_model_with_words()
+    assert model.words is not None
+    tower = TextTower(model.words.tower.config)
+    other = replace(model, words=replace(model.words, tower=tower))
+    write("model", model)
+
+    async def work(service: Service, watcher: Watcher) -> None:
+        for wanted, name in ((model, "again"), (other, "other")):
+            write(name, wanted)
+            for _ in range(2):
+                await watcher.look("flowers")
+            found = service.model().bundle.embed_texts(["a bee", "x"])
+            assert torch.allclose(found, wanted.embed_texts(["a bee", "x"]), atol=1e-6)
+
+    watch(tmp_path / "served", work)
+
+
+@pytest.mark.slow
+def test_a_new_model_is_computed_by_the_runtime_of_the_old_one(
+    folder: Path, images: list[bytes], capfd: pytest.CaptureFixture[str]
+) -> None:
+    new = changed_bundle(0.01)
+
+    async def work(service: Service, watcher: Watcher) -> None:
+        assert service.model().bundle.engine is not None
+        new.save(folder / "model", overwrite=True)
+        for _ in range(2):
+            await watcher.look("flowers")
+        found = (await outputs(service, images[0]))["logits"]
+        expected = new.network(new.inputs([new.preprocess.pixels(images[0])]))[0]
+        assert torch.allclose(torch.as_tensor(found), expected, atol=1e-3)
+
+    watch(folder, work, engine="onnxruntime")
+    (line,) = map(json.loads, capfd.readouterr().err.splitlines())
+    assert (line["event"], line["engine"]) == ("model replaced", "onnxruntime")

@@ -18,11 +18,11 @@ import torch
 from pytest import CaptureFixture, MonkeyPatch
 
 from tests.weights.hub_server import Hub, cut_off, restart_client, serving
-from tests.words import IMAGE, model_with_words
+from tests.words import square_model_with_words
 from vitrail.cli import main
 from vitrail.data.formats.fractals import open_fractals
 from vitrail.errors import BundleError, SaveError
-from vitrail.models.variants import ModelConfig, build
+from vitrail.models.variants import ModelConfig
 from vitrail.recipes import RECIPES
 from vitrail.serving.watch import ModelFiles
 from vitrail.training.config import StartConfig
@@ -371,11 +371,7 @@ def test_our_own_model_by_its_name(hub: Hub, bundle: Bundle, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("layout", ["vitrail", "huggingface-clip", "open-clip"])
 def test_a_model_with_a_text_tower_reads_texts(layout: str, hub: Hub, tmp_path: Path) -> None:
-    model = model_with_words()
-    image = replace(IMAGE, image_size=(24, 24), norm_eps=1e-5, activation="gelu")  # other libraries have square images
-    network = build(image)
-    network.load_state_dict({**model.network.state_dict(), "positions.embedding": torch.randn(1, 10, 24)})
-    model = replace(model, network=network, preprocess=replace(model.preprocess, image_size=(24, 24)))
+    model = square_model_with_words()
     convert(model.save(tmp_path / "model"), tmp_path / "other", layout)
     hub.add("org/name", {**OTHERS, **{file.name: file.read_bytes() for file in (tmp_path / "other").iterdir()}})
     texts = ["a photo of a bee", "a wasp"]

@@ -19,8 +19,8 @@ from vitrail.serving.service import Service
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported import exported_file
 from vitrail.weights.load import load
-from vitrail.weights.locate import looks_like_hub_name, shipped_folder
-from vitrail.weights.saved import DESCRIPTION, WEIGHTS
+from vitrail.weights.locate import TOKENIZERS, looks_like_hub_name, shipped_folder
+from vitrail.weights.saved import DESCRIPTION, NAMES
 from vitrail.weights.tensors import SUFFIXES
 
 INTERVAL = 0.5
@@ -86,8 +86,11 @@ class ModelFiles:
             return sorted(file for file in path.rglob("*") if file.is_file())
         for folder in (path, path / "model"):
             if (folder / DESCRIPTION).exists():
-                return [folder / WEIGHTS, folder / DESCRIPTION]
-        return sorted(file for file in path.iterdir() if file.name.endswith((*SUFFIXES, ".json")))
+                return [folder / name for name in NAMES if (folder / name).exists()]
+        tokenizers = {name for files in TOKENIZERS for name in files}
+        return sorted(
+            file for file in path.iterdir() if file.name.endswith((*SUFFIXES, ".json")) or file.name in tokenizers
+        )
 
 
 class Watcher:
@@ -129,4 +132,5 @@ class Watcher:
         except Exception as error:  # whatever is wrong with the files, the old model answers
             log_line(event="model refused", model=name, sha256=before, error=f"{type(error).__name__}: {error}")
         else:
-            log_line(event="model replaced", model=name, sha256=made.sha256, before=before)
+            engine = "torch" if made.bundle.engine is None else made.bundle.engine.name
+            log_line(event="model replaced", model=name, sha256=made.sha256, before=before, engine=engine)
