@@ -59,10 +59,11 @@ class Evaluate(DeviceOption, JsonOption, ReductionOptions):
     task, named like the task."""
     by: str = ""
     """Evaluators, separated by commas: accuracy, regression, detection, masks, linear, fewshot, knn, segmentation,
-    zeroshot. The first four measure the model's own head, and the default is the one for what the model predicts. The
-    last makes a head from the names of the classes, which a model of images and texts reads. The others train a simple
-    model on features of the training split: a linear model, least squares on a few images per class, nearest
-    neighbours, or, for data with masks, a linear model of patch tokens."""
+    zeroshot, retrieval. The first four measure the model's own head, and the default is the one for what the model
+    predicts. The last two are for a model of images and texts: a head from the names of the classes, and searches for
+    the texts of images and the images of texts. The others train a simple model on features of the training split: a
+    linear model, least squares on a few images per class, nearest neighbours, or, for data with masks, a linear model
+    of patch tokens."""
     numbers: tuple[str, ...] = setting((), commas=True)
     """Numeric columns of a table to measure instead of classes. By default the columns that the model predicts."""
     suite: str = ""
@@ -397,8 +398,8 @@ def fitting(
             bundle.reader_of_texts()
         advice = "linear, fewshot or knn"
         if bundle.words is not None:
-            advice += ", or the names of the classes by zeroshot. If a fine-tuned model is named beside it, --by "
-            advice += "zeroshot,accuracy measures each model by what it has"
+            advice += ", the names of the classes by zeroshot, or images with texts by retrieval. If a fine-tuned "
+            advice += "model is named beside it, --by zeroshot,accuracy measures each model by what it has"
         raise ConfigError(
             f"--by {each}: this model has no head, so it cannot classify; fine-tune it, or measure its features by "
             f"{advice}"
