@@ -25,6 +25,7 @@ from vitrail.weights.layouts.huggingface_pair import (
     CLIP,
     CLIP_COLOURS,
     SIGLIP,
+    SPIECE,
     image_rules,
     pair_of,
     read_tokenizer,
@@ -61,47 +62,19 @@ UNUSED = "attn_mask"
 
 KNOWN = {
     "model_cfg": {
-        "embed_dim",
-        "vision_cfg",
-        "text_cfg",
-        "quick_gelu",
-        "custom_text",
-        "init_logit_scale",
-        "init_logit_bias",
+        "embed_dim", "vision_cfg", "text_cfg", "quick_gelu", "custom_text", "init_logit_scale", "init_logit_bias",
     },
     "vision_cfg": {
-        "image_size",
-        "layers",
-        "width",
-        "head_width",
-        "patch_size",
-        "mlp_ratio",
-        "timm_model_name",
-        "timm_pool",
-        "timm_proj",
-        "timm_model_kwargs",
-        "timm_drop_path",
+        "image_size", "layers", "width", "head_width", "patch_size", "mlp_ratio", "timm_model_name", "timm_pool",
+        "timm_proj", "timm_model_kwargs", "timm_drop_path",
     },
     "text_cfg": {
-        "context_length",
-        "vocab_size",
-        "layers",
-        "width",
-        "heads",
-        "mlp_ratio",
-        "no_causal_mask",
-        "proj_bias",
-        "pool_type",
-        "norm_kwargs",
-        "act_kwargs",
-        "hf_tokenizer_name",
-        "tokenizer_kwargs",
+        "context_length", "vocab_size", "layers", "width", "heads", "mlp_ratio", "no_causal_mask", "proj_bias",
+        "pool_type", "norm_kwargs", "act_kwargs", "hf_tokenizer_name", "tokenizer_kwargs",
     },
-    "norm_kwargs": {"eps"},
-    "act_kwargs": {"approximate"},
-    "tokenizer_kwargs": {"clean"},
+    "norm_kwargs": {"eps"}, "act_kwargs": {"approximate"}, "tokenizer_kwargs": {"clean"},
     "preprocess_cfg": {"size", "mode", "mean", "std", "interpolation", "resize_mode", "fill_color"},
-}
+}  # fmt: skip
 """Fields of the config that are read, or that the weights state as well. Others choose networks that Vitrail does not
 have."""
 
@@ -122,7 +95,7 @@ CLEANINGS: dict[str, Cleaning] = {"canonicalize": "clip-canonical", "lower": "cl
 @dataclass(frozen=True)
 class OpenClip(StoresTexts):
     name = "open-clip"
-    folder_files = (WEIGHTS, CONFIG, "tokenizer.json", "tokenizer_config.json")
+    folder_files = (WEIGHTS, CONFIG, "tokenizer.json", SPIECE, "tokenizer_config.json")
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         names = checkpoint.tensors.shapes.keys()
@@ -172,7 +145,7 @@ class OpenClip(StoresTexts):
         text = words.tower.config
         if is_siglip:
             state["bias"] = state["scale"].new_tensor(words.bias)
-            lost = network_loss(self.name, config, registers=only(0))
+            lost = network_loss(self.name, config, root=only(None), registers=only(0))
             lost += carried(self.name, text, {**text_rules(SIGLIP), "activation": only("gelu", "gelu-tanh")})
         else:
             fixed = {"norm_eps": only(1e-5), "activation": only("gelu", "quick-gelu")}
