@@ -2,7 +2,7 @@
 
 Small objects need many patches, and many patches need much time. The rule therefore measures how fast this machine is,
 and chooses the largest images, and the largest part of the network to train, with which each training image is still
-seen often enough. docs/train.md has the measurements behind these numbers.
+seen often enough. docs/transfer.md and docs/log.md have the measurements behind these numbers.
 """
 
 from __future__ import annotations
