@@ -558,7 +558,7 @@ def test_an_unknown_layout_shows_some_names(tmp_path: Path) -> None:
     path = write_file({f"layer{number}.w": torch.zeros(1) for number in range(5)}, tmp_path / "x.safetensors")
     message = (
         r"x\.safetensors has an unknown layout: its tensors are called layer0\.w, layer1\.w, layer2\.w, "
-        r"\.\.\.; known layouts are vitrail, google, big-vision-pair, big-vision, bit, bit-torch, huggingface-clip, "
+        r"\.\.\.; known layouts are vitrail, big-vision-pair, google, big-vision, bit, bit-torch, huggingface-clip, "
         "huggingface-siglip, open-clip, huggingface, torchvision, timm"
     )
     with pytest.raises(BundleError, match=message):

@@ -26,8 +26,8 @@ from vitrail.weights.words import Words
 
 LAYOUTS = Registry[Layout](
     {
-        "google": "vitrail.weights.layouts.google:GOOGLE",
         "big-vision-pair": "vitrail.weights.layouts.big_vision_pair:BIG_VISION_PAIR",
+        "google": "vitrail.weights.layouts.google:GOOGLE",
         "big-vision": "vitrail.weights.layouts.google:BIG_VISION",
         "bit": "vitrail.weights.layouts.bit:BIT",
         "bit-torch": "vitrail.weights.layouts.bit:BIT_TORCH",

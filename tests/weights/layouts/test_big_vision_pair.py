@@ -15,6 +15,7 @@ from vitrail.data.text_tokenizer import TextTokenizer
 from vitrail.errors import BundleError
 from vitrail.models.pair import Pair, PairConfig
 from vitrail.models.text import TextConfig
+from vitrail.models.variants import build
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.words import Words
 
@@ -162,3 +163,48 @@ def test_pairs_come_back_as_they_were(pool: Any, bias: float | None, tmp_path: P
     torch.testing.assert_close(again.embed_texts(TEXTS), bundle.embed_texts(TEXTS), rtol=0, atol=1e-6)
     images = torch.randn(2, 3, 24, 24)
     torch.testing.assert_close(again.network.embed(images), bundle.network.embed(images), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["whole", "without a tokenizer", "bert", "projected"])
+def test_lit_of_vision_transformer(form: str, tmp_path: Path) -> None:
+    """The image tower is one that `google` writes, whose outputs are compared with the original code elsewhere, and the
+    text tower is that of transformers' SigLIP. Texts are read as they are."""
+    torch.manual_seed(0)
+    theirs: Any = save_siglip(tmp_path / "siglip")
+    tensors = big_vision_names({name: value.detach() for name, value in theirs.state_dict().items()})
+    found = {name.removeprefix("params/"): value for name, value in tensors.items() if name.startswith("params/t")}
+    config = ViTConfig(
+        image_size=(24, 24), patch_size=(8, 8), num_classes=5 if form == "projected" else 0, width=24, depth=2, heads=3,
+        mlp_width=40, activation="gelu-tanh",
+    )  # fmt: skip
+    image = vitrail.Bundle(build(config).eval(), tuple("abcde"[: config.num_classes]), Preprocess(image_size=(24, 24)))
+    image.save(tmp_path / "image")
+    vitrail.convert(tmp_path / "image", tmp_path / "image.npz", to="google")
+    with np.load(tmp_path / "image.npz") as written:
+        found |= {f"img/{name}": written[name] for name in written}
+    if form == "bert":
+        found = {name.replace("txt/Encoder_0", "txt/BertEncoder_0"): value for name, value in found.items()}
+    folder = tmp_path / "lit"
+    folder.mkdir()
+    np.savez(folder / "LiT.npz", **found)
+    if form != "without a tokenizer":
+        (folder / "spiece.model").write_bytes(pieces())
+    if form == "projected":
+        with pytest.raises(BundleError, match="projects"):
+            vitrail.load(folder / "LiT.npz")
+        return
+    ours = vitrail.load(folder / "LiT.npz", device="cpu")
+    images = torch.randn(2, 3, 24, 24)
+    torch.testing.assert_close(ours.network.embed(images), image.network.embed(images), rtol=0, atol=1e-6)
+    assert ours.preprocess.resize == "squash"
+    if form != "whole":
+        assert ours.words is None
+        assert any(("BERT" if form == "bert" else "no tokenizer") in note for note in ours.notes)
+        return
+    assert ours.words is not None and ours.words.bias is None and ours.words.tokenizer.cleaning == "none"
+    tokens = torch.from_numpy(ours.words.tokenizer.encode(TEXTS).tokens)
+    with torch.inference_mode():
+        expected = theirs.text_model(input_ids=tokens).pooler_output
+    expected = torch.nn.functional.normalize(expected, dim=-1)
+    torch.testing.assert_close(ours.embed_texts(TEXTS), expected, rtol=0, atol=1e-5)
+    assert ours.words.scale == pytest.approx(theirs.logit_scale.item())

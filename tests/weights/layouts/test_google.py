@@ -94,7 +94,7 @@ def test_a_class_token_added_after_the_positions(tmp_path: Path) -> None:
 def test_what_is_not_the_image_networks_is_left_out(tmp_path: Path) -> None:
     reference = golden("bigvision_map")
     tensors = FORMS["params/img"](reference.tensors)
-    tensors |= {"params/txt/Embed_0/embedding": np.zeros((9, 8), np.float32), "params/t": np.zeros(1, np.float32)}
+    tensors |= {"params/decoder/Embed_0/embedding": np.zeros((9, 8), np.float32), "params/t": np.zeros(1, np.float32)}
     bundle = load(write_file(tensors, tmp_path / "x.npz"), device="cpu", image_size=reference.image_size)
     assert reference.difference(bundle) < 1e-5
     assert "2 tensors do not belong to the image network and were skipped" in bundle.notes

@@ -1,13 +1,15 @@
 """Image and text towers of big_vision's npz: SigLIP, and pairs that learned by a softmax if their text tower is alike.
 
-The file has `params/img/`, `params/txt/`, the logarithm `params/t` of the scale, and in SigLIP the bias `params/b`. It
-has no tokenizer. The model of sentencepiece with which the texts were read, `spiece.model`, is expected beside it.
-Without it the image tower is read alone (`google.py`).
+The file has `params/img/`, `params/txt/`, the logarithm `params/t` of the scale, and in SigLIP the bias `params/b`. LiT
+in vision_transformer's code (L16S, L16Ti) has the same names without `params/`, and an image tower of that code. The
+file has no tokenizer. The model of sentencepiece with which the texts were read, `spiece.model`, is expected beside it.
+Without it the image tower is read alone (`google.py`), and so is that of pairs whose text tower is BERT.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -18,7 +20,17 @@ from vitrail.models.pair import PairConfig
 from vitrail.models.text import TextConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.layouts.google import BIG_VISION, block_pairs, dense, heads_of, map_pairs, norm, unscanned
+from vitrail.weights.layouts.google import (
+    BIG_VISION,
+    GOOGLE,
+    Google,
+    block_pairs,
+    dense,
+    heads_of,
+    map_pairs,
+    norm,
+    unscanned,
+)
 from vitrail.weights.layouts.huggingface_pair import (
     SIGLIP,
     SPIECE,
@@ -60,21 +72,23 @@ class BigVisionPair(StoresTexts):
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         tensors = checkpoint.tensors
-        has_text = any(name.startswith(f"{PREFIX}txt/Encoder_0/") for name in tensors.shapes)
+        has_text = any(name.startswith(f"{_prefix(tensors)}txt/Encoder_0/") for name in tensors.shapes)
         place = checkpoint.tokenizer_place
         has_tokenizer = checkpoint.tokenizer is not None or any((place / name).is_file() for name in TOKENIZERS)
-        return has_text and has_tokenizer and BIG_VISION.recognises(checkpoint)
+        return has_text and has_tokenizer and any(layout.recognises(checkpoint) for layout in (BIG_VISION, GOOGLE))
 
     def describe(self, checkpoint: Checkpoint, hints: Hints) -> Description:
-        whole, image = checkpoint.tensors, BIG_VISION.describe(checkpoint, hints)
-        text, ends = _text_tower(whole), {name: whole.shapes.get(f"{PREFIX}{name}") for name in "tb"}
+        whole, prefix = checkpoint.tensors, _prefix(checkpoint.tensors)
+        layout = BIG_VISION if BIG_VISION.recognises(checkpoint) else GOOGLE
+        image = layout.describe(checkpoint, hints)
+        text, ends = _text_tower(whole, prefix), {name: whole.shapes.get(f"{prefix}{name}") for name in "tb"}
         assert isinstance(image.config, ViTConfig)
-        if image.config.num_classes:
-            raise BundleError(f"{whole.path} projects the embeddings of its image tower, which Vitrail does not read")
         if ends["t"] is None:
-            raise BundleError(f"{whole.path} has no {PREFIX}t, the scale of the similarities")
+            raise BundleError(f"{whole.path} has no {prefix}t, the scale of the similarities")
         _, context, width = text.shapes["pos_embedding"]
         tokenizer = read_tokenizer(checkpoint.tokenizer_place, context, SIGLIP)
+        if layout is GOOGLE and tokenizer.kind == "sentencepiece":
+            tokenizer = replace(tokenizer, cleaning="none")  # vision_transformer's code reads texts as they are
         pool_by_attention = "MAPHead_0/probe" in text
         config = TextConfig(
             vocabulary=text.shapes["Embed_0/embedding"][0],
@@ -95,7 +109,7 @@ class BigVisionPair(StoresTexts):
         files = {"img/": image.tensors, "txt/": text}
         shapes = {f"{prefix}{name}": shape for prefix, one in files.items() for name, shape in one.shapes.items()}
         shapes |= {name: shape for name, shape in ends.items() if shape is not None}
-        rest = TensorFile(whole.path, {}, lambda name, row: whole.read(f"{PREFIX}{name}", row))
+        rest = TensorFile(whole.path, {}, lambda name, row: whole.read(f"{prefix}{name}", row))
 
         def read(name: str, row: int | None) -> Tensor:
             place = files.get(name[:4])
@@ -106,7 +120,7 @@ class BigVisionPair(StoresTexts):
             tensors=TensorFile(whole.path, shapes, read),
             config=pair,
             preprocess=image.preprocess,
-            pairs=tuple(_pairs(pair)),
+            pairs=tuple(_pairs(pair, layout)),
             classes=(),
             tokenizer=tokenizer,
             notes=tuple(notes),
@@ -132,9 +146,13 @@ class BigVisionPair(StoresTexts):
         return tuple(lost)
 
 
-def _text_tower(tensors: TensorFile) -> TensorFile:
+def _prefix(tensors: TensorFile) -> str:
+    return PREFIX if any(name.startswith(PREFIX) for name in tensors.shapes) else ""
+
+
+def _text_tower(tensors: TensorFile, prefix: str) -> TensorFile:
     """Return the tensors of the text tower under the names of an image tower's blocks."""
-    prefix = f"{PREFIX}txt/"
+    prefix = f"{prefix}txt/"
     names = {name.removeprefix(prefix): name for name in tensors.shapes if name.startswith(prefix)}
     return unscanned(tensors.chosen(names).renamed(lambda name: name.replace("Encoder_0/", "Transformer/")))
 
@@ -143,10 +161,10 @@ def _their_name(name: str) -> str:
     return name.replace("txt/Transformer/", "txt/Encoder_0/")
 
 
-def _pairs(config: PairConfig) -> Iterator[Pair]:
+def _pairs(config: PairConfig, layout: Google = BIG_VISION) -> Iterator[Pair]:
     image, text = config.image, config.text
     assert isinstance(image, ViTConfig)
-    yield from inside(BIG_VISION.pairs(image), "image.", "img/")
+    yield from inside(layout.pairs(image), "image.", "img/")
     yield from inside(_text_pairs(text), "text.", "txt/")
     for ours, theirs in (("scale", "t"), ("bias", "b")):
         if ours == "scale" or config.bias is not None:

@@ -44,8 +44,9 @@ from vitrail.weights.layouts.layout import (
 )
 from vitrail.weights.tensors import TensorFile, save_tensors
 
-BESIDE_TEXT = ("params/img/", "opt/target/img/")
-"""Prefixes of an image network that was trained together with a text network."""
+BESIDE_TEXT = ("params/img/", "opt/target/img/", "img/")
+"""Prefixes of an image network that was trained together with a text network. The last one is that of LiT in
+vision_transformer's code."""
 PREFIXES = (*BESIDE_TEXT, "opt/target/", "params/")
 """Prefixes of the image network's parameters. A file may also hold an optimizer's state or a text network, which are
 ignored."""
@@ -85,10 +86,19 @@ class Google:
         notes = []
         if others := len(checkpoint.tensors.shapes) - len(_image_network(checkpoint.tensors).shapes):
             notes.append(f"{others} tensors do not belong to the image network and were skipped")
-        if any(name.startswith("params/txt/Encoder_0/") for name in checkpoint.tensors.shapes):
+        of_text = [name for name in checkpoint.tensors.shapes if name.startswith(("params/txt/", "txt/"))]
+        if of_text and config.num_classes:
+            raise BundleError(
+                f"{checkpoint.tensors.path} projects the embeddings of its image tower, which Vitrail does not read"
+            )
+        if any("txt/Encoder_0/" in name for name in of_text):
             notes.append(
                 "the text tower is not read, because the folder of the file has no tokenizer (spiece.model); name its "
                 "file: vitrail convert --tokenizer, or vitrail.load(..., tokenizer=...)"
+            )
+        elif of_text:
+            notes.append(
+                "the text tower is not read, because it is none of big_vision's own transformers (such as BERT)"
             )
         if config.positions == "sincos-2d" and hints.image_size is None:
             notes.append(f"the file does not contain its image size, so {config.image_size} is assumed")
@@ -101,12 +111,11 @@ class Google:
         )
 
     def _geometry(self, checkpoint: Checkpoint) -> Geometry:
-        """Return the geometry of the preprocessing in the code that wrote the file. In big_vision, image networks that
-        were trained with a text network resize images without keeping the aspect ratio. Classifiers crop images."""
-        if not self.big_vision:
-            return "vision_transformer"
-        beside_text = any(name.startswith(BESIDE_TEXT) for name in checkpoint.tensors.shapes)
-        return "big_vision-squash" if beside_text else "big_vision-crop"
+        """Return the geometry of the preprocessing in the code that wrote the file. Image networks that were trained
+        with a text network resize images without keeping the aspect ratio. Classifiers of big_vision crop images."""
+        if any(name.startswith(BESIDE_TEXT) for name in checkpoint.tensors.shapes):
+            return "big_vision-squash"
+        return "big_vision-crop" if self.big_vision else "vision_transformer"
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
         config = bundle.network.config
