@@ -64,3 +64,19 @@ def test_frozen_filters_and_inputs(shared: None) -> None:
         leaf = x.float().requires_grad_()
         torch.autograd.backward(layer(leaf).float().sum())
         assert leaf.grad is not None
+
+
+def test_function_transforms_and_second_derivatives(shared: None) -> None:
+    """Our own backward pass has no rules for transforms, so they do not meet it."""
+    weights = torch.randn(4, 3, 3, 3).bfloat16().requires_grad_()
+    images = torch.randn(5, 1, 3, 6, 7).bfloat16()
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return (convolve(x, w, (1, 1), (1, 1)).float() ** 2).sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, images)
+    expected = torch.stack([torch.autograd.grad(loss(weights, x), weights)[0] for x in images])
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.1)
+    (first,) = torch.autograd.grad(loss(weights, images[0]), weights, create_graph=True)
+    (second,) = torch.autograd.grad(first.float().sum(), weights)
+    assert second.shape == weights.shape and bool((second != 0).any())

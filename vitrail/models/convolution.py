@@ -3,9 +3,9 @@
 oneDNN computes the gradient of the weights in bfloat16 on several threads in one of two ways, depending on the sizes.
 If it divides the images among the threads, it adds their sums at the end. If it divides the output channels, the
 threads wait for each other twice for every image, and a waiting thread keeps its core. Beside a program that needs the
-core, each wait takes a slice of the scheduler's time: together 8 ms an image on Linux, a hundred times as long as the
-arithmetic (docs/performance.md). One thread adds in the same order as threads that divide the channels, so it computes
-the same bits without waiting.
+core, each wait takes a slice of the scheduler's time. Both take 8 ms for an image on Linux, which can be a hundred
+times as long as the arithmetic (docs/performance.md). One thread adds in the same order as threads that divide the
+channels, so it computes the same bits without waiting.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vitrail.cores import are_cores_shared, compute_threads
+from vitrail.models.shortcuts import can_fuse
 
+FORMATS = torch.float32, torch.bfloat16
 Pair = tuple[int, int]
 
 
@@ -28,11 +30,9 @@ def convolve(
 ) -> Float[Tensor, "b d gh gw"]:
     """Return `F.conv2d(x, filters, None, stride, padding)`. In bfloat16 on a CPU, while other programs use the cores,
     the gradient of the filters is computed by one thread if this gives the same bits."""
-    is_compiling = torch.compiler.is_compiling()
-    if is_compiling or not (are_cores_shared() and x.device.type == "cpu" and torch.is_grad_enabled()):
-        return F.conv2d(x, filters, None, stride, padding)
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-    if dtype != torch.bfloat16 or not filters.requires_grad:
+    is_trained = torch.is_grad_enabled() and filters.requires_grad
+    if not (are_cores_shared() and is_trained and dtype == torch.bfloat16 and can_fuse((x, filters), FORMATS)):
         return F.conv2d(x, filters, None, stride, padding)
     found: Tensor = _Convolution.apply(x.to(dtype), filters.to(dtype), stride, padding)  # type: ignore[no-untyped-call]
     return found

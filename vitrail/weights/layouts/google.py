@@ -98,7 +98,7 @@ class Google:
             )
         elif of_text:
             notes.append(
-                "the text tower is not read, because it is none of big_vision's own transformers (such as BERT)"
+                "the text tower is not read, because it is another network than big_vision's own, such as BERT"
             )
         if config.positions == "sincos-2d" and hints.image_size is None:
             notes.append(f"the file does not contain its image size, so {config.image_size} is assumed")

@@ -235,11 +235,14 @@ def _trunk(tensors: TensorFile, vision: Mapping[str, Any], preprocess: Mapping[s
             f"{tensors.path}: timm_proj={vision.get('timm_proj', 'linear')!r} projects the embeddings of a model of "
             "timm, which is not read; only 'none' is"
         )
+    kwargs = vision.get("timm_model_kwargs") or {}
+    if not isinstance(kwargs, Mapping):
+        raise BundleError(f"{tensors.path}: timm_model_kwargs={kwargs!r} is not an object")
     names = {name.removeprefix(TRUNK): name for name in tensors.shapes if name.startswith(TRUNK)}
     channels = tensors.shapes[f"{TRUNK}patch_embed.proj.weight"][1]
     content = {
         "architecture": vision["timm_model_name"], "num_classes": 0,
-        "model_args": {**(vision.get("timm_model_kwargs") or {}), "global_pool": vision.get("timm_pool", "avg")},
+        "model_args": {**kwargs, "global_pool": vision.get("timm_pool", "avg")},
         "pretrained_cfg": {
             "input_size": [channels, *_image_size(vision)], "mean": preprocess.get("mean", CLIP_COLOURS["image_mean"]),
             "std": preprocess.get("std", CLIP_COLOURS["image_std"]), "num_classes": 0,
@@ -319,7 +322,8 @@ def _tokenizer(place: Path, context: int, text: Mapping[str, Any], folder: Path)
 
 def _section(content: Mapping[str, Any], name: str, folder: Path) -> Mapping[str, Any]:
     """Return a part of the config. Raise `BundleError` for a field of it that is not read."""
-    found = content.get(name) or {}
+    found = content.get(name)
+    found = {} if found is None else found
     if not isinstance(found, Mapping):
         raise BundleError(f"{folder / CONFIG}: {name}={found!r} is not an object")
     if unknown := [key for key in found if key not in KNOWN[name] and found[key] not in (None, False)]:
