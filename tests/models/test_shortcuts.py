@@ -66,7 +66,9 @@ def parts(module: nn.Module, *kinds: type[nn.Module]) -> Iterator[tuple[str, nn.
 
 
 def assert_same(found: Tensor, expected: Tensor, name: str) -> None:
-    assert (found - expected).abs().max() <= 0.02 * expected.abs().max(), name
+    """Check that two ways of computing the logits agree. In bfloat16 each is up to 0.022 of the largest logit away from
+    float32, and the kernels of some processors put them 0.023 away from each other."""
+    assert (found - expected).abs().max() <= 0.05 * expected.abs().max(), name
 
 
 @pytest.mark.parametrize("kind", [*few("full", "waves", "reversible", "local"), *REDUCED])
