@@ -59,6 +59,11 @@ def box(*numbers: float, **fields: Any) -> list[dict[str, Any]]:
     return [{"id": 1, "image_id": 7, "category_id": 5, "bbox": list(numbers), **fields}]
 
 
+def foreign(root: Path, text: str, name: str = "a.json") -> None:
+    picture(root / "a.png")
+    (root / name).write_text(text)
+
+
 def voc(root: Path, objects: str = "", name: str = "a", size: str = "<width>60</width><height>40</height>") -> None:
     picture(root / f"JPEGImages/{name}.png")
     path = root / f"Annotations/{name}.xml"
@@ -213,6 +218,8 @@ def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:
         (lambda root: yolo(root, kpt_shape=[17, 3]), "keypoints"),
         (lambda root: yolo(root, train="elsewhere"), "'elsewhere' is neither a folder"),
         (lambda root: (yolo(root), coco(root)), "several formats: COCO's JSON, YOLO's text"),
+        (lambda root: foreign(root, '{"version": "5", "shapes": []}'), "a.json is an annotation of LabelMe"),
+        (lambda root: foreign(root, "<annotations>\n <version>1.1</version>", "a.xml"), "annotation of CVAT"),
         (lambda root: masks(root, np.zeros((40, 60), np.uint8), "sky\nsky\n"), "several classes are called sky"),
         (lambda root: (masks(root, np.zeros((40, 60), np.uint8)), (root / "classes.txt").unlink()), "classes.txt"),
     ],
@@ -329,6 +336,12 @@ def test_folders_of_pictures_with_cocos_file_are_not_classes(tmp_path: Path) -> 
     assert "not read as classes" in text and "2 outlines with a polygon of fewer than three points" in text
     outlines = [splits.train.target(index).outlines for index in range(2)]  # type: ignore[union-attr]
     assert [one[0] is None or len(one[0]) for one in outlines] == [1, True]
+
+
+def test_names_of_classes_beside_yolo_are_no_second_format(tmp_path: Path) -> None:
+    yolo(tmp_path)
+    (tmp_path / "notes.json").write_text('{"categories": [{"id": 0, "name": "one"}], "info": {}}')
+    assert opened(tmp_path).classes == ("one", "two")
 
 
 def test_labels_of_yolo_for_several_pictures_are_named(tmp_path: Path) -> None:

@@ -382,6 +382,18 @@ def _boxes(request: Request) -> list[tuple[str, Opener]]:
     return found
 
 
+def _foreign(request: Request) -> str:
+    is_read = request.is_folder and not request.unlabelled
+    return formats.annotated.foreign_annotations(request.path) if is_read else ""
+
+
+def _refuse_foreign(request: Request) -> Splits:
+    raise DataError(
+        f"{request.title}: {_foreign(request)}; export the annotations as COCO, YOLO or Pascal VOC, or put the images "
+        "of each class into a folder of its own"
+    )
+
+
 def _has_masks(request: Request) -> bool:
     return request.is_folder and request.choice.splits != {} and formats.masks.holds_masks(request.path)
 
@@ -471,6 +483,7 @@ FORMATS = [
         lambda request: request.is_folder and formats.idx.has_idx(request.path),
         lambda request: formats.idx.open_idx(request.path, known=request.classes),
     ),
+    Format(_foreign, _refuse_foreign, ALL_CHOICES, has_numbers=True),
     Format(
         lambda request: request.is_folder,
         lambda request: formats.folder.open_folders(request),

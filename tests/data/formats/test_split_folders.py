@@ -155,6 +155,8 @@ def test_a_folder_around_the_data_is_entered_with_a_note(tree: Trees) -> None:
         ("images/train/1.png", "labels/train/1.txt", "data.yaml"),
         ("train/images/1.png", "train/labels/1.txt", "valid/images/2.png", "valid/labels/2.txt"),
         ("train2017/1.png", "val2017/2.png", "annotations/instances_train2017.json"),
+        ("train/1.png", "trainannot/1.png", "test/2.png", "testannot/2.png"),
+        ("train/1.jpg", "train_masks/1_mask.gif"),
     ],
 )
 def test_data_with_masks_or_boxes_is_named_as_such(tree: Trees, paths: tuple[str, ...]) -> None:
@@ -166,6 +168,7 @@ def test_data_with_masks_or_boxes_is_named_as_such(tree: Trees, paths: tuple[str
 
 def test_folders_called_images_and_masks_can_be_classes(tree: Trees) -> None:
     assert opened(tree("images/1.png", "masks/2.png"), "none").classes == ("images", "masks")
+    assert opened(tree("with_mask/1.png", "without_mask/1.png", name="faces")).classes == ("with_mask", "without_mask")
 
 
 def test_a_class_called_mask_is_a_class(tree: Trees) -> None:

@@ -178,6 +178,7 @@ def test_a_million_rows_would_list_each_folder_once(
         (("path,label,split", "4.jpg,x,mine"), r"line 2: the split 'mine' is not one of train, val, test"),
         (("path,label,split", "4.jpg,x,test"), r"has a test split but no training images"),
         (("path,label", "4.jpg,x"), r"has only one class, 'x'; classification needs at least two"),
+        (("path,xmin,label", "4.jpg,1,x", "a/1.jpg,1,y", "4.jpg,9,y"), r"the columns xmin are boxes, and boxes"),
         (('path,label', '"4.jpg,x'), r"cannot read .*labels\.csv as a table in UTF-8: unexpected end of data"),
     ],
 )  # fmt: skip
@@ -198,6 +199,7 @@ def test_mistakes_are_named(table: Callable[..., Path], lines: tuple[str, ...], 
             ('{"file_name": "4.jpg", "label": [1]}', '{"file_name": "a/1.jpg", "label": 2}'),
             r"some rows have one label",
         ),
+        (('{"file_name": "4.jpg", "objects": {"bbox": [[1, 2, 3, 4]]}}',), r"'objects' is a JSON object, and boxes"),
     ],
 )
 def test_mistakes_in_json_lines_are_named(table: Callable[..., Path], lines: tuple[str, ...], message: str) -> None:

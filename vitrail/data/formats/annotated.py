@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +59,27 @@ class AnnotatedImages:
 
 BESIDE = (".json", ".xml", ".yaml", ".yml")
 """Suffixes of files that can hold annotations or describe them."""
+
+
+FOREIGN = {
+    "LabelMe": re.compile(rb'"shapes"\s*:'),
+    "VGG Image Annotator": re.compile(rb'"(?:_via_\w+|regions)"\s*:'),
+    "CVAT": re.compile(rb"<annotations>\s*<version>"),
+    "CreateML": re.compile(rb'"coordinates"\s*:'),
+    "Supervisely": re.compile(rb'"classTitle"\s*:'),
+}
+"""What the files of programs have that write boxes or outlines in a form that is not read."""
+
+
+def foreign_annotations(root: Path) -> str:
+    """Return a sentence about annotations of a program whose form is not read, or an empty text."""
+    for path in files_beside_images(root):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            head = file.read(1 << 16)
+            program = next((name for name, pattern in FOREIGN.items() if pattern.search(head)), None)
+            if program is not None:
+                return f"{path.relative_to(root)} is an annotation of {program}, whose own format is not read"
+    return ""
 
 
 def files_beside_images(root: Path) -> list[Path]:

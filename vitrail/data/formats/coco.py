@@ -48,7 +48,7 @@ from vitrail.data.texts import TextReader
 from vitrail.errors import DataError, listed, plural
 
 HEAD = 1 << 16
-KEYS = re.compile(rb'"(?:images|annotations|categories)"\s*:')
+KEYS = re.compile(rb'"(images|annotations|categories)"\s*:')
 
 OTHERS = re.compile(r"(captions|person_keypoints|panoptic|image_info|stuff)_", re.I)
 """Beginnings of COCO's files that hold something else than boxes."""
@@ -67,12 +67,16 @@ def annotation_files(files: Iterable[Path]) -> list[Path]:
 
 
 def _is_coco(path: Path) -> bool:
+    """Return True for a file with images, annotations or categories, but not with categories alone, which Label Studio
+    writes beside YOLO's text."""
     try:
         with path.open("rb") as file:
             head = file.read(HEAD).lstrip()
     except OSError:
         return False
-    return head.startswith(b"{") and KEYS.search(head) is not None
+    is_whole = len(head) < HEAD // 2
+    found = {match[1] for match in KEYS.finditer(head)}
+    return head.startswith(b"{") and bool(found) and not (is_whole and found == {b"categories"})
 
 
 def open_coco(request: Request) -> Splits:

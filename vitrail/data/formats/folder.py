@@ -328,6 +328,9 @@ TARGETS = frozenset({
 })  # fmt: skip
 """Names of folders beside the images that hold masks or boxes."""
 
+PAIRED = re.compile(r"(.+?)[ _-]?(?:masks?|labels?|annot(?:ation)?s?|gt)", re.I)
+"""Name of a folder with targets for the images in the folder of which it has the name and a word more."""
+
 TINY_IMAGENET = "val_annotations.txt"
 """The table of the validation images of TinyImageNet: file, class and box, separated by tabs, without a header."""
 
@@ -481,10 +484,15 @@ def _refuse_targets(root: Path, folders: list[Path]) -> None:
     targets = [name for name in names if _word(name) in TARGETS]
     images = [name for name in names if _word(name) in IMAGES]
     flat = [name for name in named_splits(names) if has_images(root / name)]
+    for name in names:  # train/ and train_masks/
+        pair = PAIRED.fullmatch(name)
+        if pair is not None and pair[1] in names and has_images(root / pair[1]):
+            targets, flat = [name, *targets], [pair[1], *flat]
     if targets and (images or flat):
         raise DataError(
             f"{root} has {targets[0]}/ beside {(images or flat)[0]}/, which is the layout of data with masks or boxes, "
-            "but no annotations of COCO, YOLO or Pascal VOC were found in it; add them, put the images of each "
+            "but neither annotations of COCO, YOLO or Pascal VOC nor masks/ beside images/ were found in it; put "
+            "masks of the same names into masks/SPLIT and images into images/SPLIT, put the images of each "
             f"class into a folder of its own, name a table of paths and labels, or open {root / (images or flat)[0]} "
             "for a task that needs no labels. If these folders are classes, add --splits none"
         )

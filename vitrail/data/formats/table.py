@@ -336,6 +336,7 @@ def _faults(table: Table, outside: list[str], missing: list[str], repeated: list
 
 PATHS = ("path", "file", "file_name", "filename", "filepath", "image", "image_path", "image_id")
 LABELS = ("label", "labels", "class", "class_name", "category", "target")
+BOXES = frozenset({"xmin", "ymin", "xmax", "ymax", "x_min", "y_min", "x_max", "y_max", "x1", "y1", "x2", "y2", "bbox"})
 DELIMITERS = ",;\t|"
 INDEX = re.compile(r"|unnamed: \d+|index", re.I)
 """Names of the column of row numbers that pandas writes."""
@@ -456,6 +457,8 @@ def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled:
             (label,) = candidates
         if label is None and not unlabelled:
             raise DataError(_without_labels(cells, others))
+        if label is not None and not unlabelled:
+            _refuse_boxes(cells, image, label)
         used, classes = [] if label is None else [label], None
         targets = (None for _ in cells.lines) if label is None else cells.column(label)
     reader = LabelReader(choice.separator, keep_missing=choice.keep_missing)
@@ -476,6 +479,17 @@ def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled:
     if rest:
         notes = (*notes, f"{path}: {plural(len(rest), 'column')} not used: {listed(rest)}")
     return Table(path, rows, classes, column or "", splits, notes, text is not None)
+
+
+def _refuse_boxes(cells: _Cells, image: int, label: int) -> None:
+    """Raise `DataError` if the rows are objects in images instead of images: if a label is a JSON object, or if rows
+    with columns of boxes name the same image."""
+    inner = next((line for _, line in cells.lines if isinstance(line[label], dict)), None)
+    boxes = [name for name in cells.header if name.lower() in BOXES]
+    if inner is None and not (boxes and len(set(cells.column(image))) < len(cells.lines)):
+        return
+    what = f"the columns {listed(boxes)} are boxes" if inner is None else f"{cells.header[label]!r} is a JSON object"
+    raise DataError(f"{cells.path}: {what}, and boxes are not read from tables; write them as COCO, YOLO or Pascal VOC")
 
 
 # --- cells

@@ -44,7 +44,7 @@ def holds_voc(files: Iterable[Path]) -> bool:
 def _is_annotation(path: Path) -> bool:
     try:
         with path.open("rb") as file:
-            return b"<annotation" in file.read(1 << 12)
+            return re.search(rb"<annotation[\s>]", file.read(1 << 12)) is not None  # <annotations> is CVAT's
     except OSError:
         return False
 
