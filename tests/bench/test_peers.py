@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from vitrail.bench.peers import PEERS, build_peer, check_peers
+from vitrail.bench.compare import compare
+from vitrail.bench.peers import PEERS, RUNTIMES, build_peer, check_peers, in_runtime
 from vitrail.bench.workload import Workload
 from vitrail.errors import ConfigError
+from vitrail.models.variants import build
 
 PLAIN = {"image_size": (28, 28)}
 MODULES = {"timm": "timm", "transformers": "transformers", "vit-pytorch": "vit_pytorch", "torchvision": "torchvision"}
@@ -84,7 +86,28 @@ def test_unknown_names_and_networks_without_a_counterpart(tiny_work: Callable[..
         check_peers(["timm"], tiny_work("BiT-R26x1").config)
     with pytest.raises(ConfigError, match="num_classes=0 does not work with --against"):
         check_peers(["timm"], tiny_work(task="infer", num_classes=0).config)
-    check_peers([], tiny_work("BiT-R26x1").config)
+    check_peers(["openvino"], tiny_work("BiT-R26x1").config)
+
+
+@pytest.mark.parametrize("name", RUNTIMES)
+@pytest.mark.parametrize("variant", ["ViT-Pico/7", "Conv+ViT-Pico/8"])
+def test_a_runtime_computes_what_our_network_does(tiny_work: Callable[..., Workload], name: str, variant: str) -> None:
+    pytest.importorskip(name)
+    work = tiny_work(variant, task="infer", **({} if variant == "ViT-Pico/7" else {"image_size": (16, 24)}))
+    network, images = build(work.config).eval(), work.images()
+    with torch.no_grad():
+        expected = network(images)
+    found = torch.as_tensor(in_runtime(name, network, images, "float32")(images)).reshape(expected.shape)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_runtimes_only_predict(tiny_work: Callable[..., Workload]) -> None:
+    with pytest.raises(ConfigError, match="openvino does not train"):
+        compare(tiny_work(), peers=["openvino"])
+    pytest.importorskip("onnxruntime")
+    work = tiny_work(task="infer", precision="bf16")
+    with pytest.raises(ConfigError, match="float32 only"):
+        in_runtime("onnxruntime", build(work.config), work.images(), "bf16")
 
 
 def test_norms_may_differ(tiny_work: Callable[..., Workload], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from vitrail.bench.memory import is_out_of_memory, measure_memory
-from vitrail.bench.peers import check_peers
+from vitrail.bench.peers import RUNTIMES, check_peers
 from vitrail.bench.step import COMPILED, OURS, PRODUCTS, Entry, Runner, entries
 from vitrail.bench.workload import Spread, Worker, Workload, interleave
 from vitrail.errors import ConfigError
@@ -47,6 +47,8 @@ def compare(
     network is also measured. Raises `ConfigError` for unknown peers.
     """
     check_peers(peers, workload.config)
+    if workload.task == "train" and (named := [peer for peer in peers if peer in RUNTIMES]):
+        raise ConfigError(f"{named[0]} does not train; use bench infer, or leave {named[0]} out")
     wanted = entries(workload, tuple(dict.fromkeys(peers)), best=best, compile=compile)
     with ExitStack() as stack:
         workers, skipped = _ready([wanted[0], ALONE, *wanted[1:]], workload, stack)

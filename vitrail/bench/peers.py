@@ -1,13 +1,17 @@
-"""Vision Transformers of other libraries with the sizes of our networks. A library is imported only when it is used."""
+"""Vision Transformers of other libraries with the sizes of our networks, and our networks in other runtimes. A library
+is imported only when it is used."""
 
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import vitrail
@@ -37,10 +41,12 @@ def benchmark_script(name: str) -> Path:
 
 
 def check_peers(names: Sequence[str], config: AnyConfig) -> None:
-    """Raise `ConfigError` for an unknown library, and for a network that no library provides."""
+    """Raise `ConfigError` for an unknown library, and for a network that no library provides. Runtimes take all of
+    ours."""
     for name in names:
-        if name not in PEERS:
-            raise ConfigError(f"unknown library {name!r} in --against; {nearest(name, PEERS)}")
+        if name not in (*PEERS, *RUNTIMES):
+            raise ConfigError(f"unknown library {name!r} in --against; {nearest(name, (*PEERS, *RUNTIMES))}")
+    names = [name for name in names if name in PEERS]
     if names and config.architecture != "ViT":
         raise ConfigError("--against compares Vision Transformers; a BiT ResNet has no counterpart in other libraries")
     if names and not config.num_classes:
@@ -63,6 +69,47 @@ def build_peer(name: str, config: AnyConfig) -> nn.Module:
         if field.name not in NO_MATTER and value != getattr(plain, field.name):
             raise ConfigError(f"can only build the paper's ViT, which does not have {field.name}={value!r}")
     return PEERS[name](config)
+
+
+def in_runtime(name: str, network: nn.Module, images: Tensor, precision: str) -> Callable[[Tensor], Any]:
+    """Return a function that computes what our network does for batches like `images` in another runtime, with matrix
+    products in this precision. Raises `ConfigError` as `build_peer`."""
+    if images.device.type != "cpu":
+        raise ConfigError("is measured on the CPU only")
+    library = _import(name)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of deprecated calls in PyTorch's exporter
+        program = torch.export.export(network.eval(), (images,))
+        return RUNTIMES[name](library, program, precision)
+
+
+def _openvino(library: Any, program: torch.export.ExportedProgram, precision: str) -> Callable[[Tensor], Any]:
+    settings = {
+        "INFERENCE_PRECISION_HINT": "f32" if precision == "float32" else "bf16",
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+    }
+    model = library.compile_model(library.convert_model(program), "CPU", settings)
+    return lambda images: model(images.numpy())[0]
+
+
+def _onnxruntime(library: Any, program: torch.export.ExportedProgram, precision: str) -> Callable[[Tensor], Any]:
+    if precision != "float32":
+        raise ConfigError("computes in float32 only")
+    options = library.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    _import("onnxscript")  # with which PyTorch writes the file
+    file: Any = torch.onnx.export(program, dynamo=True, verbose=False)
+    content = file.model_proto.SerializeToString()
+    session = library.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    (name,) = (each.name for each in session.get_inputs())
+    return lambda images: session.run(None, {name: images.numpy()})[0]
+
+
+RUNTIMES: dict[str, Callable[[Any, torch.export.ExportedProgram, str], Callable[[Tensor], Any]]] = {
+    "openvino": _openvino,
+    "onnxruntime": _onnxruntime,
+}
+"""Functions that load our network into the runtimes that `--against` accepts."""
 
 
 def _import(name: str) -> ModuleType:

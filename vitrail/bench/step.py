@@ -22,7 +22,7 @@ from torch.optim import AdamW
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vitrail.bench.peers import build_peer
+from vitrail.bench.peers import RUNTIMES, build_peer, in_runtime
 from vitrail.bench.workload import Workload, interleave, timed, waits_for
 from vitrail.machine import autocast, keep_freed_memory
 from vitrail.models.compiled import Compiled, compile_blocks
@@ -371,7 +371,7 @@ def entries(
         if workload.precision != "float32":
             found.append(Entry(peer, "default"))
         found.append(Entry(peer))
-        if best:
+        if best and peer not in RUNTIMES:
             found.append(Entry(peer, "best"))
     return found
 
@@ -446,6 +446,10 @@ def make_step(entry: Entry, workload: Workload) -> Callable[[], object]:
     """
     if entry.settings == "default":
         workload = replace(workload, precision="float32")
+    if entry.library in RUNTIMES:
+        images = workload.images()
+        run_there = in_runtime(entry.library, build(workload.config), images, workload.precision)
+        return partial(run_there, images)
     ours = entry.library == OURS
     network = (build(workload.config) if ours else build_peer(entry.library, workload.config)).to(workload.device)
     run: Callable[[torch.Tensor], torch.Tensor] = network

@@ -94,8 +94,8 @@ class Bench(ReductionOptions):
     warmup: int = setting(2, least=0)
     """Number of untimed rounds before the timed ones."""
     against: str = ""
-    """Other libraries to compare with, separated by commas: timm, transformers, vit-pytorch, torchvision. Libraries
-    that are not installed are skipped."""
+    """Other libraries to compare with, separated by commas: timm, transformers, vit-pytorch, torchvision, or this
+    network in another runtime (bench infer): openvino, onnxruntime. Libraries that are not installed are skipped."""
     best: bool = False
     """Also measure every library with torch.compile. Vitrail compiles each block. Other libraries compile the whole
     network."""
