@@ -119,7 +119,8 @@ def _images(
             )
     if difficult:
         result.faults.append(Fault(
-            "difficult", "note", difficult, f"{folder}: {plural(difficult, 'object')} marked as difficult",
+            "difficult", "note", difficult,
+            f"{folder}: {plural(difficult, 'object')} marked as difficult, which are read like all others",
             "They are learned and counted as all others.", "Nothing needs to be done.",
         ))  # fmt: skip
     return result
