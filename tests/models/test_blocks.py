@@ -18,7 +18,17 @@ from tests.models.test_cost import saved_per_image
 from vitrail.bench.step import record
 from vitrail.cli import main
 from vitrail.errors import ConfigError
-from vitrail.models.blocks import Block, LayerScale, Mlp, StochasticDepth, SwiGlu, lecun_normal_, make_mlp
+from vitrail.models.attention.full import SelfAttention
+from vitrail.models.blocks import (
+    Block,
+    LayerScale,
+    Mlp,
+    PostNormBlock,
+    StochasticDepth,
+    SwiGlu,
+    lecun_normal_,
+    make_mlp,
+)
 from vitrail.models.compiled import resolve_compile
 from vitrail.models.cost import activation_bytes
 from vitrail.models.tokens import Patches
@@ -71,6 +81,20 @@ def test_mlps_start_xavier_uniform_with_tiny_biases(kind: type[Mlp] | type[SwiGl
     without.initialise()
     assert without.up.bias is None and without.down.bias is None
     assert_xavier(without.up.weight.detach())
+
+
+@pytest.mark.parametrize("read", [None, 1])
+def test_post_norm_normalises_sums(read: int | None) -> None:
+    """The norms follow the residual stream, also where a shortcut computes the first tokens only."""
+    block: Any = PostNormBlock(width=15, attention=SelfAttention(15, 3), mlp=make_mlp(15, 21, "gelu"), norm_eps=1e-5)
+    drawn(block).eval()
+    z = torch.randn(3, 7, 15)
+    first = block.norm1(z + block.attention(z))
+    expected = block.norm2(first + block.mlp(first))[:, :read]
+    torch.testing.assert_close(block(z, None, read), expected, rtol=0, atol=1e-5)
+    assert block.treats_tokens_alone
+    block.norm1.forward = lambda tokens: tokens.mean(1, keepdim=True)
+    assert not block.treats_tokens_alone
 
 
 def test_layer_scale_multiplies_channels_and_starts_where_it_is_told() -> None:

@@ -53,6 +53,18 @@ def test_a_tower_without_a_causal_mask_reads_all_tokens(tokens: torch.Tensor, po
     assert len({*map(id, layers)} | {id(tower.positions)}) == len([*tower.parameters()])
 
 
+def test_no_token_attends_to_padding(tokens: torch.Tensor) -> None:
+    config = replace(TEXT, is_causal=False, pool="cls", end_token=None, padding=0, post_norm=True)
+    tower = TextTower(config).eval()
+    found = tower(tokens)
+    assert torch.allclose(tower(tokens[1:2, :3]), found[1:2], atol=1e-6)
+    assert not torch.allclose(TextTower(replace(config, padding=None)).eval()(tokens[1:2]), found[1:2], atol=1e-4)
+    assert tower(torch.zeros_like(tokens)).isfinite().all(), "a row without a text has no NaN"
+    assert config.parameters() == sum(weight.numel() for weight in tower.parameters())
+    embedding = tower.layers().embedding
+    assert embedding[0] is tower.embedding and embedding[1] is tower.norm and not tower.layers().summary
+
+
 def test_texts_must_fit_the_context() -> None:
     with pytest.raises(ConfigError, match="8 tokens"):
         TextTower(TEXT)(torch.zeros(1, 8, dtype=torch.long))
@@ -60,6 +72,12 @@ def test_texts_must_fit_the_context() -> None:
         TextTower(replace(TEXT, pool="last"))(torch.zeros(1, 6, dtype=torch.long))
     with pytest.raises(ConfigError, match="end_token=30"):
         replace(TEXT, end_token=30)
+    with pytest.raises(ConfigError, match="padding=30"):
+        replace(TEXT, padding=30, pool="cls")
+    with pytest.raises(ConfigError, match="padding=0 is masked with pool='cls'"):
+        replace(TEXT, padding=0)
+    with pytest.raises(ConfigError, match="end_token=None"):
+        replace(TEXT, end_token=None)
     with pytest.raises(ConfigError, match="heads=3"):
         replace(TEXT, heads=3)
 

@@ -127,7 +127,7 @@ def _example(bundle: Bundle, interface: Interface) -> tuple[Tensor, dict[int, An
     """Return the batch that is traced, and the sizes in it that are not fixed, by their dimensions."""
     if interface.reads_texts:
         config: Any = bundle.reader_of_texts().tower.config
-        return torch.full((EXAMPLES, config.context), config.end_token), {0: Dim("batch", min=1)}
+        return torch.full((EXAMPLES, config.context), config.vocabulary - 1), {0: Dim("batch", min=1)}
     config = bundle.network.config
     height, width = config.image_size
     dynamic = {0: Dim("batch", min=1)}

@@ -226,13 +226,13 @@ class Block(nn.Module):
 
     @property
     def treats_tokens_alone(self) -> bool:
-        """True if everything after attention computes each token without the others. Tokens whose output is not used
+        """True if everything besides attention computes each token without the others. Tokens whose output is not used
         can then be left out. It is False for a user's own modules and methods, which may mix tokens."""
-        after = (self.dropout, self.scale1, self.skip, self.norm2, self.scale2, *self.mlp.modules())
+        others = (self.norm1, self.dropout, self.scale1, self.skip, self.norm2, self.scale2, *self.mlp.modules())
         return all(
             "forward" not in part.__dict__
             and (type(part) in OF_ONE_TOKEN or type(part).__module__.startswith("vitrail.models."))
-            for part in after
+            for part in others
         )
 
     def _forward_of_kept(
@@ -282,6 +282,22 @@ class ReversibleBlock(Block):
     def transformed(self, z: Float[Tensor, "b n width"]) -> Float[Tensor, "b n width"]:
         """Return the branch of the MLP."""
         return self.skip(self.scale2(self.mlp(self.norm2(z))))
+
+
+class PostNormBlock(Block):
+    """An encoder layer of the first Transformers and of BERT (1706.03762, 1810.04805): attention and an MLP, each added
+    to the residual stream, and each followed by a layer norm of the sum.
+
+    y = LN(x + MSA(x))
+    z = LN(y + MLP(y))
+    """
+
+    def forward(
+        self, z: Float[Tensor, "b n width"], inside: AttentionPositions | None = None, read: int | None = None
+    ) -> Float[Tensor, "b m width"]:
+        mixed = self.attention(z, inside, read)
+        z = self.norm1(z[:, :read] + self.skip(self.scale1(self.dropout(mixed))))
+        return self.norm2(z + self.skip(self.scale2(self.mlp(z))))
 
 
 def _added(

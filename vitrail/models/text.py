@@ -12,14 +12,18 @@ from torch import Tensor, nn
 from vitrail.errors import ConfigError
 from vitrail.models.attention import AttentionPositions
 from vitrail.models.attention.full import SelfAttention, in_format_of
-from vitrail.models.blocks import Block, Blocks, Mlp, make_mlp
+from vitrail.models.blocks import Block, Blocks, Mlp, PostNormBlock, make_mlp
 from vitrail.models.linear.dense import Linear
 from vitrail.models.network import Layers, refuse_assignment, weights_of
 from vitrail.models.tokens import AttentionPool
 from vitrail.models.vit_config import Activation
 from vitrail.settings import from_plain, problems, raise_problems, setting
 
-TextPool = Literal["eot", "last", "map"]
+TextPool = Literal["eot", "last", "cls", "map"]
+
+HIDDEN = -65504.0
+"""Bias of the attention logits that hides a token: the least number of float16. With minus infinity, a row of nothing
+but padding would make NaN."""
 
 
 @refuse_assignment
@@ -44,9 +48,15 @@ class TextConfig:
     """True if a token attends only to itself and to tokens before it."""
     pool: TextPool = "eot"
     """Token that becomes the vector of a text: the first end-of-text token (eot), the last token of the context (last),
-    or attention pooling of all tokens (map)."""
-    end_token: int = setting(49407, least=0)
-    """Number of the token that ends a text."""
+    the first token (cls), or attention pooling of all tokens (map)."""
+    end_token: int | None = setting(49407, least=0)
+    """Number of the token that ends a text, or None if there is none."""
+    padding: int | None = setting(None, least=0)
+    """Number of the token that fills the context after a text and that no token attends to, as in BERT. It needs the
+    pooling cls. By default all tokens are attended to."""
+    post_norm: bool = False
+    """True to normalise as BERT: the embeddings, and each sum of a branch and the residual stream. By default the input
+    of each branch and the output of the last block are normalised."""
     outputs: int = setting(512, least=0, advice="0 means none")
     """Length of the vector to which a linear layer projects the pooled token. 0 makes a tower without this layer."""
     output_bias: bool = False
@@ -60,8 +70,16 @@ class TextConfig:
         found = [*problems(self)]
         if not found and self.width % self.heads:
             found.append(f"width={self.width} is not divisible by heads={self.heads}")
-        if not found and self.end_token >= self.vocabulary:
-            found.append(f"end_token={self.end_token} is not below vocabulary={self.vocabulary}")
+        for name in ("end_token", "padding"):
+            if not found and (getattr(self, name) or 0) >= self.vocabulary:
+                found.append(f"{name}={getattr(self, name)} is not below vocabulary={self.vocabulary}")
+        if not found and self.pool == "eot" and self.end_token is None:
+            found.append(
+                "a text tower with pool='eot' reads the token that ends a text, and end_token=None; choose a tokenizer "
+                "with such a token"
+            )
+        if not found and self.pool != "cls" and self.padding is not None:
+            found.append(f"padding={self.padding} is masked with pool='cls', and not with pool={self.pool!r}")
         raise_problems(dict.fromkeys(found))
 
     @property
@@ -83,11 +101,11 @@ class TextConfig:
 
 
 class TextTower(nn.Module):
-    """A transformer over the tokens of texts. Its blocks are those of a Vision Transformer.
+    """A transformer over the tokens of texts. Its blocks are those of a Vision Transformer, or those of BERT.
 
     `tower(tokens)` returns one vector for each text, whose length is not normalised. Positions after the end of a text
-    are filled by the tokenizer and are not masked, as in CLIP, where the causal mask hides them from the end-of-text
-    token, and in SigLIP, which learns from them.
+    are filled by the tokenizer. They are masked if `padding` is set. They are not in CLIP, where the causal mask hides
+    them from the end-of-text token, and in SigLIP, which learns from them.
     """
 
     def __init__(self, config: TextConfig | dict[str, Any]) -> None:
@@ -99,7 +117,7 @@ class TextTower(nn.Module):
         self.embedding = nn.Embedding(config.vocabulary, width, _weight=torch.empty(config.vocabulary, width))
         self.positions = nn.Parameter(torch.empty(config.context, width))
         self.blocks = Blocks(
-            Block(
+            (PostNormBlock if config.post_norm else Block)(
                 width=width,
                 attention=SelfAttention(width, config.heads),
                 mlp=make_mlp(width, hidden, activation),
@@ -116,35 +134,43 @@ class TextTower(nn.Module):
             self.initialise()
 
     def tokens(self, tokens: Int64[Tensor, "b n"]) -> Float[Tensor, "b n width"]:
-        """Return the tokens after the last block and the final norm. Raise `ConfigError` for more tokens than the
-        context, and for fewer with a pooling that reads the last token."""
+        """Return the tokens after the last block and its norm. Raise `ConfigError` for more tokens than the context,
+        and for fewer with a pooling that reads the last token."""
         n = tokens.shape[1]
         if n > self.config.context or (n < self.config.context and self.config.pool == "last"):
             raise ConfigError(f"texts of {n} tokens do not fit a text tower of {self.config.context} tokens")
         z = self.embedding(tokens) + self.positions[:n]
-        insides = None
+        hidden: Any = None
         if self.config.is_causal:
-            hidden = torch.full((n, n), -torch.inf, device=z.device).triu(1)
-            insides = [AttentionPositions(bias=hidden[None])] * len(self.blocks)
+            hidden = torch.full((n, n), -torch.inf, device=z.device).triu(1)[None]
+        if self.config.padding is not None:
+            filled = torch.where(tokens == self.config.padding, HIDDEN, 0.0)[:, None, None, :]
+            hidden = filled if hidden is None else hidden + filled
+        insides = None if hidden is None else [AttentionPositions(bias=hidden)] * len(self.blocks)
+        if self.config.post_norm:
+            return self.blocks(self.norm(z), insides, checkpoints=self.checkpoints_activations)
         return self.norm(self.blocks(z, insides, checkpoints=self.checkpoints_activations))
 
     def forward(self, tokens: Int64[Tensor, "b n"]) -> Float[Tensor, "b embed_width"]:
         z = self.tokens(tokens)
         if self.attention_pool is not None:
             pooled = self.attention_pool(z)
-        elif self.config.pool == "last":
-            pooled = z[:, -1]
+        elif self.config.pool in ("last", "cls"):
+            pooled = z[:, -1 if self.config.pool == "last" else 0]
         else:
-            ends = (tokens == self.config.end_token).int().argmax(dim=1)
+            end: Any = self.config.end_token
+            ends = (tokens == end).int().argmax(dim=1)
             pooled = z[torch.arange(z.shape[0], device=z.device), ends]  # `len` would fix the batch of an exported file
         return pooled if self.projection is None else self.projection(in_format_of(self.projection, pooled))
 
     def layers(self) -> Layers:
         """Return the modules with weights from bottom to top. Positions are a parameter of the tower itself, and belong
         to the lowest layer."""
-        summary: list[nn.Module] = [self.norm, *([] if self.attention_pool is None else [self.attention_pool])]
+        embedding: list[nn.Module] = [self.embedding]
+        summary: list[nn.Module] = [] if self.attention_pool is None else [self.attention_pool]
+        (embedding if self.config.post_norm else summary).append(self.norm)
         head: list[nn.Module] = [] if self.projection is None else [self.projection]
-        return Layers([self.embedding], list(self.blocks), summary, head)
+        return Layers(embedding, list(self.blocks), summary, head)
 
     @torch.no_grad()
     def initialise(self) -> None:

@@ -278,9 +278,10 @@ class ExportedTower(nn.Module):
         self.anchor = nn.Parameter(torch.empty(0), requires_grad=False)  # PyTorch finds the device by parameters
 
     def forward(self, tokens: Int64[Tensor, "b n"]) -> Float[Tensor, "b embed_width"]:
-        """Return the embeddings. Fewer tokens than the context are filled with end tokens, of which only the first one
-        is read."""
-        filled = F.pad(tokens, (0, self.config.context - tokens.shape[1]), value=self.config.end_token)
+        """Return the embeddings. Fewer tokens than the context are filled with padding, which is not read, or with end
+        tokens, of which only the first one is read."""
+        filler = self.config.end_token if self.config.padding is None else self.config.padding
+        filled = F.pad(tokens, (0, self.config.context - tokens.shape[1]), value=filler)
         (found,) = self.run(filled.contiguous().numpy()).values()
         return torch.from_numpy(found)
 

@@ -63,7 +63,7 @@ class Words:
                 f"the tokenizer has {tokenizer.vocabulary:,} tokens, but the text tower has {config.vocabulary:,}, "
                 f"{rule}"
             )
-        for name in ("context", "end_token"):
+        for name in ("context", "end_token", *(() if config.padding is None else ("padding",))):
             if getattr(tokenizer, name) != getattr(config, name):
                 raise BundleError(
                     f"the tokenizer has {name}={getattr(tokenizer, name)}, but the text tower has "
@@ -91,7 +91,9 @@ class Words:
         tokens, cut = self.tokenizer.encode(texts)
         config, device = self.tower.config, next(self.tower.parameters()).device
         lengths = torch.full((len(texts),), config.context)
-        if config.is_causal and config.pool == "eot":  # such a tower does not read what fills the context
+        if config.padding is not None:  # such a tower does not read what fills the context
+            lengths = torch.from_numpy((tokens != config.padding).sum(axis=1))
+        elif config.is_causal and config.pool == "eot":  # nor does this one
             lengths = torch.from_numpy((tokens == config.end_token).argmax(axis=1) + 1)
         order = lengths.argsort()
         vectors = torch.empty(len(texts), config.embed_width)
