@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+import string
 from dataclasses import replace
 
 import torch
 
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.text_tokenizer import TextTokenizer, train_tokenizer
+from vitrail.data.text_tokenizer import TextTokenizer, train_tokenizer, wordpiece_tokenizer
 from vitrail.models.pair import Pair, PairConfig
 from vitrail.models.text import TextConfig
 from vitrail.models.vit_config import ViTConfig
@@ -32,6 +33,23 @@ def text_config(tokenizer: TextTokenizer) -> TextConfig:
         vocabulary=tokenizer.vocabulary, context=12, width=16, depth=2, heads=2, mlp_width=24,
         end_token=tokenizer.end_token, outputs=20,
     )  # fmt: skip
+
+
+PIECES = (
+    "[PAD]", "[UNK]", "[CLS]", *string.ascii_lowercase, *string.digits,
+    *(f"##{letter}" for letter in string.ascii_lowercase + string.digits), *"!'(),.:[]_“日本あ\u2044\u03c3", "##\u03c3",
+    "##あ", "bee", "##ee", "photo",
+)  # fmt: skip
+"""A vocabulary of BERT."""
+
+
+def bert_of_bees() -> tuple[TextConfig, TextTokenizer]:
+    """Return the config of a text tower like BERT, and its tokenizer."""
+    tokenizer = wordpiece_tokenizer(PIECES, context=12)
+    own = replace(text_config(tokenizer_of_bees()), activation="gelu-tanh", norm_eps=1e-12, output_bias=True)
+    return replace(
+        own, vocabulary=len(PIECES), is_causal=False, pool="cls", end_token=None, padding=0, post_norm=True
+    ), tokenizer
 
 
 def model_with_words(*, bias: float | None = None, image: ViTConfig = IMAGE) -> Bundle:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vitrail.data.text_tokenizer import TextTokenizer, clip_tokenizer, train_tokenizer
+from tests.words import PIECES
+from vitrail.data.text_tokenizer import CLEANINGS, TextTokenizer, clip_tokenizer, train_tokenizer, wordpiece_tokenizer
 from vitrail.errors import BundleError, ConfigError
 
 TEXTS = [
@@ -92,6 +93,48 @@ def test_the_tokens_of_siglip_are_those_of_transformers(pieces: bytes, tmp_path:
     for text, row, theirs in zip(texts, found.tokens.tolist(), expected, strict=True):
         assert row == theirs, text
     assert ours.encode(["</s>"]).tokens[0].tolist() != [1] * 16, "a text cannot end itself"
+
+
+def test_the_tokens_of_bert_are_those_of_transformers() -> None:
+    """transformers does not fold all characters as tensorflow_text does, removes control characters, which are spaces
+    there, and reads the names of special tokens in texts."""
+    transformers = pytest.importorskip("transformers")
+    texts = [CLEANINGS["casefold"](text) for text in TEXTS if "\x00" not in text]
+    pieces = sorted({*"".join(texts)} - {" "} - {*PIECES})
+    pieces = [*PIECES, *pieces, *(f"##{piece}" for piece in pieces)]
+    other = transformers.BertTokenizer(vocab={piece: number for number, piece in enumerate(pieces)}, do_lower_case=True)
+    ours = wordpiece_tokenizer(pieces, context=24)
+    found = ours.encode(texts)
+    for text, row, theirs in zip(texts, found.tokens.tolist(), other(texts)["input_ids"], strict=True):
+        assert row == [*theirs[:-1], *[0] * 24][:24], text
+    lengths = [len(row) - 1 for row in other(texts)["input_ids"]]
+    assert found.cut == tuple(index for index, length in enumerate(lengths) if length > 24) and found.cut
+
+
+BERT_TOKENS = {
+    "A photo, of Bees.": "a photo , o ##f bee ##s .", "Straße ẞ": "s ##t ##r ##a ##s ##s ##e s ##s",
+    "ΣΑΣ ς": "[UNK] \u03c3", "½ ﬁ ⅷ \uff41\uff42": "[UNK] f ##i v ##i ##i ##i a ##b", "a\x00b\x07c": "a b c",
+    "a\u00adb\u200bc\ufeffd": "a ##b ##c ##d", "é e\u0301 Å İ": "e e a i",
+    "[CLS] [PAD]": "[ c ##l ##s ] [ p ##a ##d ]", "日本 aあ": "日 本 a ##あ", "_a_": "_ a _",
+    "a\u2028b a\u3000b": "[UNK] a b", "x" * 101: "[UNK]", "👩\u200d👧": "[UNK]", " \u200b\n": "",
+    "x" * 100: "x " + "##x " * 99,
+}  # fmt: skip
+"""Tokens of `tensorflow_text.BertTokenizer` 2.21 with `lower_case=True` for the vocabulary `PIECES`."""
+
+
+def test_the_tokens_of_bert_are_those_of_tensorflow_text() -> None:
+    ours = pickle.loads(pickle.dumps(wordpiece_tokenizer(PIECES, context=101)))
+    found = ours.encode([*BERT_TOKENS])
+    for text, tokens, row in zip(BERT_TOKENS, BERT_TOKENS.values(), found.tokens.tolist(), strict=True):
+        expected = ["[CLS]", *tokens.split()]
+        assert [PIECES[number] for number in row] == expected + ["[PAD]"] * (101 - len(expected)), text
+    assert found.cut == () and wordpiece_tokenizer(PIECES, context=100).encode(["x" * 100]).cut == (0,)
+
+
+@pytest.mark.parametrize("pieces", [PIECES[1:], (*PIECES, "bee"), [piece for piece in PIECES if piece != "[CLS]"]])
+def test_a_vocabulary_that_is_not_that_of_bert_is_refused(pieces: list[str]) -> None:
+    with pytest.raises(BundleError, match="pieces"):
+        wordpiece_tokenizer(pieces, context=12)
 
 
 def test_a_tokenizer_that_cannot_be_read_is_refused() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.serving.conftest import make_bundle
-from tests.words import model_with_words, text_config, tokenizer_of_bees
+from tests.words import bert_of_bees, model_with_words, text_config, tokenizer_of_bees
 from vitrail import load
 from vitrail.cli import main
 from vitrail.errors import BundleError, ConfigError, DestinationError, VitrailError
@@ -25,6 +25,7 @@ from vitrail.export.parity import usual_texts
 from vitrail.export.program import describe, trace
 from vitrail.models.text import TextConfig, TextPool, TextTower
 from vitrail.weights.bundle import Bundle, weights_sha256
+from vitrail.weights.words import Words
 from vitrail.weights.zero_shot import zero_shot
 
 TEXTS = ["a bee", "a wasp is here", "x", "bee " * 40, "the photo"]
@@ -52,10 +53,15 @@ def onnx(model: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(model, tmp_path_factory.mktemp("texts") / "bees.onnx", "onnx")
 
 
-def tower(pool: TextPool, *, is_causal: bool) -> TextTower:
+def words_of(model: Bundle, pool: TextPool, *, is_causal: bool) -> Words:
+    """Return another text tower for a model: that of BERT for `pool="cls"`."""
     torch.manual_seed(2)
-    config: TextConfig = replace(text_config(tokenizer_of_bees()), pool=pool, is_causal=is_causal)
-    return TextTower(config).eval()
+    tokenizer = tokenizer_of_bees()
+    config: TextConfig = replace(text_config(tokenizer), pool=pool, is_causal=is_causal)
+    if pool == "cls":
+        config, tokenizer = bert_of_bees()
+    assert model.words is not None
+    return replace(model.words, tower=TextTower(config).eval(), tokenizer=tokenizer)
 
 
 @pytest.mark.filterwarnings("ignore:.*the end was cut")
@@ -90,14 +96,13 @@ def test_other_programs_find_tokens_and_the_tokenizer(model: Bundle, onnx: Path)
     ("pool", "is_causal", "to"),
     [
         ("eot", False, "pt2"), ("last", False, "openvino"), ("map", False, "onnx"), ("eot", True, "openvino"),
-        ("last", True, "pt2"), ("map", True, "triton"),
+        ("last", True, "pt2"), ("map", True, "triton"), ("cls", False, "onnx"), ("cls", False, "openvino"),
     ],
 )  # fmt: skip
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*the end was cut")
 def test_every_tower_in_every_format(model: Bundle, pool: TextPool, is_causal: bool, to: str, tmp_path: Path) -> None:
-    assert model.words is not None
-    bundle = replace(model, words=replace(model.words, tower=tower(pool, is_causal=is_causal)))
+    bundle = replace(model, words=words_of(model, pool, is_causal=is_causal))
     file = load(write(bundle, tmp_path / f"bees{FORMATS[to].suffix}", to))
     for count in (1, 3, 5):
         torch.testing.assert_close(
@@ -105,10 +110,9 @@ def test_every_tower_in_every_format(model: Bundle, pool: TextPool, is_causal: b
         )
 
 
-@pytest.mark.parametrize(("pool", "is_causal"), [("eot", True), ("last", False), ("map", False)])
+@pytest.mark.parametrize(("pool", "is_causal"), [("eot", True), ("last", False), ("cls", False), ("map", False)])
 def test_the_program_takes_any_number_of_texts(model: Bundle, pool: TextPool, is_causal: bool) -> None:
-    assert model.words is not None
-    words = replace(model.words, tower=tower(pool, is_causal=is_causal))
+    words = words_of(model, pool, is_causal=is_causal)
     bundle = replace(model, words=words)
     program = trace(bundle, describe(bundle, "text_embedding"))
     tokens = torch.from_numpy(words.tokenizer.encode(TEXTS).tokens)

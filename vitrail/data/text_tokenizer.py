@@ -6,6 +6,7 @@ import functools
 import html
 import json
 import string
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -17,7 +18,7 @@ from vitrail.errors import BundleError, ConfigError
 from vitrail.registry import optional_module
 
 TokenizerKind = Literal["tokenizers", "sentencepiece"]
-Cleaning = Literal["none", "lower", "canonical", "clip", "clip-canonical"]
+Cleaning = Literal["none", "lower", "casefold", "canonical", "clip", "clip-canonical"]
 
 FILES: dict[TokenizerKind, str] = {"tokenizers": "tokenizer.json", "sentencepiece": "tokenizer.model"}
 """Name of the file in a model's folder that holds a tokenizer of a kind."""
@@ -27,6 +28,12 @@ START, END = "<|startoftext|>", "<|endoftext|>"
 
 WORD = r"""<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
 """Pattern of the words that CLIP's tokenizer does not merge with each other."""
+
+SINGLE = (
+    r"[!-/:-@\[-`{-~\p{P}\x{3400}-\x{4DBF}\x{4E00}-\x{9FFF}\x{F900}-\x{FAFF}\x{20000}-\x{2A6DF}\x{2A700}-\x{2CEAF}"
+    r"\x{2F800}-\x{2FA1F}]"
+)
+"""Pattern of the characters that BERT's tokenizer divides from the rest: punctuation, and characters of Chinese."""
 
 
 class TokenizedTexts(NamedTuple):
@@ -48,17 +55,17 @@ class TextTokenizer:
     """Library that reads the content."""
     context: int
     """Number of tokens of every text, after cutting and padding."""
-    end_token: int
-    """Number of the token that ends a text. A text that is cut ends with it too."""
+    end_token: int | None
+    """Number of the token that ends a text, or None if there is none. A text that is cut ends with it too."""
     padding: int
     """Number of the token that fills the context after a text."""
     start_token: int | None = None
     """Number of the token that begins a text, or None if there is none."""
     cleaning: Cleaning = "none"
-    """Changes of a text before it is divided: nothing (none), lower case (lower), lower case without punctuation
-    (canonical, as SigLIP), repaired characters and HTML entities, single spaces and lower case (clip, as OpenAI's code
-    and open_clip), or the same without punctuation and with spaces for underscores (clip-canonical, as SigLIP in
-    open_clip)."""
+    """Changes of a text before it is divided: nothing (none), lower case (lower), usual forms of characters and folded
+    case (casefold, as BERT), lower case without punctuation (canonical, as SigLIP), repaired characters and HTML
+    entities, single spaces and lower case (clip, as OpenAI's code and open_clip), or the same without punctuation and
+    with spaces for underscores (clip-canonical, as SigLIP in open_clip)."""
 
     def __post_init__(self) -> None:
         for name in ("end_token", "padding", "start_token"):
@@ -75,14 +82,14 @@ class TextTokenizer:
         """Return the tokens of texts, with a start token, an end token and padding, and the indices of the texts that
         were cut."""
         tokens, cut = np.full((len(texts), self.context), self.padding, np.int64), []
-        start = [] if self.start_token is None else [self.start_token]
-        room = self.context - len(start) - 1
+        start, end = ([] if token is None else [token] for token in (self.start_token, self.end_token))
+        room = self.context - len(start) - len(end)
         divide, clean = _read(self.content, self.kind)[1], CLEANINGS[self.cleaning]
         for index, text in enumerate(texts):
             found = divide(clean(text))
             if len(found) > room:
                 cut.append(index)
-            row = [*start, *found[:room], self.end_token]
+            row = [*start, *found[:room], *end]
             tokens[index, : len(row)] = row
         return TokenizedTexts(tokens, tuple(cut))
 
@@ -156,6 +163,36 @@ def clip_pipeline(model: Any) -> Any:
     return made
 
 
+def wordpiece_tokenizer(pieces: Sequence[str], *, context: int) -> TextTokenizer:
+    """Return a tokenizer of WordPiece with the rules of BERT's tokenizer for lower case in tensorflow_text, as LiT uses
+    it: a text begins with [CLS], has no token at its end, and is filled with [PAD], the first piece.
+
+    Tokens are those of tensorflow_text, except in words of at most 100 characters but more than 100 bytes, which are
+    unknown there, and for characters that are newer than this Python. Raise `BundleError` if the pieces are not those
+    of such a tokenizer."""
+    library = _library("tokenizers")
+    table = {piece: number for number, piece in enumerate(pieces)}
+    if len(table) < len(pieces) or table.get("[PAD]") != 0 or not {"[UNK]", "[CLS]"} <= table.keys():
+        raise BundleError("the pieces of a tokenizer of BERT differ, begin with [PAD], and contain [UNK] and [CLS]")
+    normalizers, pre_tokenizers = library.normalizers, library.pre_tokenizers
+    made = library.Tokenizer(library.models.WordPiece(table, unk_token="[UNK]", max_input_chars_per_word=100))
+    replaced = ((r"\p{Default_Ignorable_Code_Point}", ""), (r"\p{Mn}", ""), (r"[\p{Cc}\p{Cf}]", " "))
+    made.normalizer = normalizers.Sequence(
+        [normalizers.NFKD(), *(normalizers.Replace(library.Regex(pattern), text) for pattern, text in replaced)]
+    )
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(library.Regex(r"[\t\n\f\r ]+"), behavior="removed"),
+            pre_tokenizers.Split(library.Regex(SINGLE), behavior="isolated"),
+        ]
+    )
+    made.decoder = library.decoders.WordPiece()
+    return TextTokenizer(
+        made.to_str().encode(), "tokenizers", context, end_token=None, padding=0, start_token=table["[CLS]"],
+        cleaning="casefold",
+    )  # fmt: skip
+
+
 def _units() -> list[str]:
     """Return the character that stands for each byte in byte-level tables, in CLIP's order: printable bytes first."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -173,6 +210,7 @@ def _clip(text: str) -> str:
 
 CLEANINGS: dict[Cleaning, Callable[[str], str]] = {
     "none": str, "lower": str.lower, "canonical": _canonical, "clip": _clip,
+    "casefold": lambda text: unicodedata.normalize("NFKC", text).casefold(),
     "clip-canonical": lambda text: _canonical(_clip(text).replace("_", " ")),
 }  # fmt: skip
 """Function of each cleaning."""

@@ -174,6 +174,8 @@ def pair_of(layout: str, bundle: Bundle, *, has_bias: bool) -> tuple[ViTConfig, 
             f"the layout {layout} stores pairs {'with' if has_bias else 'without'} a bias of the logits and without a "
             "head of classes; choose another layout, or convert the model before it got its head"
         )
+    if words.tokenizer.end_token is None:
+        raise BundleError(f"the layout {layout} stores tokenizers with a token that ends a text; choose another layout")
     if len({*config.image_size}) > 1 or len({*config.patch_size}) > 1:
         raise BundleError(f"the layout {layout} stores square images and patches, not {config.image_size}")
     state = {f"image.{name}": tensor for name, tensor in bundle.network.state_dict().items()}
@@ -324,7 +326,8 @@ def image_rules(family: PairFamily) -> Table:
 def text_rules(family: PairFamily) -> Table:
     sizes = ("vocabulary", "context", "width", "depth", "heads", "mlp_width", "end_token", "outputs", "norm_eps")
     fixed = {name: only(value) for name, value in {"output_bias": False, **family.text}.items()}
-    return {**dict.fromkeys(sizes, KEPT), "activation": only(*ACTIVATIONS.values()), **fixed}
+    own = {"activation": only(*ACTIVATIONS.values()), "padding": only(None), "post_norm": only(False)}
+    return {**dict.fromkeys(sizes, KEPT), **own, **fixed}
 
 
 # --- tokenizers
