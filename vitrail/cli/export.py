@@ -246,10 +246,11 @@ def _texts(options: Export, bundle: Bundle) -> _Images:
         texts = [found[row * len(found) // count] for row in range(min(count, len(found)))]
     tokenizer = words.tokenizer
     begin = "" if tokenizer.start_token is None else f"begins with {tokenizer.start_token}, "
+    end = "has no token at its end" if tokenizer.end_token is None else f"ends with {tokenizer.end_token}"
     note = (
-        f"the file takes the numbers of tokens, which the tokenizer beside it makes: a text {begin}ends with "
-        f"{tokenizer.end_token}, and is filled with {tokenizer.padding} to {tokenizer.context} tokens. A logit is "
-        f"{math.exp(words.scale):.6g} times the cosine" + (f" plus {words.bias:.6g}" if words.bias else "")
+        f"the file takes the numbers of tokens, which the tokenizer beside it makes: a text {begin}{end}, and is "
+        f"filled with {tokenizer.padding} to {tokenizer.context} tokens. A logit is {math.exp(words.scale):.6g} times "
+        "the cosine" + (f" plus {words.bias:.6g}" if words.bias else "")
     )
     return _Images(texts, notes=(note,))
 
@@ -285,7 +286,7 @@ class Convert(JsonOption):
     """Remove the head and the hidden layer before it."""
     tokenizer: Path | None = setting(None, metavar="FILE")
     """Tokenizer of the text tower, if it is not beside the weights: tokenizer.json, a model of sentencepiece
-    (spiece.model), or a folder with one of them."""
+    (spiece.model), BERT's vocab.txt, or a folder with one of them."""
     overwrite: bool = False
     """Replace an earlier output at DST. A folder with any other files is never replaced."""
 

@@ -67,8 +67,8 @@ def load(
       `drop_head_hidden` removes the hidden layer before the head.
     - `mean` and `std` replace the mean and standard deviation of pixels in [0, 1], for all channels or for each. They
       are needed if the file does not contain its preprocessing, and the assumed values are wrong.
-    - `tokenizer` is the file (`tokenizer.json`, or a model of sentencepiece whose name ends in .model) or the folder of
-      the text tower's tokenizer. It is needed if it is not beside the weights.
+    - `tokenizer` is the file (`tokenizer.json`, a model of sentencepiece whose name ends in .model, or the vocabulary
+      of BERT) or the folder of the text tower's tokenizer. It is needed if it is not beside the weights.
 
     The bundle's `notes` name everything that was assumed, resized or replaced. Raise `BundleError` for a model that is
     missing, damaged or does not fit, and `SaveError` if a download cannot be written to the cache.

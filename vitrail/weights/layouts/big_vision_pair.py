@@ -1,9 +1,10 @@
-"""Image and text towers of big_vision's npz: SigLIP, and pairs that learned by a softmax if their text tower is alike.
+"""Image and text towers of big_vision's npz: SigLIP, and pairs that learned by a softmax.
 
 The file has `params/img/`, `params/txt/`, the logarithm `params/t` of the scale, and in SigLIP the bias `params/b`. LiT
-in vision_transformer's code (L16S, L16Ti) has the same names without `params/`, and an image tower of that code. The
-file has no tokenizer. The model of sentencepiece with which the texts were read, `spiece.model`, is expected beside it.
-Without it the image tower is read alone (`google.py`), and so is that of pairs whose text tower is BERT.
+in vision_transformer's code has the same names without `params/`, an image tower of that code, and in some models
+BERT as its text tower (`bert.py`). The file has no tokenizer. The model of sentencepiece with which the texts were
+read, `spiece.model`, or BERT's `vocab.txt` is expected beside it. Without it the image tower is read alone
+(`google.py`).
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from vitrail.models.pair import PairConfig
 from vitrail.models.text import TextConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
+from vitrail.weights.layouts.bert import ENCODER, TextPart, bert_pairs, describe_bert
 from vitrail.weights.layouts.google import (
     BIG_VISION,
     GOOGLE,
+    TEXT_TOWERS,
     Google,
     block_pairs,
     dense,
@@ -58,7 +61,8 @@ from vitrail.weights.tensors import TensorFile, save_tensors
 
 PREFIX = "params/"
 WEIGHTS = "model.npz"
-TOKENIZERS = (SPIECE, "tokenizer.json", "vocab.json")
+TOKENIZERS = ("tokenizer.json", "vocab.json")
+"""Files of tokenizers that big_vision's own text tower reads beside a model of sentencepiece."""
 POOLED = {
     "pool": only("cls", "gap", "map"), "positions_cover": KEPT, "position_resize": own("linear-corners"),
 }  # fmt: skip
@@ -72,41 +76,28 @@ class BigVisionPair(StoresTexts):
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         tensors = checkpoint.tensors
-        has_text = any(name.startswith(f"{_prefix(tensors)}txt/Encoder_0/") for name in tensors.shapes)
+        text = _text_tower(tensors, _prefix(tensors)).shapes
+        files = [file for part, file in TEXT_TOWERS.items() if any(name.startswith(part) for name in text)]
+        files += TOKENIZERS if SPIECE in files else ()
         place = checkpoint.tokenizer_place
-        has_tokenizer = checkpoint.tokenizer is not None or any((place / name).is_file() for name in TOKENIZERS)
-        return has_text and has_tokenizer and any(layout.recognises(checkpoint) for layout in (BIG_VISION, GOOGLE))
+        has_tokenizer = checkpoint.tokenizer is not None or any((place / name).is_file() for name in files)
+        return bool(files) and has_tokenizer and any(layout.recognises(checkpoint) for layout in (BIG_VISION, GOOGLE))
 
     def describe(self, checkpoint: Checkpoint, hints: Hints) -> Description:
         whole, prefix = checkpoint.tensors, _prefix(checkpoint.tensors)
         layout = BIG_VISION if BIG_VISION.recognises(checkpoint) else GOOGLE
         image = layout.describe(checkpoint, hints)
         text, ends = _text_tower(whole, prefix), {name: whole.shapes.get(f"{prefix}{name}") for name in "tb"}
+        is_bert = any(name.startswith(ENCODER) for name in text.shapes)
         assert isinstance(image.config, ViTConfig)
         if ends["t"] is None:
             raise BundleError(f"{whole.path} has no {prefix}t, the scale of the similarities")
-        _, context, width = text.shapes["pos_embedding"]
-        tokenizer = read_tokenizer(checkpoint.tokenizer_place, context, SIGLIP)
+        part = (describe_bert if is_bert else _own_text)(text, checkpoint.tokenizer_place)
+        tokenizer = part.tokenizer
         if layout is GOOGLE and tokenizer.kind == "sentencepiece":
             tokenizer = replace(tokenizer, cleaning="none")  # vision_transformer's code reads texts as they are
-        pool_by_attention = "MAPHead_0/probe" in text
-        config = TextConfig(
-            vocabulary=text.shapes["Embed_0/embedding"][0],
-            context=context,
-            width=width,
-            depth=depth_of(text, "Transformer/encoderblock_"),
-            heads=heads_of(text.shapes, whole.path),
-            mlp_width=text.shapes["Transformer/encoderblock_0/MlpBlock_0/Dense_0/kernel"][1],
-            is_causal=False,
-            pool="map" if pool_by_attention else "last",
-            end_token=tokenizer.end_token,
-            outputs=text.shapes["head/kernel"][1] if "head/kernel" in text else 0,
-            output_bias="head/kernel" in text,
-            activation="gelu-tanh",
-            norm_eps=1e-6,
-        )
-        pair = PairConfig(image=image.config, text=config, bias=None if ends["b"] is None else 0.0)
-        files = {"img/": image.tensors, "txt/": text}
+        pair = PairConfig(image=image.config, text=part.config, bias=None if ends["b"] is None else 0.0)
+        files = {"img/": image.tensors, "txt/": part.tensors}
         shapes = {f"{prefix}{name}": shape for prefix, one in files.items() for name, shape in one.shapes.items()}
         shapes |= {name: shape for name, shape in ends.items() if shape is not None}
         rest = TensorFile(whole.path, {}, lambda name, row: whole.read(f"{prefix}{name}", row))
@@ -115,7 +106,6 @@ class BigVisionPair(StoresTexts):
             place = files.get(name[:4])
             return rest.read(name, row) if place is None else place.read(name[4:], row)
 
-        notes = [] if pool_by_attention else ["the file does not say how texts are pooled: the last token is read"]
         return Description(
             tensors=TensorFile(whole.path, shapes, read),
             config=pair,
@@ -123,7 +113,7 @@ class BigVisionPair(StoresTexts):
             pairs=tuple(_pairs(pair, layout)),
             classes=(),
             tokenizer=tokenizer,
-            notes=tuple(notes),
+            notes=tuple(part.notes),
         )
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
@@ -151,10 +141,34 @@ def _prefix(tensors: TensorFile) -> str:
 
 
 def _text_tower(tensors: TensorFile, prefix: str) -> TensorFile:
-    """Return the tensors of the text tower under the names of an image tower's blocks."""
+    """Return the tensors of the text tower."""
     prefix = f"{prefix}txt/"
-    names = {name.removeprefix(prefix): name for name in tensors.shapes if name.startswith(prefix)}
-    return unscanned(tensors.chosen(names).renamed(lambda name: name.replace("Encoder_0/", "Transformer/")))
+    return tensors.chosen({name.removeprefix(prefix): name for name in tensors.shapes if name.startswith(prefix)})
+
+
+def _own_text(tensors: TensorFile, place: Path) -> TextPart:
+    """Return a text tower of big_vision's own code. Its tensors have the names of an image tower's blocks."""
+    text = unscanned(tensors.renamed(lambda name: name.replace("Encoder_0/", "Transformer/")))
+    _, context, width = text.shapes["pos_embedding"]
+    tokenizer = read_tokenizer(place, context, SIGLIP)
+    pool_by_attention = "MAPHead_0/probe" in text
+    config = TextConfig(
+        vocabulary=text.shapes["Embed_0/embedding"][0],
+        context=context,
+        width=width,
+        depth=depth_of(text, "Transformer/encoderblock_"),
+        heads=heads_of(text.shapes, text.path),
+        mlp_width=text.shapes["Transformer/encoderblock_0/MlpBlock_0/Dense_0/kernel"][1],
+        is_causal=False,
+        pool="map" if pool_by_attention else "last",
+        end_token=tokenizer.end_token,
+        outputs=text.shapes["head/kernel"][1] if "head/kernel" in text else 0,
+        output_bias="head/kernel" in text,
+        activation="gelu-tanh",
+        norm_eps=1e-6,
+    )
+    notes = [] if pool_by_attention else ["the file does not say how texts are pooled: the last token is read"]
+    return TextPart(text, config, tokenizer, notes)
 
 
 def _their_name(name: str) -> str:
@@ -165,7 +179,7 @@ def _pairs(config: PairConfig, layout: Google = BIG_VISION) -> Iterator[Pair]:
     image, text = config.image, config.text
     assert isinstance(image, ViTConfig)
     yield from inside(layout.pairs(image), "image.", "img/")
-    yield from inside(_text_pairs(text), "text.", "txt/")
+    yield from inside((bert_pairs if text.post_norm else _text_pairs)(text), "text.", "txt/")
     for ours, theirs in (("scale", "t"), ("bias", "b")):
         if ours == "scale" or config.bias is not None:
             yield Pair(ours, (theirs,), lambda t: t.reshape(()), lambda t: t.reshape(1))

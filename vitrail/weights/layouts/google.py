@@ -56,6 +56,8 @@ OLD_PARTS = {
     "MlpBlock_3/": "MlpBlock_0/",
 }
 POOL_PARTS = ("probe", "MlpBlock_0/", "MultiHeadDotProductAttention_0/", "LayerNorm_0/")
+TEXT_TOWERS = {"Encoder_0/": "spiece.model", "BertEncoder_0/": "vocab.txt"}
+"""Prefixes of the networks of texts that are read, with the usual names of the files of their tokenizers."""
 VT_POSITIONS = "Transformer/posembed_input/pos_embedding"
 BV_POSITIONS = "pos_embedding"
 
@@ -91,15 +93,14 @@ class Google:
             raise BundleError(
                 f"{checkpoint.tensors.path} projects the embeddings of its image tower, which Vitrail does not read"
             )
-        if any("txt/Encoder_0/" in name for name in of_text):
+        files = [file for part, file in TEXT_TOWERS.items() if any(f"txt/{part}" in name for name in of_text)]
+        if files:
             notes.append(
-                "the text tower is not read, because the folder of the file has no tokenizer (spiece.model); name its "
+                f"the text tower is not read, because the folder of the file has no tokenizer ({files[0]}); name its "
                 "file: vitrail convert --tokenizer, or vitrail.load(..., tokenizer=...)"
             )
         elif of_text:
-            notes.append(
-                "the text tower is not read, because it is another network than big_vision's own, such as BERT"
-            )
+            notes.append("the text tower is not read, because it is neither big_vision's own network nor BERT")
         if config.positions == "sincos-2d" and hints.image_size is None:
             notes.append(f"the file does not contain its image size, so {config.image_size} is assumed")
         return Description(
