@@ -17,6 +17,7 @@ from vitrail.cli import main
 from vitrail.data.source import Sample
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
+from vitrail.models.variants import variant_config
 from vitrail.recipes import from_data
 from vitrail.recipes.from_data import Speed, colours_of, plan_for_data, training_speed
 from vitrail.training.config import TrainConfig
@@ -279,9 +280,32 @@ def test_data_without_images_is_refused() -> None:
 
 def test_a_model_is_trained_further_within_the_time(colour_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig().override(data=str(colour_folder), task="dino", **from_data.CONTINUED)
-    images = len(config.data.cut(config.data.open_whole(unlabelled=True)).train)
-    now = time.perf_counter()
-    assert from_data.epochs_within(config, 300.0, started=now) == 10
+    splits = config.data.cut(config.data.open_whole(unlabelled=True))
+    images, held_out = len(splits.train), len(splits.validation or ())
+    network, now = variant_config("ViT-Pico/7", image_size=56), time.perf_counter()
+
+    def planned_epochs(started: float, **explicit: Any) -> float:
+        plan = from_data.plan_continued(config, network, explicit, 300.0, started=started)
+        return plan.config.run.epochs
+
+    assert planned_epochs(now) == 10
     monkeypatch.setattr(from_data, "training_speed", lambda *_: Speed(images / 100, None))
-    assert from_data.epochs_within(config, 300.0, started=now) == pytest.approx(0.92 * 3, rel=0.05)
-    assert from_data.epochs_within(config, 300.0, started=now - 200) == pytest.approx(0.92, rel=0.05)
+    evaluated = held_out / images
+    assert planned_epochs(now) == pytest.approx(0.92 * 3 - evaluated, rel=0.05)
+    assert planned_epochs(now - 200) == pytest.approx(0.92 - evaluated, rel=0.05)
+    assert planned_epochs(now, epochs=7) == 7
+
+
+@pytest.mark.parametrize(("own", "size"), [((32, 32), (56, 56)), ((29, 401), (56, 56)), ((113, 112), (224, 224))])
+def test_small_photographs_are_not_made_larger_than_they_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: tuple[int, int], size: tuple[int, int]
+) -> None:
+    for number in range(20):
+        Image.new("RGB", own[::-1], (10 * number, 0, 9)).save(tmp_path / f"{number}.png")
+    monkeypatch.setattr(from_data, "training_speed", lambda *_: Speed(1.0, None))
+    config = TrainConfig().override(data=str(tmp_path), task="dino", image_size=(224, 224), **from_data.CONTINUED)
+    network = variant_config("ViT-S/14", image_size=224)
+    plan = from_data.plan_continued(config, network, {}, 300.0, started=time.perf_counter())
+    assert plan.config.images.image_size == size and len(plan.reasons) == 1 + (size != (224, 224))
+    plan = from_data.plan_continued(config, network, {"image_size": (98, 98)}, 300.0, started=time.perf_counter())
+    assert plan.config.images.image_size == (98, 98) and len(plan.reasons) == 1

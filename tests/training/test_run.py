@@ -82,6 +82,12 @@ def test_the_summary_is_real(finished: Finished) -> None:
     assert 50e6 < summary["peak_memory_bytes"] < 64e9
 
 
+def test_two_views_of_an_image_are_one_image(tiny: Tiny) -> None:
+    config = tiny(task="simclr", crop_area=(0.3, 1.0), steps=2, batch_size=6, evaluations=0, keep="last")
+    summary = train(config).summary
+    assert summary["images_per_second"] == pytest.approx(2 * 6 / summary["training_seconds"])
+
+
 def test_seconds_count_from_when_the_user_began_to_wait(tiny: Tiny) -> None:
     result = train(tiny(steps=1), started=time.perf_counter() - 100)
     assert 100 < result.summary["seconds_to_first_step"] < result.summary["seconds"] < 200

@@ -259,7 +259,7 @@ def _say_published(log: Log, paper: PaperRecipe, config: TrainConfig) -> None:
 def _requested(call: Call, log: Log) -> tuple[TrainConfig, OpenedData | None, Bundle | None]:
     """Return the config of the run, its data if it is open, and the initial model, if there is one."""
     if not is_chosen(call.options):
-        config, initial = _config(call.options, call.started)
+        config, initial = _config(call.options, log, call.started)
         like = call.options.get("like")
         return config, None if like is None else _data_like(Path(like), config, log), initial
     return *_from_data(call.options, log, call.started), None
@@ -283,13 +283,11 @@ def _from_data(given: Mapping[str, Any], log: Log, started: float) -> tuple[Trai
     splits = base.data.cut(data)
     log.say("measuring the speed of this machine")
     plan = plan_for_data(base, splits, explicit, seconds, started=started)
-    log.say("settings chosen for this data and machine:")
-    for reason in plan.reasons:
-        log.say(f"  {reason}")
+    _say_chosen(log, plan.reasons)
     return plan.config, data
 
 
-def _config(given: Mapping[str, Any], started: float) -> tuple[TrainConfig, Bundle | None]:
+def _config(given: Mapping[str, Any], log: Log, started: float) -> tuple[TrainConfig, Bundle | None]:
     """Return the config of the run, and the initial model, if there is one. A budget counts from `started`.
 
     The network and the preprocessing of the initial model replace those of the recipe, unless the recipe itself starts
@@ -318,13 +316,22 @@ def _config(given: Mapping[str, Any], started: float) -> tuple[TrainConfig, Bund
             recipe = replace(recipe, task=recipe.task.of_words(settings))
     config = recipe.override(**settings)
     check_effects(given, config)
-    if "budget" in given and "steps" not in given:
-        from vitrail.recipes.from_data import DEFAULT_SECONDS, epochs_within  # few calls need what they import
+    if "budget" in given and initial is not None:
+        from vitrail.recipes.from_data import DEFAULT_SECONDS, plan_continued  # few calls need what they import
         from vitrail.transfer.facts import seconds_of
 
         seconds = seconds_of(given["budget"], DEFAULT_SECONDS)
-        config = config.override(epochs=epochs_within(config, seconds, started=started))
+        log.say("measuring the speed of this machine")
+        plan = plan_continued(config, initial.network.config, settings, seconds, started=started)
+        _say_chosen(log, plan.reasons)
+        config = plan.config
     return config, initial
+
+
+def _say_chosen(log: Log, reasons: Sequence[str]) -> None:
+    log.say("settings chosen for this data and machine:")
+    for reason in reasons:
+        log.say(f"  {reason}")
 
 
 def _print_plan(

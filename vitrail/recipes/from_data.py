@@ -15,21 +15,33 @@ import numpy as np
 from vitrail.data.check.images import MIN_IMAGES, colours_in, images_of
 from vitrail.data.pixels.decode import open_image
 from vitrail.data.pixels.preprocess import SPARE, Preprocess
-from vitrail.data.source import Source
+from vitrail.data.source import Source, typical_size
 from vitrail.data.splits import Splits
 from vitrail.data.targets import PLACED
 from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.machine import pick_device
-from vitrail.models.variants import ModelConfig, override_fields
+from vitrail.models.variants import AnyConfig, ModelConfig, override_fields
 from vitrail.processes.group import join_processes
 from vitrail.recipes.small import folder
 from vitrail.tasks.task import Task
 from vitrail.training.config import TrainConfig
 from vitrail.training.pilot import training_speeds
 from vitrail.transfer.examination import divide, mirror_test, mirrored_reason, mirroring_hurts, pixel_features
-from vitrail.transfer.facts import Choices, DataFacts, Explicit, FinetunePlan, check_images, choose_task, facts_of
+from vitrail.transfer.facts import (
+    MAX_HEADERS,
+    Choices,
+    DataFacts,
+    Explicit,
+    FinetunePlan,
+    check_images,
+    choose_task,
+    facts_of,
+)
 
 DEFAULT_SECONDS = 300.0
+
+LARGEST_SCALE = 2.0
+"""Images for further training are not made larger than this multiple of their pixels."""
 
 SIZES = (96, 64, 48, 32)
 """Image sizes to choose from: the smallest one that is not smaller than the images, unless there is too little time."""
@@ -159,14 +171,36 @@ def plan_for_data(
     return choices.plan(base)
 
 
-def epochs_within(config: TrainConfig, seconds: float, *, started: float) -> float:
-    """Return the number of epochs, at most that of the config, that this machine trains until the time in seconds after
-    `started` (`time.perf_counter()`) is over. Raise the errors of `train`."""
+def plan_continued(
+    config: TrainConfig, network: AnyConfig, explicit: Explicit, seconds: float, *, started: float
+) -> FinetunePlan:
+    """Return the settings with which this machine trains a pre-trained network further without labels until the time in
+    seconds after `started` (`time.perf_counter()`) is over, with the reasons.
+
+    The images become smaller than the network's own size if they have fewer pixels than a `LARGEST_SCALE`-th of it,
+    because larger ones would show nothing more. The number of epochs is at most that of the config. Raise the errors of
+    `train`.
+    """
     splits = config.data.cut(config.data.open_whole(**config.task.wanted))
-    speed = training_speed(config, splits, TIME_FOR_SPEED * seconds, seconds).images_per_second
-    left = max(seconds - (time.perf_counter() - started), LEAST_TIME * seconds)
-    epochs = join_processes().from_first(TIME_FOR_STEPS * left * speed / len(splits.train))
-    return min(config.run.epochs, float(f"{epochs:.3g}"))
+    choices = Choices(explicit)
+    (height, width), own = config.images.image_size, min(typical_size(splits.train, MAX_HEADERS))
+    if (scale := LARGEST_SCALE * own / min(height, width)) < 1:
+        local = network.nearest_size(round(scale * height / 2), round(scale * width / 2))
+        size = 2 * local[0], 2 * local[1]  # local views have half of these sides
+        why = f"image size {size[0]} x {size[1]}: the images have about {own:.0f} pixels on their shorter side"
+        choices.add(why, image_size=size)
+    if not {"epochs", "steps"} & explicit.keys():
+        trial = choices.plan(config).config
+        measured = training_speed(trial, splits, TIME_FOR_SPEED * seconds, seconds)
+        _choose_threads(choices, measured)
+        speed, left = measured.images_per_second, max(seconds - (time.perf_counter() - started), LEAST_TIME * seconds)
+        held_out = 0 if splits.validation is None else len(splits.validation)
+        seen = max(TIME_FOR_STEPS * left * speed - 2 * held_out / EVALUATION_SPEED, LEAST_TIME * left * speed)
+        epochs = join_processes().from_first(min(config.run.epochs, seen / len(splits.train)))
+        choices.add(
+            f"{epochs:.3g} epochs: this machine trains about {speed:,.3g} images/s", epochs=float(f"{epochs:.3g}")
+        )
+    return choices.plan(config)
 
 
 def colours_of(source: Source) -> Colours:
@@ -194,6 +228,11 @@ def training_speed(config: TrainConfig, splits: Splits, seconds: float, budget: 
     choices = (None, 0) if is_open and pick_device(config.run.device).type == "cpu" else (config.run.threads,)
     speeds = training_speeds([config.override(threads=threads) for threads in choices], splits, seconds, budget)
     return max(map(Speed, speeds, choices), key=lambda speed: speed.images_per_second)
+
+
+def _choose_threads(choices: Choices, speed: Speed) -> None:
+    if speed.threads == 0:
+        choices.add("images are read between the steps, which is faster here than in threads", threads=0)
 
 
 def _variant(explicit: Explicit, task: Task) -> str:
@@ -294,8 +333,7 @@ def _choose_length(
         why = limited if length.is_limited else "each image is seen often enough"
         choices.add(f"{length.epochs:.3g} epochs: {why}", epochs=float(f"{length.epochs:.3g}"))
         choices.add(evaluations=length.evaluations)
-        if length.speed.threads == 0:
-            choices.add("images are read between the steps, which is faster here than in threads", threads=0)
+        _choose_threads(choices, length.speed)
     if facts.targets in PLACED:
         return
     seen = explicit.get("epochs", math.inf) if length is None else length.epochs

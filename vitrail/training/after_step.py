@@ -301,7 +301,7 @@ def after_step(run: Run, state: TrainState, batch: Batch, metrics: dict[str, Ten
     job, step, log = run.job, state.step, run.log
     if metrics:
         run.meter.add(step, metrics)
-    images = job.processes.world * (len(batch) - batch.partners)
+    images = job.processes.world * (len(batch) - batch.partners) // batch.views_per_sample
     seconds, work = run.clock.after_step(step, images, was_taken=bool(metrics))
     _adapt(run, state, seconds, work)
     if run.clock.times_each_step and (left := run.clock.seconds_left(step)) is not None:
