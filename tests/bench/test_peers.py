@@ -104,6 +104,10 @@ def test_a_runtime_computes_what_our_network_does(tiny_work: Callable[..., Workl
 def test_runtimes_only_predict(tiny_work: Callable[..., Workload]) -> None:
     with pytest.raises(ConfigError, match="openvino does not train"):
         compare(tiny_work(), peers=["openvino"])
+    pytest.importorskip("openvino")
+    broken = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="cannot load this network"):
+        in_runtime("openvino", broken, tiny_work().images(), "float32")
     pytest.importorskip("onnxruntime")
     work = tiny_work(task="infer", precision="bf16")
     with pytest.raises(ConfigError, match="float32 only"):

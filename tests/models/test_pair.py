@@ -74,7 +74,7 @@ def test_texts_must_fit_the_context() -> None:
         replace(TEXT, end_token=30)
     with pytest.raises(ConfigError, match="padding=30"):
         replace(TEXT, padding=30, pool="cls")
-    with pytest.raises(ConfigError, match="padding=0 is masked with pool='cls'"):
+    with pytest.raises(ConfigError, match="padding=0 needs pool='cls'"):
         replace(TEXT, padding=0)
     with pytest.raises(ConfigError, match="end_token=None"):
         replace(TEXT, end_token=None)

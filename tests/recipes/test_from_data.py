@@ -307,5 +307,8 @@ def test_small_photographs_are_not_made_larger_than_they_show(
     network = variant_config("ViT-S/14", image_size=224)
     plan = from_data.plan_continued(config, network, {}, 300.0, started=time.perf_counter())
     assert plan.config.images.image_size == size and len(plan.reasons) == 1 + (size != (224, 224))
-    plan = from_data.plan_continued(config, network, {"image_size": (98, 98)}, 300.0, started=time.perf_counter())
-    assert plan.config.images.image_size == (98, 98) and len(plan.reasons) == 1
+    for explicit in ({"image_size": (98, 98)}, {"local_size": (98, 98)}):
+        plan = from_data.plan_continued(config, network, explicit, 300.0, started=time.perf_counter())
+        assert plan.config.images.image_size == explicit.get("image_size", (224, 224)) and len(plan.reasons) == 1
+    plan = from_data.plan_continued(config, network, {"epochs": 3.0}, 300.0, started=time.perf_counter())
+    assert plan.config.images.image_size == size and len(plan.reasons) == (size != (224, 224))

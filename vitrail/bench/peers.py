@@ -72,15 +72,23 @@ def build_peer(name: str, config: AnyConfig) -> nn.Module:
 
 
 def in_runtime(name: str, network: nn.Module, images: Tensor, precision: str) -> Callable[[Tensor], Any]:
-    """Return a function that computes what our network does for batches like `images` in another runtime, with matrix
-    products in this precision. Raises `ConfigError` as `build_peer`."""
+    """Return a function that computes what our network does, in another runtime and for batches like `images`. Matrix
+    products have this precision.
+
+    Raises `ConfigError` if the runtime cannot do this. The message continues a sentence that begins with its name.
+    """
     if images.device.type != "cpu":
         raise ConfigError("is measured on the CPU only")
     library = _import(name)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of deprecated calls in PyTorch's exporter
-        program = torch.export.export(network.eval(), (images,))
-        return RUNTIMES[name](library, program, precision)
+        try:
+            program = torch.export.export(network.eval(), (images,))
+            return RUNTIMES[name](library, program, precision)
+        except ConfigError:
+            raise
+        except Exception as error:  # exporters and runtimes have no common class of exceptions
+            raise ConfigError(f"cannot load this network ({type(error).__name__}: {_first_line(error)})") from error
 
 
 def _openvino(library: Any, program: torch.export.ExportedProgram, precision: str) -> Callable[[Tensor], Any]:

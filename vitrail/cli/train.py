@@ -321,7 +321,8 @@ def _config(given: Mapping[str, Any], log: Log, started: float) -> tuple[TrainCo
         from vitrail.transfer.facts import seconds_of
 
         seconds = seconds_of(given["budget"], DEFAULT_SECONDS)
-        log.say("measuring the speed of this machine")
+        if not {"epochs", "steps"} & given.keys():
+            log.say("measuring the speed of this machine")
         plan = plan_continued(config, initial.network.config, settings, seconds, started=started)
         _say_chosen(log, plan.reasons)
         config = plan.config
@@ -329,9 +330,10 @@ def _config(given: Mapping[str, Any], log: Log, started: float) -> tuple[TrainCo
 
 
 def _say_chosen(log: Log, reasons: Sequence[str]) -> None:
-    log.say("settings chosen for this data and machine:")
-    for reason in reasons:
-        log.say(f"  {reason}")
+    for line in (
+        ("settings chosen for this data and machine:", *(f"  {reason}" for reason in reasons)) if reasons else ()
+    ):
+        log.say(line)
 
 
 def _print_plan(

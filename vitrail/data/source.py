@@ -236,6 +236,10 @@ def evenly(total: int, count: int) -> Int64[np.ndarray, " n"]:
     return np.unique(np.linspace(0, total - 1, min(count, total)).round().astype(np.int64))
 
 
+LARGEST_SCALE = 2.0
+"""Images are not made larger than this multiple of their pixels, because larger ones show nothing more."""
+
+
 def typical_size(source: Source, most: int) -> tuple[float, float]:
     """Return the geometric means of the heights and of the widths of up to `most` images, of which only the headers are
     read. Raise `DataError` if none of them can be decoded."""

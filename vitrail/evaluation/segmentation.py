@@ -25,7 +25,7 @@ from vitrail.data.objects import IGNORED, Mask
 from vitrail.data.pipeline import evaluation_batches
 from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Source, evenly, image_of, subset, target_kind, typical_size
+from vitrail.data.source import LARGEST_SCALE, Source, evenly, image_of, subset, target_kind, typical_size
 from vitrail.errors import ConfigError, DataError, UndecodableImage
 from vitrail.evaluation.metrics.intervals import with_intervals
 from vitrail.evaluation.metrics.mask_metrics import intersection_over_union, mask_metrics, pixel_confusion
@@ -37,9 +37,6 @@ from vitrail.weights.answers import AnyPrediction, MaskPrediction
 
 LOOKED_AT = 50
 """Number of training images whose aspect ratios decide about that of the network's input."""
-
-LARGEST_SCALE = 2.0
-"""Largest factor by which images are enlarged, because more patches than pixels tell nothing new."""
 
 BATCH = 8
 """Images in a step."""

@@ -22,8 +22,8 @@ from vitrail.settings import from_plain, problems, raise_problems, setting
 TextPool = Literal["eot", "last", "cls", "map"]
 
 HIDDEN = -65504.0
-"""Bias of the attention logits that hides a token: the least number of float16. With minus infinity, a row of nothing
-but padding would make NaN."""
+"""Bias of the attention logits that hides a token: the least number of float16. With minus infinity, a text of nothing
+but padding would give NaN."""
 
 
 @refuse_assignment
@@ -79,7 +79,7 @@ class TextConfig:
                 "with such a token"
             )
         if not found and self.pool != "cls" and self.padding is not None:
-            found.append(f"padding={self.padding} is masked with pool='cls', and not with pool={self.pool!r}")
+            found.append(f"padding={self.padding} needs pool='cls', and pool is {self.pool!r}")
         raise_problems(dict.fromkeys(found))
 
     @property

@@ -15,7 +15,7 @@ import numpy as np
 from vitrail.data.check.images import MIN_IMAGES, colours_in, images_of
 from vitrail.data.pixels.decode import open_image
 from vitrail.data.pixels.preprocess import SPARE, Preprocess
-from vitrail.data.source import Source, typical_size
+from vitrail.data.source import LARGEST_SCALE, Source, typical_size
 from vitrail.data.splits import Splits
 from vitrail.data.targets import PLACED
 from vitrail.errors import ConfigError, UndecodableImage
@@ -39,9 +39,6 @@ from vitrail.transfer.facts import (
 )
 
 DEFAULT_SECONDS = 300.0
-
-LARGEST_SCALE = 2.0
-"""Images for further training are not made larger than this multiple of their pixels."""
 
 SIZES = (96, 64, 48, 32)
 """Image sizes to choose from: the smallest one that is not smaller than the images, unless there is too little time."""
@@ -174,32 +171,28 @@ def plan_for_data(
 def plan_continued(
     config: TrainConfig, network: AnyConfig, explicit: Explicit, seconds: float, *, started: float
 ) -> FinetunePlan:
-    """Return the settings with which this machine trains a pre-trained network further without labels until the time in
-    seconds after `started` (`time.perf_counter()`) is over, with the reasons.
+    """Return settings for training a pre-trained network further without labels within a time in seconds, with the
+    reasons. The time begins at `started`, a value of `time.perf_counter()`.
 
-    The images become smaller than the network's own size if they have fewer pixels than a `LARGEST_SCALE`-th of it,
-    because larger ones would show nothing more. The number of epochs is at most that of the config. Raise the errors of
-    `train`.
+    Small images are scaled to at most `LARGEST_SCALE` times their size, and not to the network's own size. There are at
+    most as many epochs as in the config. Raise the errors of `train`.
     """
     splits = config.data.cut(config.data.open_whole(**config.task.wanted))
     choices = Choices(explicit)
     (height, width), own = config.images.image_size, min(typical_size(splits.train, MAX_HEADERS))
-    if (scale := LARGEST_SCALE * own / min(height, width)) < 1:
+    if (scale := LARGEST_SCALE * own / min(height, width)) < 1 and "local_size" not in explicit:
         local = network.nearest_size(round(scale * height / 2), round(scale * width / 2))
-        size = 2 * local[0], 2 * local[1]  # local views have half of these sides
+        size = 2 * local[0], 2 * local[1]  # local views have half of these sides, which must fit the network too
         why = f"image size {size[0]} x {size[1]}: the images have about {own:.0f} pixels on their shorter side"
         choices.add(why, image_size=size)
     if not {"epochs", "steps"} & explicit.keys():
-        trial = choices.plan(config).config
-        measured = training_speed(trial, splits, TIME_FOR_SPEED * seconds, seconds)
-        _choose_threads(choices, measured)
-        speed, left = measured.images_per_second, max(seconds - (time.perf_counter() - started), LEAST_TIME * seconds)
-        held_out = 0 if splits.validation is None else len(splits.validation)
-        seen = max(TIME_FOR_STEPS * left * speed - 2 * held_out / EVALUATION_SPEED, LEAST_TIME * left * speed)
-        epochs = join_processes().from_first(min(config.run.epochs, seen / len(splits.train)))
-        choices.add(
-            f"{epochs:.3g} epochs: this machine trains about {speed:,.3g} images/s", epochs=float(f"{epochs:.3g}")
-        )
+        length = _length(choices.plan(config).config, splits, seconds, started + seconds)
+        length = join_processes().from_first(length)  # the clocks of several processes differ
+        epochs = float(f"{min(config.run.epochs, length.epochs):.3g}")
+        speed = length.speed.images_per_second
+        choices.add(f"{epochs:.3g} epochs, at about {speed:,.3g} images/s on this machine", epochs=epochs)
+        choices.add(evaluations=length.evaluations)
+        _choose_threads(choices, length.speed)
     return choices.plan(config)
 
 

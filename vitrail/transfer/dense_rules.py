@@ -17,7 +17,7 @@ import torch
 
 from vitrail.data.augment.settings import Augment
 from vitrail.data.objects import Objects
-from vitrail.data.source import Source, evenly, typical_size
+from vitrail.data.source import LARGEST_SCALE, Source, evenly, typical_size
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, plural
 from vitrail.machine import Precision, TrainingPrecision, autocast, available_memory, resolve_precision
@@ -90,9 +90,6 @@ EVALUATED, MOST_EVALUATIONS = 0.1, 4
 
 LEAST, MIN_STEPS = 0.3, 20
 """Smallest fraction of the time for steps, and their smallest number."""
-
-LARGEST_SCALE = 2.0
-"""Images are not made larger than this multiple of their pixels."""
 
 RANDOM = frozenset({"scale_jitter", "colour_jitter", "crop_area", "grey", "blur", "solarise", "shift", "preset"})
 """Settings with which an image looks different in every epoch."""

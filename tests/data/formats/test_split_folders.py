@@ -168,6 +168,7 @@ def test_data_with_masks_or_boxes_is_named_as_such(tree: Trees, paths: tuple[str
 
 def test_folders_called_images_and_masks_can_be_classes(tree: Trees) -> None:
     assert opened(tree("images/1.png", "masks/2.png"), "none").classes == ("images", "masks")
+    assert opened(tree("face/1.png", "face_mask/1.png", name="people")).classes == ("face", "face_mask")
     assert opened(tree("with_mask/1.png", "without_mask/1.png", name="faces")).classes == ("with_mask", "without_mask")
 
 

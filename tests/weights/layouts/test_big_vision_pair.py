@@ -326,7 +326,7 @@ def test_files_of_lit_with_bert_that_do_not_fit_are_refused(tmp_path: Path) -> N
     file, vocabulary = tmp_path / "LiT.npz", tmp_path / "LiT.txt"
     (tmp_path / "pieces.txt").write_text("[PAD]\nbee\n")
     (tmp_path / "spiece.model").write_bytes(pieces())
-    for name, message in (("pieces.txt", "contain .UNK. and .CLS."), ("spiece.model", "not a vocabulary of BERT")):
+    for name, message in (("pieces.txt", "contains .UNK. and .CLS."), ("spiece.model", "not a vocabulary of BERT")):
         with pytest.raises(BundleError, match=message):
             vitrail.load(file, tokenizer=tmp_path / name)
     with np.load(file) as written:

@@ -68,11 +68,11 @@ FOREIGN = {
     "CreateML": re.compile(rb'"coordinates"\s*:'),
     "Supervisely": re.compile(rb'"classTitle"\s*:'),
 }
-"""What the files of programs have that write boxes or outlines in a form that is not read."""
+"""Patterns by which the annotations of a program are recognised, whose own format is not read."""
 
 
 def foreign_annotations(root: Path) -> str:
-    """Return a sentence about annotations of a program whose form is not read, or an empty text."""
+    """Return a sentence that names an annotation of one of the `FOREIGN` programs, or an empty text."""
     for path in files_beside_images(root):
         with contextlib.suppress(OSError), path.open("rb") as file:
             head = file.read(1 << 16)

@@ -71,12 +71,12 @@ def _is_coco(path: Path) -> bool:
     writes beside YOLO's text."""
     try:
         with path.open("rb") as file:
-            head = file.read(HEAD).lstrip()
+            head = file.read(HEAD)
     except OSError:
         return False
-    is_whole = len(head) < HEAD // 2
     found = {match[1] for match in KEYS.finditer(head)}
-    return head.startswith(b"{") and bool(found) and not (is_whole and found == {b"categories"})
+    has_only_categories = found == {b"categories"} and len(head) < HEAD
+    return head.lstrip().startswith(b"{") and bool(found) and not has_only_categories
 
 
 def open_coco(request: Request) -> Splits:

@@ -29,6 +29,7 @@ from vitrail.data.splits import (
     is_fold,
     left_out,
     named_splits,
+    split_of,
     splits_from,
 )
 from vitrail.data.targets import Targets, check_names, class_name
@@ -329,7 +330,7 @@ TARGETS = frozenset({
 """Names of folders beside the images that hold masks or boxes."""
 
 PAIRED = re.compile(r"(.+?)[ _-]?(?:masks?|labels?|annot(?:ation)?s?|gt)", re.I)
-"""Name of a folder with targets for the images in the folder of which it has the name and a word more."""
+"""Name of a folder of masks or boxes, such as train_masks. The first group is the name of the folder of the images."""
 
 TINY_IMAGENET = "val_annotations.txt"
 """The table of the validation images of TinyImageNet: file, class and box, separated by tabs, without a header."""
@@ -484,17 +485,18 @@ def _refuse_targets(root: Path, folders: list[Path]) -> None:
     targets = [name for name in names if _word(name) in TARGETS]
     images = [name for name in names if _word(name) in IMAGES]
     flat = [name for name in named_splits(names) if has_images(root / name)]
-    for name in names:  # train/ and train_masks/
+    for name in names:  # train_masks/ beside train/
         pair = PAIRED.fullmatch(name)
-        if pair is not None and pair[1] in names and has_images(root / pair[1]):
+        if pair is not None and pair[1] in names and split_of(pair[1]) and has_images(root / pair[1]):
             targets, flat = [name, *targets], [pair[1], *flat]
     if targets and (images or flat):
         raise DataError(
             f"{root} has {targets[0]}/ beside {(images or flat)[0]}/, which is the layout of data with masks or boxes, "
-            "but neither annotations of COCO, YOLO or Pascal VOC nor masks/ beside images/ were found in it; put "
-            "masks of the same names into masks/SPLIT and images into images/SPLIT, put the images of each "
-            f"class into a folder of its own, name a table of paths and labels, or open {root / (images or flat)[0]} "
-            "for a task that needs no labels. If these folders are classes, add --splits none"
+            "but neither annotations of COCO, YOLO or Pascal VOC nor masks/ beside images/ were found in it. For "
+            "masks, use images/SPLIT and masks/SPLIT, in which an image and its mask have the same name. For classes, "
+            "put the images of each class into a folder of its own, or name a table of paths and labels. For "
+            f"a task that needs no labels, open {root / (images or flat)[0]}. If these folders are classes, "
+            "add --splits none"
         )
 
 

@@ -482,8 +482,8 @@ def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled:
 
 
 def _refuse_boxes(cells: _Cells, image: int, label: int) -> None:
-    """Raise `DataError` if the rows are objects in images instead of images: if a label is a JSON object, or if rows
-    with columns of boxes name the same image."""
+    """Raise `DataError` if the rows describe objects and not images. This is so if a label is a JSON object, or if
+    there are columns of boxes and several rows name the same image."""
     inner = next((line for _, line in cells.lines if isinstance(line[label], dict)), None)
     boxes = [name for name in cells.header if name.lower() in BOXES]
     if inner is None and not (boxes and len(set(cells.column(image))) < len(cells.lines)):
