@@ -28,6 +28,11 @@ HYBRIDS: dict[str, tuple[AnyConfig, list[tuple[int, int]]]] = {
         ),
         [(9, 12), (15, 22)],
     ),
+    "small stages": (variant_config("RPico+ViT-Pico/8", depth=2, image_size=32), [(32, 32), (24, 40)]),
+    "small stages in patches": (
+        variant_config("RPico+ViT-Pico/16", image_size=(16, 32), channels=1, depth=1),
+        [(16, 32), (48, 16)],
+    ),
     "BiT": (variant_config("BiT-R26x1"), [(97, 130)]),
     "BiT of one stage": (ResNetConfig(depths=(2,), width=32, channels=1, num_classes=0), [(31, 28), (64, 33)]),
     "BiT of two widths": (ResNetConfig(depths=(1, 2, 1), width=128, num_classes=7), [(65, 96)]),

@@ -397,6 +397,8 @@ HELD: dict[str, tuple[AnyConfig, int]] = {
     "one image": (variant_config("ViT-S/16", image_size=(96, 64), depth=3, num_classes=10), 1),
     "stem": (variant_config("R+ViT-Ti/16", image_size=(96, 64), depth=2, num_classes=10), 16),
     "convolutions": (variant_config("Conv+ViT-Pico/8", image_size=32, depth=2, num_classes=10), 32),
+    "small stages": (variant_config("RPico+ViT-Pico/8", image_size=32, depth=2, num_classes=10), 32),
+    "small stages in patches": (variant_config("RPico+ViT-Pico/16", image_size=(32, 48), depth=2, num_classes=10), 32),
 }
 
 

@@ -23,6 +23,7 @@ from vitrail.models.resnet import (
     ResNet,
     StandardisedConv,
     _pad_same,
+    make_root,
 )
 from vitrail.models.resnet_config import ResNetConfig, ResNetUnit, RootConfig, Stem, WeightEps
 from vitrail.models.vit import VisionTransformer
@@ -30,7 +31,7 @@ from vitrail.models.vit_config import ViTConfig
 
 BIT: tuple[float, WeightEps] = (1e-10, "variance")
 ROOT: tuple[float, WeightEps] = (1e-5, "deviation")
-STEMS: tuple[Stem, ...] = get_args(Stem)
+STEMS: tuple[Stem, ...] = tuple(stem for stem in get_args(Stem) if stem != "3x3")
 
 
 def drawn(module: Any) -> Any:
@@ -320,6 +321,22 @@ def test_grids_of_a_hybrid_at_any_size(stages: int, stem: Stem) -> None:
         cells = root(torch.zeros(2, 2, *size))
         assert cells.shape == (2, config.out_channels, *(math.ceil(side / config.stride) for side in size))
         assert ViTConfig(root=config, patch_size=(1, 1), image_size=size).grid == tuple(cells.shape[2:])
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_small_root_is_a_small_resnet_without_its_head(channels: int) -> None:
+    config = RootConfig(stem="3x3", depths=(1, 2), width=4, norm_eps=1e-5, weight_eps=1e-10, weight_eps_on="variance")
+    root = make_root(config, channels)
+    network = ResNet(
+        ResNetConfig(channels=channels, depths=(1, 2), width=4, stem="3x3", unit="basic", norm_groups=1, num_classes=0)
+    )
+    network.load_state_dict(root.state_dict())
+    images = torch.randn(2, channels, 13, 24)
+    cells = network.features(images)
+    assert cells.grid == (4, 6) == ViTConfig(root=config, patch_size=(1, 1), image_size=(13, 24)).grid
+    torch.testing.assert_close(root(images).flatten(2).transpose(1, 2), cells.patches, rtol=0, atol=0)
+    with pytest.raises(ConfigError, match=re.escape("depths=() leaves no stage")):
+        RootConfig(stem="3x3", width=4)
 
 
 def test_a_resnet_starts_with_a_head_of_zeros_and_its_bias() -> None:

@@ -51,7 +51,7 @@ class Models(JsonOption):
 
 
 OWN_SIZES = {
-    "ViT-Pico/7": (28, 28), "ViT-Nano/8": (64, 64), "Conv+ViT-Pico/8": (32, 32),
+    "ViT-Pico/7": (28, 28), "ViT-Nano/8": (64, 64), "Conv+ViT-Pico/8": (32, 32), "RPico+ViT-Pico/8": (32, 32),
     "BiT-Pico": (32, 32), "BiT-Nano": (32, 32),
 }  # fmt: skip
 

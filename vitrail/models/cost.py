@@ -56,7 +56,7 @@ def tensor_bytes(
     images = batch * 4 * config.channels * math.prod(size)
     begin = footprint.first_weights + batch * (footprint.activations + footprint.passing)
     end = footprint.last_weights + batch * footprint.remaining
-    return 12 * footprint.parameters + images + footprint.filters + max(begin, end)
+    return 12 * footprint.parameters + images + max(begin, end)
 
 
 def training_bytes(

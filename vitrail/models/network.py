@@ -30,11 +30,11 @@ class Footprint(NamedTuple):
     activations: int
     """Bytes per image that the forward pass keeps for the backward pass."""
     first_weights: int
-    """Bytes of the converted copies of weights at the beginning of the backward pass."""
+    """Bytes of the converted copies of weights at the beginning of the backward pass. In a ResNet, with the temporary
+    tensors in the backward pass of weight standardisation."""
     last_weights: int
-    """Bytes of weight gradients and of converted copies of weights at the end of the backward pass."""
-    filters: int
-    """Bytes of the temporary tensors in the backward pass of weight standardisation."""
+    """Bytes of weight gradients and of converted copies of weights at the end of the backward pass. In a hybrid, with
+    these temporary tensors."""
     gaps: float
     """Unused bytes between tensors in the heap, as a fraction of the activations."""
     passing: int = 0

@@ -74,6 +74,21 @@ class ResNet(nn.Module):
         after each of these residual units. The units of all stages are numbered from 0, or backward from -1. Raises
         `ConfigError` for a wrong number of channels, for images without pixels, and for an unknown unit.
         """
+        if layers is None:
+            return _cells_of(self.feature_map(images))
+        chosen, found = block_numbers(layers, self.config.num_blocks), dict[int, Features]()
+        x = self._after_stem(images)
+        for number, unit in enumerate(self.layers().blocks):
+            x = unit(x)
+            if number in chosen:
+                found[number] = _cells_of(x)
+        return tuple(found[number] for number in chosen)
+
+    def feature_map(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d gh gw"]:
+        """Return the last feature map, after the final norm and ReLU. Raises `ConfigError` as `features` does."""
+        return F.relu(self.norm(self.stages(self._after_stem(images))))
+
+    def _after_stem(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d gh gw"]:
         check_images(images, self.config.channels)
         self.config.grid_of(images.shape[2], images.shape[3])
         # Large maps of few channels are faster if channels are last in memory, an order that `vmap` does not have.
@@ -83,14 +98,7 @@ class ResNet(nn.Module):
         if self.config.stem == "7x7+pool":
             # The pool has no padding of its own and sees the zeros that pad the map, as in BiT's own code.
             x = F.max_pool2d(F.pad(x, (1, 1, 1, 1)), 3, stride=2)
-        if layers is None:
-            return _cells_of(F.relu(self.norm(self.stages(x))))
-        chosen, found = block_numbers(layers, self.config.num_blocks), dict[int, Features]()
-        for number, unit in enumerate(self.layers().blocks):
-            x = unit(x)
-            if number in chosen:
-                found[number] = _cells_of(x)
-        return tuple(found[number] for number in chosen)
+        return x
 
     def layers(self) -> Layers:
         """Return the modules from bottom to top. Residual units are the blocks."""
@@ -162,6 +170,21 @@ class HybridRoot(nn.Module):
         for module in self.modules():
             if isinstance(module, PostActivationUnit):
                 nn.init.zeros_(module.norm3.weight)
+
+
+class SmallRoot(ResNet):
+    """A small ResNet below a Vision Transformer, which gives it its last feature map."""
+
+    def __init__(self, config: RootConfig, channels: int) -> None:
+        super().__init__(config.small(channels))
+
+    def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d gh gw"]:
+        return self.feature_map(images)
+
+
+def make_root(config: RootConfig, channels: int) -> HybridRoot | SmallRoot:
+    """Return the root of a hybrid for images of this number of channels."""
+    return SmallRoot(config, channels) if config.is_small else HybridRoot(config, channels)
 
 
 @skippable

@@ -25,9 +25,10 @@ copies of maps and filters. Measured (glibc 2.36, 2026-11)."""
 WeightEps = Literal["variance", "deviation"]
 """Statistic that `weight_eps` is added to: the variance (before the square root) or the standard deviation."""
 
-Stem = Literal["7x7+pool", "3x3+3x3"]
-"""Stem of a root. "7x7+pool" is the published stem: a 7 x 7 convolution and a max pool, both of stride 2. "3x3+3x3" is
-for small images: a 3 x 3 convolution of stride 1 and a 3 x 3 convolution of stride 2 (after 2106.14881)."""
+Stem = Literal["7x7+pool", "3x3+3x3", "3x3"]
+"""Stem of a root. "7x7+pool" is the published stem: a 7 x 7 convolution and a max pool, both of stride 2. The others
+are for small images. "3x3+3x3" is a 3 x 3 convolution of stride 1 and a 3 x 3 convolution of stride 2 (after
+2106.14881). "3x3" makes the root a small ResNet, such as BiT-Pico without its head (`ResNetConfig.stem`)."""
 
 ResNetStem = Literal["7x7+pool", "3x3"]
 """Stem of a ResNet. "7x7+pool" is the published stem: a 7 x 7 convolution and a max pool, both of stride 2. "3x3" is
@@ -44,20 +45,14 @@ class RootConfig:
     """The config of the ResNet below a hybrid. The defaults are those of the original code. Raises `ConfigError` for
     values that do not fit."""
 
-    unit: ClassVar[ResNetUnit] = "bottleneck"
-    """Residual unit: the root of a hybrid has bottlenecks."""
-    expansion: ClassVar[int] = EXPANSION
-    """Ratio of the channels after the first stage to `width`."""
-    first_stride: ClassVar[int] = 1
-    """Stride of the first stage."""
-
     depths: tuple[int, ...] = ()
     """Number of units in each stage. () leaves only the stem."""
     stem: Stem = "7x7+pool"
-    """Stem of the root: the published "7x7+pool", or "3x3+3x3" for small images. The norms of "3x3+3x3" have one
-    group."""
+    """Stem of the root: the published "7x7+pool", or "3x3+3x3" or "3x3" for small images. The norms of "3x3+3x3" have
+    one group, and so have all norms of the root with "3x3"."""
     width: int = 64
-    """Channels of the stem. Stage i has `width * 2**i` channels inside its units and four times as many outside."""
+    """Channels of the stem. Stage i has `width * 2**i` channels inside its units and four times as many outside. With
+    the stem "3x3", it has `width * 2**(i + 1)` channels."""
     norm_eps: float = setting(1e-6, above=0)
     """Epsilon of every group norm: 1e-6, or timm's 1e-5."""
     weight_eps: float = setting(1e-5, above=0)
@@ -68,22 +63,52 @@ class RootConfig:
     filter."""
 
     def __post_init__(self) -> None:
-        raise_problems([*problems(self), *_misfits(self.depths, self.width, 32)])
+        raise_problems([*problems(self), *_misfits(self.depths, self.width, 1 if self.is_small else 32)])
+        if self.is_small:
+            self.small(1)
+
+    @property
+    def is_small(self) -> bool:
+        """True if the root is a small ResNet."""
+        return self.stem == "3x3"
+
+    def small(self, channels: int) -> ResNetConfig:
+        """Return the config of the small ResNet that is the root, for images of this number of channels. Raise
+        `ConfigError` if it has no stage."""
+        return ResNetConfig(
+            depths=self.depths, width=self.width, stem="3x3", unit="basic", norm_groups=1, channels=channels,
+            num_classes=0, norm_eps=self.norm_eps, weight_eps=self.weight_eps, weight_eps_on=self.weight_eps_on,
+        )  # fmt: skip
+
+    @property
+    def unit(self) -> ResNetUnit:
+        """Residual unit."""
+        return "basic" if self.is_small else "bottleneck"
+
+    @property
+    def expansion(self) -> int:
+        """Ratio of the channels after the first stage to `width`."""
+        return BASIC_EXPANSION if self.is_small else EXPANSION
+
+    @property
+    def first_stride(self) -> int:
+        """Stride of the first stage."""
+        return 2 if self.is_small else 1
 
     @property
     def stem_stride(self) -> int:
         """Pixels between neighbouring cells of the stem's feature map."""
-        return 4 if self.stem == "7x7+pool" else 2
+        return {"7x7+pool": 4, "3x3+3x3": 2, "3x3": 1}[self.stem]
 
     @property
     def stride(self) -> int:
         """Pixels between neighbouring cells of the last feature map."""
-        return self.stem_stride * 2 ** max(0, len(self.depths) - 1)
+        return self.stem_stride * self.first_stride * 2 ** max(0, len(self.depths) - 1)
 
     @property
     def out_channels(self) -> int:
         """Channels of the feature map."""
-        return self.width * EXPANSION * 2 ** (len(self.depths) - 1) if self.depths else self.width
+        return self.width * self.expansion * 2 ** (len(self.depths) - 1) if self.depths else self.width
 
 
 @refuse_assignment
@@ -224,9 +249,8 @@ class ResNetConfig(NetworkConfig):
         return Footprint(
             parameters=count,
             activations=bytes_each(precision) * _kept(self, image_size) + pooled,
-            first_weights=standardised_bytes(precision) * count,
+            first_weights=standardised_bytes(precision) * count + filter_bytes(self),
             last_weights=4 * count,
-            filters=filter_bytes(self),
             gaps=GAPS,
             predicting=predicting_bytes(self, image_size, precision),
         )
@@ -341,6 +365,8 @@ def predicting_bytes(shape: ResNetConfig | RootConfig, size: tuple[int, int], pr
 
 def root_parameters(root: RootConfig, channels: int) -> int:
     """Return the number of weights of a hybrid's root."""
+    if root.is_small:
+        return root.small(channels).parameters()
     convolved = sum(unit.parameters(bit=False) for unit in units(root, (224, 224)))
     half = root.width // 2
     before = 9 * channels * half + 2 * half + 9 * half * root.width
@@ -349,6 +375,8 @@ def root_parameters(root: RootConfig, channels: int) -> int:
 
 def root_macs(root: RootConfig, channels: int, size: tuple[int, int]) -> int:
     """Return the multiply-accumulates of a hybrid's root for one image."""
+    if root.is_small:
+        return root.small(channels).macs(size)
     half = math.prod(cells(size, 2))
     stem = root_first_macs(root, channels, size)
     if root.stem == "3x3+3x3":
@@ -358,6 +386,8 @@ def root_macs(root: RootConfig, channels: int, size: tuple[int, int]) -> int:
 
 def root_first_macs(root: RootConfig, channels: int, size: tuple[int, int]) -> int:
     """Return the multiply-accumulates of the root's first convolution, whose input needs no gradient."""
+    if root.is_small:
+        return _first_macs(root.small(channels), size)
     if root.stem == "3x3+3x3":
         return math.prod(size) * 9 * channels * (root.width // 2)
     return math.prod(cells(size, 2)) * 49 * channels * root.width
@@ -368,6 +398,8 @@ def root_bytes(
 ) -> int:
     """Return the bytes that a hybrid's root keeps per image. With `backward`, add the gradient of the first feature
     map."""
+    if root.is_small:  # its first map has no gradient before most of what it keeps is freed
+        return bytes_each(precision) * _kept(root.small(channels), size)
     as_published = root.stem == "7x7+pool"
     kept = _root_kept(root, channels, size)
     if backward:

@@ -67,7 +67,7 @@ SMALL_RESNETS = {"Pico": 16, "Nano": 32}
 """Channels of the stem of each small ResNet, which is ours, for images of 28 to 64 pixels on a CPU."""
 
 PUBLISHED = (
-    "ViT-Pico/7", "Conv+ViT-Pico/8", "ViT-Nano/8",
+    "ViT-Pico/7", "Conv+ViT-Pico/8", "RPico+ViT-Pico/8", "ViT-Nano/8",
     "ViT-Ti/16", "ViT-S/32", "ViT-S/16", "ViT-M/16", "ViT-B/32", "ViT-B/16", "ViT-B/8",
     "ViT-L/32", "ViT-L/16", "ViT-So400m/14", "ViT-H/14", "ViT-g/14", "ViT-G/14", "ViT-e/14",
     "R+ViT-Ti/16", "R26+ViT-S/32", "R26+ViT-B/32", "R50+ViT-B/16", "R50+ViT-L/32",
@@ -78,7 +78,9 @@ PUBLISHED = (
 Any size also works with any other patch."""
 
 VIT = re.compile(r"ViT-(?P<size>\w+)/(?P<patch_h>[1-9]\d*)(x(?P<patch_w>[1-9]\d*))?")
-HYBRID = re.compile(r"(Conv|R((?P<layers>\d+)(x(?P<factor>[1-9]\d*))?)?)\+ViT-(?P<size>\w+)/(?P<patch>[1-9]\d*)")
+HYBRID = re.compile(
+    r"(Conv|R(?P<small>Pico|Nano)|R((?P<layers>\d+)(x(?P<factor>[1-9]\d*))?)?)\+ViT-(?P<size>\w+)/(?P<patch>[1-9]\d*)"
+)
 BIT = re.compile(r"BiT-R(?P<layers>\d+)x(?P<factor>[1-9]\d*)")
 
 
@@ -92,6 +94,8 @@ def variant_config(name: str, *, image_size: int | tuple[int, int] = 224, **fiel
       wide. The root of "R+ViT-Ti/16" has no stages, and a patch is 8 x 8 cells, as in the original code. Neighbouring
       tokens are therefore 32 pixels apart, despite the name.
     - "Conv+ViT-Pico/8" (ours, for small images): two 3 x 3 convolutions, of stride 1 and 2, and patches of 4 x 4 cells.
+    - "RPico+ViT-Pico/8" (ours, for small images): the stages of BiT-Pico. Each of them halves the sides, so a patch is
+      one cell of the third stage. With "/4", the root has two stages, and with "/16" a patch is 2 x 2 cells.
     - "BiT-R50x1".
     - "BiT-Pico" and "BiT-Nano" (ours, for small images): a 3 x 3 convolution of stride 1, and three stages of one unit
       of two 3 x 3 convolutions.
@@ -174,6 +178,13 @@ def _layers(match: re.Match[str], name: str) -> tuple[int, ...]:
 def _root(match: re.Match[str], name: str) -> tuple[RootConfig, int]:
     """Return the root of a hybrid, and the side of a patch in cells of its feature map."""
     pixels = int(match["patch"])
+    if small := match["small"]:
+        stages = min(3, (pixels & -pixels).bit_length() - 1)
+        if not stages:
+            raise ConfigError(
+                f"unknown variant {name!r}: the patch of a root of halving stages must be a multiple of 2"
+            )
+        return RootConfig(stem="3x3", width=SMALL_RESNETS[small], depths=(1,) * stages), pixels // 2**stages
     if match["layers"] is None:
         if pixels % 2:
             raise ConfigError(f"unknown variant {name!r}: the patch of a root without stages must be a multiple of 2")

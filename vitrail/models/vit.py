@@ -38,7 +38,7 @@ from vitrail.models.network import (
     with_resized_parts,
 )
 from vitrail.models.reduction import Removal, TokenReduction
-from vitrail.models.resnet import HybridRoot
+from vitrail.models.resnet import HybridRoot, SmallRoot, make_root
 from vitrail.models.tokens import AttentionPool, PatchEmbedding, Patches, PrefixTokens, Replace, pool
 from vitrail.models.vit_config import ViTConfig, make_head
 from vitrail.settings import from_plain
@@ -66,7 +66,7 @@ class VisionTransformer(nn.Module):
         self.patch_dropout = config.patch_dropout  # a run can change it from phase to phase
         self.checkpoints_activations = False
         """True to keep only the inputs of blocks for the backward pass, which then computes the blocks again."""
-        self.root = HybridRoot(config.root, config.channels) if config.root else None
+        self.root = make_root(config.root, config.channels) if config.root else None
         channels = config.root.out_channels if config.root else config.channels
         self.patches = PatchEmbedding(config.patch_size, channels, config.width, bias=config.patch_bias)
         self.prefix = PrefixTokens(config.width, class_token=config.has_class_token, registers=config.registers)
@@ -340,7 +340,7 @@ class VisionTransformer(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
-            elif isinstance(module, HybridRoot | PrefixTokens | AttentionLayer | Mlp | SwiGlu | LayerScale):
+            elif isinstance(module, HybridRoot | SmallRoot | PrefixTokens | AttentionLayer | Mlp | SwiGlu | LayerScale):
                 module.initialise()
         self.positions.initialise(self.config.position_std)
         if self.context is not None:

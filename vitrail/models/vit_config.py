@@ -375,20 +375,18 @@ class ViTConfig(NetworkConfig):
     def footprint(self, image_size: tuple[int, int], precision: FootprintPrecision) -> Footprint:
         count, copies, config = self.parameters(), 2 * (precision == "bf16"), self.with_image_size(image_size)
         activations, passing = _activations(config, precision), _passing_bytes(config, precision)
-        gaps, filters, in_root, standardised = GAPS[precision] + 1 / config.num_blocks, 0, 0, 0
+        gaps, in_root, at_end = GAPS[precision] + 1 / config.num_blocks, 0, 0
         if config.root:
             in_root = root_parameters(config.root, config.channels)
-            standardised = standardised_bytes(precision) * in_root
             remaining = root_bytes(config.root, config.channels, image_size, precision, backward=True)
-            filters, gaps = filter_bytes(config.root), RESNET_GAPS
+            at_end, gaps = filter_bytes(config.root), RESNET_GAPS
         else:
             remaining = (0 if config.reversible else activations // config.num_blocks) + passing
         return Footprint(
             parameters=count,
             activations=activations,
-            first_weights=copies * (count - in_root) + standardised,
-            last_weights=4 * (count - in_root) + standardised,
-            filters=filters,
+            first_weights=copies * (count - in_root) + standardised_bytes(precision) * in_root,
+            last_weights=4 * (count - in_root) + standardised_bytes(precision) * in_root + at_end,
             gaps=gaps,
             passing=passing,
             remaining=remaining,
