@@ -114,7 +114,7 @@ def tiny_config(*, data: Path | str, run: Path | str | None, **fields: object) -
         "image_size": (28, 28), "steps": 12,
         "batch_size": 16, "width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "precision": "float32",
         "float32_products": "mkl", "compute_threads": 1, "device": "cpu", "threads": 2, "evaluations": 3,
-        "checkpoints": 1, "validation_share": 0.1, "keep": "best",
+        "checkpoints": 1, "validation_share": 0.1, "keep": "best", "optimizer": "adamw", "learning_rate": 1e-3,
     }  # fmt: skip
     return RECIPES["demo"]().override(**{**defaults, **fields})
 

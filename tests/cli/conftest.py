@@ -29,8 +29,9 @@ def trained(some_images: Path, tmp_path_factory: pytest.TempPathFactory) -> RunR
     """A run of a tiny network after 30 steps on a part of the bundled images."""
     run = tmp_path_factory.mktemp("trained") / "run"
     config = RECIPES["demo"]().override(
-        run=str(run), steps=30, width=16, depth=2, heads=2, mlp_width=32, precision="float32", device="cpu",
-        evaluations=1, checkpoints=1,
+        run=str(run), steps=30, variant="Conv+ViT-Pico/8", width=16, depth=2, heads=2, mlp_width=32,
+        precision="float32", device="cpu", evaluations=1, checkpoints=1, optimizer="adamw", learning_rate=1e-3,
+        batch_size=32,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(idx, "BUNDLED", some_images)

@@ -241,7 +241,9 @@ TRAIN = {
     "train --data hollow": "has no images",
     "train --data file.txt": "has an unknown file format",
     "train --data sites --run new": "--splits train=first site,test=second site",
-    f"train {TINY} --image-size 28 30": "of a feature map at 1/2; the nearest multiple is (32, 32)",
+    f"train {TINY} --variant Conv+ViT-Pico/8 --image-size 28 30": (
+        "of a feature map at 1/2; the nearest multiple is (32, 32)"
+    ),
     f"train {TINY} --heads 5": "--width: 16 is not divisible by --heads 5",
     "train --variant ViT-Q/7": "size 'Q' does not exist; nearest",
     "train --variant vit-s-16": "have the form ViT-SIZE/PATCH, R50+ViT-SIZE/PATCH or BiT-R50x1; nearest: ViT-S/16",

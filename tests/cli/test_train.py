@@ -190,7 +190,7 @@ def test_help_shows_the_values_of_the_recipe_and_the_settings_of_the_task(capsys
         entry = shown(*words, "--help-all").split(f"\n  --{name} ")[1].split("\n  --")[0].split("\n\n")[0]
         return " ".join(entry.split()).rpartition(" Default: ")[2]
 
-    assert default("variant") == "Conv+ViT-Pico/8."
+    assert default("variant") == "RPico+ViT-Pico/8."
     assert default("randaugment-rule", "plain-vit-s16-90") == "big-vision."
     assert default("width", "plain-vit-s16-90", "--variant", "ViT-B/32") == "768."
     assert default("mixup", "--preset", "strong1") == "0.5."

@@ -49,8 +49,11 @@ from vitrail.training.loop import train_step
 
 def tiny(**changes: Any) -> TrainConfig:
     return RECIPES["demo"]().override(
-        data="fractals:3:12", validation_share=0.25, width=16, depth=1, heads=2, mlp_width=24, batch_size=8,
-        image_size=(8, 16), steps=12, precision="float32", **changes,
+        **{
+            "data": "fractals:3:12", "validation_share": 0.25, "variant": "Conv+ViT-Pico/8", "width": 16, "depth": 1,
+            "heads": 2, "mlp_width": 24, "batch_size": 8, "image_size": (8, 16), "steps": 12, "precision": "float32",
+            "optimizer": "adamw", "learning_rate": 1e-3, **changes,
+        }
     )  # fmt: skip
 
 

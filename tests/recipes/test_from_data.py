@@ -101,7 +101,7 @@ def test_the_chosen_network_learns_by_muon_unless_told() -> None:
 def test_fields_of_a_transformer_choose_one() -> None:
     found = planned(digits, epochs=1.0, depth=2, heads=4, width=32)
     config = found.config
-    assert config.model.variant == "Conv+ViT-Pico/8" and config.optimizer.learning_rate == 2e-3
+    assert config.model.variant == "RPico+ViT-Pico/8" and config.optimizer.kind == "muon"
     assert config.model.overrides["depth"] == 2
     assert any("which has the fields that you set" in reason for reason in found.reasons)
     assert planned(digits, epochs=1.0, width=32, norm_eps=1e-4).config.model.variant == "BiT-Pico"

@@ -58,7 +58,8 @@ def small(three_splits: Path) -> Callable[..., TrainConfig]:
             "data": str(three_splits), "run": str(run), "variant": "ViT-Pico/7", "image_size": (28, 28),
             "steps": 24, "batch_size": 20, "width": 16, "depth": 2,
             "heads": 2, "mlp_width": 32, "precision": "float32", "device": "cpu", "threads": 2, "evaluations": 6,
-            "checkpoints": 3, "keep": "best", "dropout": 0.2, "stochastic_depth": 0.3, "learning_rate": 1e-2,
+            "checkpoints": 3, "keep": "best", "dropout": 0.2, "stochastic_depth": 0.3, "optimizer": "adamw",
+            "learning_rate": 1e-2,
         }  # fmt: skip
         return RECIPES["demo"]().override(**{**defaults, **fields})
 

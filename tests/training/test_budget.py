@@ -52,7 +52,7 @@ PLAIN = {
 """Twelve patches, not square. No dropout: it needs the output of GELU, which the fused layer does not keep."""
 
 DEMO = {
-    "variant": "Conv+ViT-Pico/8", "image_size": (32, 32), "width": None, "depth": None, "heads": None,
+    "variant": "RPico+ViT-Pico/8", "image_size": (32, 32), "width": None, "depth": None, "heads": None,
     "mlp_width": None, "batch_size": 4, "dropout": None, "stochastic_depth": None,
 }  # fmt: skip
 """The recipe's own network, on a small batch."""

@@ -53,12 +53,15 @@ LARGE_BATCH = 128
 """Batch size for many images."""
 
 FAST_IMAGES, FAST_SIDE = 8_000, 32
-"""The first network of `MUON_RATES` gets large batches from this number of training images on if no side of the images
+"""The first one of `NETWORKS` gets large batches from this number of training images on if no side of the images
 is longer than this number of pixels. It then trains 1.8 times as many images per second (docs/log.md)."""
 
-MUON_RATES = {"BiT-Pico": 5e-3, "Conv+ViT-Pico/8": 2e-3}
-"""Networks to choose from, and the learning rate of Muon for each. The first one that has all fields that the user set
-is chosen. docs/recipes.md has the measurements."""
+NETWORKS = "BiT-Pico", "RPico+ViT-Pico/8"
+"""Networks to choose from. The first one that has all fields that the user set is chosen. docs/recipes.md has the
+measurements."""
+
+MUON_RATE = 5e-3
+"""Learning rate of Muon for `NETWORKS`."""
 
 MANY_EPOCHS = 15
 """Number of epochs from which grey boxes hide parts of the images. In fewer epochs, a network does not learn the images
@@ -141,19 +144,19 @@ def plan_for_data(
     if "variant" not in explicit:
         variant = _variant(explicit, config.task)
         what = "a small ResNet, which is more accurate than a Vision Transformer with few images or little time"
-        if variant.startswith("Conv"):
+        if variant != NETWORKS[0]:
             why = (
                 "the fields that you set"
                 if "pooled" in config.task.head_kinds
                 else "the patch tokens that the task needs"
             )
-            what = f"a small Vision Transformer with two convolutions, which has {why}"
+            what = f"a small Vision Transformer on the stages of a small ResNet, which has {why}"
         choices.add(f"network {variant}, {what}", variant=variant)
         if not {"optimizer", "learning_rate"} & explicit.keys():
             choices.add(
                 "Muon for the weight matrices, which learns more in the same time than AdamW",
                 optimizer="muon",
-                learning_rate=MUON_RATES[variant],
+                learning_rate=MUON_RATE,
             )
     batch, world = _batch_size(facts, choices), join_processes().world
     choices.add(batch_size=math.ceil(batch / world) * world)
@@ -231,17 +234,15 @@ def _choose_threads(choices: Choices, speed: Speed) -> None:
 def _variant(explicit: Explicit, task: Task) -> str:
     """Return the network to choose: the first one whose config has all fields of networks that the user set and that
     the task's heads need, or the first one of all if no config has them."""
-    first, *_ = MUON_RATES
     needed = {"head_kind"} if "pooled" not in task.head_kinds else set()
     set_fields = (explicit.keys() & override_fields().keys()) | needed
-    return next((name for name in MUON_RATES if set_fields <= override_fields(name).keys()), first)
+    return next((name for name in NETWORKS if set_fields <= override_fields(name).keys()), NETWORKS[0])
 
 
 def _batch_size(facts: DataFacts, choices: Choices) -> int:
     """Return the batch size for these images and the chosen network."""
-    first, *_ = MUON_RATES
     longest = max(choices.explicit.get("image_size", (facts.side or math.inf,)))
-    is_fast = choices.settings.get("variant") == first and longest <= FAST_SIDE
+    is_fast = choices.settings.get("variant") == NETWORKS[0] and longest <= FAST_SIDE
     if facts.images >= (FAST_IMAGES if is_fast else MANY_IMAGES):
         return LARGE_BATCH
     return max(8, min(32, 2 ** int(math.log2(max(facts.images / 8, 8)))))
