@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,14 @@ from vitrail.cli import main
 from vitrail.data.source import typical_size
 from vitrail.data.sources import open_data
 from vitrail.training.config import TrainConfig
-from vitrail.transfer.dense_rules import PATCHES_OF_OBJECT, Times, _head_seconds, sizes_for, smallest_side
+from vitrail.transfer.dense_rules import (
+    PATCHES_OF_OBJECT,
+    Times,
+    _head_seconds,
+    choose_size,
+    sizes_for,
+    smallest_side,
+)
 from vitrail.transfer.finetune import plan
 
 
@@ -41,6 +49,29 @@ def test_epochs_fit_into_the_time() -> None:
     for epochs in (0.5, 2.0, 9.0):
         assert times.epochs_of_head(times.of_head(epochs)) == pytest.approx(epochs)
     assert times._replace(versions=float("inf")).epochs_of_head(40.0) == pytest.approx(2)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "enough", "least", "enters", "wanted"),
+    [
+        (72.0, 2.0, 1.0, False, (40, False)),
+        (73.0, 2.0, 1.0, False, (40, True)),  # 2 epochs of all blocks take 62 seconds, and the answers 10.5
+        (50.0, 2.0, 0.5, False, (30, True)),
+        (50.0, 2.0, 0.6, False, (40, False)),  # 8 epochs of the head take 28 seconds
+        (30.0, 2.0, 0.5, False, (30, False)),  # all blocks can only be trained with less than half of the pixels
+        (5.0, 2.0, 0.5, False, (20, False)),
+        (150.0, math.inf, 1.0, True, (30, False)),  # 8 epochs of all blocks
+    ],
+)
+def test_all_blocks_are_trained_with_images_that_are_not_much_smaller(
+    seconds: float, enough: float, least: float, *, enters: bool, wanted: tuple[int, bool]
+) -> None:
+    expected = [
+        Times((side, side), forward=side**2 / 1600, head=side**2 / 16000, images=10, versions=2)
+        for side in (40, 30, 20)
+    ]
+    times, suffices = choose_size(expected, seconds, 5, enters=enters, enough=enough, least=least)
+    assert (times.image_size[0], suffices) == wanted
 
 
 def test_what_does_not_fit_the_targets_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -58,9 +59,13 @@ PATCHES_OF_OBJECT = 1.75
 LOOKED_AT = 2000
 """Largest number of images whose objects are looked at."""
 
-ENOUGH_EPOCHS, ENOUGH_EPOCHS_OF_ALL, MOST_EPOCHS = 8.0, 20.0, 60.0
-"""Numbers of epochs for which larger images are given up, for which all blocks are trained instead of the head alone,
-and that are enough."""
+ENOUGH_EPOCHS, MOST_EPOCHS = 8.0, 60.0
+"""Numbers of epochs of the head for which larger images are given up, and that are enough."""
+
+ENOUGH_OF_ALL = {"boxes": (20.0, 1.0), "mask": (2.0, 0.5)}
+"""All blocks are trained instead of the head alone if the time suffices for this number of epochs of images that have
+at least this fraction of the pixels. A mask says what every patch is, so blocks learn much more from it in a step than
+from boxes."""
 
 TIMES_OF_USUAL = 3.0
 """Usual time of boxes and masks as a multiple of that of classes."""
@@ -87,6 +92,9 @@ OF_HEAD = 1.3
 
 EVALUATED, MOST_EVALUATIONS = 0.1, 4
 """Largest fraction of the time for evaluations during the run, and their largest number."""
+
+MEASURED_SIZES = 3
+"""Largest number of image sizes at which the speed is measured, until the chosen one is among them."""
 
 LEAST, MIN_STEPS = 0.3, 20
 """Smallest fraction of the time for steps, and their smallest number."""
@@ -222,34 +230,59 @@ def _times(
     """Return the image size, with the times of its steps, and True if all blocks are trained.
 
     The size is the largest one with which the head alone learns for `ENOUGH_EPOCHS` and all held-out images are
-    answered, but no larger than the objects need. All blocks are trained if the time suffices for
-    `ENOUGH_EPOCHS_OF_ALL`, or if the user chose what is trained. Blocks that the tokens of a head enter must always be
-    trained.
+    answered, but no larger than the objects need. All blocks are trained if the time suffices (`ENOUGH_OF_ALL`), which
+    can take smaller images, or if the user chose what is trained. Blocks that the tokens of a head enter must always be
+    trained. The times of the smallest size choose first, and those of the chosen size then choose again.
     """
     network = bundle.network.config
     shape = typical_size(splits.train, MAX_HEADERS)
     own = resolve_precision(base.run.precision, device)
     precision: Precision = "float32" if own == "float32" else "bf16"
     sizes = [explicit["image_size"]] if "image_size" in explicit else sizes_for(network, shape, splits.train)
-    measured = sizes[-1]
-    forward = forward_seconds(on_device(adapted(bundle, image_size=measured), device), precision, batch=2)
-    names = base.task.output_names(splits)
-    images = replace(bundle.preprocess, image_size=measured)
-    headed: Any = fitted(network, base.start.init, images, base.model.overrides, len(names), base.task)
-    enters = headed.dense_head.adds_tokens
-    head = OF_HEAD * _head_seconds(headed, device, own, batch)
+    images = replace(bundle.preprocess, image_size=sizes[-1])
+    outputs = len(base.task.output_names(splits))
+    headed: Any = fitted(network, base.start.init, images, base.model.overrides, outputs, base.task)
+    enters, is_frozen = headed.dense_head.adds_tokens, explicit.get("train_blocks") == 0
+    enough, least = (math.inf, 1.0) if is_frozen or enters else ENOUGH_OF_ALL[facts.targets]
     answered = sum(len(part) for part in (splits.validation, splits.test) if part is not None)
-    for size in sizes:
-        larger = math.prod(size) / math.prod(measured)
-        cost = network.inference_flops(size) / network.inference_flops(measured)
-        versions = _versions(headed.with_image_size(size), facts.images, explicit, device)
-        times = Times(size, forward * cost, head * larger, facts.images, versions)
-        learned = ENOUGH_EPOCHS * times.of_all if enters else times.of_head(ENOUGH_EPOCHS)
-        if learned + answered * times.of_answer <= seconds:
+    measured = sizes[-1]
+    for _ in range(MEASURED_SIZES):
+        forward = forward_seconds(on_device(adapted(bundle, image_size=measured), device), precision, batch=2)
+        head = OF_HEAD * _head_seconds(headed.with_image_size(measured), device, own, batch)
+        expected = [
+            Times(
+                size,
+                forward * network.inference_flops(size) / network.inference_flops(measured),
+                head * math.prod(size) / math.prod(measured),
+                facts.images,
+                _versions(headed.with_image_size(size), facts.images, explicit, device),
+            )
+            for size in sizes
+        ]
+        times, suffices = choose_size(expected, seconds, answered, enters=enters, enough=enough, least=least)
+        if times.image_size == measured:
             break
-    is_chosen = explicit.get("train_blocks") or explicit.get("lora_rank")
-    is_frozen = explicit.get("train_blocks") == 0
-    return times, bool(is_chosen) or (not is_frozen and (enters or times.of_all * ENOUGH_EPOCHS_OF_ALL <= seconds))
+        measured = times.image_size
+    is_chosen = bool(explicit.get("train_blocks") or explicit.get("lora_rank"))
+    return times, is_chosen or suffices or (enters and not is_frozen)
+
+
+def choose_size(
+    expected: Sequence[Times], seconds: float, answered: int, *, enters: bool, enough: float, least: float
+) -> tuple[Times, bool]:
+    """Return the times of the size to choose, of those of all sizes, the largest first. Return True if all blocks can
+    be trained for `enough` epochs, and `answered` images be answered, in this number of seconds, with images of at
+    least a fraction `least` of the pixels that the head alone would get. If its tokens enter blocks, the head is never
+    trained alone."""
+
+    def largest(learned: Callable[[Times], float]) -> Times | None:
+        return next((one for one in expected if learned(one) + answered * one.of_answer <= seconds), None)
+
+    of_head = largest(lambda one: ENOUGH_EPOCHS * one.of_all if enters else one.of_head(ENOUGH_EPOCHS)) or expected[-1]
+    of_all = largest(lambda one: enough * one.of_all)
+    if of_all is None or math.prod(of_all.image_size) < least * math.prod(of_head.image_size):
+        return of_head, False
+    return of_all, True
 
 
 def _versions(config: ViTConfig, images: int, explicit: Explicit, device: torch.device) -> float:
