@@ -314,7 +314,7 @@ def test_kill_9_within_a_save_changes_no_bit(
 ) -> None:  # fmt: skip
     run = tmp_path / "run"
     options = ("--data", str(three_splits), "--run", str(run), "--steps", "24", "--checkpoints", "3", *SIZES)
-    options += (*more, "--evaluations", "6", "--keep", "best", "--learning-rate", "0.01")
+    options += (*more, "--evaluations", "6", "--keep", "best", "--optimizer", "adamw", "--learning-rate", "0.01")
     process = subprocess.run(
         [sys.executable, "-c", KILLER, where, "train", "demo", *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
