@@ -288,7 +288,10 @@ FORM = r"names have the form ViT-SIZE/PATCH, R50\+ViT-SIZE/PATCH or BiT-R50x1"
             "Conv+ViT-B/7",
             r"unknown variant 'Conv\+ViT-B/7': the patch of a root without stages must be a multiple of 2",
         ),
-        ("RPico+ViT-B/7", r"'RPico\+ViT-B/7': the patch of a root of halving stages must be a multiple of 2"),
+        (
+            "RPico+ViT-B/7",
+            r"'RPico\+ViT-B/7': the first stage of the root halves the sides, so the patch must be even",
+        ),
         ("RTi+ViT-B/8", r"unknown variant 'RTi\+ViT-B/8': names have the form"),
         ("ViT-b/16", r"size 'b' does not exist; nearest: ViT-B/16"),
         ("resnet", r"unknown variant 'resnet'.*choices: .*ViT-Pico/7.*ViT-e/14"),

@@ -18,6 +18,7 @@ import vitrail
 from vitrail.errors import ConfigError, nearest
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit_config import ViTConfig
+from vitrail.weights.exported import compile_openvino, onnx_session
 
 SIZES = ("image_size", "patch_size", "channels", "width", "depth", "heads", "mlp_width", "num_classes")
 """Fields that every library can set. All other fields must have the values of the paper, which every library uses."""
@@ -92,23 +93,16 @@ def in_runtime(name: str, network: nn.Module, images: Tensor, precision: str) ->
 
 
 def _openvino(library: Any, program: torch.export.ExportedProgram, precision: str) -> Callable[[Tensor], Any]:
-    settings = {
-        "INFERENCE_PRECISION_HINT": "f32" if precision == "float32" else "bf16",
-        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
-    }
-    model = library.compile_model(library.convert_model(program), "CPU", settings)
+    model = compile_openvino(library.convert_model(program), precision)
     return lambda images: model(images.numpy())[0]
 
 
 def _onnxruntime(library: Any, program: torch.export.ExportedProgram, precision: str) -> Callable[[Tensor], Any]:
     if precision != "float32":
         raise ConfigError("computes in float32 only")
-    options = library.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
     _import("onnxscript")  # with which PyTorch writes the file
     file: Any = torch.onnx.export(program, dynamo=True, verbose=False)
-    content = file.model_proto.SerializeToString()
-    session = library.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    session = onnx_session(library, file.model_proto.SerializeToString())
     (name,) = (each.name for each in session.get_inputs())
     return lambda images: session.run(None, {name: images.numpy()})[0]
 

@@ -330,10 +330,10 @@ def _config(given: Mapping[str, Any], log: Log, started: float) -> tuple[TrainCo
 
 
 def _say_chosen(log: Log, reasons: Sequence[str]) -> None:
-    for line in (
-        ("settings chosen for this data and machine:", *(f"  {reason}" for reason in reasons)) if reasons else ()
-    ):
-        log.say(line)
+    if reasons:
+        log.say("settings chosen for this data and machine:")
+    for reason in reasons:
+        log.say(f"  {reason}")
 
 
 def _print_plan(

@@ -173,7 +173,7 @@ def wordpiece_tokenizer(pieces: Sequence[str], *, context: int) -> TextTokenizer
     library = _library("tokenizers")
     table = {piece: number for number, piece in enumerate(pieces)}
     if len(table) < len(pieces) or table.get("[PAD]") != 0 or not {"[UNK]", "[CLS]"} <= table.keys():
-        raise BundleError("such a vocabulary has no piece twice, begins with [PAD], and contains [UNK] and [CLS]")
+        raise BundleError("a vocabulary of BERT has no piece twice, begins with [PAD], and contains [UNK] and [CLS]")
     normalizers, pre_tokenizers = library.normalizers, library.pre_tokenizers
     made = library.Tokenizer(library.models.WordPiece(table, unk_token="[UNK]", max_input_chars_per_word=100))
     replaced = ((r"\p{Default_Ignorable_Code_Point}", ""), (r"\p{Mn}", ""), (r"[\p{Cc}\p{Cf}]", " "))

@@ -30,11 +30,11 @@ class Footprint(NamedTuple):
     activations: int
     """Bytes per image that the forward pass keeps for the backward pass."""
     first_weights: int
-    """Bytes of the converted copies of weights at the beginning of the backward pass. In a ResNet, with the temporary
-    tensors in the backward pass of weight standardisation."""
+    """Bytes of the converted copies of weights at the beginning of the backward pass. A ResNet also has the temporary
+    tensors in the backward pass of weight standardisation then."""
     last_weights: int
-    """Bytes of weight gradients and of converted copies of weights at the end of the backward pass. In a hybrid, with
-    these temporary tensors."""
+    """Bytes of weight gradients and of converted copies of weights at the end of the backward pass. A hybrid also has
+    these temporary tensors then."""
     gaps: float
     """Unused bytes between tensors in the heap, as a fraction of the activations."""
     passing: int = 0

@@ -65,7 +65,7 @@ class RootConfig:
     def __post_init__(self) -> None:
         raise_problems([*problems(self), *_misfits(self.depths, self.width, 1 if self.is_small else 32)])
         if self.is_small:
-            self.small(1)
+            self.small(1)  # raises for a root without stages, with any number of channels
 
     @property
     def is_small(self) -> bool:

@@ -182,7 +182,7 @@ def _root(match: re.Match[str], name: str) -> tuple[RootConfig, int]:
         stages = min(3, (pixels & -pixels).bit_length() - 1)
         if not stages:
             raise ConfigError(
-                f"unknown variant {name!r}: the patch of a root of halving stages must be a multiple of 2"
+                f"unknown variant {name!r}: the first stage of the root halves the sides, so the patch must be even"
             )
         return RootConfig(stem="3x3", width=SMALL_RESNETS[small], depths=(1,) * stages), pixels // 2**stages
     if match["layers"] is None:

@@ -51,7 +51,7 @@ def demo() -> TrainConfig:
 
     Command: `vitrail train`, or `make demo`.
     Hardware: two CPU cores; any GPU.
-    Time: 148 to 184 seconds on two cores with AVX512-BF16 (975 to 1,220 images/s; AMD EPYC 9004, 2026-11-27).
+    Time: 170, 184 and 159 seconds on two cores with AVX512-BF16 (975 to 1,134 images/s; AMD EPYC 9004, 2026-11-27).
     Result: 90.90, 90.45 and 90.90 % of the 2,000 test images, 91.9, 91.3 and 92.3 % of the 531 validation images (seeds
     0 to 2).
     docs/log.md explains the choice of the settings.

@@ -63,9 +63,9 @@ ENOUGH_EPOCHS, MOST_EPOCHS = 8.0, 60.0
 """Numbers of epochs of the head for which larger images are given up, and that are enough."""
 
 ENOUGH_OF_ALL = {"boxes": (20.0, 1.0), "mask": (2.0, 0.5)}
-"""All blocks are trained instead of the head alone if the time suffices for this number of epochs of images that have
-at least this fraction of the pixels. A mask says what every patch is, so blocks learn much more from it in a step than
-from boxes."""
+"""Number of epochs for which all blocks are trained instead of the head alone, and the smallest fraction of the pixels
+that images may then have of those for the head alone. A mask says what every patch is, so blocks learn much more from
+it in a step than from boxes."""
 
 TIMES_OF_USUAL = 3.0
 """Usual time of boxes and masks as a multiple of that of classes."""
@@ -232,7 +232,8 @@ def _times(
     The size is the largest one with which the head alone learns for `ENOUGH_EPOCHS` and all held-out images are
     answered, but no larger than the objects need. All blocks are trained if the time suffices (`ENOUGH_OF_ALL`), which
     can take smaller images, or if the user chose what is trained. Blocks that the tokens of a head enter must always be
-    trained. The times of the smallest size choose first, and those of the chosen size then choose again.
+    trained. The smallest size is measured first. The size that its times lead to is measured next, and its own times
+    decide again.
     """
     network = bundle.network.config
     shape = typical_size(splits.train, MAX_HEADERS)
@@ -270,10 +271,14 @@ def _times(
 def choose_size(
     expected: Sequence[Times], seconds: float, answered: int, *, enters: bool, enough: float, least: float
 ) -> tuple[Times, bool]:
-    """Return the times of the size to choose, of those of all sizes, the largest first. Return True if all blocks can
-    be trained for `enough` epochs, and `answered` images be answered, in this number of seconds, with images of at
-    least a fraction `least` of the pixels that the head alone would get. If its tokens enter blocks, the head is never
-    trained alone."""
+    """Return the times of the image size to choose, and True if all blocks can be trained.
+
+    `expected` has the times of all sizes, the largest first. The head alone gets the largest size with which it learns
+    for `ENOUGH_EPOCHS` and `answered` images are answered within this number of seconds, or else the smallest size.
+    All blocks get the largest size with which they learn for `enough` epochs. They are trained if it has at least a
+    fraction `least` of the pixels of the other size. With `enters`, the tokens of the head enter blocks, so the head is
+    never trained alone.
+    """
 
     def largest(learned: Callable[[Times], float]) -> Times | None:
         return next((one for one in expected if learned(one) + answered * one.of_answer <= seconds), None)

@@ -296,15 +296,21 @@ Loaded = tuple[str, str, Session]
 """The description as text, the hash of the file, and the function that runs it."""
 
 
-def open_onnx(path: Path) -> Loaded:
-    """Return the content of an ONNX file that Vitrail wrote, in a session of onnxruntime. Raise `BundleError`."""
-    runtime: Any = optional_module("onnxruntime", "export")
-    content = path.read_bytes()
+def onnx_session(runtime: Any, content: bytes) -> Any:
+    """Return a session of onnxruntime, which is the module `runtime`, for an ONNX file on the CPU, with as many threads
+    as PyTorch has."""
     options = runtime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
+    return runtime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+
+def open_onnx(path: Path) -> Loaded:
+    """Return the content of an ONNX file that Vitrail wrote, in a session of onnxruntime. Raise `BundleError`."""
+    runtime = optional_module("onnxruntime", "export")
+    content = path.read_bytes()
     try:
-        session = runtime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        session = onnx_session(runtime, content)
         metadata = session.get_modelmeta().custom_metadata_map
     except Exception as error:  # onnxruntime has a class of exceptions for each of its error codes
         raise BundleError(f"{path} cannot be read by onnxruntime: {error}") from error
@@ -326,6 +332,16 @@ def openvino_core() -> Any:
     return optional_module("openvino", "openvino").Core()
 
 
+def compile_openvino(model: Any, precision: str) -> Any:
+    """Return a model of OpenVINO compiled for the CPU, with matrix products in float32 or bf16 and as many threads as
+    PyTorch has."""
+    settings = {  # by default OpenVINO computes in bf16 where the processor can, which changes answers
+        "INFERENCE_PRECISION_HINT": "f32" if precision == "float32" else "bf16",
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+    }
+    return openvino_core().compile_model(model, "CPU", settings)
+
+
 def open_openvino(path: Path, precision: str = "float32") -> Loaded:
     """Return the content of OpenVINO's files that Vitrail wrote, on the CPU, with matrix products in float32 or bf16.
     Raise `BundleError`."""
@@ -337,12 +353,7 @@ def open_openvino(path: Path, precision: str = "float32") -> Loaded:
         names = [name for name in (KEY, SEAL) if model.has_rt_info(name)]
         text, seal = _described(path, {name: model.get_rt_info(name).value for name in names})
         check_seal(str(path), seal, content, numbers)
-        # By default OpenVINO computes in bf16 where the processor can, which changes answers.
-        settings = {
-            "INFERENCE_PRECISION_HINT": {"float32": "f32", "bf16": "bf16"}[precision],
-            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
-        }
-        compiled = core.compile_model(model, "CPU", settings)
+        compiled = compile_openvino(model, precision)
     except (OSError, RuntimeError) as error:
         raise BundleError(f"{path} cannot be read by OpenVINO: {str(error).strip()}") from error
     outputs = [output.any_name for output in compiled.outputs]
