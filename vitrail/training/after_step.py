@@ -39,8 +39,9 @@ from vitrail.weights.bundle import Bundle
 # keeps them small.
 
 
-IMAGES = 8
-"""Number of images of each part of a batch whose attention logits are computed again."""
+MOST_IMAGES, SHARE_OF_IMAGES = 8, 8
+"""Largest number of images of each part of a batch whose attention logits are computed again, and the number of images
+of which one is chosen. With all images of a small batch, a step would take a fifth longer."""
 
 
 class Health:
@@ -90,9 +91,10 @@ def _collected_logits(module: nn.Module, found: list[Tensor]) -> Iterator[None]:
     def collect(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         assert isinstance(layer, AttentionLayer)
         tokens, positions = inputs[0], inputs[1] if len(inputs) > 1 else None
+        count = min(MOST_IMAGES, math.ceil(len(tokens) / SHARE_OF_IMAGES))
         if positions is not None:
-            positions = positions.of_images(torch.arange(min(IMAGES, len(tokens)), device=tokens.device))
-        queries, keys, _, bias = layer.operands(tokens[:IMAGES], positions)
+            positions = positions.of_images(torch.arange(count, device=tokens.device))
+        queries, keys, _, bias = layer.operands(tokens[:count], positions)
         logits = queries @ keys.mT / math.sqrt(queries.shape[-1])
         found.append((logits if bias is None else logits + bias).amax().float())
 

@@ -543,7 +543,10 @@ def _unknown(name: str, known: Mapping[str, str], task: Task) -> str:
     """Return a message about a setting that is not known for a run of this task."""
     for other in TASKS.values():
         if name in bare_names(other):
-            return f"{name} is a setting of the task {other.name}, but the task of this run is {task.name}"
+            return (
+                f"{name} is a setting of the task {other.name}, but the task of this run is {task.name}; leave it out, "
+                f"or choose the task {other.name}"
+            )
     return f"unknown field {name!r}; {nearest(name, known)}"
 
 

@@ -26,10 +26,11 @@ from vitrail.models.network import Features
 from vitrail.models.variants import AnyConfig, build, transformer_config
 from vitrail.models.vit_config import ViTConfig
 from vitrail.tasks.kept_outputs import KEPT_FRACTION
+from vitrail.tasks.segmentation import Segmentation
 from vitrail.training.config import TrainConfig
 from vitrail.training.optimizer import OptimizerConfig
 from vitrail.training.pilot import training_speeds
-from vitrail.training.start import fitted
+from vitrail.training.start import fitted, head_fields
 from vitrail.transfer.examination import on_device
 from vitrail.transfer.facts import (
     MAX_HEADERS,
@@ -40,7 +41,7 @@ from vitrail.transfer.facts import (
     check_images,
     choose_accumulation,
 )
-from vitrail.transfer.trials import EVALUATION_PER_FORWARD, forward_seconds
+from vitrail.transfer.trials import EVALUATION_PER_FORWARD, STEP_PER_FORWARD, forward_seconds
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bundle import Bundle
 
@@ -62,7 +63,7 @@ LOOKED_AT = 2000
 ENOUGH_EPOCHS, MOST_EPOCHS = 8.0, 60.0
 """Numbers of epochs of the head for which larger images are given up, and that are enough."""
 
-ENOUGH_OF_ALL = {"boxes": (20.0, 1.0), "mask": (2.0, 0.5)}
+ENOUGH_OF_ALL = {"boxes": (20.0, 1.0), "mask": (2.5, 0.5)}
 """Number of epochs for which all blocks are trained instead of the head alone, and the smallest fraction of the pixels
 that images may then have of those for the head alone. A mask says what every patch is, so blocks learn much more from
 it in a step than from boxes."""
@@ -70,8 +71,16 @@ it in a step than from boxes."""
 TIMES_OF_USUAL = 3.0
 """Usual time of boxes and masks as a multiple of that of classes."""
 
+BATCH, BATCH_OF_ALL = 4, {"boxes": 4, "mask": 2}
+"""Largest number of images of a batch on a CPU for the head alone, and for all blocks. A CPU is as fast with few images
+as with many, and the weights are changed more often."""
+
 RATES = {"boxes": 1e-3, "mask": 3e-3}
 """Learning rate of the head."""
+
+DICE_WEIGHT = 3.0
+"""Weight of the Dice loss of masks beside the cross-entropy. Without it, few steps do not suffice to learn classes with
+few pixels."""
 
 BACKBONE_RATE, LAYER_DECAY = 1e-4, 0.8
 """Learning rate of the last block beside the head with its rate in `RATES`, and the ratio between blocks."""
@@ -108,7 +117,9 @@ class Times(NamedTuple):
 
     image_size: tuple[int, int]
     forward: float
-    """Seconds of the forward pass of all blocks."""
+    """Seconds of the forward pass of all blocks in training."""
+    in_float32: float
+    """Seconds of this forward pass in float32, in which held-out images are answered."""
     head: float
     """Seconds of the forward and the backward pass of the head, with its loss."""
     images: int
@@ -131,12 +142,12 @@ class Times(NamedTuple):
     @property
     def of_answer(self) -> float:
         """Seconds for the answer for a held-out image."""
-        return EVALUATION_PER_FORWARD * self.forward + self.head
+        return EVALUATION_PER_FORWARD * self.in_float32 + self.head
 
     @property
     def of_all(self) -> float:
         """Seconds for an epoch in which all blocks are trained."""
-        return self.images * (3 * self.forward + self.head)
+        return self.images * (STEP_PER_FORWARD * self.forward + self.head)
 
 
 def plan_dense(
@@ -162,17 +173,19 @@ def plan_dense(
             f"{facts.targets} need a Vision Transformer or a hybrid, and this model is a "
             f"{bundle.network.config.architecture}; choose another model"
         )
-    choices, kind = Choices(explicit), facts.targets
+    choices, kind, own_task = Choices(explicit), facts.targets, base.task
     task = TASKS_OF_TARGETS[kind]
     choices.add(f"task {task}: the data has {NOUNS[kind]}", task=task)
     choices.add("whole images, padded to the shape of most of them", resize="pad", crop_share=1.0)
     choices.add("random mirroring: set --no-flip if left and right differ", flip=True)
-    largest = 16 if device.type == "cuda" else 4
-    batch = explicit.get("batch_size", min(largest, max(1, facts.images // 8)))
-    choices.add(f"batches of {plural(batch, 'image')}", batch_size=batch)
     base = replace(base.override(task=task), images=bundle.preprocess, optimizer=OptimizerConfig(), augment=Augment())
+    largest = 16 if device.type == "cuda" else BATCH
+    batch = explicit.get("batch_size", min(largest, max(1, facts.images // 8)))
     left = FOR_STEPS * seconds
     times, trains_all = _times(base, bundle, splits, facts, explicit, device=device, batch=batch, seconds=left)
+    if trains_all and device.type == "cpu" and "batch_size" not in explicit:
+        batch = min(batch, BATCH_OF_ALL[kind])
+    choices.add(f"batches of {plural(batch, 'image')}", batch_size=batch)
     (height, width), (rows, columns) = times.image_size, network.grid_of(*times.image_size)
     choices.add(f"image size {height} x {width}: {rows} x {columns} patches", image_size=times.image_size)
     rate, below = explicit.get("learning_rate", RATES[kind]), BACKBONE_RATE / RATES[kind]
@@ -187,6 +200,10 @@ def plan_dense(
     else:
         choices.add("the head alone is trained, which learns more in this time than all blocks", train_blocks=0)
         choices.add(f"learning rate {rate:g}", learning_rate=rate)
+    head_kind = head_fields(bundle.network.config, base.model.overrides, base.task)["head_kind"]
+    if isinstance(own_task, Segmentation) and "dice_weight" not in own_task.unread.get(head_kind, ()):
+        reason = f"the Dice loss with the weight {DICE_WEIGHT:g}, so that classes with few pixels are learned"
+        choices.add(reason, dice_weight=DICE_WEIGHT)
     choices.add(clip=10.0, warmup=0.05, weight_decay=0.05)
     choices.add(keep="best" if facts.has_validation else "last", checkpoints=5)
     choose_accumulation(choices, network, times.image_size, batch, available_memory(device))
@@ -204,9 +221,10 @@ def _epochs(
 ) -> float:
     """Return the number of epochs that fit into a time in seconds, with the evaluations that are chosen here."""
     held_out, tested = (0 if part is None else len(part) for part in (splits.validation, splits.test))
-    affordable = int(EVALUATED * seconds / max(held_out * times.of_answer, 1e-9))
-    evaluations = choices.explicit.get("evaluations", min(MOST_EVALUATIONS, max(1, affordable)) if held_out else 0)
-    choices.add(evaluations=evaluations)
+    affordable = min(MOST_EVALUATIONS, int(EVALUATED * seconds / max(held_out * times.of_answer, 1e-9)))
+    several = affordable if held_out and affordable > 1 else 0  # the finished model is measured anyway
+    evaluations = choices.explicit.get("evaluations", several)
+    choices.add(evaluations=evaluations, keep="best" if evaluations else "last")
     measured = (evaluations + 1) * held_out + tested
     left = max(LEAST * seconds, seconds - measured * times.of_answer)
     if not trains_all:
@@ -248,12 +266,15 @@ def _times(
     answered = sum(len(part) for part in (splits.validation, splits.test) if part is not None)
     measured = sizes[-1]
     for _ in range(MEASURED_SIZES):
-        forward = forward_seconds(on_device(adapted(bundle, image_size=measured), device), precision, batch=2)
+        placed = on_device(adapted(bundle, image_size=measured), device)
+        forward = forward_seconds(placed, precision, batch=2)
+        in_float32 = forward if precision == "float32" else forward_seconds(placed, "float32", batch=2)
         head = OF_HEAD * _head_seconds(headed.with_image_size(measured), device, own, batch)
         expected = [
             Times(
                 size,
-                forward * network.inference_flops(size) / network.inference_flops(measured),
+                forward * (scale := network.inference_flops(size) / network.inference_flops(measured)),
+                in_float32 * scale,
                 head * math.prod(size) / math.prod(measured),
                 facts.images,
                 _versions(headed.with_image_size(size), facts.images, explicit, device),

@@ -20,7 +20,7 @@ from vitrail.evaluation.metrics.report import regression_report, report
 from vitrail.evaluation.mistakes import box_report, mask_report
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.predictions import Predictions
-from vitrail.machine import Precision, available_memory, pick_device, resolve_precision
+from vitrail.machine import Precision, available_memory, keep_freed_memory, pick_device, resolve_precision
 from vitrail.models.vit_config import ViTConfig
 from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
@@ -112,6 +112,7 @@ def plan(
     if kind in TASKS_OF_TARGETS or config.task.output in DENSE:
         config.task.check_data(data.whole)
     check_choice(config.start, bundle.network.config)
+    keep_freed_memory()  # as in training, so that the measured speeds are those of training
     device = pick_device(config.run.device)
     network, preprocess, memory = bundle.network.config, bundle.preprocess, available_memory(device)
     data = replace(data, mixed=())
