@@ -98,6 +98,7 @@ def test_a_module_only_defines(trees: dict[Path, ast.Module]) -> None:
     assert not faults, "\n".join(faults)
 
 
+@pytest.mark.slow
 def test_importing_everything_touches_nothing() -> None:
     script = """
 import importlib, pkgutil, sys
@@ -123,6 +124,7 @@ def test_help_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_run_from_scratch_imports_no_part_of_other_runs() -> None:
     script = """
 import re, sys

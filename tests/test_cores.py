@@ -72,6 +72,7 @@ def test_threads_that_have_their_cores_stay_active(threads: int, others: float, 
     assert machine.run(3, threads) == expected
 
 
+@pytest.mark.slow
 def test_systems_without_readings_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not SharedCores(ShortWaits(), lambda: None).check()
     monkeypatch.setattr(cores, "read_usage", lambda: None)
@@ -102,6 +103,7 @@ def test_a_block_restores_the_number_of_threads(monkeypatch: pytest.MonkeyPatch)
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.slow
 @linux
 def test_the_system_reports_what_this_process_uses() -> None:
     first = read_usage()

@@ -193,6 +193,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(value=values)
 def test_json_is_read_back_as_written(tmp_path_factory: pytest.TempPathFactory, value: object) -> None:
     path = tmp_path_factory.getbasetemp() / "value.json"
@@ -213,6 +214,7 @@ def test_json_that_cannot_be_expressed_leaves_the_old_file(tmp_path: Path) -> No
     assert content(tmp_path) == {"x.json": "1\n"}
 
 
+@pytest.mark.slow
 def test_a_reader_never_sees_half_of_a_json_file(tmp_path: Path) -> None:
     path, done = tmp_path / "x.json", threading.Event()
     write_json(path, [0] * 20_000)

@@ -124,6 +124,7 @@ def test_products_run_in_the_format_asked_for() -> None:
         assert layer(x).dtype == torch.float32
 
 
+@pytest.mark.slow
 @linux
 def test_what_a_step_frees_the_next_one_finds_without_a_page_fault() -> None:
     program = """

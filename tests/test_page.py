@@ -44,6 +44,7 @@ def picture_in(tag: str) -> Image.Image:
     return picture
 
 
+@pytest.mark.slow
 @given(st.text(st.characters()))
 def test_any_name_is_text(read_page: Callable[[str], Any], name: str) -> None:
     text = document(name)

@@ -67,6 +67,7 @@ def test_every_published_network_is_like_one_of_these() -> None:
     assert {kind(name) for name in PUBLISHED} == {kind(name) for name in DISTINCT}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", with_slow(DISTINCT, {"R26+ViT-S/32", "R50+ViT-B/16", "BiT-R50x1"}))
 def test_published_networks_keep_the_contract(name: str) -> None:
     if name.startswith("BiT"):
@@ -79,6 +80,7 @@ def test_published_networks_keep_the_contract(name: str) -> None:
     check_network(lambda num_classes: build(replace(config, num_classes=num_classes)), image_sizes=sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
@@ -256,6 +258,7 @@ class UnevenWeights(FullAttention):
         return layer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -313,6 +316,7 @@ def bundle(splits: Splits) -> Bundle:
     return Bundle(network.eval(), splits.classes, Preprocess(image_size=SMALL.image_size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["accuracy", "linear", "fewshot", "knn"])
 def test_evaluators_of_the_package_keep_the_contract(name: str, splits: Splits, bundle: Bundle) -> None:
     (evaluator,) = evaluators_of(name, {"fewshot": {"shots": [2]}, "accuracy": {"bootstrap": 50}}).values()
@@ -352,6 +356,7 @@ def test_a_broken_evaluator_is_named(evaluator: Any, message: str, splits: Split
         check_evaluator(evaluator, bundle, splits.train, splits.train)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("several", [False, True])
 def test_classification_keeps_the_contract(several: bool, splits: Splits, colour_folder: Path) -> None:
     if several:
@@ -404,6 +409,7 @@ def counted(outputs: Outputs, train: Any, held_out: Any) -> dict[str, float]:
     return {"images": 1.0, "skipped": 0.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "make"), [(Detection(), make_voc_folder), (Segmentation(), make_masks_folder)])
 def test_tasks_of_boxes_and_masks_fulfil_the_contract(task: Any, make: Callable[[Path], Path], tmp_path: Path) -> None:
     check_task(task, open_data(str(make(tmp_path / "data")), validation_share=0.0))

@@ -68,6 +68,7 @@ def answers(folder: Path, bundle: Bundle) -> dict[str, tuple[str, str]]:
     return {key: (names[found.truth.plain(row)], names[predicted[row]]) for row, key in enumerate(found.keys)}
 
 
+@pytest.mark.slow
 def test_images_are_counted_by_which_model_is_right_though_classes_are_in_another_order(colours: Path) -> None:
     first, second = bundle_of(seed=3), bundle_of(seed=4, classes=("red", "blue", "green"))
     found = compared(colours, first, second, examples=100, images=4)
@@ -88,6 +89,7 @@ def test_images_are_counted_by_which_model_is_right_though_classes_are_in_anothe
     }
 
 
+@pytest.mark.slow
 def test_layers_are_compared_on_images_of_each_models_size(colours: Path) -> None:
     first, second = bundle_of(size=(12, 8)), bundle_of(seed=1, size=(16, 20))
     found = compared(colours, first, second, images=12)
@@ -104,6 +106,7 @@ def test_layers_are_compared_on_images_of_each_models_size(colours: Path) -> Non
     assert found.models[1].reach.by_layer == [(0, reach.mean[0].mean()), (1, reach.mean[1].mean())]
 
 
+@pytest.mark.slow
 def test_a_resnet_has_receptive_fields_and_no_relevance(colours: Path) -> None:
     vit, bit = bundle_of(seed=3), bundle_of(size=(16, 16), **BIT)
     found = compared(colours, vit, bit, images=4, examples=2)
@@ -147,6 +150,7 @@ def test_too_few_images_of_the_data(colours: Path) -> None:
         compare((Outputs(bundle), Outputs(bundle)), (few, few), ("one", "two"))
 
 
+@pytest.mark.slow
 def test_images_that_cannot_be_decoded_are_skipped_and_listed(tmp_path: Path) -> None:
     folder = make_colour_folder(tmp_path / "colours", images=3)
     bundle = bundle_of(seed=3)

@@ -44,6 +44,7 @@ def found_in(bundle: Any, image: bytes, wanted: Wanted) -> tuple[list[Any], torc
     return found, config.dense_head.scores(outputs).flatten()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BOXES)
 def test_an_object_is_explained_by_its_own_score(kind: str, image: bytes) -> None:
     bundle = dense_bundle(kind)
@@ -93,6 +94,7 @@ def test_a_head_of_single_tokens_reads_one_token(kind: str, row: int) -> None:
     assert not np.allclose(own[0], own[1]) and not np.allclose(own[1], own[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pyramid", "fine-patches"])
 def test_faithfulness_is_measured_by_the_score_of_the_object(kind: str) -> None:
     network: Any = dense_bundle(kind).network
@@ -108,6 +110,7 @@ def test_faithfulness_is_measured_by_the_score_of_the_object(kind: str) -> None:
     np.testing.assert_array_equal(again.deletion, curves.deletion)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["detection-tokens", "patches"])
 def test_the_command_draws_the_box(kind: str, image: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = dense_bundle(kind)

@@ -21,6 +21,7 @@ def maps_of(values: np.ndarray) -> SaliencyMaps:
     return SaliencyMaps(values.astype(np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", ["softmax", "sigmoid"])
 def test_curves_hide_patches_in_the_order_of_the_map(output: OutputKind) -> None:
     network, images = make(cut_uneven=True), images_of(2, (14, 22))  # two rows and columns of pixels fill no patch
@@ -67,6 +68,7 @@ def test_the_best_order_beats_a_random_one() -> None:
     assert not (changes[:2] > 1e-6).sum(axis=2).max() > 1
 
 
+@pytest.mark.slow
 def test_random_weights_change_the_maps() -> None:
     network, images = make(), images_of(2)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}

@@ -70,6 +70,7 @@ def test_a_resnet_has_colours_too() -> None:
         token_norms(RESNET, images)
 
 
+@pytest.mark.slow
 def test_a_linear_model_by_layer() -> None:
     network = make(pool="gap")
     generator = torch.Generator().manual_seed(0)

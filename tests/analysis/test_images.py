@@ -65,6 +65,7 @@ def pixels_of(file: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(file)), np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"num_classes": 0, "pool": "gap"}, {"pool": "map", "registers": 2}])
 def test_overlays_are_those_of_explanations(changes: dict[str, Any]) -> None:
     bundle, image = make_bundle(**changes), file_of((47, 61))

@@ -44,6 +44,7 @@ def seen(folder: Path, bundle: Bundle, **fields: Any) -> Overview:
     )
 
 
+@pytest.mark.slow
 def test_it_holds_what_each_analysis_measures(colours: Path) -> None:
     bundle = bundle_of(seed=3)
     found, source = seen(colours, bundle, probe_images=20), source_of(colours, bundle)
@@ -59,6 +60,7 @@ def test_it_holds_what_each_analysis_measures(colours: Path) -> None:
     assert len(found.patches.pictures) == len(found.patches.colours.values) == 8
 
 
+@pytest.mark.slow
 def test_errors_are_the_most_certain_ones(colours: Path) -> None:
     bundle = bundle_of(seed=3)
     found = seen(colours, bundle, examples=100, probe_images=0)
@@ -76,6 +78,7 @@ def test_errors_are_the_most_certain_ones(colours: Path) -> None:
     assert [one.key for one in few.errors] == [errors[0].key]
 
 
+@pytest.mark.slow
 def test_embeddings_lie_along_their_principal_components(colours: Path) -> None:
     bundle = bundle_of(seed=3)
     mapped = seen(colours, bundle, probe_images=0).embedding
@@ -88,6 +91,7 @@ def test_embeddings_lie_along_their_principal_components(colours: Path) -> None:
     assert [key.split("/")[0] for key in mapped.keys] == list(mapped.labels)
 
 
+@pytest.mark.slow
 def test_what_a_resnet_does_not_have_is_named(colours: Path) -> None:
     found = seen(colours, bundle_of(size=(16, 16), **BIT), probe_images=12, saliency_images=4)
     layers = found.layers
@@ -101,6 +105,7 @@ def test_what_a_resnet_does_not_have_is_named(colours: Path) -> None:
     assert all(one.answer.relevance is None for one in found.answers.errors)
 
 
+@pytest.mark.slow
 def test_linear_models_are_not_measured_on_images_that_they_learned_from(colours: Path) -> None:
     bundle = bundle_of()
     found = overview(Outputs(bundle), source_of(colours, bundle), None, "it", images=4, saliency_images=0, bootstrap=0)
@@ -108,6 +113,7 @@ def test_linear_models_are_not_measured_on_images_that_they_learned_from(colours
     assert found.notes == ("a linear model of each layer, which would be measured on images that it learned from",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("images", [1, 3])
 def test_few_images_have_no_similarity_of_layers(colours: Path, images: int) -> None:
     bundle = bundle_of(seed=3)
@@ -129,6 +135,7 @@ def test_one_image_of_one_patch_has_no_colours(colours: Path) -> None:
     assert found.patches is None and any("the number of directions of these tokens" in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_images_that_cannot_be_decoded_are_skipped_and_listed(tmp_path: Path) -> None:
     folder = make_colour_folder(tmp_path / "colours", images=6)
     bundle = bundle_of(seed=3)
@@ -148,6 +155,7 @@ def test_images_that_cannot_be_decoded_are_skipped_and_listed(tmp_path: Path) ->
     assert list(found.probes) == expected
 
 
+@pytest.mark.slow
 def test_without_a_training_image_there_are_no_linear_models(colours: Path) -> None:
     bundle = bundle_of(seed=3)
     source = source_of(colours, bundle)
@@ -164,6 +172,7 @@ def test_what_cannot_be_reported_on(colours: Path) -> None:
         overview(Outputs(bundle_of(output="numbers")), source_of(colours, bundle), source_of(colours, bundle), "it")
 
 
+@pytest.mark.slow
 def test_saliency_maps_are_measured_on_images_at_equal_distances(colours: Path) -> None:
     bundle = bundle_of(seed=3, output="sigmoid")
     found, source = seen(colours, bundle, probe_images=0, saliency_images=5).saliency, source_of(colours, bundle)
@@ -183,6 +192,7 @@ def test_saliency_maps_are_measured_on_images_at_equal_distances(colours: Path) 
     assert methods["random"].random_head is None and methods["random"].random_all is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_labels", [True, False])
 def test_a_model_without_a_head_has_layers_and_embeddings(colours: Path, has_labels: bool) -> None:
     bundle = bundle_of(seed=3, classes=())

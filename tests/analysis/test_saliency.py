@@ -82,6 +82,7 @@ def naive_reading(network: VisionTransformer, images: Tensor) -> np.ndarray:
     return np.tile(row, (len(images), 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POOLS)
 def test_naive_versions(name: str) -> None:
     network, images = make(**POOLS[name]), images_of(3)

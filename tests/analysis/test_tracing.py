@@ -74,6 +74,7 @@ def test_queries_and_keys_make_the_attention() -> None:
     torch.testing.assert_close(found.attention.double(), logits.softmax(dim=-1), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["paper", "mean-pooled", "attention-pooled", "relative", "hybrid"])
 def test_gradients_are_finite_differences(name: str) -> None:
     network = make(**KINDS[name]).double()

@@ -25,6 +25,7 @@ def test_grids_go_from_196_to_4096_patches(tiny_work: Callable[..., Workload]) -
         attention_workloads(tiny_work(), ["local:window=15"])
 
 
+@pytest.mark.slow
 def test_a_kind_is_cheaper_from_the_first_grid_with_fewer_flops(tiny_work: Callable[..., Workload]) -> None:
     config = tiny_work(pool="gap", class_token=False).config
     found = attention.cheaper_from(config, "linformer:rows=8")

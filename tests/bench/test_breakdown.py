@@ -41,6 +41,7 @@ def test_kinds(operation: str, category: str) -> None:
     assert category_of(operation) == category
 
 
+@pytest.mark.slow
 def test_shares_make_a_whole(tiny_work: Callable[..., Workload], capfd: pytest.CaptureFixture[str]) -> None:
     shares = breakdown(make_step(Entry(OURS), tiny_work(batch=16)), torch.device("cpu"))
     assert list(shares) == [*CATEGORIES, "the rest"] and sum(shares.values()) == pytest.approx(1)

@@ -44,6 +44,7 @@ def test_ours_comes_first_and_those_that_cannot_are_named(tiny_work: Callable[..
     assert sum(result["breakdown"].values()) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_figures_of_a_row_follow_from_its_times(tiny_work: Callable[..., Workload]) -> None:
     work = tiny_work()
     result = compare(work, repetitions=3, warmup=0, profile=False)
@@ -60,6 +61,7 @@ def test_figures_of_a_row_follow_from_its_times(tiny_work: Callable[..., Workloa
     assert result["product_flops"] > 0.5 * work.flops and (result["large_gflops"] or 1) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("busy", "share"), [(1, 0.5), (2, None)])
 def test_a_step_faster_than_its_products_is_measured_again(
     busy: int, share: float | None, tiny_work: Callable[..., Workload], monkeypatch: pytest.MonkeyPatch
@@ -87,6 +89,7 @@ def test_compiled_is_set_beside_compiled(tiny_work: Callable[..., Workload]) -> 
     assert _row(Entry("timm", "best"), tiny_work(), times, None)["vitrail_times_as_fast"] == 0.75
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stand_ins")
 def test_a_compiler_that_fails_is_no_error_of_ours(tiny_work: Callable[..., Workload], tmp_path: Path) -> None:
     with (tmp_path / "vit_pytorch.py").open("a") as file:
@@ -113,6 +116,7 @@ def test_compiled_networks_take_part(tiny_work: Callable[..., Workload]) -> None
     ]
 
 
+@pytest.mark.slow
 def test_a_peer_that_needs_more_memory_is_skipped(
     tiny_work: Callable[..., Workload], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

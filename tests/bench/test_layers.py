@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,6 +17,7 @@ CONFIG = ViTConfig(image_size=(16, 18), patch_size=(2, 2), width=16, heads=2, de
 """A network with a grid of 8 x 9 patches."""
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_what_the_closed_forms_count() -> None:
     expected = {cost.kind: cost.macs for cost in (*layer_costs(73, 16), *attention_costs(CONFIG, KINDS))}
     expected |= {of_pixels(cost.kind): cost.macs for cost in layer_costs(16 * 18, 16)}

@@ -89,6 +89,7 @@ def test_what_fails_in_a_process_is_said_here(tiny_work: Callable[..., Workload]
         measure_memory(Entry("torchvision"), tiny_work())
 
 
+@pytest.mark.slow
 @linux
 def test_a_limit_on_the_process_limits_the_batch(tiny_work: Callable[..., Workload]) -> None:
     work = tiny_work(**BIG)

@@ -89,6 +89,7 @@ def test_unknown_names_and_networks_without_a_counterpart(tiny_work: Callable[..
     check_peers(["openvino"], tiny_work("BiT-R26x1").config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNTIMES)
 @pytest.mark.parametrize("variant", ["ViT-Pico/7", "Conv+ViT-Pico/8"])
 def test_a_runtime_computes_what_our_network_does(tiny_work: Callable[..., Workload], name: str, variant: str) -> None:
@@ -101,6 +102,7 @@ def test_a_runtime_computes_what_our_network_does(tiny_work: Callable[..., Workl
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_runtimes_only_predict(tiny_work: Callable[..., Workload]) -> None:
     with pytest.raises(ConfigError, match="openvino does not train"):
         compare(tiny_work(), peers=["openvino"])

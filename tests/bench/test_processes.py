@@ -40,6 +40,7 @@ class Unsendable(Exception):
     """An object that cannot be pickled."""
 
 
+@pytest.mark.slow
 def test_a_process_keeps_its_object_until_it_is_closed() -> None:
     one, two = Worker(Counter, 3), Worker(Counter, 10)
     assert [one.call("next"), two.call("next"), one.call("next")] == [4, 11, 5]
@@ -50,6 +51,7 @@ def test_a_process_keeps_its_object_until_it_is_closed() -> None:
     two.close()
 
 
+@pytest.mark.slow
 def test_errors_come_back_as_they_are_or_in_words() -> None:
     with pytest.raises(ConfigError, match="start=-1 is negative"):
         Worker(Counter, -1)

@@ -29,6 +29,7 @@ def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_photographs(tmp_path_factory.mktemp("photographs") / "folder", 9, classes=2)
 
 
+@pytest.mark.slow
 def test_photographs_are_like_those_of_imagenet(photographs: Path) -> None:
     files = sorted(photographs.rglob("*.jpg"))
     assert len(files) == 9 and len({path.read_bytes() for path in files}) == 9
@@ -36,6 +37,7 @@ def test_photographs_are_like_those_of_imagenet(photographs: Path) -> None:
     assert all(20_000 < path.stat().st_size < 150_000 for path in files)
 
 
+@pytest.mark.slow
 def test_every_data_set_and_both_limits_are_timed(
     photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

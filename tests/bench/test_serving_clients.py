@@ -42,6 +42,7 @@ async def with_server(
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_closed_loop_has_as_many_requests_under_way_as_clients() -> None:
     outcomes, bodies = asyncio.run(
         with_server(lambda _: OK, lambda port: send_load(Load(clients=3), port, [b"a", b"bb"], 0.3), 0.05)
@@ -50,6 +51,7 @@ def test_a_closed_loop_has_as_many_requests_under_way_as_clients() -> None:
     assert 9 <= len(outcomes) == len(bodies) <= 21 and all(outcome.seconds >= 0.05 for outcome in outcomes)
 
 
+@pytest.mark.slow
 def test_an_open_loop_does_not_wait_for_answers() -> None:
     load = Load(rate=200.0)
     outcomes, bodies = asyncio.run(
@@ -66,6 +68,7 @@ def test_requests_are_divided_among_clients() -> None:
     assert asyncio.run(with_server(lambda _: OK, lambda port: send_requests(4, 2, port, [b"a"])))[1] == [b"a", b"a"]
 
 
+@pytest.mark.slow
 def test_failures_are_counted() -> None:
     busy = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
     answers = {1: busy, 2: b"", 0: OK}

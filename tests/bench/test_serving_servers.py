@@ -25,6 +25,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_all_processes_of_a_server_are_counted() -> None:
     script = f"SCRIPT = {SCRIPT!r}\n{SCRIPT}"
     with subprocess.Popen(

@@ -12,6 +12,7 @@ from vitrail.data.pipeline import default_threads
 from vitrail.errors import plural
 
 
+@pytest.mark.slow
 def test_a_table_of_photographs_in_three_forms(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,6 +49,7 @@ def test_json_of_a_data_set(capsys: pytest.CaptureFixture[str], colour_folder: P
     assert [len(times) for times in found["seconds"].values()] == [2, 2, 2]
 
 
+@pytest.mark.slow
 def test_opening_many(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "data", "--entries", "10050", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["images"] == 10050

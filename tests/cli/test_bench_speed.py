@@ -32,6 +32,7 @@ def result_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]
     return result
 
 
+@pytest.mark.slow
 def test_json_of_training(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("timm", "timm.models"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -53,6 +54,7 @@ def test_json_of_training(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert "products" in result["breakdown"]
 
 
+@pytest.mark.slow
 def test_tables_of_inference(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     words = ["infer", "ViT-Pico/7", *TINY, "--against", "torchvision", "--memory", "--precision", "float32"]
@@ -85,6 +87,7 @@ def test_merged_tokens_have_fewer_products(capsys: pytest.CaptureFixture[str]) -
     assert fewer["product_flops"] == fewer["workload"]["flops"] < 0.9 * whole["workload"]["flops"]
 
 
+@pytest.mark.slow
 def test_threads_are_given_back_and_the_profile_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     before = torch.get_num_threads()
     result = result_of(capsys, "infer", "ViT-Pico/7", *TINY, "--threads", "2", "--no-profile")
@@ -104,6 +107,7 @@ def test_scaling(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert "grows as depth to the power of" in text and "…" not in text
 
 
+@pytest.mark.slow
 def test_kinds_of_attention(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.bench.growth.SIDES", (3, 4))
     monkeypatch.setattr("vitrail.bench.growth.measure_memory", lambda entry, workload: 10**6)

@@ -60,7 +60,8 @@ def test_dropped_colours_are_told(words: list[str], advice: str, capsys: pytest.
         assert DROPPED in page and "To learn from colours, train with --channels 3." in page
 
 
-@pytest.mark.parametrize("command", ["train", pytest.param("finetune", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["train", "finetune"])
 def test_three_channels_keep_the_colours_of_a_grey_start(
     command: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

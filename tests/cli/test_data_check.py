@@ -30,6 +30,7 @@ def broken(colour_folder: Path) -> Path:
     return colour_folder
 
 
+@pytest.mark.slow
 def test_a_clean_set_is_said_to_be_one(colour_folder: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "check", str(colour_folder)]) == 0
     shown = capsys.readouterr().out
@@ -84,6 +85,7 @@ def test_copies_are_named_side_by_side(colour_folder: Path, capsys: pytest.Captu
     assert "warning 2 images in 1 group of copies with different labels (identical pixels)" in shown
 
 
+@pytest.mark.slow
 def test_many_classes_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(30):
         (tmp_path / "data" / f"class-{number:02}").mkdir(parents=True)

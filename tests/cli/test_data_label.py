@@ -11,6 +11,7 @@ from vitrail.cli import main
 from vitrail.data.sources import open_data
 
 
+@pytest.mark.slow
 def test_labels_are_written_shown_and_replaced_on_request(
     model: Path, some_images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

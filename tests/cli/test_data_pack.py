@@ -54,6 +54,7 @@ def test_a_folder_is_packed_and_said_to_be(
     assert main(words) == 0 and capsys.readouterr().out == shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("labels", ["soft", "hard"])
 def test_soft_pseudo_labels_become_classes_and_this_is_said(
     labels: str, model: Path, some_images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -63,6 +63,7 @@ def embed(
     return run
 
 
+@pytest.mark.slow
 def test_each_split_is_written_as_the_bundle_embeds_it(
     embed: Embed, headless: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -85,6 +86,7 @@ def test_each_split_is_written_as_the_bundle_embeds_it(
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_second_time_features_come_from_the_cache(embed: Embed, tmp_path: Path) -> None:
     assert embed()[0] == 0
     before = (tmp_path / "out" / "train" / "features.npy").read_bytes()
@@ -119,6 +121,7 @@ def test_another_image_size_resizes_positions(embed: Embed, tmp_path: Path) -> N
     assert not np.allclose(load_features(tmp_path / "out" / "test").features, before, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_parquet_is_a_file_for_each_split(embed: Embed, tmp_path: Path) -> None:
     assert embed("--format", "parquet")[0] == 0
     table = pyarrow.parquet.read_table(tmp_path / "out" / "train.parquet")
@@ -145,6 +148,7 @@ def test_what_is_there_is_kept(embed: Embed, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "train" / "mine.png").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_command_continues_if_it_is_repeated(
     embed: Embed, tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
@@ -176,6 +180,7 @@ def test_a_stopped_command_continues_if_it_is_repeated(
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.slow
 def test_features_are_bf16_where_that_is_safe(embed: Embed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "has_bf16_matrix_units", lambda device: True)
     code, shown, _ = embed("--split", "train")

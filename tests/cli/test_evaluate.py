@@ -52,6 +52,7 @@ def test_the_test_split_gives_what_the_run_reported(
     assert (row["images"], row["skipped"]) == (300, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fewer_bundled")
 def test_the_validation_split_is_the_one_that_training_held_out(
     model: Path, trained: RunResult, capsys: pytest.CaptureFixture[str]
@@ -62,6 +63,7 @@ def test_the_validation_split_is_the_one_that_training_held_out(
     assert "has no validation split" in captured.err
 
 
+@pytest.mark.slow
 def test_a_plain_folder_is_never_measured_on_what_may_have_been_trained_on(
     model: Path, tmp_path: Path, labelled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,6 +120,7 @@ def colours(tmp_path: Path) -> Path:
     return root.parent
 
 
+@pytest.mark.slow
 def test_features_need_no_head_and_are_found_again(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
     model = make_model(tmp_path / "headless", ())
     words = ("--by", "linear,knn,fewshot", "--shots", "1", "5", "--k", "1", "7", "--json")
@@ -133,6 +136,7 @@ def test_features_need_no_head_and_are_found_again(evaluate: Evaluate, tmp_path:
     assert json.loads(evaluate(model, colours, *words, "--no-cache")[1]) == json.loads(out)
 
 
+@pytest.mark.slow
 def test_data_with_only_a_test_split_is_measured(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
     model = make_model(tmp_path / "model", ("blue", "green", "red"))
     both = evaluate(model, colours, "--json")
@@ -146,6 +150,7 @@ def test_data_with_only_a_test_split_is_measured(evaluate: Evaluate, tmp_path: P
     assert code == 2 and "has a test split but no training images" in errors
 
 
+@pytest.mark.slow
 def test_all_evaluators_stand_in_one_table(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
     model = make_model(tmp_path / "model", ("blue", "green", "red"))
     code, out, _ = evaluate(model, colours, "--by", "accuracy,knn,fewshot", "--shots", "1", "--l2", "loo")
@@ -158,6 +163,7 @@ def test_all_evaluators_stand_in_one_table(evaluate: Evaluate, tmp_path: Path, c
     assert rows["train"]["images"] == 27
 
 
+@pytest.mark.slow
 def test_classes_and_confusion_are_shown_if_asked_for(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
     model = make_model(tmp_path / "model", ("blue", "green", "red"))
     code, out, _ = evaluate(model, colours, "--per-class", "--confusion", "--bootstrap", "0")
@@ -168,6 +174,7 @@ def test_classes_and_confusion_are_shown_if_asked_for(evaluate: Evaluate, tmp_pa
     assert [(one["name"], one["images"]) for one in row["per_class"]] == [("blue", 3), ("green", 3), ("red", 3)]
 
 
+@pytest.mark.slow
 def test_classes_without_images_are_named(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
     model = make_model(tmp_path / "model", ("blue", "green", "red"))
     shutil.rmtree(colours / "test" / "green")
@@ -197,6 +204,7 @@ def test_a_stopped_evaluation_names_the_command_that_continues_it(
     assert evaluate(model, colours, "--by", "knn", "--json")[0] == 0
 
 
+@pytest.mark.slow
 def test_another_image_size_and_merged_tokens_give_other_features(
     evaluate: Evaluate, tmp_path: Path, colours: Path
 ) -> None:
@@ -233,6 +241,7 @@ def test_folders_of_imagenets_numbers_are_measured_with_a_note(
     assert row["images"] == 6 and {cell[0] for cell in row["confusion"]} == {"class 7", "class 998"}
 
 
+@pytest.mark.slow
 def test_real_labels_are_read_from_a_file(evaluate: Evaluate, tmp_path: Path, numbered: Path) -> None:
     model = make_model(tmp_path / "model", IMAGENET)
     labels: list[list[int]] = [[], *([list(range(1000))] * 2), *([[]] * 49_997)]
@@ -244,6 +253,7 @@ def test_real_labels_are_read_from_a_file(evaluate: Evaluate, tmp_path: Path, nu
     assert code == 2 and "none.json, the ReaL labels: No such file or directory" in errors
 
 
+@pytest.mark.slow
 def test_a_list_of_names_says_which_output_a_wordnet_id_is(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
     model = make_model(tmp_path / "model", ("tench", "goldfish", "kite"))
     names = {"blue": "n01443537", "green": "n01608432", "red": "n01440764"}
@@ -276,6 +286,7 @@ class ByData(ByShare):
     data: str = ""
 
 
+@pytest.mark.slow
 def test_the_settings_of_an_evaluator_of_ones_own_are_options(
     evaluate: Evaluate, model: Path, colours: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +309,7 @@ def test_the_settings_of_an_evaluator_of_ones_own_are_options(
         vars(command).pop(cached, None)
 
 
+@pytest.mark.slow
 def test_nothing_is_computed_for_what_an_evaluator_refuses(
     evaluate: Evaluate, tmp_path: Path, colours: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,6 +332,7 @@ def test_nothing_is_computed_for_what_an_evaluator_refuses(
     assert code == 2 and "is not one of ImageNet's validation images, whose names are" in errors
 
 
+@pytest.mark.slow
 def test_numbers_are_measured_by_head_and_features(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     random = np.random.default_rng(0)
     lines = ["split,path,age,height"]

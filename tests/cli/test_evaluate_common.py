@@ -148,6 +148,7 @@ def test_generated_images_are_generated_anew() -> None:
     assert not keys_of(splits.validation) & keys_of(splits.train)
 
 
+@pytest.mark.slow
 def test_several_models_are_one_table(
     birds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

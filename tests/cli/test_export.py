@@ -16,6 +16,7 @@ from vitrail.data.sources import open_data
 from vitrail.training.run import RunResult
 
 
+@pytest.mark.slow
 def test_an_exported_run_predicts_and_is_measured_like_the_run(
     trained: RunResult, fewer_bundled: None, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -39,6 +40,7 @@ def test_an_exported_run_predicts_and_is_measured_like_the_run(
     assert "was exported with" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_accuracy_is_measured_on_images_that_training_held_out(
     colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +100,7 @@ def test_files_in_8_bit_integers_in_every_verb(
     assert "run.onnx differs from the network by" in refused["failures"][0]
 
 
+@pytest.mark.slow
 def test_calibration_reads_training_images_only(trained: RunResult, fewer_bundled: None) -> None:
     options = Export(model="", to="onnx", data="bundled", precision="int8", images=200, calibration_images=50)
     found = _images(options, load(trained.folder), True)

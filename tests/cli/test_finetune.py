@@ -86,6 +86,7 @@ def test_it_works_untouched_from_every_layout(
     assert prediction["label"] == "日本"
 
 
+@pytest.mark.slow
 def test_options_replace_what_the_rule_says(
     model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,6 +185,7 @@ def test_epochs_replace_the_rules_steps(model: Path, badges: Path, tmp_path: Pat
     assert record["steps"] == -(-record["data"]["train"] // 8) and record["config"]["run"]["epochs"] == 1
 
 
+@pytest.mark.slow
 def test_a_rate_that_is_given_is_the_papers_too(
     model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,6 +199,7 @@ def test_a_rate_that_is_given_is_the_papers_too(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.slow
 def test_the_papers_protocol_and_a_stopped_trial_that_goes_on_with_the_same_command(
     model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +233,7 @@ def test_images_that_chose_the_weights_are_not_called_unseen(
     assert "best weights" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_help_says_what_the_rule_chooses(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["finetune", "--help-all"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -238,6 +242,7 @@ def test_help_says_what_the_rule_chooses(capsys: pytest.CaptureFixture[str]) -> 
     assert "Default: the model's." in shown and "--init " not in shown and "--variant" not in shown
 
 
+@pytest.mark.slow
 def test_evaluation_says_where_training_held_nothing_out(
     model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,6 +255,7 @@ def test_evaluation_says_where_training_held_nothing_out(
         assert ("this model was trained without held-out images" in capsys.readouterr().err) == is_said
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_to_its_report_whenever_it_was_stopped(
     model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,7 @@ def models(tmp_path: Path) -> list[str]:
     return [str(tmp_path / "a-vit"), str(tmp_path / "a-resnet")]
 
 
+@pytest.mark.slow
 def test_a_page_figures_and_numbers_are_written(
     models: list[str], colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,6 +58,7 @@ def test_files_of_the_user_are_never_replaced(
     assert "holds files that Vitrail did not write (thesis.txt)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_all_compares_models_that_held_out_no_image_in_common(
     models: list[str], colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -135,6 +135,7 @@ def test_a_model_without_class_token_or_head(image: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "out" / "a rose-relevance.png").exists()
 
 
+@pytest.mark.slow
 def test_tokens_have_names(image: Path, tmp_path: Path) -> None:
     for pool, names in (("cls", ["register 0", "register 1"]), ("cls+dist", ["distillation token", "register 1"])):
         model = save_model(tmp_path / pool, pool=pool, registers=2)
@@ -182,6 +183,7 @@ def test_only_earlier_explanations_are_replaced(
     assert "a rose.html" in json.loads((out / "explain.json").read_text())["files"]
 
 
+@pytest.mark.slow
 def test_names_with_wildcards_and_raw_bytes(
     model: Path,
     image: Path,

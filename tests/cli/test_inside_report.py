@@ -22,6 +22,7 @@ from vitrail.evaluation.features.feature_files import parquet_library
 FAST = ("--images", "4", "--bootstrap", "0", "--probe-images", "0", "--saliency-images", "0")
 
 
+@pytest.mark.slow
 def test_a_page_figures_and_numbers_are_written(
     colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,6 +55,7 @@ def test_a_page_figures_and_numbers_are_written(
     assert json.loads(capsys.readouterr().out) == found
 
 
+@pytest.mark.slow
 def test_a_resnet_has_no_pictures_of_attention(colour_folder: Path, tmp_path: Path) -> None:
     bundle_of(size=(16, 16), **BIT).save(tmp_path / "model")
     out = tmp_path / "report"
@@ -66,6 +68,7 @@ def test_a_resnet_has_no_pictures_of_attention(colour_folder: Path, tmp_path: Pa
     assert "Not shown: a network of the architecture" in (out / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_embeddings_are_a_table_for_other_programs(
     colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +126,7 @@ def broken(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
+@pytest.mark.slow
 def test_all_reports_on_the_images_of_every_split(
     broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

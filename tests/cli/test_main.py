@@ -68,6 +68,7 @@ def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(words) == 2 and "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,6 +39,7 @@ def gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vitrail.cli.lists, "total_memory", lambda: 20_000_000_000)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("narrow", "gigabytes")
 def test_lists_parameters_and_cost(capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = (line for line in lines_of(capsys, "--image-size", "64", "96") if line.split()[:1] == ["ViT-B/16"])
@@ -60,6 +61,7 @@ def test_lists_parameters_and_cost(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines["ViT-Pico/7"][1] == "28" and lines["ViT-Nano/8"][1] == "64" and lines["Conv+ViT-Pico/8"][1] == "32"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("narrow", "gigabytes")
 @pytest.mark.parametrize(
     "words",
@@ -77,6 +79,7 @@ def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str], words: lis
         assert all(any(line.split()[:1] == [name] and line.split()[-2] for line in lines) for name in PUBLISHED)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("narrow", "gigabytes")
 def test_what_does_not_fit_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
     needed = {row["name"]: row["training_bytes"] for row in rows_of(capsys, "--batch-size", "8")}
@@ -87,6 +90,7 @@ def test_what_does_not_fit_is_marked(capsys: pytest.CaptureFixture[str]) -> None
     assert "memory of a training step of 8 images; * is more than the 20 GB here" in caption
 
 
+@pytest.mark.slow
 def test_json_says_all_in_exact_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(capsys)
     assert [row["name"] for row in rows] == list(PUBLISHED)
@@ -101,6 +105,7 @@ def test_json_says_all_in_exact_numbers(capsys: pytest.CaptureFixture[str]) -> N
     assert by_name["ViT-Pico/7"]["image_size"] == [28, 28] and by_name["BiT-R50x1"]["tokens"] == 49
 
 
+@pytest.mark.slow
 def test_classes_and_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(capsys, "--num-classes", "21843", "--batch-size", "2")
     (row,) = (row for row in rows if row["name"] == "ViT-S/16")
@@ -109,6 +114,7 @@ def test_classes_and_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
     assert row["training_bytes"] == training_bytes(config, 2, precision="bf16")
 
 
+@pytest.mark.slow
 def test_another_size_is_rounded_to_the_patch(capsys: pytest.CaptureFixture[str]) -> None:
     rows = {row["name"]: row for row in rows_of(capsys, "--image-size", "384", "380")}
     assert rows["ViT-B/16"]["image_size"] == [384, 384]

@@ -72,6 +72,7 @@ def test_neighbours_are_those_of_all_cosines(run: Run, features: Path, tmp_path:
     assert found == pytest.approx([float(cosines[images.index(path)]) for path in expected], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_an_image_is_not_its_own_neighbour_under_another_spelling_of_its_folder(
     run: Run, features: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

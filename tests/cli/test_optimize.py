@@ -21,6 +21,7 @@ def seconds_of_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fewer_bundled")
 def test_a_faster_model_is_written_and_used(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -52,6 +53,7 @@ def test_a_faster_model_is_written_and_used(
     assert json.loads(capsys.readouterr().out)["test"]["images"] == 300
 
 
+@pytest.mark.slow
 def test_a_model_without_a_head_gets_a_linear_one(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,6 +44,7 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
+@pytest.mark.slow
 def test_coco_results_have_all_boxes_with_the_numbers_of_the_data(
     detector: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,6 +81,7 @@ def test_coco_results_have_all_boxes_with_the_numbers_of_the_data(
     assert min(row["score"] for row in rows) < 0.5, "boxes below the threshold are kept, because AP needs them"
 
 
+@pytest.mark.slow
 def test_shown_objects_are_above_the_chosen_score(
     detector: Path, photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +131,7 @@ def test_boxes_are_drawn_and_written_as_yolo(detector: Path, photos: Path, tmp_p
     assert main(["predict", str(detector), str(photos), *words]) == 2, "a folder is not replaced unasked"
 
 
+@pytest.mark.slow
 def test_tiles_are_predicted(detector: Path, photos: Path, tmp_path: Path) -> None:
     for more in ((), ("--tiles",)):
         words = ["predict", str(detector), str(photos), "--coco", str(tmp_path / f"{len(more)}.json"), *more]
@@ -163,6 +166,7 @@ def test_masks_are_written_with_the_values_of_the_data(
         assert next(iter(rows[0]["fractions"])) in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_images_of_all_splits_have_different_numbers(
     detector: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,6 +203,7 @@ def test_images_of_a_data_set_keep_their_numbers(
     assert {row["category_id"] for row in json.loads(file.read_text())} <= {5, 17, 90}
 
 
+@pytest.mark.slow
 def test_masks_of_objects_are_written_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_outlines_folder(tmp_path / "data", train=2, validation=0, test=4)
     model = replace(dense_bundle("queries"), provenance={"class_ids": [3, 7]}).save(tmp_path / "model")

@@ -15,6 +15,7 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.folder import differing_settings
 
 
+@pytest.mark.slow
 def test_recipes_are_listed_with_published_results(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     text = capsys.readouterr().out
@@ -28,6 +29,7 @@ def test_transfers_are_listed_with_their_commands(capsys: pytest.CaptureFixture[
     assert all(f"            {row.command}" in lines for row in TRANSFERS)
 
 
+@pytest.mark.slow
 def test_a_recipe_is_shown_with_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
     """The printed words are options: they make the recipe out of the defaults."""
     for name in ("plain-vit-s16-90", "demo", "vit-b16-i1k-mae"):

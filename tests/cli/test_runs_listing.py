@@ -39,6 +39,7 @@ def runs(trained_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return tmp_path / "runs"
 
 
+@pytest.mark.slow
 def test_the_list_shows_what_differs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs"]) == 0
     text = capsys.readouterr().out
@@ -61,6 +62,7 @@ def test_the_list_shows_what_differs(runs: Path, capsys: pytest.CaptureFixture[s
     assert shown.index("[b]") < shown.index("long-name")
 
 
+@pytest.mark.slow
 def test_long_names_and_numbers_leave_every_number_whole(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In 80 columns, with a split that was measured on other images than the rest."""
     long = runs / "a-name-of-a-run-that-is-longer-than-half-of-the-line" / "and-continues-in-another-folder"

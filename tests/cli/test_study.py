@@ -65,6 +65,7 @@ def test_a_cell_that_is_repeated_is_printed_as_json(tmp_path: Path, capsys: pyte
     assert result is not None and shown == to_plain(result) and shown["metrics"].keys() >= {"accuracy"}
 
 
+@pytest.mark.slow
 def test_a_finished_study_is_shown_without_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "study"
     arguments = ("head", "--quick", "--arms", "class-token,mean", "--seeds", 0, "--out", folder, "--device", "cpu")

@@ -55,6 +55,7 @@ def test_a_folder_of_colours_is_learned_shown_and_used(
     assert all(row["label"] in Path(row["image"]).name for row in rows)
 
 
+@pytest.mark.slow
 def test_a_network_is_pre_trained_without_labels_and_used(
     colour_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,6 +127,7 @@ def test_lengths_of_a_schedule_are_fractions_or_have_units(colour_folder: Path, 
     assert [event["learning_rate"] for event in events] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_a_run_is_repeated_with_its_settings(
     colour_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,6 +183,7 @@ def test_the_recipe_follows_the_data_and_the_task() -> None:
     assert continued.optimizer.layer_decay == 0.8
 
 
+@pytest.mark.slow
 def test_help_shows_the_values_of_the_recipe_and_the_settings_of_the_task(capsys: pytest.CaptureFixture[str]) -> None:
     def shown(*words: str) -> str:
         assert run(*words) == 0
@@ -220,6 +223,7 @@ def test_a_plan_is_printed_and_nothing_is_trained(
     assert [path.name for path in tmp_path.iterdir()] == ["colours"]
 
 
+@pytest.mark.slow
 def test_a_student_learns_from_a_teacher(
     colour_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,6 +240,7 @@ def test_a_student_learns_from_a_teacher(
     assert run("--resume", "runs/student", "--steps", "4") == 0
 
 
+@pytest.mark.slow
 def test_a_run_records_its_choice_of_splits_and_is_extended_with_moved_data(
     colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -260,6 +265,7 @@ def test_a_run_records_its_choice_of_splits_and_is_extended_with_moved_data(
     assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["step"] == 4
 
 
+@pytest.mark.slow
 def test_numbers_of_a_table_are_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = ["file,brightness,width"]
     for number in range(40):

@@ -56,6 +56,7 @@ def test_fine_tuning_begins_with_the_names_of_the_classes(
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("linear_head", [False, True])
 def test_a_run_from_names_of_classes_that_ended_before_its_first_checkpoint_continues(
     words: Path, colour_folder: Path, tmp_path: Path, linear_head: bool
@@ -104,6 +105,7 @@ def walls(words: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, s
     return made, run, data
 
 
+@pytest.mark.slow
 def test_the_texts_of_a_head_are_recorded(
     words: Path, walls: tuple[str, str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,6 +120,7 @@ def test_the_texts_of_a_head_are_recorded(
     assert "--layers: it belongs to the list" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_pair_beside_a_fine_tuned_model(
     words: Path, walls: tuple[str, str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +142,7 @@ def test_a_pair_beside_a_fine_tuned_model(
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_settings_of_a_recipe_for_a_new_text_tower(
     words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,6 +156,7 @@ def test_settings_of_a_recipe_for_a_new_text_tower(
     assert trained is not None and trained.tower.config == load(words).words.tower.config  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_search_by_text(words: Path, colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "features")
     assert (

@@ -445,6 +445,7 @@ class Drawn:
         return Sample(self.key(index), np.full((height, width, 3), index, np.uint8), self.targets[index])
 
 
+@pytest.mark.slow
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data(), st.sampled_from(["coco", "yolo", "voc"]))
 def test_objects_are_the_same_after_they_were_written_and_read(

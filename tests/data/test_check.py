@@ -107,6 +107,7 @@ def accused(report: Report) -> dict[str, list[list[str]]]:
     }
 
 
+@pytest.mark.slow
 def test_every_planted_fault_is_found_and_nothing_else(messy_report: Report) -> None:
     assert accused(messy_report) == {
         "undecodable-in-train": [["train/b/cut.jpg"], ["train/b/page.jpg"]],
@@ -183,6 +184,7 @@ def test_the_bundled_clothes_have_three_near_duplicates_and_one_that_is_taken_fo
     ]
 
 
+@pytest.mark.slow
 def test_a_sample_is_the_same_every_time_and_counts_all_labels(clean: Path) -> None:
     splits = open_data(str(clean), validation_share=0.1)
     reports = [check_data(splits, sample=24, threads=threads) for threads in (1, 3)]
@@ -334,6 +336,7 @@ def test_names_that_no_terminal_should_see_are_escaped(memory_source: Sources) -
     assert keys == ["\\x1b[2J.png", "\\udcff\\n.png"]
 
 
+@pytest.mark.slow
 def test_quick_check_is_three_lines_and_one_for_each_split_that_lacks_a_class(clean: Path, messy: Path) -> None:
     assert quick_check(open_data(str(clean), validation_share=0.1)) == (
         "images: 36 train, 12 validation; 3 classes of 12 to 12 training images each",

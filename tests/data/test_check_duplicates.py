@@ -29,6 +29,7 @@ def distances(thumbnails: np.ndarray) -> np.ndarray:
     return apart
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -66,6 +67,7 @@ def test_equal_values_are_grouped(values: list[int]) -> None:
     assert {values[group[0]]: group.tolist() for group in same(np.array(values, np.uint64))} == expected
 
 
+@pytest.mark.slow
 def test_thousands_that_look_alike_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(duplicates, "MOST_COMPARISONS", 40_000)
     random = np.random.default_rng(0)
@@ -96,6 +98,7 @@ def test_a_source_without_images_has_no_copies(memory_source: Sources) -> None:
     assert (found.exact, found.near, found.complete) == ([], [], True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("quality", "scale"), [(75, 1.0), (75, 0.5), (95, 2.0)])
 def test_a_picture_saved_again_is_the_same_and_others_are_not(
     encode: Callable[..., bytes], memory_source: Sources, quality: int, scale: float

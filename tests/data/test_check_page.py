@@ -60,6 +60,7 @@ def test_a_clean_set_has_a_page_too(colour_folder: Path, read_page: Callable[[st
     assert reader.names.count("img") == 15
 
 
+@pytest.mark.slow
 def test_the_table_of_the_terminal_comes_first(evil: Splits, tmp_path: Path) -> None:
     text = page(check_data(evil), evil, "evil")
     assert text.index("<h2>2 classes") < text.index("<td>images</td><td>14</td>") < text.index("<h2>Findings")
@@ -76,6 +77,7 @@ def test_the_table_of_the_terminal_comes_first(evil: Splits, tmp_path: Path) -> 
     assert rest.count("<tr>") == 24 and "<td>22</td><td>1</td>" in rest
 
 
+@pytest.mark.slow
 def test_pictures_are_bounded(tmp_path: Path) -> None:
     for number in range(60):
         (tmp_path / f"{number:02}").mkdir()

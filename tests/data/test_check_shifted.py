@@ -62,6 +62,7 @@ def others() -> list[Image.Image]:
     return [part(scene(seed)) for seed in range(100, 220)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_copy_is_found_among_other_pictures(others: list[Image.Image], change: str) -> None:
     copies = [CHANGES[change](scene(seed)) for seed in range(6)]

@@ -75,6 +75,7 @@ AUGMENTS = {
 PADDED = Preprocess(image_size=(64, 50), resize="pad", pad_value=(0,), interpolation="nearest")
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(list(AUGMENTS)))
 def test_boxes_are_where_their_objects_are(seed: int, name: str) -> None:
@@ -92,6 +93,7 @@ def test_boxes_are_where_their_objects_are(seed: int, name: str) -> None:
                 assert len(rows) == 0, "what is seen has a box"
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(list(AUGMENTS)))
 def test_masks_are_where_their_pixels_are(seed: int, name: str) -> None:

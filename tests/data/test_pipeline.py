@@ -74,6 +74,7 @@ def assert_same(left: list[Batch], right: list[Batch]) -> None:
         assert one.skipped == other.skipped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("threads", "batch_size"), [(1, 7), (2, 2), (8, 1)])
 def test_threads_have_no_say_in_the_order(numbered: Callable[[int], Source], threads: int, batch_size: int) -> None:
     source = numbered(23)
@@ -93,6 +94,7 @@ def test_batch_size_has_no_say_in_the_order(
     assert samples_of(training(source, batch_size=batch_size, seed=seed), 40) == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(count=st.integers(2, 40), seed=st.integers(0, 2**32 - 1))
 def test_every_epoch_is_a_permutation(numbered: Callable[[int], Source], count: int, seed: int) -> None:
@@ -102,6 +104,7 @@ def test_every_epoch_is_a_permutation(numbered: Callable[[int], Source], count: 
         assert batch.epochs.tolist() == [epoch] * count
 
 
+@pytest.mark.slow
 def test_epochs_and_seeds_have_orders_of_their_own(numbered: Callable[[int], Source]) -> None:
     source = numbered(16)
     orders = {
@@ -145,6 +148,7 @@ def test_every_part_of_a_batch_belongs_to_its_sample(numbered: Callable[[int], S
     assert batch.valid.all() and batch.skipped == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("threads", "taken"), [(0, 0), (0, 3), (2, 5), (2, 11)])
 def test_resuming_goes_on_after_the_batch(numbered: Callable[[int], Source], threads: int, taken: int) -> None:
     """With 20 samples in batches of 4, an epoch has exactly five batches."""
@@ -161,6 +165,7 @@ def test_resuming_goes_on_after_the_batch(numbered: Callable[[int], Source], thr
     assert_same(list(islice(again, 4)), expected[3:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [0, 2])
 def test_one_iterator_can_be_taken_back_to_a_state_again_and_again(
     numbered: Callable[[int], Source], threads: int
@@ -176,6 +181,7 @@ def test_one_iterator_can_be_taken_back_to_a_state_again_and_again(
     assert_same(copies[0], copies[2])
 
 
+@pytest.mark.slow
 def test_resuming_may_change_the_number_of_threads(numbered: Callable[[int], Source]) -> None:
     source = numbered(10)
     before = training(source, threads=8)
@@ -188,6 +194,7 @@ def test_resuming_may_change_the_number_of_threads(numbered: Callable[[int], Sou
         assert_same(list(islice(resumed, 4)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [0, 2])
 def test_a_sample_that_cannot_be_decoded_keeps_its_place(
     memory_source: Sources, encode: Callable[..., bytes], threads: int
@@ -281,6 +288,7 @@ def test_threads_are_one_a_core_up_to_16(monkeypatch: pytest.MonkeyPatch, cores:
     assert pipeline.default_threads() == threads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "threads"), [(1, 0), (2, 2), (4, 0)])
 def test_ranks_together_see_what_one_sees(numbered: Callable[[int], Source], world: int, threads: int) -> None:
     source = numbered(23)
@@ -326,6 +334,7 @@ def test_evaluation_reads_every_sample_once_on_any_number_of_ranks(
     assert sorted(found) == list(range(count))
 
 
+@pytest.mark.slow
 def test_a_mixture_is_drawn_in_its_shares_each_part_in_epochs_of_its_own(numbered: Callable[[int], Source]) -> None:
     both = mixed([numbered(10), numbered(100)], [0.75, 0.25])
     batches = training(both, batch_size=40)
@@ -449,6 +458,7 @@ def varied(memory_source: Sources, count: int = 5) -> Source:
     return memory_source([*images[:-1], b""], labels=[(number % 3,) for number in range(count)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaled_decode", [False, True])
 def test_views_of_a_sample_are_rows_side_by_side(memory_source: Sources, scaled_decode: bool) -> None:
     source, preprocess = varied(memory_source), Preprocess(image_size=(5, 7), scaled_decode=scaled_decode)
@@ -493,6 +503,7 @@ def test_chunks_keep_the_views_of_a_sample_together(size: int, views: int, count
     assert torch.equal(torch.cat([chunk.labels for chunk in chunks]), rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaled_decode", [False, True])
 @pytest.mark.parametrize("is_cropped", [False, True])
 def test_local_views_have_boxes_and_a_size_of_their_own(
@@ -553,6 +564,7 @@ def counted(memory_source: Sources) -> tuple[Source, CountingImages]:
     return memory_source(images, labels=plain.labels), images
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize("views", [1, 2])
 def test_kept_pixels_are_read_once_and_give_equal_batches(memory_source: Sources, threads: int, views: int) -> None:
@@ -577,6 +589,7 @@ def test_kept_pixels_are_read_once_and_give_equal_batches(memory_source: Sources
     assert torch.equal(next(later).images, expected[0].images), "a batch is a copy of the kept pixels"
 
 
+@pytest.mark.slow
 def test_pixels_are_kept_for_one_size_at_a_time(memory_source: Sources) -> None:
     source, images = counted(memory_source)
     small, large = Preprocess(image_size=(5, 7)), Preprocess(image_size=(9, 8))
@@ -608,6 +621,7 @@ def test_worker_processes_keep_no_pixels(memory_source: Sources) -> None:
     assert batches._kept is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("free", [0, 1 << 40])
 def test_a_worker_process_gives_the_same_with_and_without_shared_memory(
     numbered: Callable[[int], Source], monkeypatch: pytest.MonkeyPatch, free: int
@@ -628,6 +642,7 @@ class Killing(Files):
         os.kill(os.getpid(), signal.SIGBUS)
 
 
+@pytest.mark.slow
 def test_a_worker_process_that_is_killed_is_named(colour_folder: Path) -> None:
     images = Killing(colour_folder, ["1.png"] * 36, [0] * 36)
     batches = training(Samples((images,), range(36), Targets.unknown("none", (), 36)))

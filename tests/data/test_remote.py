@@ -141,6 +141,7 @@ def tar_of(encode: Callable[..., bytes], *keys: int) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.slow
 def test_a_part_of_a_file(server: Server, root: str) -> None:
     server.files["/x"] = bytes(range(200))
     assert remote.read(f"{root}/x", 10, 14) == bytes([10, 11, 12, 13])
@@ -162,6 +163,7 @@ def test_what_passes_is_waited_out(server: Server, root: str, fault: str, monkey
     assert len(server.requests) == failing + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
@@ -244,6 +246,7 @@ def test_what_to_install_is_said() -> None:
         open_shards("s3://x/y.tar", None)
 
 
+@pytest.mark.slow
 def test_shards_on_a_server(server: Server, root: str, encode: Callable[..., bytes], tmp_path: Path) -> None:
     for number in range(3):
         server.files[f"/data/train-{number}.tar"] = tar_of(encode, *range(number * 20, number * 20 + 20))

@@ -202,6 +202,7 @@ def pictures(memory_source: Sources) -> Callable[..., Source]:
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.3])
 def test_every_label_has_its_fraction_of_the_held_out_images(pictures: Callable[..., Source], share: float) -> None:
     source = pictures(5000)

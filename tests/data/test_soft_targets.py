@@ -158,6 +158,7 @@ def test_mixup_mixes_the_amounts() -> None:
     assert torch.equal(mixed.counted, ~lost)
 
 
+@pytest.mark.slow
 def test_a_batch_overfits() -> None:
     batch, _ = whole_batch()
     torch.manual_seed(0)

@@ -251,6 +251,7 @@ def test_folders_that_a_model_does_not_know_are_named(tree: Trees) -> None:
         open_data(str(tree("rose/1.png", "daisy/1.png")), validation_share=0.0, classes=("rose", "lily"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["folders", "table", "shards"])
 def test_a_message_does_not_list_a_thousand_classes(tree: Trees, form: str) -> None:
     """Neither those of the model, nor those of the data."""

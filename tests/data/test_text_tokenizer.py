@@ -39,6 +39,7 @@ def table_of(tokenizer: TextTokenizer) -> tuple[dict[str, int], list[tuple[str, 
     return model["vocab"], [tuple(pair) for pair in model["merges"]]
 
 
+@pytest.mark.slow
 def test_a_trained_tokenizer_has_the_tokens_of_transformers(trained: TextTokenizer) -> None:
     transformers = pytest.importorskip("transformers")
     vocabulary, merges = table_of(trained)
@@ -55,6 +56,7 @@ def test_the_same_texts_train_the_same_tokenizer(trained: TextTokenizer) -> None
     assert again == trained and np.array_equal(again.encode(TEXTS).tokens, trained.encode(TEXTS).tokens)
 
 
+@pytest.mark.slow
 def test_the_tokens_of_clip_are_those_of_open_clip() -> None:
     found = importlib.util.find_spec("open_clip")
     if found is None or found.origin is None:

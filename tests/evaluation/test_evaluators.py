@@ -168,6 +168,7 @@ def check_shots(metrics: dict[str, float], accuracies: dict[int, tuple[float, ..
         assert metrics[f"fewshot_{count}_deviation"] == pytest.approx(np.std(values, ddof=1))
 
 
+@pytest.mark.slow
 def test_evaluators_measure_the_features_that_the_bundle_embeds() -> None:
     bundle, train, test = make_bundle(), Pictures(45, 1), Pictures(21, 2)
     outputs = make_outputs(bundle)
@@ -186,6 +187,7 @@ def test_evaluators_measure_the_features_that_the_bundle_embeds() -> None:
     check_shots(found, shots)
 
 
+@pytest.mark.slow
 def test_features_are_computed_once_for_all(counted: Callable[[Bundle], list[int]]) -> None:
     bundle, train, test = make_bundle(), Pictures(45, 1), Pictures(21, 2)
     seen = counted(bundle)
@@ -208,6 +210,7 @@ def test_few_shots_need_the_features_of_what_is_drawn_alone(counted: Callable[[B
     assert "fewshot_2" in one and "fewshot_2_deviation" not in one, "one seed has no deviation"
 
 
+@pytest.mark.slow
 def test_few_shots_learn_from_others_where_some_cannot_be_decoded(counted: Callable[[Bundle], list[int]]) -> None:
     broken = tuple(row for row in range(60) if row % 10 in (0, 3, 4, 7))
     train, test, bundle = Pictures(60, 1, broken=broken), Pictures(9, 2), make_bundle()
@@ -234,6 +237,7 @@ def test_shots_go_as_far_as_every_class_has_images(images: int, shots: set[int])
     assert {int(name.split("_")[1]) for name in every if name.startswith("fewshot")} == {1, 5, 10, 25}
 
 
+@pytest.mark.slow
 def test_images_of_several_labels_are_for_linear_and_knn() -> None:
     labels: list[Target] = [(index % 3,) if index % 2 else (0, 2) for index in range(24)]
     source = Pictures(24, labels=labels)
@@ -296,6 +300,7 @@ def test_settings_are_taken_as_files_give_them() -> None:
 # --- probes
 
 
+@pytest.mark.slow
 def test_a_run_is_probed_on_its_averaged_weights(tiny: Callable[..., TrainConfig]) -> None:
     config = tiny(average=0.5, keep="last")
     splits = config.data.open()

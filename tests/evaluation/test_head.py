@@ -117,6 +117,7 @@ def test_the_network_is_left_as_it_was(training: bool) -> None:
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
+@pytest.mark.slow
 def test_it_measures_in_float32_what_was_trained_in_bf16(tiny: Callable[..., TrainConfig]) -> None:
     kinds: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
 

@@ -68,6 +68,7 @@ def make_scenes(root: Path, split: str, count: int) -> None:
     (root / "classes.txt").write_text("sea\nsail\nsun\n")
 
 
+@pytest.mark.slow
 def test_a_linear_layer_of_patch_tokens_finds_coloured_things(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,6 +68,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Curve:
     return measure_recipe(tmp_path_factory.mktemp("cell"), cell(tiny()))
 
 
+@pytest.mark.slow
 def test_a_curve_has_a_point_for_each_evaluation(measured: Curve) -> None:
     assert [point.step for point in measured.points] == [4, 8, 12]
     for name in ("seconds", "cpu_seconds", "flops"):
@@ -78,6 +79,7 @@ def test_a_curve_has_a_point_for_each_evaluation(measured: Curve) -> None:
     assert measured.epochs == 12 * 8 / 36 and measured.test_accuracy is None and measured.precision == "float32"
 
 
+@pytest.mark.slow
 def test_operations_are_those_of_the_closed_form(measured: Curve) -> None:
     config = tiny().model.resolve(num_classes=3, image_size=(8, 16), channels=1)
     assert measured.points[1].flops == 8 * 8 * config.training_flops()
@@ -113,6 +115,7 @@ def test_the_products_of_the_optimizer_count() -> None:
     assert optimizer_flops(network, config) == 5 * (4 * square + 2 * wide)
 
 
+@pytest.mark.slow
 def test_a_run_that_takes_longer_than_the_budget_is_shortened(tmp_path: Path) -> None:
     result = measure_recipe(tmp_path, cell(tiny().override(steps=10_000), budget=0.3))
     assert result.own_steps == 10_000 and 1 <= result.steps < 2_000

@@ -57,6 +57,7 @@ def images() -> Images:
     return Images(Colours(60, seed=1), Colours(45, seed=2))
 
 
+@pytest.mark.slow
 def test_a_truncated_network_is_the_smaller_network() -> None:
     bundle = model()
     smaller = truncated(bundle, 2)
@@ -76,6 +77,7 @@ def test_a_truncated_network_is_the_smaller_network() -> None:
     assert len(truncated(model(attention="axial"), 2).network.blocks) == 4
 
 
+@pytest.mark.slow
 def test_steps_and_their_costs(images: Images) -> None:
     bundle = model(depth=12)
     found = {move.axis: move for move in moves(bundle, bundle, images.train)}
@@ -100,6 +102,7 @@ def test_steps_and_their_costs(images: Images) -> None:
     assert {move.axis for move in moves(resnet, resnet, images.train)} - {"precision"} == {"image size"}
 
 
+@pytest.mark.slow
 def test_pruning_goes_on_where_merging_ends(images: Images) -> None:
     bundle = model(depth=12)
     merged = with_reduction(bundle, TokenReduction(tokens=1))
@@ -113,6 +116,7 @@ def test_pruning_goes_on_where_merging_ends(images: Images) -> None:
     assert axes == {"image size", "blocks", "merging"}
 
 
+@pytest.mark.slow
 def test_the_fastest_model_that_keeps_the_accuracy(images: Images, monkeypatch: pytest.MonkeyPatch) -> None:
     """Time is the closed form of FLOPs here, so that the result does not depend on the machine."""
     monkeypatch.setattr(
@@ -130,6 +134,7 @@ def test_the_fastest_model_that_keeps_the_accuracy(images: Images, monkeypatch: 
     assert {trial["tried"] for trial in found.trials if trial["result"] == "not faster"} <= {"precision"}
 
 
+@pytest.mark.slow
 def test_nothing_is_taken_if_nothing_is_faster(images: Images, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search_module, "_seconds", lambda models, batch: [1.0] * len(models))
     bundle = model()
@@ -140,6 +145,7 @@ def test_nothing_is_taken_if_nothing_is_faster(images: Images, monkeypatch: pyte
     assert len(stopped.trials) == 1 and not stopped.is_complete
 
 
+@pytest.mark.slow
 def test_models_of_every_precision_are_timed() -> None:
     bundle = model()
     smaller = with_reduction(replace(bundle, precision="bf16"), TokenReduction(tokens=2))

@@ -103,6 +103,7 @@ time.sleep(99)
     assert read_result(folder, Curve) is None
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_the_one_that_started_it() -> None:
     script = """
 import time

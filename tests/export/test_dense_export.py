@@ -45,12 +45,9 @@ def assert_same_answers(bundle: Bundle, file: Bundle, samples: list[Sample]) -> 
             assert all((our.mask() != their.mask()).mean() < 1e-2 for our, their in pairs)
 
 
-@pytest.mark.parametrize(("kind", "to"), [
-    ("detection-tokens", "onnx"),
-    ("patches", "pt2"),
-    ("queries", "pt2"),
-    *(pytest.param(kind, to, marks=pytest.mark.slow) for kind in HEADS for to in ("pt2", "onnx", "openvino")),
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["pt2", "onnx", "openvino"])
+@pytest.mark.parametrize("kind", HEADS)
 def test_a_file_answers_like_the_model(kind: str, to: str, samples: list[Sample], tmp_path: Path) -> None:
     if to == "openvino":
         pytest.importorskip("openvino")
@@ -86,6 +83,7 @@ def test_a_folder_for_triton_names_the_rows(samples: list[Sample], tmp_path: Pat
     assert 'name: "rows" data_type: TYPE_FP32 dims: [ -1, 6 ]' in (made.path / "config.pbtxt").read_text()
 
 
+@pytest.mark.slow
 def test_a_file_with_other_boxes_fails(samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "SAME_BOX", 1.1)  # as if all boxes were others
     bundle = dense_bundle("detection-tokens", depth=1)

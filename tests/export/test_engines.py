@@ -30,6 +30,7 @@ from vitrail.weights.engine import EngineName
 
 pytest.importorskip("openvino")
 pytest.importorskip("onnxscript")
+pytestmark = pytest.mark.slow  # the libraries alone take seconds to load
 
 MANY = 10**12
 """A number of images for which a measurement is always worth its time."""
@@ -104,7 +105,6 @@ def test_the_runtime_computes_only_in_its_own_precision(model: Bundle) -> None:
     assert error <= 1.5 * usual + 1e-3 * exact.norm()
 
 
-@pytest.mark.slow
 def test_a_model_without_a_head_and_the_preprocessing_of_tensorflow() -> None:
     bare = make_bundle(num_classes=0, channels=1)
     bare = replace(bare, preprocess=replace(bare.preprocess, resampler="tensorflow"))
@@ -112,7 +112,6 @@ def test_a_model_without_a_head_and_the_preprocessing_of_tensorflow() -> None:
     torch.testing.assert_close(with_engine(bare, "onnxruntime").embed(images), bare.embed(images), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pyramid", "fine-patches"])
 def test_boxes_and_masks(kind: str) -> None:
     dense = dense_bundle(kind)
@@ -173,7 +172,6 @@ def wrong_file(path: Path, precision: str) -> Iterator[Any]:
     yield from (text, seal, spoiled)
 
 
-@pytest.mark.slow
 def test_wrong_outputs_are_refused(model: Bundle, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = replace(engines.KINDS["onnxruntime"], open=wrong_file)
     monkeypatch.setitem(engines.KINDS, "onnxruntime", wrong)
@@ -186,7 +184,6 @@ def test_wrong_outputs_are_refused(model: Bundle, cache: Path, monkeypatch: pyte
     assert with_engine(model, images=MANY).engine is None
 
 
-@pytest.mark.slow
 def test_a_damaged_file_is_written_anew(model: Bundle, cache: Path) -> None:
     with_engine(model, "onnxruntime")
     (file,) = cache.rglob("*.onnx")

@@ -48,6 +48,7 @@ def test_an_exported_file_predicts_like_the_model(
             assert got.probability == pytest.approx(wanted.probability, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_exported_file_takes_levels_and_names_its_inputs(
     bundle: Bundle, samples: list[Sample], exported: Callable[[str], Path]
 ) -> None:
@@ -65,6 +66,7 @@ def test_the_exported_file_takes_levels_and_names_its_inputs(
     np.testing.assert_allclose(found, probabilities(bundle, [samples[0].image]).numpy(), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_exported_file_cannot_be_trained_or_changed(
     types_unchecked: None, exported: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -120,7 +122,8 @@ os.kill(os.getpid(), signal.SIGTERM)
     assert (ended.returncode, ended.stderr.strip()) == (1, "stopped")
 
 
-@pytest.mark.parametrize("to", ["pt2", "onnx", pytest.param("onnx-int8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["pt2", "onnx", "onnx-int8"])
 def test_an_altered_file_is_refused(to: str, exported: Callable[[str], Path], tmp_path: Path) -> None:
     content, suffix = bytearray(exported(to).read_bytes()), exported(to).suffix
     place = content.index(b"tulip")
@@ -143,6 +146,7 @@ def test_a_flat_network_fails_and_leaves_no_file(tmp_path: Path, samples: list[S
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_file_that_differs_fails(bundle: Bundle, samples: list[Sample], exported: Callable[[str], Path]) -> None:
     other = make_bundle()
     with torch.no_grad():

@@ -28,6 +28,8 @@ from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.words import Words
 from vitrail.weights.zero_shot import zero_shot
 
+pytestmark = pytest.mark.slow  # writing the first file takes seconds
+
 TEXTS = ["a bee", "a wasp is here", "x", "bee " * 40, "the photo"]
 
 
@@ -99,7 +101,6 @@ def test_other_programs_find_tokens_and_the_tokenizer(model: Bundle, onnx: Path)
         ("last", True, "pt2"), ("map", True, "triton"), ("cls", False, "onnx"), ("cls", False, "openvino"),
     ],
 )  # fmt: skip
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*the end was cut")
 def test_every_tower_in_every_format(model: Bundle, pool: TextPool, is_causal: bool, to: str, tmp_path: Path) -> None:
     bundle = replace(model, words=words_of(model, pool, is_causal=is_causal))

@@ -97,6 +97,7 @@ def test_all_blocks_share_a_graph_and_a_last_one_that_reads_has_another(
     assert compiler.count == 2 * graphs, "in training and in evaluation"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", [False, True])
 def test_a_block_with_large_layers_is_one_graph(half: bool) -> None:
     """Large layers have kernels of their own outside of the compiler."""
@@ -156,6 +157,7 @@ def test_in_bf16_the_fused_and_the_compiled_path_agree() -> None:
         assert (a - b).norm() < 0.02 * a.norm()
 
 
+@pytest.mark.slow
 def test_each_layers_chance_is_its_own_in_one_graph() -> None:
     compiler, branch = Graphs(), torch.ones(20_000, 1, 1)
     torch.manual_seed(0)

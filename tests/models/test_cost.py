@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.make import small_config, vit_fields
-from tests.models.networks import DROPPED, HYBRIDS, in_turn, with_slow
+from tests.models.networks import DROPPED, HYBRIDS, in_turn
 from vitrail.bench.step import OURS, Entry, make_step
 from vitrail.bench.workload import Workload
 from vitrail.models import cost
@@ -105,6 +105,7 @@ def test_published_gmacs_at_384() -> None:
     assert f"{variant_config('ViT-B/16', image_size=384).macs() / 1e9:.1f}" == "55.5"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "depth"), [("ViT-Ti/16", 12), ("ViT-B/32", 3), ("ViT-L/16", 2), ("ViT-G/14", 2)])
 def test_macs_of_published_networks_equal_the_modules(name: str, depth: int) -> None:
     config = variant_config(name, depth=depth)
@@ -129,11 +130,8 @@ def test_macs_of_a_forward_pass_on_the_cpu(fields: dict[str, object]) -> None:
     assert executed(config, "cpu", batch=3) == 3 * config.inference_flops()
 
 
-LARGE = "four stages", "three stages", "small images, odd", "BiT"
-"""Networks whose modules take long to run."""
-
-
-@pytest.mark.parametrize("name", with_slow(HYBRIDS, LARGE))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_hybrids_and_resnets_cost_what_the_modules_do(name: str) -> None:
     config, sizes = HYBRIDS[name]
     with torch.device("meta"):
@@ -155,6 +153,7 @@ def test_macs_by_hand() -> None:
     assert config.inference_flops() == 2 * (stem + keys_values + queries + scores + mixed + out + mlp + 2 * 3)
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(data=st.data())
 def test_parameters_macs_and_training_equal_the_modules(data: st.DataObject) -> None:
@@ -167,6 +166,7 @@ def test_parameters_macs_and_training_equal_the_modules(data: st.DataObject) -> 
     assert config.training_flops() == pytest.approx(trained(config), rel=0.01)
 
 
+@pytest.mark.slow
 @settings(max_examples=4)
 @given(data=st.data(), scale=st.tuples(st.integers(1, 3), st.integers(1, 3)))
 def test_macs_of_another_size(data: st.DataObject, scale: tuple[int, int]) -> None:
@@ -188,6 +188,7 @@ def test_training_is_three_forward_passes_but_for_the_image(name: str) -> None:
     assert config.training_flops() == pytest.approx(trained(config), rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "blocks"), [
     (variant_config("ViT-Ti/16", image_size=(64, 48), depth=3, num_classes=7), range(4)),
     (variant_config("ViT-Ti/16", image_size=(64, 48), depth=2, num_classes=7, pool="map"), (0, 1)),
@@ -196,8 +197,8 @@ def test_training_is_three_forward_passes_but_for_the_image(name: str) -> None:
     (variant_config("ViT-Ti/16", image_size=(64, 48), depth=2, positions="relative-keys"), (0, 1, 2)),
     (variant_config("ViT-Ti/16", image_size=(64, 48), depth=2, positions="relative-keys", pool="gap"), (1, 2)),
     (variant_config("ViT-Ti/16", image_size=(64, 48), depth=2, num_classes=7, **DETECTOR), (0, 1)),
-    pytest.param(variant_config("BiT-R50x1", image_size=(48, 33), num_classes=7), (0, 3, 16), marks=pytest.mark.slow),
-    pytest.param(HYBRIDS["three stages"][0], (0, 1), marks=pytest.mark.slow),
+    (variant_config("BiT-R50x1", image_size=(48, 33), num_classes=7), (0, 3, 16)),
+    (HYBRIDS["three stages"][0], (0, 1)),
 ], ids=[
     "class token", "map", "hidden layer", "dropped patches", "keys", "keys, mean", "detection tokens", "BiT", "hybrid",
 ])  # fmt: skip
@@ -209,7 +210,8 @@ def test_frozen_layers_have_no_backward_pass(config: AnyConfig, blocks: Sequence
         assert found < config.training_flops()
 
 
-@pytest.mark.parametrize("name", with_slow(DROPPED, LARGE))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DROPPED)
 def test_dropped_patches_cost_nothing_in_training(name: str) -> None:
     config, sizes = DROPPED[name]
     assert isinstance(config, ViTConfig)
@@ -222,6 +224,7 @@ def test_dropped_patches_cost_nothing_in_training(name: str) -> None:
         assert config.macs(size) == whole.macs(size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "reduction"),
     [
@@ -338,6 +341,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "precision"), in_turn(BLOCKS, ("float32", "bf16")))
 def test_bytes_that_a_transformer_keeps(name: str, precision: Precision) -> None:
     config = variant_config("ViT-Ti/16", image_size=(96, 64), depth=2, **BLOCKS[name])
@@ -350,12 +354,13 @@ def test_bytes_that_a_transformer_keeps(name: str, precision: Precision) -> None
 FLOAT32_ALONE = "four stages", "wide, in patches", "BiT"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
         *in_turn([name for name in HYBRIDS if name not in FLOAT32_ALONE], ("bf16", "float32")),
         *((name, "float32") for name in ("no stage, dropped", "small images, odd, dropped")),
-        *(pytest.param(name, "float32", marks=pytest.mark.slow) for name in FLOAT32_ALONE),
+        *((name, "float32") for name in FLOAT32_ALONE),
     ],
 )
 def test_bytes_that_hybrids_and_resnets_keep(name: str, precision: Precision) -> None:
@@ -402,6 +407,7 @@ HELD: dict[str, tuple[AnyConfig, int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "precision"), in_turn(HELD, ("float32", "bf16")))
 def test_tensors_of_a_training_step(name: str, precision: Precision) -> None:
     config, batch = HELD[name]

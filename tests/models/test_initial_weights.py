@@ -87,6 +87,7 @@ def test_weights_start_as_published(name: str) -> None:
     assert (weights["norm.weight"] == 1).all() and not weights["blocks.0.attention.qkv.bias"].any()
 
 
+@pytest.mark.slow
 def test_the_numbers_at_width_768() -> None:
     """The numbers of issue trackers and papers: 0.0255 for the qkv of MAE, 0.0361 for that of MoCo, 0.0417 for the
     patches of MoCo's S/16, 0.0108 for BEiT."""

@@ -39,6 +39,7 @@ def test_a_hidden_layer_is_kept_unless_it_is_dropped() -> None:
         config.with_image_size((30, 32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ViT-Ti/16", "BiT-R26x1"])
 def test_a_network_is_built_by_its_architecture(name: str) -> None:
     network = build(variant_config(name, image_size=32, num_classes=2))

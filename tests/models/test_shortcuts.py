@@ -71,6 +71,7 @@ def assert_same(found: Tensor, expected: Tensor, name: str) -> None:
     assert (found - expected).abs().max() <= 0.05 * expected.abs().max(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*few("full", "waves", "reversible", "local"), *REDUCED])
 def test_hooks_and_replaced_methods_are_called_as_often_as_the_module_is_used(
     kind: str, compute: Callable[[nn.Module], Tensor]
@@ -98,6 +99,7 @@ def test_hooks_and_replaced_methods_are_called_as_often_as_the_module_is_used(
         assert Counter(seen) == Counter({"hook": used[name], "method": used[name]}) - Counter(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", few("full", "rotary"))
 def test_dense_layers_of_other_classes_and_formats_take_part(kind: str, compute: Callable[[nn.Module], Tensor]) -> None:
     made = network(kind)

@@ -132,6 +132,7 @@ def test_gradients_of_each_image_are_those_of_the_image_alone(kind: str) -> None
             torch.testing.assert_close(found[name][number], expected, rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", few("full"))
 def test_exported_networks_give_the_same_numbers_in_every_call(kind: str) -> None:
     made = network(kind)
@@ -141,6 +142,7 @@ def test_exported_networks_give_the_same_numbers_in_every_call(kind: str) -> Non
             torch.testing.assert_close(program(images(size)), made(images(size)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @pytest.mark.usefixtures("types_unchecked")
 @pytest.mark.parametrize("kind", few("full", "local", "hybrid"))

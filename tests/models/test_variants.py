@@ -80,6 +80,7 @@ def made(name: str, **fields: Any) -> int:
     return sum(parameter.numel() for parameter in network.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COUNTS)
 def test_published_parameter_counts(name: str) -> None:
     width = VARIANTS[name.removeprefix("ViT-").partition("/")[0]].width

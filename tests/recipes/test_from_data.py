@@ -78,6 +78,7 @@ def planned(
     return plan_for_data(TrainConfig().override(data="made", **explicit), splits, explicit, seconds)
 
 
+@pytest.mark.slow
 def test_digits_become_grey_small_and_unmirrored() -> None:
     found = planned(digits, examined=True)
     config = found.config
@@ -114,6 +115,7 @@ def test_boxes_hide_parts_of_images_that_are_seen_often() -> None:
     assert planned(digits).config.augment.erase == 0.5 and planned(digits, steps=3).config.augment.erase == 0.5
 
 
+@pytest.mark.slow
 def test_boxes_are_not_examined_by_a_linear_model(tmp_path: Path) -> None:
     data = make_voc_folder(tmp_path / "data", train=40, validation=0)
     assert (
@@ -133,6 +135,7 @@ def test_photographs_are_in_colour_larger_and_mirrored() -> None:
     assert means[0] == pytest.approx(means[1], abs=0.1) and means[2] == pytest.approx(45 / 255, abs=0.01)
 
 
+@pytest.mark.slow
 def test_little_time_means_smaller_images_and_fewer_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
 
@@ -184,6 +187,7 @@ def test_evaluations_take_a_part_of_the_time(monkeypatch: pytest.MonkeyPatch) ->
     assert plan_for_data(TrainConfig(), splits, {**explicit, "evaluations": 7}, 100.0).config.run.evaluations == 7
 
 
+@pytest.mark.slow
 def test_speed_is_measured_on_this_machine() -> None:
     """The reading of an image takes a hundredth of a second, so the speed is at most that of all reading threads."""
 
@@ -242,6 +246,7 @@ def test_settings_of_the_user_are_kept() -> None:
     assert planned(digits, steps=7).config.run.steps == 7
 
 
+@pytest.mark.slow
 def test_many_or_small_images_get_larger_batches() -> None:
     for images, explicit, batch_size in (
         (7_999, {}, 32), (8_000, {}, 128), (8_000, {"variant": "ViT-Pico/8"}, 32),

@@ -25,12 +25,6 @@ from vitrail.training.schedule import RunLength
 from vitrail.weights.bundle import Bundle
 
 IMAGENET = 1_281_167
-FAMILIES = {
-    "vit-b32-jft", "vit-b16-i1k", "vit-b16-jft-masked", "vit-s14-i21k-dinov2", "plain-vit-s16-90",
-    "vit-b16-i1k-beit-tuned", "vit-b16-i1k-mae-linear", "yolos-s16-coco", "eomt-s14-coco",
-}  # fmt: skip
-"""A recipe of each kind of transformer, for the fast tests."""
-
 UNLABELLED = ("masked-patches", "mae", "dino", "moco", "simclr", "vqvae", "clip", "siglip")
 """Tasks whose models have no head."""
 
@@ -154,6 +148,7 @@ def test_simclr_in_every_detail() -> None:
     assert network_of(config, 0).embed_width == 2048
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit-b16-i1k-mae", "vit-b16-i1k-beit"])
 def test_weights_decay_as_published(name: str) -> None:
     """Matrices, tables and the mask embedding decay in the codes of MAE and BEiT, and so does the class token of MAE.
@@ -319,9 +314,8 @@ def _saved(run: str, classes: int = 0) -> Bundle:
     return Bundle(network, classes=names, preprocess=Preprocess(image_size=(32, 32)))
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FAMILIES else pytest.param(name, marks=pytest.mark.slow) for name in PAPER_RECIPES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAPER_RECIPES)
 def test_two_steps(name: str, colour_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a narrow network and small images, and everything else as in the recipe."""
     config = PAPER_RECIPES[name]()
@@ -365,6 +359,7 @@ def test_two_steps(name: str, colour_folder: Path, tmp_path: Path, monkeypatch: 
     assert len(result.bundle.classes) == count
 
 
+@pytest.mark.slow
 def test_every_recipe_says_what_was_published() -> None:
     for name, recipe in PAPER_RECIPES.items():
         assert recipe.name == name == recipe().run.name

@@ -107,6 +107,7 @@ def guard_bytes(server: Running) -> float:
     return next(float(line.split()[-1]) for line in lines if line.startswith("vitrail_body_bytes "))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sent",
     [
@@ -160,6 +161,7 @@ def test_too_many_bodies_answer_503(limited: Running) -> None:
         assert answer.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in answer
 
 
+@pytest.mark.slow
 def test_too_many_connections_answer_503(limited: Running) -> None:
     clients = [limited.connect() for _ in range(9)]
     answers = [client.recv(1000) for client in clients]
@@ -271,6 +273,7 @@ def test_an_unknown_compression(limited: Running, images: list[bytes]) -> None:
     assert limited.ask("POST", "/", images[0], Content_Encoding="identity", **TOKEN).status == 200
 
 
+@pytest.mark.slow
 def test_names_of_a_server_on_a_loopback_address(bundle: Bundle, images: list[bytes]) -> None:
     with serving({"flowers": bundle}, allow_host=("Flowers.example",)) as server:
         for host in ("localhost", "LOCALHOST:80", "127.0.0.1:1", "[::1]:8000", "app.localhost", "flowers.example:7"):
@@ -283,6 +286,7 @@ def test_names_of_a_server_on_a_loopback_address(bundle: Bundle, images: list[by
             assert server.ask("GET", "/health", Host=host).json == {"health": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"token": "secret"}, {"host": "0.0.0.0"}])
 def test_other_servers_answer_under_every_name(bundle: Bundle, images: list[bytes], settings: dict[str, Any]) -> None:
     with serving({"flowers": bundle}, **settings) as server:
@@ -303,6 +307,7 @@ def test_pages_of_other_origins(bundle: Bundle, images: list[bytes]) -> None:
         assert "access-control-allow-origin" not in server.ask("POST", "/", images[0], Origin=other, **TOKEN).headers
 
 
+@pytest.mark.slow
 def test_an_idle_connection_is_closed_after_the_time_of_the_option(bundle: Bundle) -> None:
     with serving({"flowers": bundle}, keep_alive_seconds=0.1) as server, server.connect() as client:
         client.settimeout(3)  # less than the default of the option

@@ -47,6 +47,7 @@ def model(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bundle.save(tmp_path_factory.mktemp("models") / "flowers")
 
 
+@pytest.mark.slow
 def test_all_paths_are_answered(model: Path, bundle: Bundle, images: list[bytes]) -> None:
     with running(ModelDeployment(str(model), f"again={model}", max_batch=4)) as server:
         answer = server.ask_form("/predict?model=again", ("a.png", images[0]), ("b.png", b"no image"))

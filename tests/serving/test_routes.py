@@ -217,6 +217,7 @@ def test_an_explanation_that_is_refused(server: Running, query: str, size: int, 
     assert answer.status == status and words in answer.json["error"]
 
 
+@pytest.mark.slow
 def test_a_model_without_attention(images: list[bytes]) -> None:
     resnet = make_bundle(variant_config("BiT-Pico", num_classes=3))
     with serving({"resnet": resnet}) as running:

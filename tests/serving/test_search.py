@@ -53,6 +53,7 @@ def searching(words: Bundle, index: FeatureIndex) -> Iterator[Running]:
         yield running
 
 
+@pytest.mark.slow
 def test_embeddings_of_texts_and_images_in_one_request(searching: Running, words: Bundle, pictures: Path) -> None:
     image = sorted(pictures.rglob("*.png"))[0].read_bytes()
     inputs = ["a red wall", data_uri(image), "a blue wall"]

@@ -104,6 +104,7 @@ def test_a_new_model_is_served_when_its_files_have_settled(
     assert {**line, "time": ""} == {"time": "", "event": "model replaced", "model": "flowers", **shas}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [DESCRIPTION, WEIGHTS])
 def test_half_of_a_model_is_never_served(
     folder: Path, bundle: Bundle, images: list[bytes], name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -233,6 +234,7 @@ def test_a_folder_that_is_removed_while_it_is_listed_has_no_files(tmp_path: Path
     assert found <= {0, 1} and 0 in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["vitrail", "huggingface-clip"])
 def test_a_model_with_a_text_tower_is_watched_with_it(layout: str, tmp_path: Path) -> None:
     def write(name: str, model: Bundle) -> None:

@@ -87,6 +87,7 @@ def cell_of(config: TrainConfig, **fields: object) -> StudyCell:
     return make_cell(config, **{"by": ("accuracy",), "measured": "test", **fields})  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_cell_is_trained_and_measured_on_the_test_split(tmp_path: Path) -> None:
     cell = cell_of(tiny(), by=("accuracy", "fewshot"), evaluator_settings={"fewshot": {"shots": [1], "seeds": 1}})
     folder = tmp_path / cell.name
@@ -101,6 +102,7 @@ def test_a_cell_is_trained_and_measured_on_the_test_split(tmp_path: Path) -> Non
     assert not (folder / "run" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_trial_measures_only_the_cut(tmp_path: Path) -> None:
     cell = cell_of(tiny(), by=(), measured="validation")
     folder = tmp_path / cell.name
@@ -119,6 +121,7 @@ def test_a_cell_that_diverges_has_a_reason(tmp_path: Path) -> None:
     assert not (folder / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_second_stage_starts_from_the_model_of_the_first(tmp_path: Path) -> None:
     first = cell_of(tiny(), by=(), measured="validation")
     second = cell_of(tiny().override(variant=None, **dict.fromkeys(tiny().model.overrides)), start=first.name)
@@ -139,12 +142,14 @@ def make(folder: Path, cell: StudyCell):  # type: ignore[no-untyped-def]
     return result
 
 
+@pytest.mark.slow
 def test_data_without_a_test_split_is_refused(tmp_path: Path) -> None:
     config = tiny().override(data="fractals:2:20", channels=1)
     with pytest.raises(DataError, match=r"data 'fractals:2:20' has no test split to measure a cell on"):
         make(tmp_path, cell_of(config))
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_only_measured_again(tmp_path: Path) -> None:
     cell = cell_of(tiny())
     first = make(tmp_path, cell)

@@ -27,6 +27,7 @@ def write_folder(
     return str(folder)
 
 
+@pytest.mark.slow
 def test_settings_follow_from_the_data(tmp_path: Path) -> None:
     found = open_study_data(write_folder(tmp_path), "quick")
     assert (found.images, found.classes, found.channels, found.scale) == (22, 2, 3, "quick")
@@ -66,6 +67,7 @@ def test_data_without_classes_is_refused(tmp_path: Path) -> None:
         open_study_data(str(tmp_path), "quick")
 
 
+@pytest.mark.slow
 def test_a_subset_smaller_than_its_classes_is_refused() -> None:
     data = open_study_data("bundled", "quick")
     small = [point("a", small_config(data, images=images, epochs=1.0), (1e-3,)) for images in (7200, 9)]

@@ -18,6 +18,7 @@ from vitrail.studies.study import (
 )
 
 
+@pytest.mark.slow
 def test_subsets_are_nested_and_share_the_held_out_images() -> None:
     few, more = data_config("bundled", 50).open(), data_config("bundled", 120).open()
     keys = [{source.key(index) for index in range(len(source))} for source in (few.train, more.train)]

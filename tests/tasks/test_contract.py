@@ -35,6 +35,7 @@ def made(name: str, **settings: Any) -> Task:
     return task(**settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "settings"), SETTINGS, ids=str)
 def test_tasks_without_labels_keep_the_contract(name: str, settings: dict[str, Any]) -> None:
     check_task(made(name, **settings), SPLITS)

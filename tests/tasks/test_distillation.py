@@ -169,6 +169,7 @@ def test_grey_views_are_shown_to_a_teacher_of_colours(teacher: Callable[..., str
         torch.testing.assert_close(model.logits(grey), model.network(grey.expand(-1, 3, -1, -1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"teacher_labels": "soft"}])
 def test_it_fulfils_the_contract_of_a_task(settings: dict[str, Any], teacher: Callable[..., str]) -> None:
     check_task(Distillation(teacher=teacher(), **settings), DATA)

@@ -37,6 +37,7 @@ def outputs_of(seed: int) -> torch.Tensor:
     return torch.randn(QUERIES, CLASSES + 1 + CELLS**2 * 15, generator=generator) * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_losses_are_those_of_transformers(seed: int) -> None:
     module = pytest.importorskip("transformers.models.eomt.modeling_eomt")
@@ -119,6 +120,7 @@ def outline_batch(images: int) -> Batch:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_masks_of_objects_are_learned() -> None:
     torch.manual_seed(0)
     network: Any = vitrail.create(

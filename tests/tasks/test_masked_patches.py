@@ -176,6 +176,7 @@ def test_gradients_of_parts_add_up_to_those_of_the_batch(target: Any) -> None:
     check_parts(make_objective(MaskedPatches(patch_target=target)))
 
 
+@pytest.mark.slow
 def test_tokens_fulfil_the_contract_of_a_task(tmp_path: Path) -> None:
     tokenizer = str(make_tokenizer(size=(28, 42)).save(tmp_path / "model"))
     check_task(MaskedPatches(patch_target="tokens", tokenizer=tokenizer), Splits(Pictures(9), Pictures(5), None))

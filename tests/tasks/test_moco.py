@@ -90,6 +90,7 @@ def test_the_running_mean_follows_the_network_but_not_the_predictor() -> None:
     assert objective.saved_network() is objective.network
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["ViT-Pico/7", "BiT-Pico"])
 def test_patches_are_fixed_only_if_asked_and_only_in_transformers(variant: str) -> None:
     for is_fixed in (True, False):

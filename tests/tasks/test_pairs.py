@@ -74,6 +74,7 @@ def embeddings() -> tuple[Tensor, Tensor]:
     return F.normalize(torch.randn(7, 12), dim=1), F.normalize(torch.randn(7, 12), dim=1)
 
 
+@pytest.mark.slow
 def test_the_softmax_loss_is_that_of_transformers(embeddings: tuple[Tensor, Tensor]) -> None:
     clip = pytest.importorskip("transformers.models.clip.modeling_clip")
     images, texts = embeddings
@@ -134,6 +135,7 @@ def config_of(data: Path, run: Path, **more: Any) -> TrainConfig:
     return ranks.config_of(data, run, **{"evaluations": 1, "checkpoints": 2, "validation_share": 0.25, **given})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["clip", "siglip"])
 @pytest.mark.parametrize("freeze", ["none", "image"])
 def test_all_pairs_of_a_batch_are_compared_in_every_division(tmp_path: Path, task: str, freeze: str) -> None:
@@ -150,6 +152,7 @@ def test_all_pairs_of_a_batch_are_compared_in_every_division(tmp_path: Path, tas
             np.testing.assert_allclose(ours[name], values, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_continues_bit_by_bit(tmp_path: Path) -> None:
     data = write_pairs(tmp_path / "data")
     whole = train(config_of(data, tmp_path / "whole"))
@@ -166,6 +169,7 @@ def test_a_run_that_is_stopped_continues_bit_by_bit(tmp_path: Path) -> None:
     assert losses[0][-1] == losses[1][-1]
 
 
+@pytest.mark.slow
 def test_a_trained_pair_finds_its_texts_and_continues_as_initial_model(tmp_path: Path) -> None:
     data = write_pairs(tmp_path / "data", 36)
     more = {"optimizer": "adamw", "learning_rate": 3e-3, "steps": 40, "evaluations": 2, "keep": "best"}
@@ -240,6 +244,7 @@ def test_the_scale_of_clip_is_at_most_100() -> None:
     assert objective.scale.exp().item() == pytest.approx(100, rel=1e-5) and sigmoid.scale.item() == 6.0
 
 
+@pytest.mark.slow
 def test_one_text_of_each_image_is_drawn_by_seed_epoch_and_sample() -> None:
     texts = [("red circle", "blue bar", "green square"), ("red bar",), None]
     source, images = Pictures(6, targets=texts), Preprocess(image_size=(14, 14))

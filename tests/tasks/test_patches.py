@@ -58,6 +58,7 @@ def test_the_first_patches_are_blocks_and_all_patches_occur_once(grid: tuple[int
         assert sizes.mean() > 0.95 * count
 
 
+@pytest.mark.slow
 def test_blocks_have_the_published_sizes() -> None:
     """With 16 patches, the first block has the smallest area of the published code."""
     found = [largest_rectangle(mask) for mask in draw_blocks(batch_of(torch.zeros(20, 1, 1, 1)), (14, 14), 16, seed=0)]

@@ -81,6 +81,7 @@ def test_dice_is_that_of_each_class_of_an_image() -> None:
     assert found.tolist() == pytest.approx([float(np.mean(expected)), 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dice_weight", [0.0, 0.7])
 def test_parts_of_a_batch_have_the_gradients_of_the_whole(dice_weight: float) -> None:
     objective, batch = objective_of(Segmentation(dice_weight=dice_weight)), batch_of(5)

@@ -72,6 +72,7 @@ def make(task: Task, network: AnyConfig, count: int) -> tuple[Any, Batch]:
     return objective, batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_flops_of_a_step(name: str) -> None:
     objective, batch = make(TASKS[name], NETWORK, 4)

@@ -32,6 +32,7 @@ def kept_by_formula(start: AverageStart, decay: float, update: int) -> float:
     return 1 - 1 / sum(decay**age for age in range(update + 1))
 
 
+@pytest.mark.slow
 @given(
     decay=st.floats(0.0, 0.9999),
     updates=st.integers(1, 30),

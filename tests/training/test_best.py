@@ -106,6 +106,7 @@ class AtTheBeginning(Display):
             self.found.append(json.loads((self.model / "model.json").read_text())["provenance"]["step"])
 
 
+@pytest.mark.slow
 def test_a_crash_after_a_new_best_model_leaves_that_of_the_checkpoint(
     small: Callable[..., TrainConfig], outcome: Callable[[Path], dict[str, Any]], tmp_path: Path
 ) -> None:

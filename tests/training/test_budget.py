@@ -232,6 +232,7 @@ def measure(
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_workload_keeps_to_its_budget(measure: Callable[[str], Figures], name: str) -> None:
     found = measure(name)
@@ -313,6 +314,7 @@ def test_what_left_the_budget_is_named() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_copy_more_is_caught(measure: Callable[[str], Figures], monkeypatch: pytest.MonkeyPatch) -> None:
     name, forward = "train class token float32", Block.forward
     before = measure(name).to_plain()

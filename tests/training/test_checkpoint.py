@@ -74,6 +74,7 @@ def two(
     return checkpoints.folder, tensors[3]
 
 
+@pytest.mark.slow
 def test_everything_comes_back(
     saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path, flat: Callable[..., dict[str, Any]]
 ) -> None:
@@ -103,6 +104,7 @@ def test_the_names_of_the_tensors_do_not_depend_on_the_machine(
     assert not any("random" in name or "cuda" in name for name in here)
 
 
+@pytest.mark.slow
 def test_the_numerically_newest_wins(saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path) -> None:
     saved(9, 10)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
@@ -112,6 +114,7 @@ def test_the_numerically_newest_wins(saved: Callable[..., Any], moving: tuple[Tr
     assert checkpoints.steps() == [1000, 100]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("retain", [1, 3])
 def test_the_newest_are_kept(retain: int, saved: Callable[..., Any], tmp_path: Path) -> None:
     saved(8, 9, 10, 11, retain=retain)
@@ -119,6 +122,7 @@ def test_the_newest_are_kept(retain: int, saved: Callable[..., Any], tmp_path: P
     assert names == sorted(f"step-{step}" for step in (11, 10, 9)[:retain])
 
 
+@pytest.mark.slow
 def test_the_same_step_can_be_saved_again(
     saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path
 ) -> None:
@@ -165,6 +169,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("damage", "problem"), DAMAGES.values(), ids=DAMAGES)
 def test_a_missing_or_short_file_falls_back(
     damage: Callable[[Path], object], problem: str, two: tuple[Path, dict[str, Any]], moving: tuple[TrainState, Job],
@@ -181,6 +186,7 @@ def test_a_missing_or_short_file_falls_back(
     assert all(torch.equal(restored[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.slow
 def test_without_a_manifest_it_does_not_exist(
     saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path
 ) -> None:
@@ -229,6 +235,7 @@ def test_an_exception_while_saving_leaves_nothing_behind(
     assert {path.name: path.read_bytes() for path in (checkpoints.folder / "step-3").iterdir()} == before
 
 
+@pytest.mark.slow
 def test_the_background_writes_the_state_of_the_moment(
     saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path, flat: Callable[..., dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
@@ -312,6 +319,7 @@ def lock() -> Iterator[Callable[[Path], None]]:
         folder.chmod(0o755) if os.geteuid() else subprocess.run(["chattr", "-i", folder], check=True)
 
 
+@pytest.mark.slow
 def test_an_old_checkpoint_that_cannot_be_deleted_does_not_stop_the_run(
     tiny: Callable[..., TrainConfig], lock: Callable[[Path], None]
 ) -> None:

@@ -45,6 +45,7 @@ def curve(run: Path) -> list[list[float]]:
     return [[event["loss"], event["gradient_norm"]] for event in events]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_run(drawn: Path, tmp_path: Path) -> None:
     fields = {
         "optimizer": "adamw",
@@ -63,9 +64,10 @@ def test_a_resumed_run_is_the_same_run(drawn: Path, tmp_path: Path) -> None:
     assert models[0] == models[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "fields"), [
     (2, {"accumulation": 3}),
-    pytest.param(2, {"shard": "full", "accumulation": 3}, marks=pytest.mark.slow),
+    (2, {"shard": "full", "accumulation": 3}),
 ], ids=str)  # fmt: skip
 def test_parts_and_processes_train_as_one_does(drawn: Path, tmp_path: Path, world: int, fields: dict[str, Any]) -> None:
     alone = train(config_of(drawn, tmp_path / "one"))
@@ -77,6 +79,7 @@ def test_parts_and_processes_train_as_one_does(drawn: Path, tmp_path: Path, worl
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_parts_of_a_batch_have_the_gradients_of_the_batch(drawn: Path, tmp_path: Path) -> None:
     """The parts have different numbers of objects, and one image of the batch cannot be decoded."""
     whole, expected = ranks.gradients(config_of(drawn, tmp_path / "run"), (1,))
@@ -98,6 +101,7 @@ SHAPE = ("variant", "width", "depth", "heads", "mlp_width", "position_std")
 """Settings that a model to start from decides."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [
     {"train_blocks": 1},
     {"lora_rank": 2},
@@ -173,6 +177,7 @@ def test_a_network_of_the_users_own_is_refused(drawn: Path, tmp_path: Path) -> N
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_command_trains_from_scratch_within_a_budget(drawn: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     code, out, errors = command(

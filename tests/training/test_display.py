@@ -86,6 +86,7 @@ def test_a_narrow_terminal_shows_what_is_most_important(width: int, shown: int) 
     assert "…" not in text
 
 
+@pytest.mark.slow
 def test_a_week_has_some_hundred_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
     display = ConsoleDisplay(Console(file=file, width=120))

@@ -22,6 +22,7 @@ from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bitwise_and_saves_the_mean_of_both_heads(
     small: Callable[..., TrainConfig], stop_at: Callable[[int], Display], tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def test_the_mean_of_the_weights_is_measured_and_kept(
     assert measured["cross_entropy"] == pytest.approx(during[2]["cross_entropy"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_lower_loss_wins_between_weights_of_equal_accuracy(
     initial: Initial, from_model: FromModel, colour_folder: Path
 ) -> None:
@@ -144,6 +145,7 @@ def test_patience_is_remembered(
     assert [event["step"] for event in events_of(run, "evaluation")][:-1] == [4, 8, 12]
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_early_and_was_killed_in_its_last_measurements_takes_no_further_step(
     initial: Initial, from_model: FromModel, colour_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,6 +249,7 @@ def test_probes_that_cannot_be_made(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("select", "best"),
     [
@@ -275,6 +278,7 @@ def test_the_tasks_metric_chooses_the_best_weights(
     assert result.bundle.provenance["step"] == [event["step"] for event in events if event["best"]][-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["sigmoid"])
 def test_the_journal_has_the_loss_of_the_task_for_single_labels(
     loss: Loss, folder_config: FromModel, colour_folder: Path

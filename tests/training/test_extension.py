@@ -56,6 +56,7 @@ def test_the_rate_is_that_of_a_run_of_the_whole_length(small: Small, tmp_path: P
     assert longer[20] < longer[21], "the cosine had fallen to its end, and rises again"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "rises"), [("cosine", True), ("constant", False)])
 def test_a_rate_that_rises_again_is_noted(small: Small, tmp_path: Path, schedule: str, *, rises: bool) -> None:
     train(small(tmp_path / "run", steps=4, schedule=schedule, warmup=0.0, **FEW))
@@ -103,6 +104,7 @@ def test_a_stopped_run_can_be_made_longer_and_stopped_again(
     assert resume(run).summary["steps"] == 30
 
 
+@pytest.mark.slow
 def test_a_length_that_is_not_larger_is_refused(small: Small, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(small(run, steps=12))
@@ -121,6 +123,7 @@ def test_a_length_that_is_not_larger_is_refused(small: Small, tmp_path: Path) ->
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_without_the_checkpoint_of_the_end_the_way_out_is_named(small: Small, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(small(run, steps=12))

@@ -51,6 +51,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         subprocess.run(["umount", str(place)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_the_run_and_spares_what_is_saved(
     small: Small, straight: dict[str, Any], outcome: Outcome, small_disk: Callable[[str], Path]
 ) -> None:
@@ -67,6 +68,7 @@ def test_a_full_disk_stops_the_run_and_spares_what_is_saved(
     assert outcome(run) == straight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["300k", "420k", "660k"])
 def test_a_full_disk_is_named_wherever_it_ends_a_checkpoint(
     size: str, small: Small, prepare: Callable[..., Any], small_disk: Callable[[str], Path], tmp_path: Path
@@ -107,7 +109,8 @@ def file_limit() -> Iterator[Callable[[int], None]]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("in_background", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("in_background", [False, True])
 def test_a_file_that_grows_too_large_stops_the_run_and_spares_what_is_saved(
     in_background: bool, small: Small, straight: dict[str, Any], outcome: Outcome, file_limit: Callable[[int], None],
     tmp_path: Path,
@@ -154,6 +157,7 @@ class Poison(Display):
                 self.state.objective.network.norm.weight[3] = torch.nan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "checkpoints", "after", "kept"),
     [(24, 24, 4, [4, 3]), (24, 1, 3, []), (300, 40, 15, [8])],
@@ -189,6 +193,7 @@ def test_a_run_that_went_bad_can_go_on_from_the_last_good_state(
     assert "failed" not in [event["event"] for event in read_journal(tmp_path / "run" / "journal.jsonl")]
 
 
+@pytest.mark.slow
 def test_a_real_divergence_is_named(small: Small, prepare: Callable[..., Any], tmp_path: Path) -> None:
     wild = {
         "optimizer": "sgd", "learning_rate": 1e12, "schedule": "constant", "warmup": 0.0, "clip": 0.0, "steps": 400,

@@ -104,6 +104,7 @@ def test_a_run_beyond_the_machine_is_refused_before_it_writes_anything(small: Sm
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_first_lines_of_a_run_state_the_memory(finished: Finished) -> None:
     (line,) = (text for text in finished.shown.said[:6] if text.startswith("memory: about "))
     assert line.endswith(" are free")

@@ -70,6 +70,7 @@ def test_an_error_in_a_step_leaves_no_hooks() -> None:
     assert health.read() == {} and not any(part._forward_pre_hooks for part in vit.modules())
 
 
+@pytest.mark.slow
 def test_the_journal_has_the_health_of_the_last_step_of_each_report(
     finished: Finished, three_splits: Path, tmp_path: Path
 ) -> None:

@@ -52,6 +52,7 @@ def test_every_weight_has_one_layer(kind: str) -> None:
     assert len(layers.blocks) == network.config.num_blocks == KINDS[kind][2]
 
 
+@pytest.mark.slow
 def test_layers_are_those_of_beit() -> None:
     for kind, expected in (
         ("class token", {"prefix.cls": 0, "positions.embedding": 0, "patches.projection.weight": 0,

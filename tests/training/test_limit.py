@@ -102,6 +102,7 @@ def test_a_slower_second_measurement_does_not_count(monkeypatch: pytest.MonkeyPa
     assert found.flops_per_second is None and calls == ["first", "again", "too low"]
 
 
+@pytest.mark.slow
 def test_no_fraction_is_above_one(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limit, "product_limit", lambda *_, again=False: 2.0 if again else 1.0)
     display = Fractions()
@@ -152,6 +153,7 @@ def test_the_fraction_is_that_of_the_closed_form(
     assert display.fractions[0] == steps[0]["limit_fraction"] and None not in display.fractions
 
 
+@pytest.mark.slow
 def test_frozen_blocks_have_no_backward_pass(
     initial: Callable[..., Path],
     from_model: Callable[..., TrainConfig],

@@ -56,6 +56,7 @@ def test_the_head_becomes_a_linear_model(initial: Initial, splits: Splits) -> No
     assert accuracy(bundle, splits) == 1.0, "colours tell the classes"
 
 
+@pytest.mark.slow
 def test_a_kept_head_stays_unless_a_linear_model_is_better(initial: Initial, splits: Splits) -> None:
     bundle = headed(initial, splits.classes)
     start_head(Outputs(bundle), splits, kept=False)
@@ -77,7 +78,8 @@ def test_without_a_validation_split_a_kept_head_stays(initial: Initial, splits: 
     assert torch.equal(bundle.network.head.weight, before)
 
 
-@pytest.mark.parametrize("variant", ["ViT-Pico/7", pytest.param("BiT-R26x1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["ViT-Pico/7", "BiT-R26x1"])
 def test_a_run_begins_and_is_measured_at_the_linear_model(
     variant: str, initial: Initial, from_model: FromModel, colours: Path
 ) -> None:
@@ -95,6 +97,7 @@ def test_a_run_begins_and_is_measured_at_the_linear_model(
     assert linear_score(config, load_bundle(model, device="cpu"), replace(splits, validation=None)) is None
 
 
+@pytest.mark.slow
 def test_numbers_start_at_ridge_regression(initial: Initial, from_model: FromModel, colours: Path) -> None:
     lines = ["file,redness,split"]
     for index, path in enumerate(sorted(colours.rglob("*.png"))):

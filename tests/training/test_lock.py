@@ -37,6 +37,7 @@ def another_process(folder: Path) -> Iterator[BaseProcess]:
         process.join()
 
 
+@pytest.mark.slow
 def test_a_lock_that_another_process_holds_is_refused_by_its_number(tmp_path: Path) -> None:
     with another_process(tmp_path) as process:
         with pytest.raises(RunError) as caught, locked(tmp_path):
@@ -74,6 +75,7 @@ class Meanwhile(Display):
             action()
 
 
+@pytest.mark.slow
 def test_a_run_is_neither_resumed_nor_replaced_while_it_trains(small: Small, tmp_path: Path) -> None:
     run, refused = tmp_path / "run", []
 
@@ -89,6 +91,7 @@ def test_a_run_is_neither_resumed_nor_replaced_while_it_trains(small: Small, tmp
     train(small(run, steps=2, overwrite=True))
 
 
+@pytest.mark.slow
 def test_two_that_resume_do_not_train_together(small: Small, stop_at: Callable[[int], Display], tmp_path: Path) -> None:
     run, refused = tmp_path / "run", []
     with pytest.raises(Exception, match="stopped at step 8"):

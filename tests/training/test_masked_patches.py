@@ -54,7 +54,6 @@ LOSSES = {
     "dino": "dino_loss",
     "moco": "contrast_loss",
 }
-FAST = ("masked-patches", "mae")
 BESIDE = {
     "masked-patches": "mask_embedding",
     "mae": "decoder.mask_token",
@@ -76,9 +75,8 @@ def masked(small: Callable[..., TrainConfig], tmp_path: Path) -> Callable[..., T
     return make
 
 
-@pytest.mark.parametrize(
-    "task", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("task", SETTINGS)
 def test_a_run_resumes_bitwise_and_keeps_the_best_decoder(
     task: str, masked: Callable[..., TrainConfig], stop_at: Callable[[int], Display], tmp_path: Path
 ) -> None:
@@ -105,6 +103,7 @@ def test_a_run_resumes_bitwise_and_keeps_the_best_decoder(
     assert len(probes) == 4 and all(0 <= event["knn_1"] <= 1 for event in probes)
 
 
+@pytest.mark.slow
 def test_the_saved_model_has_features_and_starts_other_runs(
     masked: Callable[..., TrainConfig], small: Callable[..., TrainConfig], tmp_path: Path
 ) -> None:
@@ -122,6 +121,7 @@ def test_the_saved_model_has_features_and_starts_other_runs(
     assert again.bundle.classes == () and again.bundle.network.head is None
 
 
+@pytest.mark.slow
 def test_labels_are_not_needed_but_probes_measure_by_them(
     masked: Callable[..., TrainConfig], colour_folder: Path, tmp_path: Path
 ) -> None:

@@ -104,6 +104,7 @@ def curve_of(run: Path) -> list[dict[str, Any]]:
     return [{name: event[name] for name in names if name in event} for event in kept]
 
 
+@pytest.mark.slow
 def test_a_run_records_its_choice_and_computes_the_same(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,7 +85,8 @@ def seeded(outputs: int = 2) -> Small:
     return Small(outputs)
 
 
-@pytest.mark.parametrize("as_splits", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("as_splits", [False, True])
 def test_an_own_source_is_trained_on_and_cut_as_any_data(as_splits: bool, config: Callable[..., TrainConfig]) -> None:
     data = Splits(Stripes(), None, Stripes(10), title="my stripes") if as_splits else Stripes()
     result = train(config(**SIZES), data=data)
@@ -116,6 +117,7 @@ def test_an_own_network_is_trained_and_predicts(config: Callable[..., TrainConfi
         result.bundle.save(tmp_path / "rounded", stored="bfloat16")
 
 
+@pytest.mark.slow
 def test_a_network_of_the_package_is_saved_whole(config: Callable[..., TrainConfig]) -> None:
     sizes = {name: value for name, value in SIZES.items() if name != "variant"}
     network = vitrail.create("ViT-Pico/3", image_size=(9, 12), num_classes=2, **sizes)
@@ -130,6 +132,7 @@ def test_a_changed_network_of_the_package_is_refused_before_the_first_step(confi
         train(config(), data=Stripes(), network=network)
 
 
+@pytest.mark.slow
 def test_an_own_network_learns_numbers(config: Callable[..., TrainConfig]) -> None:
     result = train(config(task="regression", steps=80), data=Stripes(numbers=True), network=seeded(1))
     assert result.metrics["validation_r2"] > 0.9
@@ -138,6 +141,7 @@ def test_an_own_network_learns_numbers(config: Callable[..., TrainConfig]) -> No
     assert low.names == ("brightness",)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_needs_the_same_objects(
     config: Callable[..., TrainConfig], stop_at: Callable[[int], Display], tmp_path: Path
 ) -> None:
@@ -158,6 +162,7 @@ def test_a_stopped_run_needs_the_same_objects(
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
+@pytest.mark.slow
 def test_objects_that_the_run_did_not_have_are_refused(
     config: Callable[..., TrainConfig], tiny: Callable[..., TrainConfig], stop_at: Callable[[int], Display]
 ) -> None:

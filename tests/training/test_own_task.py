@@ -136,6 +136,7 @@ def test_modules_beside_the_network_are_trained_saved_and_resumed(
     assert not torch.allclose(expected["decoder.0.weight"], fresh, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_task_gets_as_many_views_of_each_image_as_it_asks_for(
     colour_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -147,6 +148,7 @@ def test_a_task_gets_as_many_views_of_each_image_as_it_asks_for(
     train(config)
 
 
+@pytest.mark.slow
 def test_the_model_has_no_head(colour_config: Callable[..., TrainConfig]) -> None:
     result = train(colour_config(keep="best", steps=6))
     bundle = load(result.folder / "model")

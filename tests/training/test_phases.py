@@ -127,7 +127,8 @@ def test_networks_of_the_user_have_no_smaller_images(small: Small, tmp_path: Pat
         train(config, network=network)
 
 
-@pytest.mark.parametrize("cuts", [(12, 19), pytest.param((3, 6, 11, 18), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("cuts", [(12, 19), (3, 6, 11, 18)], ids=str)
 def test_stopping_in_any_phase_changes_no_bit(
     cuts: tuple[int, ...],
     small: Small,
@@ -152,6 +153,7 @@ def test_stopping_in_any_phase_changes_no_bit(
         ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_order_of_samples_does_not_depend_on_the_phases(small: Small, tmp_path: Path) -> None:
     samples = []
     for fields in (ALL, {}):
@@ -171,6 +173,7 @@ def test_the_order_of_samples_does_not_depend_on_the_phases(small: Small, tmp_pa
     assert samples[0] == samples[1][: len(samples[0])] and len(samples[0]) == 12 * 7 + 8 * 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("local_size", "expected"), [(None, [(7, 7), (14, 7)]), ((7, 14), [(7, 14), (7, 14)])])
 def test_local_views_have_half_the_size_of_the_phase(
     local_size: tuple[int, int] | None, expected: list[tuple[int, int]], small: Small, tmp_path: Path

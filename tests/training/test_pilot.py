@@ -116,6 +116,7 @@ def test_each_config_has_its_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -
     assert len(calls) == 1, "there is too little time for more than the first pilot"
 
 
+@pytest.mark.slow
 def test_images_are_read_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A fifth of the images cannot be decoded, which is more than the run would allow."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -32,6 +32,7 @@ from vitrail.weights.load import load
 MIXED = {"mixup": 0.5, "cutmix": 1.0, "randaugment_layers": 1, "accumulation": 5, "average": 0.9, "shift": 2}
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(three_splits: Path, tmp_path: Path) -> None:
     alone = train(ranks.config_of(three_splits, tmp_path / "one", **MIXED))
     found = in_processes(2, ranks.trained, ranks.config_of(three_splits, tmp_path / "two", **MIXED))
@@ -112,12 +113,12 @@ CONTRAST: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "invalid", "divisions"), [
     (1, (), [{"accumulation": 20}]),
     (1, (*range(3, 20),), [{"accumulation": 8}]),
     (2, (0, 7, 8, 19), [{"accumulation": 5}]),
-    pytest.param(2, (0, 7, 8, 19), [{}, {"shard": "full"}, {"shard": "full", "accumulation": 3}],
-                 marks=pytest.mark.slow),
+    (2, (0, 7, 8, 19), [{}, {"shard": "full"}, {"shard": "full", "accumulation": 3}]),
     (1, (0, 7, 8, 19), [{"accumulation": 4, "stochastic_depth": 0.5, "dropout": 0.3}]),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("task", CONTRAST)

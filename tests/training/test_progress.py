@@ -27,6 +27,7 @@ CURVES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_page_grows_with_the_run(
     small: Callable[..., TrainConfig],
     tmp_path: Path,
@@ -68,6 +69,7 @@ def test_the_page_grows_with_the_run(
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org", ""), "the page asks for nothing"
 
 
+@pytest.mark.slow
 def test_versions_are_half_a_minute_apart(
     small: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ def left_out(run: Path) -> dict[int, tuple[str, set[str]]]:
     return {event["step"]: (event["reason"], set(event["keys"])) for event in events}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
 def test_a_step_with_a_fault_moves_nothing(
     poison: str, small: Callable[..., TrainConfig], prepare: Callable[..., Any], flat: Callable[..., Any],
@@ -86,6 +87,7 @@ def test_a_batch_with_a_fault_is_left_out(
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_rollback_leaves_the_same_batches_out_as_skipping_them(
     three_splits: Path, batches: list[list[int]], tmp_path: Path
 ) -> None:
@@ -106,6 +108,7 @@ def test_a_rollback_leaves_the_same_batches_out_as_skipping_them(
     assert steps == [1, 2, 3, 4, 5, 8, 9, 10]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["skip", "rollback"])
 def test_skipped_steps_do_not_count_in_the_mean(
     action: str, three_splits: Path, batches: list[list[int]], tmp_path: Path
@@ -122,6 +125,7 @@ def test_skipped_steps_do_not_count_in_the_mean(
     assert values["averaged"] == 1
 
 
+@pytest.mark.slow
 def test_a_spike_goes_back_to_the_beginning_if_there_is_no_checkpoint_between(
     three_splits: Path, batches: list[list[int]], tmp_path: Path
 ) -> None:
@@ -176,6 +180,7 @@ def test_faults_have_a_bound(action: str, three_splits: Path, batches: list[list
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps()[0] == 8
 
 
+@pytest.mark.slow
 def test_the_best_weights_of_steps_that_no_longer_count_are_replaced(
     three_splits: Path, batches: list[list[int]], tmp_path: Path
 ) -> None:

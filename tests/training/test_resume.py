@@ -77,6 +77,7 @@ def test_stopping_changes_no_bit_of_other_configs(
     assert outcome(stopped) == outcome(tmp_path / "straight")
 
 
+@pytest.mark.slow
 def test_checkpoints_in_the_background_change_no_bit(
     small: Small, straight: dict[str, Any], outcome: Outcome, stop_at: StopAt, tmp_path: Path
 ) -> None:
@@ -101,6 +102,7 @@ def test_stopping_changes_no_bit_of_a_run_by_onednn(
     assert outcome(stopped) == outcome(tmp_path / "straight")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("moment", "stopped"), [("evaluation", 8), ("save", 9)])
 def test_a_signal_within_an_evaluation_or_a_save_changes_no_bit(
     moment: str, stopped: int, small: Small, straight: dict[str, Any], outcome: Outcome, tmp_path: Path,
@@ -125,6 +127,7 @@ def test_a_signal_within_an_evaluation_or_a_save_changes_no_bit(
     assert outcome(run) == straight
 
 
+@pytest.mark.slow
 def test_a_crash_goes_back_to_the_newest_checkpoint(
     small: Small, straight: dict[str, Any], outcome: Outcome, tmp_path: Path
 ) -> None:
@@ -155,6 +158,7 @@ def test_a_moved_run_can_be_resumed(
     assert outcome(moved) == straight
 
 
+@pytest.mark.slow
 def test_data_that_changed_is_refused(
     folder_config: Callable[..., TrainConfig], colour_folder: Path, stop_at: StopAt
 ) -> None:
@@ -176,6 +180,7 @@ def test_data_that_changed_is_refused(
     assert resume(run).metrics["validation_accuracy"] >= 0
 
 
+@pytest.mark.slow
 def test_a_complete_run_is_not_resumed(tiny: Callable[..., TrainConfig]) -> None:
     run = train(tiny()).folder
     before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))

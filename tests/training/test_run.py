@@ -82,12 +82,14 @@ def test_the_summary_is_real(finished: Finished) -> None:
     assert 50e6 < summary["peak_memory_bytes"] < 64e9
 
 
+@pytest.mark.slow
 def test_two_views_of_an_image_are_one_image(tiny: Tiny) -> None:
     config = tiny(task="simclr", crop_area=(0.3, 1.0), steps=2, batch_size=6, evaluations=0, keep="last")
     summary = train(config).summary
     assert summary["images_per_second"] == pytest.approx(2 * 6 / summary["training_seconds"])
 
 
+@pytest.mark.slow
 def test_seconds_count_from_when_the_user_began_to_wait(tiny: Tiny) -> None:
     result = train(tiny(steps=1), started=time.perf_counter() - 100)
     assert 100 < result.summary["seconds_to_first_step"] < result.summary["seconds"] < 200
@@ -132,7 +134,8 @@ class Watching(Display):
         self.loss[step] = result["cross_entropy"]
 
 
-@pytest.mark.parametrize("keep", ["best", pytest.param("last", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", ["best", "last"])
 def test_the_weights_that_were_asked_for_are_kept(
     keep: str, small: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +225,7 @@ def test_the_seed_decides(small: Callable[..., TrainConfig], tmp_path: Path) -> 
     assert model("a", 1) == model("b", 1) != model("c", 2)
 
 
+@pytest.mark.slow
 def test_a_deterministic_run_computes_the_same_bits_in_bf16(
     small: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +247,7 @@ def test_a_deterministic_run_computes_the_same_bits_in_bf16(
     assert seen == [True] * 4 and not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.slow
 def test_runs_that_choose_leave_the_test_split_alone(
     tiny: Tiny, tmp_path: Path, stop_at: Callable[[int], Display]
 ) -> None:
@@ -269,6 +274,7 @@ def test_an_existing_folder_is_left_alone(tiny: Tiny, tmp_path: Path) -> None:
         train(tiny(run=str(tmp_path / "my run")))
 
 
+@pytest.mark.slow
 def test_overwrite_replaces_a_run_and_nothing_else(tiny: Tiny, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train(tiny(steps=2))
@@ -291,6 +297,7 @@ def test_overwrite_replaces_a_run_and_nothing_else(tiny: Tiny, tmp_path: Path) -
     assert (folder / "thesis.tex").exists()
 
 
+@pytest.mark.slow
 def test_a_mistake_overwrites_nothing(tiny: Tiny, tmp_path: Path) -> None:
     train(tiny(steps=2))
     before = (tmp_path / "run" / "journal.jsonl").read_bytes()
@@ -304,6 +311,7 @@ def test_a_mistake_overwrites_nothing(tiny: Tiny, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "journal.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"validation_share": 0.0}, {"evaluations": 0}], ids=str)
 def test_the_best_cannot_be_kept_unmeasured(fields: dict[str, Any], tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^keep='best' needs a validation split and evaluations, .* keep='last'$"):
@@ -352,6 +360,7 @@ def test_broken_images_are_skipped_and_named_once(
     assert result.metrics["validation_accuracy"] >= 0
 
 
+@pytest.mark.slow
 def test_too_many_broken_images_end_the_run(folder_config: Tiny, colour_folder: Path) -> None:
     broken = break_images(colour_folder)
     config = folder_config(colour_folder, steps=30, validation_share=0.0, keep="last", max_skipped=0.08)

@@ -50,6 +50,7 @@ def test_the_number_of_threads_is_kept_in_the_run(
     assert fixed() == torch.get_num_threads() and fixed(compute_threads=3) == 3
 
 
+@pytest.mark.slow
 def test_pixels_are_kept_if_they_fit_and_are_read_again(
     small: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

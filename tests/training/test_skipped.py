@@ -27,6 +27,7 @@ def test_of_many_images_ten_are_shown() -> None:
     assert len(display.notes) == 11 and "more images of the test split" in display.notes[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["validation", "test"])
 def test_a_run_names_the_broken_images_of_every_split(
     folder_config: Callable[..., Any], colour_folder: Path, split: str

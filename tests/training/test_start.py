@@ -52,6 +52,7 @@ def beginnings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
     return seen
 
 
+@pytest.mark.slow
 def test_other_classes_get_a_head_of_zeros(
     initial: Initial, from_model: FromModel, colour_folder: Path, beginnings: list[dict[str, Tensor]]
 ) -> None:
@@ -155,6 +156,7 @@ def test_fewer_tokens_than_those_of_a_model_are_refused(initial: Initial) -> Non
         fitted(bundle.network.config, "given", bundle.preprocess, overrides, 3, Detection())
 
 
+@pytest.mark.slow
 def test_positions_are_resized_to_the_images(
     initial: Initial, from_model: FromModel, colour_folder: Path, beginnings: list[dict[str, Tensor]]
 ) -> None:
@@ -176,6 +178,7 @@ def test_what_changes_no_weight_can_be_set(initial: Initial, from_model: FromMod
     assert kept.network.config.dropout == 0.125, "the model's own"
 
 
+@pytest.mark.slow
 def test_a_loaded_model_is_not_changed(initial: Initial, from_model: FromModel, colour_folder: Path) -> None:
     bundle = load(initial(), device="cpu")
     before = {name: tensor.clone() for name, tensor in bundle.network.state_dict().items()}
@@ -192,6 +195,7 @@ def test_a_loaded_model_needs_its_name(initial: Initial, tiny: Callable[..., Tra
         train(tiny(), initial=load(initial(), device="cpu"))
 
 
+@pytest.mark.slow
 def test_grey_images_are_converted_for_a_colour_model(initial: Initial, from_model: FromModel, tmp_path: Path) -> None:
     data = make_idx_folder(tmp_path / "grey", train=60, test=10)
     result = train(from_model(initial(), data, **ONE_STEP))
@@ -220,6 +224,7 @@ def test_what_does_not_fit_the_model_leaves_nothing_behind(
     assert str(caught.value) == message.format(model=initial()) and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_resnet_has_units_but_no_adapters_and_no_dropout(
     initial: Initial, from_model: FromModel, colour_folder: Path, tmp_path: Path
 ) -> None:
@@ -278,6 +283,7 @@ def test_stopping_changes_no_bit_and_the_model_need_not_stay(
         assert found[part] == expected[part], f"{part} differs"
 
 
+@pytest.mark.slow
 def test_before_the_first_checkpoint_the_model_is_needed_again(
     initial: Initial, from_model: FromModel, colour_folder: Path, tmp_path: Path
 ) -> None:
@@ -306,6 +312,7 @@ def test_before_the_first_checkpoint_the_model_is_needed_again(
     assert all(torch.equal(again[name], tensor) for name, tensor in straight.bundle.network.state_dict().items())
 
 
+@pytest.mark.slow
 def test_run_json_and_the_model_say_where_weights_come_from(
     initial: Initial, from_model: FromModel, colour_folder: Path
 ) -> None:
@@ -328,7 +335,8 @@ def test_the_hash_is_of_the_weights_alone(initial: Initial) -> None:
     assert weights_sha256(network) != before
 
 
-@pytest.mark.parametrize("fields", [pytest.param({}, marks=pytest.mark.slow), {"average": 0.5}], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{}, {"average": 0.5}], ids=str)
 def test_adapters_are_merged_into_what_is_saved(
     fields: dict[str, Any], initial: Initial, from_model: FromModel, colour_folder: Path
 ) -> None:
@@ -358,6 +366,7 @@ def test_the_best_adapters_are_kept_merged(initial: Initial, from_model: FromMod
     assert all(torch.equal(network.state_dict()[n], t) for n, t in result.bundle.network.state_dict().items())
 
 
+@pytest.mark.slow
 def test_blocks_that_do_not_divide_the_grid_are_noted(small: Callable[..., TrainConfig], tmp_path: Path) -> None:
     for size, notes in ((3, 1), (4, 0)):
         display = Display()

@@ -38,6 +38,7 @@ def test_the_first_signal_asks_and_makes_way_for_the_second(number: signal.Signa
     assert [signal.getsignal(kind) for kind in kinds] == before
 
 
+@pytest.mark.slow
 def test_a_run_stops_after_its_time_and_goes_on(tiny: Callable[..., TrainConfig]) -> None:
     config = tiny(steps=4, max_time="0.001s", keep="last")
     with pytest.raises(Stopped, match=r"^stopped at step 1 of 4") as caught:
@@ -115,6 +116,7 @@ def test_without_a_signal_the_handlers_come_back() -> None:
     assert [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)] == before
 
 
+@pytest.mark.slow
 def test_a_run_works_outside_the_main_thread(tiny: Callable[..., TrainConfig]) -> None:
     results = []
     thread = threading.Thread(target=lambda: results.append(train(tiny(steps=2))))

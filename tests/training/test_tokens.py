@@ -60,6 +60,7 @@ def test_a_tokenizer_resumes_bitwise_and_keeps_the_best_codes(
     assert load(tokenizer).classes == () and load_tokenizer(tokenizer).coder.config.codes == 24
 
 
+@pytest.mark.slow
 def test_tokens_are_predicted_and_a_changed_tokenizer_is_refused(
     small: Make, stop_at: Callable[[int], Display], tmp_path: Path
 ) -> None:

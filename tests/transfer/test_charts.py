@@ -131,6 +131,7 @@ def lines(draw: st.DrawFn) -> list[tuple[float, float]]:
     return [(float(step), draw(values)) for step in steps]
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(lines(), lines() | st.none(), st.sampled_from(["", "%"]), st.booleans())
 def test_lines_are_what_was_given(

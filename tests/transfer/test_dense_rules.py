@@ -75,6 +75,7 @@ def test_all_blocks_are_trained_with_images_that_are_not_much_smaller(
     assert (times.image_size[0], suffices) == wanted
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_the_targets_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_voc_folder(tmp_path / "voc")
     make_colour_folder(tmp_path / "colours")
@@ -122,6 +123,7 @@ def test_masks_are_learned_with_the_dice_loss_unless_the_head_has_its_own(tmp_pa
         assert isinstance(task, Segmentation) and task.dice_weight == weight
 
 
+@pytest.mark.slow
 def test_a_run_whose_time_suffices_for_one_evaluation_measures_the_finished_model_only(tmp_path: Path) -> None:
     data = str(make_masks_folder(tmp_path / "masks"))
     base, bundle = TrainConfig().override(data=data, init="small", device="cpu"), vitrail.load("small")
@@ -130,6 +132,7 @@ def test_a_run_whose_time_suffices_for_one_evaluation_measures_the_finished_mode
         assert (run.evaluations, run.keep) == (evaluations, keep)
 
 
+@pytest.mark.slow
 def test_blocks_learn_more_slowly_than_the_head_at_any_rate(tmp_path: Path) -> None:
     data = str(make_masks_folder(tmp_path / "masks"))
     base, bundle = TrainConfig().override(data=data, init="small", device="cpu"), vitrail.load("small")

@@ -83,6 +83,7 @@ def mirrored(source: Source, bundle: Bundle) -> FormsCompared | None:
     return mirror_test(Outputs(bundle).features, division, 3)
 
 
+@pytest.mark.slow
 def test_mirroring_hurts_if_left_and_right_tell_the_classes_and_not_if_height_does(bundle: Bundle) -> None:
     found = mirrored(Bars(), bundle)
     assert found is not None and found.before < 0.1 and found.after >= 0.3 and mirroring_hurts(found)
@@ -145,6 +146,7 @@ def test_a_larger_size_is_the_models_own_or_twice_that_of_a_model_for_tiny_image
     assert larger_size(config, (28, 35), 69) is None and larger_size(config, (28, 35), None) is None
 
 
+@pytest.mark.slow
 def test_fine_detail_asks_for_the_larger_size(bundle: Bundle) -> None:
     class Detail(Bars):
         """A fine chequerboard, which vanishes at a small size, or a plain grey."""
@@ -173,6 +175,7 @@ def test_what_is_chosen_is_not_examined_and_few_images_are_not_either(bundle: Bu
     assert findings(Bars(upright=True)) == (True, None)
 
 
+@pytest.mark.slow
 def test_the_models_batch_follows_from_the_memory_and_the_users_size_is_examined(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,6 +235,7 @@ def test_whole_classes_are_drawn_if_there_are_many(counts: list[int], fitted: se
         assert set(found[found > 0].tolist()) == expected
 
 
+@pytest.mark.slow
 def test_nothing_is_found_if_the_linear_model_guesses(bundle: Bundle) -> None:
     class Noise(Bars):
         def __getitem__(self, index: int) -> Sample:
@@ -297,6 +301,7 @@ def test_regression_compares_squared_errors_of_known_numbers(bundle: Bundle) -> 
     assert found is not None and found.before < 0.2 and found.after > 1 and mirroring_hurts(found)
 
 
+@pytest.mark.slow
 def test_several_labels_compare_wrong_labels_with_those_of_a_constant_prediction(bundle: Bundle) -> None:
     class Several(Bars):
         """The side of the bar as one of three labels. The second is always there, and the third never."""

@@ -101,6 +101,7 @@ def test_held_out_images_are_predicted_once(
     assert evaluate_run(run, config, other).report.images == 27 and len(counted) == 3  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_the_papers_protocol_chooses_and_then_learns_from_all(
     tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +130,7 @@ def test_the_papers_protocol_chooses_and_then_learns_from_all(
     assert "validation_accuracy" not in found.run.metrics, "all images were learned from"
 
 
+@pytest.mark.slow
 def test_the_papers_row_is_for_all_training_images(tiny_bundle: Bundle, model: Path, in_folder: Path) -> None:
     images, labels = np.zeros((21_000, 8, 8), np.uint8), (np.arange(21_000) % 10).astype(np.uint8)
     for array, kind in ((images, "images-idx3"), (labels, "labels-idx1")):
@@ -217,6 +219,7 @@ def test_four_images_are_enough_if_none_is_held_out(tiny_bundle: Bundle, model: 
     assert chosen.config.data.validation_share == 0
 
 
+@pytest.mark.slow
 def test_numbers_are_learned_and_reported(
     tiny_bundle: Bundle, model: Path, brightness: Path, in_folder: Path, read_page: Callable[[str], Any]
 ) -> None:
@@ -281,6 +284,7 @@ def test_data_that_is_mixed_in_may_bring_classes(
     assert found.report.metrics["accuracy"].value == found.run.metrics["test_accuracy"]
 
 
+@pytest.mark.slow
 def test_classes_of_one_image_are_learned_and_nothing_is_measured(
     tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
 ) -> None:
@@ -296,6 +300,7 @@ def test_classes_of_one_image_are_learned_and_nothing_is_measured(
     assert vitrail.load(found.run.folder / "model").classes == ("blue", "red")
 
 
+@pytest.mark.slow
 def test_a_test_split_without_labels_is_not_measured(
     tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
 ) -> None:

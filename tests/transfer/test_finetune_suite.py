@@ -130,6 +130,7 @@ def test_images_that_bit_neither_mirrors_nor_crops() -> None:
     assert {task.name for task in tasks if not task.crop} == uncropped
 
 
+@pytest.mark.slow
 def test_200_images_choose_the_learning_rate_and_all_1000_are_then_learned_from(
     vtab: Suite, downloads: Path, tuned: Callable[..., SuiteResult], tmp_path: Path
 ) -> None:
@@ -176,6 +177,7 @@ def test_the_pool_is_the_same_for_every_model_seed_and_method(
     assert keys == [again.key(index) for index in range(len(again))]
 
 
+@pytest.mark.slow
 def test_a_stopped_suite_continues_and_what_is_finished_stays(
     small: Suite, tuned: Callable[..., SuiteResult], tmp_path: Path
 ) -> None:
@@ -219,6 +221,7 @@ def test_a_task_that_comes_later_is_added(small: Suite, tuned: Callable[..., Sui
     assert "--split test" in (tmp_path / "runs" / "near" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_users_settings_replace_the_suites(small: Suite, tuned: Callable[..., SuiteResult], tmp_path: Path) -> None:
     suite = replace(small, tasks=(replace(small.tasks[0], flip=False, crop=False),))
     given = {"flip": True, "crop_area": (0.5, 1.0), "validation_share": 0.25}
@@ -243,6 +246,7 @@ def test_bits_rule_fine_tunes_a_suite(small: Suite, tuned: Callable[..., SuiteRe
     assert crops == [(30, 30), None]
 
 
+@pytest.mark.slow
 def test_numbers_are_fine_tuned(tuned: Callable[..., SuiteResult], brightness: Path, tmp_path: Path) -> None:
     task = f'name = "grey"\ngroup = "numbers"\ndata = "{brightness}"\nnumbers = ["brightness"]\n'
     head = 'name = "several"\ngroup = "labels"\nwhere = "nowhere"\nevaluators.accuracy.real = "public"\n'
@@ -261,6 +265,7 @@ def test_a_run_that_diverges_is_skipped_with_the_reason(small: Suite, tuned: Cal
         tuned(small, method={"explicit": explicit}, strict=True)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_used(small: Suite, tuned: Callable[..., SuiteResult], tmp_path: Path) -> None:
     with pytest.raises(DataError, match="task gone: ask"):
         tuned(small, strict=True)

@@ -14,6 +14,7 @@ from vitrail.training.run import train
 from vitrail.transfer.finetune import evaluate_run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["detection", "segmentation"])
 def test_examples_and_pages_are_drawn(name: str, tmp_path: Path) -> None:
     if name == "detection":

@@ -206,6 +206,7 @@ def test_no_held_out_image_is_refused(base: TrainConfig, tiny_bundle: Bundle, tm
     assert not (tmp_path / "rates").exists(), "no run was done for it"
 
 
+@pytest.mark.slow
 def test_runs_that_are_there_are_reused_or_refused(
     base: TrainConfig, tiny_bundle: Bundle, colours: Path, tmp_path: Path
 ) -> None:

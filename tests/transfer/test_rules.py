@@ -157,6 +157,7 @@ def test_without_a_validation_split_nothing_is_chosen_by_it() -> None:
     assert (config.run.keep, config.run.evaluations) == ("last", 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(st.integers(1, 2_000_000), st.sampled_from([CPU, GPU]), st.integers(10**9, 10**11))
 def test_any_amount_of_data_has_settings_that_fit(images: int, device: torch.device, memory: int) -> None:

@@ -129,6 +129,7 @@ def test_shots_are_drawn_from_big_visions_number_of_images_and_all_others_are_me
 # --- running
 
 
+@pytest.mark.slow
 def test_tasks_are_measured_as_evaluators_do_and_others_left_out(bundle: Bundle, file: Path, tmp_path: Path) -> None:
     notes: list[str] = []
     begun: list[str] = []
@@ -191,6 +192,7 @@ def test_a_suite_of_which_nothing_can_be_measured_is_an_error(bundle: Bundle, fi
     assert suite.tasks[0].data == "nearer"
 
 
+@pytest.mark.slow
 def test_a_folder_named_by_data_comes_first(bundle: Bundle, file: Path, tmp_path: Path) -> None:
     make_colour_folder(tmp_path / "data" / "far", images=20)
     result = run_suite(Outputs(bundle), read_suite(file), folder=tmp_path / "data")
@@ -198,6 +200,7 @@ def test_a_folder_named_by_data_comes_first(bundle: Bundle, file: Path, tmp_path
     assert result.rows[2].metrics["images"] + result.rows[2].metrics["training_images"] == 60
 
 
+@pytest.mark.slow
 def test_a_suite_that_is_run_again_takes_features_from_the_cache(bundle: Bundle, file: Path, tmp_path: Path) -> None:
     notes: list[str] = []
     first = run_suite(Outputs(bundle, cache=tmp_path / "cache"), read_suite(file))
@@ -254,6 +257,7 @@ def test_a_suite_that_is_not_there_is_named_with_the_nearest(tmp_path: Path) -> 
 # --- the command
 
 
+@pytest.mark.slow
 def test_evaluate_measures_a_suite(
     bundle: Bundle, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -103,6 +103,7 @@ def test_the_rates_of_the_rule_rise(tiny_bundle: Bundle, model: Path, colours: P
     assert chosen is not None and not chosen.rising
 
 
+@pytest.mark.slow
 def test_one_process_at_a_time_tries_settings_for_a_run(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
     config = planned(tiny_bundle, model, colours, validation_share=0.3).config.override(steps=4 * FEW)
     trials = trials_folder(Path("runs/one"))
@@ -112,6 +113,7 @@ def test_one_process_at_a_time_tries_settings_for_a_run(tiny_bundle: Bundle, mod
         searched(config, tiny_bundle, search)
 
 
+@pytest.mark.slow
 def test_no_time_means_no_trials_and_few_steps(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
     chosen = planned(tiny_bundle, model, colours, budget="1s")
     assert chosen.search is not None and chosen.search.seconds == 1 and chosen.config.run.steps == 135
@@ -123,6 +125,7 @@ def test_no_time_means_no_trials_and_few_steps(tiny_bundle: Bundle, model: Path,
     assert final.optimizer == chosen.config.optimizer
 
 
+@pytest.mark.slow
 def test_a_budget_of_the_user_includes_the_test_images(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
     usual, limited = (planned(tiny_bundle, model, colours, budget).search for budget in (None, "1s"))
     assert usual is not None and not usual.includes_test
@@ -148,6 +151,7 @@ def ends(config: TrainConfig, bundle: Bundle) -> FinetuneResult:
     return finetune(config, config.data.open_whole(), bundle)
 
 
+@pytest.mark.slow
 def test_a_rule_that_fails_still_ends_at_the_linear_model(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
     """The floor: a learning rate that destroys the network saves the linear model of frozen features."""
     settings = {"learning_rate": 5.0, "clip": 0.0, "warmup": 0.0, "steps": 8, "validation_share": 0.3}
@@ -162,6 +166,7 @@ def test_a_rule_that_fails_still_ends_at_the_linear_model(tiny_bundle: Bundle, m
     assert json.loads(Path("runs/bad/run.json").read_text())["config"]["start"]["linear_head"] is True
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_ends_at_the_linear_model(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
     settings = {"learning_rate": 1e30, "clip": 0.0, "warmup": 0.0, "steps": 8, "validation_share": 0.3}
     found = ends(planned(tiny_bundle, model, colours, run="runs/wild", **settings).config, tiny_bundle)
@@ -170,6 +175,7 @@ def test_a_run_that_diverges_ends_at_the_linear_model(tiny_bundle: Bundle, model
     assert "failed" in events and events[-1] == "finished"
 
 
+@pytest.mark.slow
 def test_a_trial_that_is_stopped_continues_with_the_same_command(
     tiny_bundle: Bundle, model: Path, colours: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,12 +201,13 @@ def test_the_report_shows_what_was_tried(tiny_bundle: Bundle, model: Path, colou
         assert tried.loss is not None and f"loss {tried.loss:.4g}" in page, "the loss decides between equal values"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [
-        pytest.param({"patience": 2, "probe": "knn", "validation": "train[-9:]"}, marks=pytest.mark.slow),
+        {"patience": 2, "probe": "knn", "validation": "train[-9:]"},
         {"select": "cross_entropy", "validation_share": 0.3, "average": 0.9},
-        pytest.param({"mix": ("0.5:fractals:2:20",), "validation_share": 0.3, "per_class": 4}, marks=pytest.mark.slow),
+        {"mix": ("0.5:fractals:2:20",), "validation_share": 0.3, "per_class": 4},
     ],
 )
 def test_trials_work_with_settings_that_they_do_not_have(

@@ -532,6 +532,7 @@ def test_an_exception_while_saving_leaves_the_old_model(bundle: Bundle, old: tup
     assert_intact(old)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "notes"), [(1_000, 0), (5_000, 0), (60_000, 100_000)], ids=["weights", "later weights", "description"]
 )

@@ -136,6 +136,7 @@ NEEDED = [
 """Files of repositories, with those that are fetched."""
 
 
+@pytest.mark.slow
 def test_only_what_a_model_needs_is_fetched(hub: Hub) -> None:
     for number, (files, needed) in enumerate(NEEDED):
         content = {name: name.encode() for name in files}
@@ -146,6 +147,7 @@ def test_only_what_a_model_needs_is_fetched(hub: Hub) -> None:
         assert {name: (folder / name).read_bytes() for name in needed} == {name: content[name] for name in needed}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", ["model.safetensors", "pytorch_model.bin"])
 def test_shards_come_with_their_index(hub: Hub, whole: str) -> None:
     stem, _, suffix = whole.partition(".")
@@ -170,12 +172,14 @@ BAD_INDICES = {
 }
 
 
+@pytest.mark.slow
 def test_a_bad_index(hub: Hub) -> None:
     for number, (index, expected) in enumerate(BAD_INDICES.items()):
         hub.add(f"org/name{number}", {"model.safetensors.index.json": index})
         assert expected in message(f"org/name{number}")
 
 
+@pytest.mark.slow
 def test_a_second_time_nothing_is_fetched(hub: Hub) -> None:
     hub.add("org/name", {"config.json": b"{}", "model.safetensors": b"weights"})
     folder = download("org/name")
@@ -186,6 +190,7 @@ def test_a_second_time_nothing_is_fetched(hub: Hub) -> None:
     assert hub.fetched() == []
 
 
+@pytest.mark.slow
 def test_a_revision_is_kept_to(hub: Hub) -> None:
     old = hub.add("org/name", {"config.json": b"{}", "model.safetensors": b"old"})
     repository = hub.repositories["org/name"]
@@ -213,6 +218,7 @@ def test_a_branch_that_moves_is_followed(hub: Hub) -> None:
 # --- without a network
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["offline", "down", "broken"])
 def test_without_a_network_the_cache_serves(hub: Hub, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     shards = {"a.safetensors": b"a", "b.safetensors": b"b"}
@@ -245,6 +251,7 @@ def test_a_proxy_page_is_not_the_hub(hub: Hub) -> None:
 # --- when it breaks off
 
 
+@pytest.mark.slow
 def test_a_dropped_connection_is_taken_up_again(hub: Hub) -> None:
     weights = bytes(range(256)) * 40
     hub.add("org/name", {"config.json": b"{}", "model.safetensors": weights})
@@ -256,6 +263,7 @@ def test_a_dropped_connection_is_taken_up_again(hub: Hub) -> None:
     assert (download("org/name") / "model.safetensors").read_bytes() == weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["cut", "shrunk"])
 def test_a_download_that_breaks_off(hub: Hub, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     old = hub.add("org/name", {"config.json": b"{}", "model.safetensors": b"old"})
@@ -292,6 +300,7 @@ def test_a_server_that_goes_down_between_files(hub: Hub) -> None:
     assert re.search(r"config.json of model 'org/name' could not be downloaded: .*500", message("org/name"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocked", ["home", "home/hub"])
 def test_a_cache_that_cannot_be_written(hub: Hub, tmp_path: Path, blocked: str) -> None:
     hub.add("org/name", {"config.json": b"{}", "model.safetensors": b"weights"})
@@ -318,6 +327,7 @@ def test_an_unknown_revision(hub: Hub) -> None:
     assert message("org/name@xyz") == "model 'org/name' has no revision 'xyz'; choices: main, v1.0"
 
 
+@pytest.mark.slow
 def test_a_gated_repository(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add("org/name", {"config.json": b"{}", "model.safetensors": b"weights"})
     hub.repositories["org/name"].token = "hf_secret"
@@ -329,6 +339,7 @@ def test_a_gated_repository(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert files_in(download("org/name")) == {"config.json", "model.safetensors"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "expected"),
     [(403, "access to model 'org/name' is refused (403"), (400, "the hub refuses model 'org/name'")],
@@ -369,6 +380,7 @@ def test_our_own_model_by_its_name(hub: Hub, bundle: Bundle, tmp_path: Path) -> 
         assert torch.equal(again.network.state_dict()[name], tensor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["vitrail", "huggingface-clip", "open-clip"])
 def test_a_model_with_a_text_tower_reads_texts(layout: str, hub: Hub, tmp_path: Path) -> None:
     model = square_model_with_words()
@@ -419,6 +431,7 @@ def test_small_is_the_network_of_its_recipe() -> None:
     assert all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights.values()), "stored in bfloat16"
 
 
+@pytest.mark.slow
 def test_small_knows_fractals_that_it_was_not_trained_on() -> None:
     bundle = load("small", device="cpu")
     unseen = open_fractals(DATA).held_out(0.001)

@@ -67,6 +67,7 @@ def test_tiles_cover_an_image_and_overlap(height: int, width: int) -> None:
         assert (steps <= SIZE[side] * (1 - tiles.COMMON) + 1).all() and len(corners) == len(set(corners))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(301, 517), (64, 400), (150, 96)])
 def test_every_small_object_is_found_once(tmp_path: Path, size: tuple[int, int]) -> None:
     random = np.random.default_rng(size[0])

@@ -28,6 +28,7 @@ def model(request: pytest.FixtureRequest) -> Bundle:
     return model_with_words(bias=request.param)
 
 
+@pytest.mark.slow
 def test_a_saved_model_reads_the_same_texts(model: Bundle, tmp_path: Path) -> None:
     texts = ["a bee", "a photo of a wasp", "x"]
     loaded = vitrail.load(model.save(tmp_path / "model"), device="cpu")

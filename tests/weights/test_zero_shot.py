@@ -29,6 +29,7 @@ def images(count: int = 3) -> list[np.ndarray]:
     return list(np.random.default_rng(0).integers(0, 256, (count, 30, 41, 3), dtype=np.uint8))
 
 
+@pytest.mark.slow
 def test_probabilities_are_those_of_the_pair(model: Bundle, tmp_path: Path) -> None:
     templates = ("a photo of {}", "{} x")
     made = zero_shot(model, CLASSES, templates=templates)

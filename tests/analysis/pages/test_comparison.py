@@ -19,6 +19,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> ModelComparison:
     return compared(folder, bundle_of(seed=3), bundle_of(seed=4), bootstrap=0, examples=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("difference", "p", "better", "size"),
     [

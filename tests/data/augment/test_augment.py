@@ -55,6 +55,7 @@ def change(augment: Augment, images: Tensor, *, seed: int, epochs: Tensor, sampl
     return augment(make_batch(images, epochs, samples), seed=seed, classes=4).images
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 2**32 - 1),
     epoch=st.integers(0, 500),
@@ -86,6 +87,7 @@ EVERYTHING: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(order=st.permutations(range(12)), cuts=st.sets(st.integers(1, 11)), seed=st.integers(0, 9))
 def test_what_happens_to_a_sample_depends_neither_on_its_batch_nor_on_its_place(
@@ -142,6 +144,7 @@ def test_the_steps_follow_each_other_in_the_order_stated() -> None:
     assert torch.equal(change(Augment(**EVERYTHING), images, **key), expected)
 
 
+@pytest.mark.slow
 def test_each_view_has_its_own_probabilities() -> None:
     """The third and the fourth view have the last number, as local views have."""
     picture = batch(1, 6, 7)
@@ -231,6 +234,7 @@ def test_half_of_the_images_lose_a_twentieth() -> None:
     assert erased.max() <= 0.4**2 * 1.1
 
 
+@pytest.mark.slow
 def test_erased_noise_is_standard_after_normalisation() -> None:
     """Areas are uniform between 2 % and a third, less those of the boxes that do not fit, and values are normal."""
     count, size = 1200, (24, 36)

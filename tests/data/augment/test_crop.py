@@ -81,6 +81,7 @@ def test_another_seed_epoch_sample_or_view_gives_another_box(part: int, rule: Ra
     assert len(found) == 50
 
 
+@pytest.mark.slow
 def test_every_place_occurs_the_last_row_and_column_too() -> None:
     boxes = [torchvision_crop(0, 0, sample, 6, 6, area=(0.25, 0.25), ratio=(1.0, 1.0)) for sample in range(1600)]
     counts = np.zeros((4, 4), int)

@@ -45,6 +45,7 @@ def reference(image: np.ndarray, draws: np.ndarray, strengths: tuple[float, ...]
 strength = st.sampled_from([0.0, 0.1, 0.4, 0.8, 1.0])
 
 
+@pytest.mark.slow
 @given(st.tuples(strength, strength, strength, st.sampled_from([0.0, 0.1, 0.5])), st.integers(0, 999))
 def test_jitter_is_pillows_changes_in_the_order_drawn(strengths: tuple[float, ...], seed: int) -> None:
     images, draws = pictures(7), draws_of(7, seed)

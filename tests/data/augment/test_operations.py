@@ -79,6 +79,7 @@ def test_autocontrast_and_equalize_equal_pillows_for_any_range(one: int, other: 
 numbers = st.floats(-2, 2, allow_nan=False)
 
 
+@pytest.mark.slow
 @given(st.sampled_from(SIZES), st.lists(numbers, min_size=30, max_size=30), st.floats(0, 40))
 def test_transforms_equal_pillows(size: tuple[int, int, int], values: list[float], far: float) -> None:
     images = pictures(*size)

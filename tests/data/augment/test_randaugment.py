@@ -151,6 +151,7 @@ def test_half_go_one_way_and_half_the_other() -> None:
     assert set(found.tolist()) == {38, 2} and abs((found == 38).float().mean() - 0.5) < 0.1
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     rule=st.sampled_from(list(KERNELS)), order=st.permutations(range(14)), cuts=st.sets(st.integers(1, 13)),

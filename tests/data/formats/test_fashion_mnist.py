@@ -88,6 +88,7 @@ def nowhere(tmp_path: Path) -> Path:
     return tmp_path / "nowhere"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("split", "each"), [("train", 1000), ("test", 200)])
 def test_bundled_holds_as_many_images_of_each_class(split: str, each: int) -> None:
     source = idx_samples(*find_idx(BUNDLED, split), FASHION_MNIST)

@@ -183,6 +183,7 @@ def test_points_under_known_maps_are_where_they_belong() -> None:
     assert allowed.mean() > 0.95  # the rest are a pixel away: the points do not reach the very corners
 
 
+@pytest.mark.slow
 def test_pictures_of_a_class_are_nearest_to_each_other() -> None:
     source = FractalSource(20, 10, size=32)
     found = pictures(source).reshape(200, 16, 2, 16, 2).mean((2, 4)).reshape(200, -1)

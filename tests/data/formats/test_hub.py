@@ -75,6 +75,7 @@ def message(spec: str, kind: type[Exception] = DataError) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_data_set_by_its_name(hub: Hub, parquet: Callable[..., bytes]) -> None:
     files = {
         "README.md": b"# A data set without YAML",
@@ -121,6 +122,7 @@ def test_a_revision(hub: Hub, parquet: Callable[..., bytes]) -> None:
 # --- configurations and splits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "train", "test"),
     [
@@ -149,6 +151,7 @@ def test_a_readme_says_which_files(hub: Hub, parquet: Callable[..., bytes], conf
     assert (None if splits.test is None else len(splits.test)) == lengths[test]
 
 
+@pytest.mark.slow
 def test_configurations_of_a_readme(hub: Hub, parquet: Callable[..., bytes]) -> None:
     files = {f"{name}/train-00000-of-00001.parquet": parquet([0] * length) for name, length in (("x", 1), ("y", 2))}
     texts = [f"config_name: big-{name}\n  data_files:\n  - split: train\n    path: {name}/train-*" for name in "xy"]
@@ -174,6 +177,7 @@ def test_configurations_by_folders(hub: Hub, parquet: Callable[..., bytes]) -> N
     assert len(open_hub_data(SPEC, None).train) == 3  # folders without splits are of one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("readme", [b"", b"---\n: [\n---\n", b"---\n- a\n---\n", b"---\nconfigs: 3\n---\n",
                                     b"---\nconfigs: [a, b]\n---\n", b"\xff\xfe---"])  # fmt: skip
 def test_a_readme_that_says_nothing(hub: Hub, parquet: Callable[..., bytes], readme: bytes) -> None:
@@ -181,6 +185,7 @@ def test_a_readme_that_says_nothing(hub: Hub, parquet: Callable[..., bytes], rea
     assert len(open_hub_data(SPEC, None).train) == 2
 
 
+@pytest.mark.slow
 def test_splits_that_are_not_ours(hub: Hub, parquet: Callable[..., bytes]) -> None:
     files = {f"data/{split}-00000-of-00001.parquet": parquet([0, 1]) for split in ("train", "train_full", "extra")}
     hub.add(NAME, files)
@@ -208,6 +213,7 @@ def test_splits_that_are_not_ours(hub: Hub, parquet: Callable[..., bytes]) -> No
 # --- the hub's own conversion
 
 
+@pytest.mark.slow
 def test_without_parquet_the_conversion_is_read(
     hub: Hub, parquet: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +241,7 @@ def test_without_parquet_the_conversion_is_read(
 # --- without a network
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["offline", "down", "broken"])
 def test_without_a_network_the_cache_serves(
     hub: Hub, parquet: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch, way: str
@@ -276,6 +283,7 @@ def test_a_cache_on_a_disk_without_links(hub: Hub, parquet: Callable[..., bytes]
     assert [splits.train[0].image for splits in again] == images and all(splits.notes for splits in again)
 
 
+@pytest.mark.slow
 def test_a_download_that_breaks_off_leaves_the_old_commit_for_use_offline(
     hub: Hub, parquet: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,6 +326,7 @@ def test_a_connection_that_stalls(hub: Hub, parquet: Callable[..., bytes], monke
 # --- what the hub refuses
 
 
+@pytest.mark.slow
 def test_refusals(hub: Hub, parquet: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add(NAME, {"train.parquet": parquet([0, 1])})
     hub.add("org/model", {"model.safetensors": b"weights"})
@@ -340,6 +349,7 @@ def test_names_that_are_none(hub: Hub) -> None:
     assert hub.requests == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocked", ["home", "data"])
 def test_caches_that_cannot_be_written(hub: Hub, parquet: Callable[..., bytes], tmp_path: Path, blocked: str) -> None:
     hub.add(NAME, {"train.parquet": parquet([0, 1])})

@@ -105,6 +105,7 @@ def test_a_sample_larger_than_a_shard_has_one_for_itself(folder: Path, tmp_path:
     assert [record.samples for record in manifest.shards["train"]] == [1] * 18
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_side", [None, 35])
 def test_any_number_of_workers_writes_the_same_bytes(folder: Path, tmp_path: Path, max_side: int | None) -> None:
     for workers in (1, 3):
@@ -254,6 +255,7 @@ pack(open_data(sys.argv[1], validation_share=0.0), Path(sys.argv[2]), shard_size
 """
 
 
+@pytest.mark.slow
 def test_a_pack_that_was_killed_goes_on_to_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     pack(opened(folder), tmp_path / "straight", shard_size=9_000)
     out = tmp_path / "out"

@@ -126,6 +126,7 @@ def test_the_contract_of_a_source(tmp_path: Path, pictures: list[bytes], kind: p
     check_source(splits.train)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(data=st.data())
 def test_any_rows(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
@@ -506,6 +507,7 @@ def test_what_a_killed_process_left_is_overwritten(tmp_path: Path, pictures: lis
     assert laid_out.read_bytes() == whole and list(cache.iterdir()) == [laid_out]
 
 
+@pytest.mark.slow
 def test_processes_that_open_it_at_once(tmp_path: Path, pictures: list[bytes], cache: Path) -> None:
     for number in range(3):
         write(tmp_path / f"set/train-{number}.parquet", {"image": images(pictures * 20), "label": [0, 1] * 300})
@@ -550,6 +552,7 @@ def test_a_disk_that_is_too_small(
     assert f"could not save unpacked images to {cache}" in message(path, kind=SaveError)
 
 
+@pytest.mark.slow
 def test_workers_need_no_pyarrow(tmp_path: Path, pictures: list[bytes]) -> None:
     path = write(tmp_path / "a.parquet", {"image": images(pictures), "label": [0, 1, 2] * 10})
     (tmp_path / "pickled").write_bytes(pickle.dumps(opened(path, None).train))

@@ -11,6 +11,7 @@ from vitrail.errors import DataError
 from vitrail.testing import check_source
 
 
+@pytest.mark.slow
 def test_combinations_of_the_test_split_are_new() -> None:
     assert len(KNOWN) + len(NEW) == len(COLOURS) * len(SHAPES)
     assert {colour for colour, _ in KNOWN} == set(range(len(COLOURS))) == {colour for colour, _ in NEW}

@@ -68,6 +68,7 @@ def test_what_goes_wrong_while_it_is_written_leaves_nothing(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     """A limit on the size of files replaces a full disk."""
     script = f"""

@@ -434,6 +434,7 @@ def test_a_higher_limit_allows_larger_images(encode: Encode, file_format: str) -
     assert decode(data, 3).shape == (61, 83, 3) and pixel_limit() == 61 * 83
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("limit")
 def test_other_processes_inherit_the_limit(encode: Encode, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(encode(picture(), "PNG"))

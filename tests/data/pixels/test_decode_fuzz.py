@@ -33,6 +33,7 @@ def check(count: int, *kinds: str) -> None:
         assert sum(found.values()) == count and min(found["pixels"], found["refused"]) > count // 50, (kind, found)
 
 
+@pytest.mark.slow
 def test_mutated_files_of_all_formats() -> None:
     check(100, *KINDS)
 

@@ -174,6 +174,7 @@ def test_files_count_as_images_in_every_room(kind: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(decode(packed[0].image, 3), decode(splits.train[0].image, 3))
 
 
+@pytest.mark.slow
 def test_pillow_heif_is_loaded_for_a_heic_file_only() -> None:
     code = """
 import io, sys

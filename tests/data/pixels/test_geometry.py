@@ -245,6 +245,7 @@ def test_maps_are_filtered_as_pillow_does(case: tuple[Any, ...]) -> None:
     np.testing.assert_allclose(placement.map(values, fill=-7.0), expected, atol=2e-6)
 
 
+@pytest.mark.slow
 @given(cases, st.integers(1, 9), st.integers(1, 9))
 def test_cells_of_the_result_are_put_back_onto_the_image(case: tuple[Any, ...], rows: int, columns: int) -> None:
     """The values by linear interpolation are compared with the placement of each pixel's centre."""

@@ -326,6 +326,7 @@ def test_an_image_too_thin_to_be_scaled_is_refused() -> None:
 # --- a part of the image
 
 
+@pytest.mark.slow
 @given(drawn=st.data(), old=st.tuples(side, side), new=st.tuples(side, side), interpolation=st.sampled_from([*FILTERS]))
 def test_a_box_is_cut_out_and_then_scaled(
     encode: Encode, drawn: st.DataObject, old: tuple[int, int], new: tuple[int, int], interpolation: Interpolation
@@ -434,6 +435,7 @@ def plain_resampling(old: int, new: int, interpolation: str) -> np.ndarray:
     return matrix
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     old=st.tuples(side, side),

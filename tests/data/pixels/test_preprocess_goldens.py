@@ -54,6 +54,7 @@ def _json(arguments: str) -> str:
 DEFAULTS = {"resize": ["bilinear", False], "resize_small": ["area", False], "resize_long": ["area", True]}
 
 
+@pytest.mark.slow
 def test_pixels_are_big_visions(goldens: ModuleType) -> None:
     """Truncated levels: where a sum ends next to a whole number, rounding decides, so a few may be off by one."""
     golden, seen = goldens.read("pp_bv"), 0

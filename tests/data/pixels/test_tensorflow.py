@@ -21,6 +21,7 @@ def picture(height: int, width: int, channels: int = 3, seed: int = 0) -> np.nda
     return np.random.default_rng(seed).integers(0, 256, (height, width, channels)).astype(np.uint8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pp_tf_resize_down", "pp_tf_resize_large"])
 def test_results_are_tensorflows(name: str, goldens: ModuleType) -> None:
     golden = goldens.read(name)

@@ -66,6 +66,7 @@ def test_ranks_differ_by_seed_and_class() -> None:
     assert not np.array_equal(one, other) and not np.array_equal(one[:30], one[30:])
 
 
+@pytest.mark.slow
 def test_ranks_are_fair() -> None:
     labels = np.zeros(5, np.int64)
     first = np.bincount([int(class_ranks(labels, seed).argmin()) for seed in range(2000)], minlength=5)

@@ -63,6 +63,7 @@ def test_one_penalty_gives_the_probabilities_of_scikit_learn(penalty: float) -> 
     assert result.penalty == penalty and result.sweep == {} and set(result.metrics) == {"accuracy"}
 
 
+@pytest.mark.slow
 def test_the_sweep_is_scikit_learns_on_the_same_cut() -> None:
     train, labels = drawn(260, 40, 3)
     test, truth = drawn(150, 40, 3, seed=1)
@@ -90,6 +91,7 @@ def test_equal_penalties_choose_the_strongest() -> None:
     assert [metrics["accuracy"] for metrics in result.sweep.values()] == [1, 1, 1] and result.penalty == 0.1
 
 
+@pytest.mark.slow
 def test_test_rows_choose_nothing() -> None:
     train, labels = drawn(150, 12, 3)
     test, truth = drawn(80, 12, 3, seed=1)

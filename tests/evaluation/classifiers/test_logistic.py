@@ -115,6 +115,7 @@ def test_the_preconditioner_saves_iterations(monkeypatch: pytest.MonkeyPatch) ->
     assert 3 * with_it.iterations < without.iterations
 
 
+@pytest.mark.slow
 def test_a_warm_start_goes_on_from_where_it_ended() -> None:
     features, labels = rows(300, 20, 4)
     regression = LogisticRegression(features, as_truth(labels, 4))

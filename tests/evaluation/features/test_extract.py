@@ -129,6 +129,7 @@ def test_features_are_what_the_bundle_embeds(colour_folder: Path) -> None:
     assert features.truth.kind == "class" and (len(features), features.width) == (36, 16)
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(st.integers(0, 13), st.sets(st.integers(0, 12)), st.integers(1, 15))
 def test_every_decodable_image_has_a_row_in_order(count: int, broken: set[int], batch_size: int) -> None:
@@ -311,6 +312,7 @@ def test_a_disk_without_locks_keeps_nothing(tmp_path: Path, monkeypatch: pytest.
     assert not any(path.is_dir() for path in tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reserves", [True, False])
 def test_a_full_disk_does_not_end_an_extraction(
     reserves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -396,6 +398,7 @@ def test_another_batch_size_goes_on_too(tmp_path: Path) -> None:
     assert np.allclose(features.features, expected.features, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_batches_become_smaller_if_one_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop after a slow batch keeps the images of all batches before it."""
     monkeypatch.setattr(feature_rows, "RECORD_SECONDS", 0.0)
@@ -492,21 +495,16 @@ def child(what: str, *words: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "remaining"),
     [
         ("calling(feature_rows.Partial, 'write', lambda self, first, *rest: first == 15 and die())", 23),
-        pytest.param(
-            "calling(feature_rows, '_write_at', lambda file, data, place: (len(data), place) == (5, 15) and die())",
-            23,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("calling(feature_cache.Entry, '_remove_rows', lambda *_: die())", 0, marks=pytest.mark.slow),
-        pytest.param("calling(Path, 'replace', lambda self, to: die())", 0, marks=pytest.mark.slow),
-        pytest.param("calling(feature_cache.Entry, '_rename', lambda *_: die())", 0, marks=pytest.mark.slow),
-        pytest.param(
-            "calling(Path, 'rename', lambda self, to: self.suffix == '.partial' and die())", 0, marks=pytest.mark.slow
-        ),
+        ("calling(feature_rows, '_write_at', lambda file, data, place: (len(data), place) == (5, 15) and die())", 23),
+        ("calling(feature_cache.Entry, '_remove_rows', lambda *_: die())", 0),
+        ("calling(Path, 'replace', lambda self, to: die())", 0),
+        ("calling(feature_cache.Entry, '_rename', lambda *_: die())", 0),
+        ("calling(Path, 'rename', lambda self, to: self.suffix == '.partial' and die())", 0),
     ],
     ids=["writing", "recording", "leaving out", "replacing", "tidying", "renaming"],
 )

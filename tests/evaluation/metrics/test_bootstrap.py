@@ -26,6 +26,7 @@ def test_means_equal_gathering_the_drawn_rows() -> None:
     np.testing.assert_allclose(resampled_means(columns, resamples=50, seed=5), expected, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_resampled_accuracy_is_binomial() -> None:
     """With 17 of 20 correct, the number of correct samples in a resample is exactly binomial(20, 0.85)."""
     means = resampled_means((np.arange(20) < 17.0)[:, None].astype(float), resamples=20_000, seed=1)[:, 0]

@@ -352,6 +352,7 @@ def test_real_labels_need_an_image_that_has_one_and_imagenets_head() -> None:
         real_accuracy(predicting([0], [1]).restricted((0, 1, 2)), [(0,)])
 
 
+@pytest.mark.slow
 def test_what_are_no_real_labels_is_refused_and_not_kept(serve: Callable[..., list[str]], tmp_path: Path) -> None:
     message = r"real.json does not hold ReaL labels, which are a list of 50,000 lists of numbers from 0 to 999"
     for text in (b"<html>", b"[[1]]", b"5", b'{"a": 1}', real_json([[1000]]), real_json([[-1]])):
@@ -361,6 +362,7 @@ def test_what_are_no_real_labels_is_refused_and_not_kept(serve: Callable[..., li
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 def test_real_labels_are_fetched_once(serve: Callable[..., list[str]], tmp_path: Path) -> None:
     asked = serve({"/real.json": real_json([[1, 2]])})
     assert read_real() == read_real() and len(asked) == 1

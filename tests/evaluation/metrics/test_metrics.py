@@ -98,6 +98,7 @@ def several(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     return logits - count * classes / 2 + 0.25, targets
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(several())
 def test_several_labels_equal_scikit_learn(case: tuple[np.ndarray, np.ndarray]) -> None:

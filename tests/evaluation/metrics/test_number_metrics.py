@@ -95,6 +95,7 @@ def test_equal_true_numbers_have_an_r2_of_0_or_1(shift: float) -> None:
     assert errors.result()["r2"] == float(shift == 0)
 
 
+@pytest.mark.slow
 def test_intervals_are_quantiles_over_resamples() -> None:
     predicted, truth = drawn(80, 2, unknown=0.3)
     overall, each = number_metrics(predicted, truth, resamples=400, seed=3)
@@ -140,6 +141,7 @@ def test_an_error_that_is_not_finite_stays_so(wrong: float) -> None:
             assert not math.isfinite(errors.result()["standardised_error"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [4, 8])
 def test_resamples_of_equal_numbers_have_no_huge_r2(seed: int) -> None:
     random = np.random.default_rng(seed)

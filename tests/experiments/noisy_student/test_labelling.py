@@ -27,6 +27,7 @@ def label(teacher: str, data: Path, out: Path, **settings: Any) -> Any:
                         readers=Readers(0))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_labels_are_the_probabilities_of_the_teacher(
     teacher: Callable[..., str], colour_folder: Path, tmp_path: Path
 ) -> None:

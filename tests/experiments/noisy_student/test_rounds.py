@@ -167,6 +167,7 @@ def test_a_killed_command_continues_with_the_same_bits(student: TrainConfig, tmp
     assert resumed, "at least one run was stopped in the middle"
 
 
+@pytest.mark.slow
 def test_a_named_teacher_is_measured_and_its_labels_are_learned(
     student: TrainConfig, tmp_path: Path, tiny: Tiny
 ) -> None:

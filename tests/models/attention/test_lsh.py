@@ -51,6 +51,7 @@ def dense(network: VisionTransformer, tokens: Tensor, block: int, chunk: int) ->
     return layer.out((weights @ v).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", ["chunk=4", "chunk=8:rounds=3", "chunk=35:rounds=1:buckets=4", "chunk=20"])
 @pytest.mark.parametrize("fields", [{}, {"pool": "gap", "registers": 0}, {"positions": "rotary-2d"}], ids=str)
 def test_patches_see_those_that_they_meet(settings: str, fields: dict[str, Any]) -> None:

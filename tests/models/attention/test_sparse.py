@@ -66,6 +66,7 @@ LSH = ["lsh:chunk=4", "lsh:chunk=20:rounds=1"]
 EVERY = [*SEEN, "local:window=3:padding=zero", "axial:sum=on", *LINFORMER, *LSH]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", EVERY)
 @pytest.mark.parametrize("fields", [{}, {"pool": "gap", "registers": 0, "class_token": True}], ids=str)
 def test_cost_equals_the_counted_products(attention: str, fields: dict[str, Any]) -> None:

@@ -60,6 +60,7 @@ def test_settings_that_lose_patches_are_refused(field: dict[str, object]) -> Non
         vitrail.create("ViT-Pico/8", num_classes=1, image_size=(40, 24), head_kind="pyramid", **field)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6))
 def test_kept_boxes_are_those_of_a_plain_suppression(seed: int) -> None:

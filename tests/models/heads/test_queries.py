@@ -49,6 +49,7 @@ def assert_near(ours: Tensor, theirs: Tensor) -> None:
     assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swiglu", [False, True])
 def test_outputs_and_files_are_those_of_transformers(tmp_path: Path, *, swiglu: bool) -> None:
     theirs = eomt(use_swiglu_ffn=swiglu)
@@ -72,6 +73,7 @@ def test_outputs_and_files_are_those_of_transformers(tmp_path: Path, *, swiglu: 
     assert type(processor).__name__.startswith("EomtImageProcessor")
 
 
+@pytest.mark.slow
 def test_masked_attention_is_that_of_transformers(tmp_path: Path) -> None:
     theirs = eomt()
     theirs.save_pretrained(tmp_path / "theirs")
@@ -148,6 +150,7 @@ def test_files_with_other_masks_are_refused(tmp_path: Path) -> None:
         vitrail.load(tmp_path / "theirs", device="cpu")
 
 
+@pytest.mark.slow
 def test_objects_are_those_of_transformers(tmp_path: Path) -> None:
     theirs = eomt()
     theirs.save_pretrained(tmp_path / "theirs")

@@ -333,6 +333,7 @@ def test_a_machine_without_the_instructions_is_refused(monkeypatch: pytest.Monke
     assert not has_int8_products(torch.device("meta"))
 
 
+@pytest.mark.slow
 def test_a_limit_on_instructions_is_noticed() -> None:
     """Products of 8-bit integers saturate silently if oneDNN may not use VNNI, whatever the processor has."""
     code = "import torch; from vitrail.machine import has_int8_products; print(has_int8_products(torch.device('cpu')))"

@@ -62,6 +62,7 @@ def test_claims_compare_points_that_are_measured(study: Study, scale: Scale) -> 
     study.claims(points[:1])  # of one arm
 
 
+@pytest.mark.slow
 @STUDY
 @SCALE
 def test_the_limits_of_time_are_kept(study: Study, scale: Scale) -> None:
@@ -74,6 +75,7 @@ def test_the_limits_of_time_are_kept(study: Study, scale: Scale) -> None:
     assert seconds < limit, f"{seconds:.0f} s"
 
 
+@pytest.mark.slow
 @STUDY
 def test_colour_images_are_possible(study: Study) -> None:
     settings = Settings(scale="quick", channels=3)
@@ -81,6 +83,7 @@ def test_colour_images_are_possible(study: Study) -> None:
     cost_of(points, (0,), sizes_for(points, settings))
 
 
+@pytest.mark.slow
 @STUDY
 def test_the_published_size_has_a_cost(study: Study) -> None:
     points = study.published()
@@ -88,6 +91,7 @@ def test_the_published_size_has_a_cost(study: Study) -> None:
     assert cost.flops > 1e18 and study.paper and study.question.endswith("?")
 
 
+@pytest.mark.slow
 def test_each_kind_of_attention_changes_what_the_network_computes() -> None:
     """Two arms with equal weights once had equal outputs, because the class token sees all patches in every kind."""
     images = torch.randn(2, 1, 28, 28, generator=torch.Generator().manual_seed(0))

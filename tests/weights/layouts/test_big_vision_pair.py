@@ -108,6 +108,7 @@ def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
 def test_logits_and_embeddings_are_those_of_siglip(scanned: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -138,6 +139,7 @@ def test_what_it_cannot_store_is_refused(tmp_path: Path) -> None:
         vitrail.convert(model_with_words().save(tmp_path / "clip"), tmp_path / "back", to="big-vision-pair")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pool", "bias"), [("map", -3.0), ("last", None)])
 def test_pairs_come_back_as_they_were(pool: Any, bias: float | None, tmp_path: Path) -> None:
     """Attention pooling of texts, and a pair without a bias, which learned by a softmax."""
@@ -173,6 +175,7 @@ def test_pairs_come_back_as_they_were(pool: Any, bias: float | None, tmp_path: P
     torch.testing.assert_close(again.network.embed(images), bundle.network.embed(images), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["whole", "without a tokenizer", "another network", "projected"])
 def test_lit_of_vision_transformer(form: str, tmp_path: Path) -> None:
     """The image tower is one that `google` writes, whose outputs are compared with the original code elsewhere, and the
@@ -270,6 +273,7 @@ def lit_with_bert(folder: Path) -> tuple[Any, torch.nn.Linear, Bundle, torch.Ten
     return theirs, head, image, images
 
 
+@pytest.mark.slow
 def test_lit_with_bert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The text tower is transformers' BERT with the activation and the padding of the published code."""
     theirs, head, image, images = lit_with_bert(tmp_path)
@@ -321,6 +325,7 @@ def test_published_sizes_of_lit_with_bert(size: str, parameters: int) -> None:
     assert PairConfig(image=image, text=text).parameters() + (512 - 16 + 2) * text.width == parameters
 
 
+@pytest.mark.slow
 def test_files_of_lit_with_bert_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     lit_with_bert(tmp_path)
     file, vocabulary = tmp_path / "LiT.npz", tmp_path / "LiT.txt"

@@ -39,6 +39,7 @@ def npz_names(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 def test_the_npz_gives_the_same_outputs(tmp_path: Path) -> None:
     reference = golden("bit_torch_small")
     path = write_file(npz_names(reference.tensors), tmp_path / "x.npz")
@@ -48,6 +49,7 @@ def test_the_npz_gives_the_same_outputs(tmp_path: Path) -> None:
     assert bundle.preprocess == Preprocess(image_size=(64, 96)).with_geometry("vision_transformer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".pth", ".pt", ".safetensors"])
 def test_the_state_of_its_pytorch_code(suffix: str, tmp_path: Path) -> None:
     reference = golden("bit_torch_small")
@@ -56,6 +58,7 @@ def test_the_state_of_its_pytorch_code(suffix: str, tmp_path: Path) -> None:
     assert reference.difference(bundle) < 1e-5 and bundle.provenance["layout"] == "bit-torch"
 
 
+@pytest.mark.slow
 def test_names_and_shapes_as_the_code_writes_them(tmp_path: Path) -> None:
     reference = golden("bit_torch_small")
     bundle = load(write_file(reference.tensors, tmp_path / "x.pth"), device="cpu")

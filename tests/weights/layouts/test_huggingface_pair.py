@@ -101,6 +101,7 @@ def check_same(theirs: Any, ours: vitrail.Bundle, tokens: torch.Tensor) -> None:
     assert torch.allclose(logits, out.logits_per_image, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MAKERS)
 def test_logits_embeddings_and_tokens_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

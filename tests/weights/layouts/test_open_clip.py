@@ -77,6 +77,7 @@ def save_open_clip(folder: Path, act: str) -> Any:
     return network
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", ["gelu", "quick_gelu"])
 def test_embeddings_are_those_of_the_same_weights_in_transformers(act: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -152,6 +152,7 @@ def test_pooling_as_the_config_says(pool: str, expected: str, folder: Callable[.
     assert isinstance(config, ViTConfig) and config.pool == expected and config.has_class_token
 
 
+@pytest.mark.slow
 def test_published_sizes_need_no_heads(tmp_path: Path) -> None:
     config = ViTConfig(image_size=(16, 16), patch_size=(8, 8), width=192, depth=12, heads=3, mlp_width=768)
     TIMM.write(random_bundle(config), tmp_path / "x.safetensors")
@@ -344,6 +345,7 @@ def test_a_root_without_stages_is_a_bare_stem(tmp_path: Path) -> None:
     assert isinstance(loaded.network.config, ViTConfig) and loaded.network.config.root == root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "architecture"),
     [

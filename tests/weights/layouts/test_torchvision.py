@@ -26,6 +26,7 @@ def test_what_the_library_computes(tmp_path: Path) -> None:
     assert preprocess.mean == (0.485, 0.456, 0.406) and preprocess.std == (0.229, 0.224, 0.225)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "patch", "width", "share", "interpolation"),
     [

@@ -33,6 +33,7 @@ def check_steps(found: np.ndarray, weights: np.ndarray, bits: int) -> None:
     assert (np.abs(np.sqrt(found) - np.sqrt(weights.astype(np.float64))) <= 0.5001 * step + 1e-22).all()
 
 
+@pytest.mark.slow
 @given(weights=WEIGHTS, bits=st.sampled_from(BITS))
 def test_weights_come_back_within_half_a_step(weights: np.ndarray, bits: int) -> None:
     codes, maxima = quantise(weights, bits)
