@@ -71,6 +71,18 @@ def voc(root: Path, objects: str = "", name: str = "a", size: str = "<width>60</
     path.write_text(f"<annotation>\n<size>{size}</size>\n{objects}\n</annotation>")
 
 
+def turned(root: Path) -> None:
+    """Give the picture of `voc` an EXIF tag for a quarter turn."""
+    path = root / "JPEGImages/a.png"
+    exif = Image.Exif()
+    exif[0x112] = 6
+    Image.open(path).save(path, exif=exif)
+
+
+def spoilt(root: Path) -> None:
+    (root / "JPEGImages/a.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+
+
 def voc_object(xmin: float, ymin: float, xmax: float, ymax: float, name: str = "cell") -> str:
     sides = f"<xmin>{xmin}</xmin><ymin>{ymin}</ymin><xmax>{xmax}</xmax><ymax>{ymax}</ymax>"
     return f"<object><name>{name}</name><bndbox>{sides}</bndbox></object>"
@@ -205,7 +217,8 @@ def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "words"),
     [
-        (lambda root: voc(root, voc_object(1, 2, 3, 4), size=""), "does not state the size"),
+        (lambda root: (voc(root, voc_object(1, 2, 3, 4), size=""), turned(root)), "whose EXIF tag turns or mirrors it"),
+        (lambda root: (voc(root, voc_object(1, 2, 3, 4), size=""), spoilt(root)), "a.png, which cannot be read"),
         (lambda root: voc(root, "<object><name>x</name><robndbox/></object>"), "rotated"),
         (lambda root: voc(root, voc_object(1, 2, float("nan"), 4)), "not made of numbers: .*a.xml, line 3"),
         (lambda root: voc(root), "no image has an object"),
@@ -231,6 +244,17 @@ def test_data_that_cannot_be_learned_is_refused(tmp_path: Path, write: Callable[
     write(tmp_path)
     with pytest.raises(DataError, match=words):
         opened(tmp_path)
+
+
+def test_a_size_that_is_not_stated_is_read_from_the_picture(tmp_path: Path) -> None:
+    voc(tmp_path / "voc", voc_object(6, 4, 36, 24), size="<width>0</width><height>0</height>")
+    coco(tmp_path / "coco", images=[{"id": 7, "file_name": "a.png"}, {"id": 3, "file_name": "b.png", "width": 0}])
+    for root in (tmp_path / "voc", tmp_path / "coco"):
+        splits = opened(root)
+        target = splits.train.target(0)
+        assert isinstance(target, Objects)
+        np.testing.assert_allclose(target.boxes[0] * [60, 40, 60, 40], [6, 4, 36, 24])
+        assert any("so it is read from them" in note for note in splits.notes)
 
 
 def test_lists_divide_the_pictures_of_voc(tmp_path: Path) -> None:

@@ -144,8 +144,8 @@ def test_a_source_that_draws_its_samples_keeps_them_all(official: Splits) -> Non
     [
         (
             0.02, "auto",
-            r"validation_share=0\.02 of 20 training images leaves the validation split of here empty: that is less "
-            r"than half an image; choose at least 0\.025, or choose 0 to hold out none",
+            r"validation_share=0\.02 of 20 training images leaves the validation split of here empty: that is at "
+            r"most half an image; choose 0\.05 to hold out one, or choose 0 to hold out none",
         ),
         (0.1, "train[:21]", r"validation='train\[:21\]' has the bound 21, which is beyond the 20 images: here has 20"),
         (0.1, "train[-21:]", r"which is beyond the 20 images: here has 20 training images; choose positions"),

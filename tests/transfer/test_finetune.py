@@ -292,7 +292,7 @@ def test_classes_of_one_image_are_learned_and_nothing_is_measured(
         (in_folder / "data" / name).mkdir(parents=True)
         image = next((colours / "train" / name).iterdir())
         (in_folder / "data" / name / image.name).write_bytes(image.read_bytes())
-    with pytest.raises(DataError, match=r"leaves the validation split of data .* empty: that is less than half"):
+    with pytest.raises(DataError, match=r"leaves the validation split of data .* empty: that is at most half"):
         planned(tiny_bundle, model, in_folder / "data")
     config = planned(tiny_bundle, model, in_folder / "data", validation_share=0.0)
     found = finetuned(config.override(steps=2, precision="float32"), tiny_bundle)

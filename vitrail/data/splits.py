@@ -616,7 +616,7 @@ def _nothing_held_out(splits: Splits, share: float) -> str:
     if round(share * count):
         reason = "each of its classes has only one training image, which is learned from; add images"
     else:
-        reason = f"that is less than half an image; choose at least {0.5 / count:.2g}"
+        reason = f"that is at most half an image; choose {1 / count:.2g} to hold out one"
     return (
         f"validation_share={share:g} of {plural(count, 'training image')} leaves the validation split of "
         f"{splits.title} empty: {reason}, or choose 0 to hold out none"

@@ -17,10 +17,11 @@ import numpy as np
 from vitrail.data.faults import Fault, Severity, is_system_folder, shown, unknown_class
 from vitrail.data.formats.folder import Scan
 from vitrail.data.objects import ObjectRows, Outline
+from vitrail.data.pixels.decode import open_image
 from vitrail.data.source import Samples, file_samples
 from vitrail.data.splits import CHOICE, SPLITS, Request, Split, SplitNames, Splits, left_out, split_of, splits_from
 from vitrail.data.targets import Targets, check_names, class_name
-from vitrail.errors import DataError, listed, plural
+from vitrail.errors import DataError, UndecodableImage, listed, plural
 
 SLIGHT = 0.01
 """Largest fraction of an image's side by which a box can reach beyond the image because of rounding."""
@@ -137,6 +138,23 @@ class ImageFiles:
             )
         return found[0] if found else None
 
+    def size(self, key: str, where: str) -> tuple[int, int]:
+        """Return the height and width of an image, whose annotation `where` does not state them.
+
+        Raise `DataError` if the image cannot be read, or if its EXIF tag turns or mirrors it: then nothing says whether
+        its boxes were drawn before or after that.
+        """
+        try:
+            image = open_image((self.root / key).read_bytes())
+        except (OSError, UndecodableImage) as error:
+            raise DataError(f"{where} does not state the size of {key}, which cannot be read: {error}") from error
+        if image.orientation != 1:
+            raise DataError(
+                f"{where} does not state the size of {key}, whose EXIF tag turns or mirrors it; write the width and "
+                "height of the image that the boxes were drawn on"
+            )
+        return image.size
+
 
 MASKS = frozenset({"masks", "mask", "segmentationclass", "segmentationobject"})
 
@@ -180,6 +198,15 @@ def missing_images(where: str, names: Sequence[str]) -> list[Fault]:
         names, "missing-image", "error", f"{where} names {plural(len(names), 'image')} that cannot be found",
         "Training refuses the data. This check skips these images.",
         "Add these images, or remove them from the annotations.",
+    )  # fmt: skip
+
+
+def unstated_sizes(where: str, names: Sequence[str]) -> list[Fault]:
+    """Return the fault of images whose annotation does not state their size, if there are any."""
+    return fault_at(
+        names, "unstated-size", "note",
+        f"{where} state no size of {plural(len(names), 'image')}, so it is read from them",
+        "Boxes are taken as pixels of these images.", "Nothing needs to be done if the images have not been resized.",
     )  # fmt: skip
 
 

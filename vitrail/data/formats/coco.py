@@ -29,6 +29,7 @@ from vitrail.data.formats.annotated import (
     missing_images,
     object_splits,
     unlisted_images,
+    unstated_sizes,
 )
 from vitrail.data.objects import Outline, Runs
 from vitrail.data.source import file_samples
@@ -236,11 +237,12 @@ def _images(
     *,
     sized: bool = True,
 ) -> AnnotatedImages:
-    """Return the images and objects of a file. If `sized` is true, the file must state the size of each image."""
+    """Return the images and objects of a file. If `sized` is true, the size of each image is needed."""
     result = AnnotatedImages()
     near = path.parent.relative_to(images.root).as_posix() if path.parent != images.root else ""
     rows: dict[Any, int] = {}
     missing: list[str] = []
+    unstated: list[str] = []
     known = set()
     for one in values["images"]:
         if not isinstance(one, dict) or "id" not in one or not isinstance(one.get("file_name"), str):
@@ -259,12 +261,13 @@ def _images(
             continue
         height, width = one.get("height"), one.get("width")
         if not (isinstance(height, int | float) and isinstance(width, int | float) and height >= 1 and width >= 1):
-            raise DataError(f"{path}: the image {one['file_name']} has no height and width; state both in pixels")
+            height, width = images.size(key, str(path))
+            unstated.append(one["file_name"])
         result.sizes.append((int(height), int(width)))
     if len(set(result.keys)) < len(result.keys):
         twice = [key for key, count in Counter(result.keys).items() if count > 1]
         raise DataError(f"{path}: several entries are of the same image file: {listed(twice, 4)}; state each file once")
-    result.faults += missing_images(str(path), missing)
+    result.faults += [*missing_images(str(path), missing), *unstated_sizes(f"{path}: the entries", unstated)]
     places = {number: place for place, number in enumerate(categories)}
     strange: list[str] = []
     with_keypoints = 0

@@ -24,6 +24,7 @@ from vitrail.data.formats.annotated import (
     missing_images,
     object_splits,
     unlisted_images,
+    unstated_sizes,
 )
 from vitrail.data.splits import Request, Splits, split_of
 from vitrail.errors import DataError, plural
@@ -73,7 +74,7 @@ def open_voc(request: Request) -> Splits:
     splits, notes = divided(images, sorted(of_image), request.choice.splits, lists)
     names = sorted({one.findtext("name", "").strip() for tree in read.values() for one in tree.iter("object")})
     found = {
-        split: _images(folder, [(key, of_image[key]) for key in keys], read, names) for split, keys in splits.items()
+        split: _images(images, [(key, of_image[key]) for key in keys], read, names) for split, keys in splits.items()
     }
     unlisted = sorted(key for key in images.inodes if key not in of_image and not holds_masks(key))
     first = next(iter(found.values()))
@@ -92,21 +93,22 @@ def _read(path: Path) -> ElementTree.Element | None:
 
 
 def _images(
-    folder: Path, pairs: Sequence[tuple[str, str]], read: dict[str, ElementTree.Element], names: Sequence[str]
+    images: ImageFiles, pairs: Sequence[tuple[str, str]], read: dict[str, ElementTree.Element], names: Sequence[str]
 ) -> AnnotatedImages:
     result = AnnotatedImages()
-    difficult = 0
+    difficult, unstated = 0, []
     for key, name in pairs:
         tree = read[name]
         height, width = (_number(tree.findtext(f"size/{side}")) for side in ("height", "width"))
         if not (height >= 1 and width >= 1):
-            raise DataError(f"{folder / name} does not state the size of its image; write its width and height")
+            height, width = images.size(key, name)
+            unstated.append(name)
         row = len(result.keys)
         result.keys.append(key)
         result.sizes.append((int(height), int(width)))
         for number, one in enumerate(tree.iter("object")):
             if one.find("robndbox") is not None:
-                raise DataError(f"{folder / name} has rotated boxes (robndbox); only upright boxes are read")
+                raise DataError(f"{images.root / name} has rotated boxes (robndbox); only upright boxes are read")
             left, top, right, bottom = (_number(one.findtext(f"bndbox/{side}")) for side in SIDES)
             difficult += one.findtext("difficult", "0").strip() == "1"
             result.objects.append(
@@ -114,13 +116,14 @@ def _images(
                     row,
                     names.index(one.findtext("name", "").strip()),
                     (left / width, top / height, right / width, bottom / height),
-                    f"{name}, line {_line(folder / name, number)}" if _is_odd(left, top, right, bottom) else name,
+                    f"{name}, line {_line(images.root / name, number)}" if _is_odd(left, top, right, bottom) else name,
                 )
             )
+    result.faults += unstated_sizes(f"{images.root}: annotations", unstated)
     if difficult:
         result.faults.append(Fault(
             "difficult", "note", difficult,
-            f"{folder}: {plural(difficult, 'object')} marked as difficult, which are read like all others",
+            f"{images.root}: {plural(difficult, 'object')} marked as difficult, which are read like all others",
             "They are learned and counted as all others.", "Nothing needs to be done.",
         ))  # fmt: skip
     return result
