@@ -16,7 +16,7 @@ from PIL import Image
 
 from vitrail.cli import main
 from vitrail.data.check.report import check_data
-from vitrail.data.formats.convert import convert
+from vitrail.data.formats.convert import AnnotationFormat, convert
 from vitrail.data.objects import IGNORED, Mask, Objects, Runs, drawn
 from vitrail.data.source import Samples
 from vitrail.data.sources import open_data, open_whole
@@ -25,6 +25,9 @@ from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError, UndecodableImage
 
 SIZES = [(33, 57), (64, 40), (21, 21)]
+
+
+BLANK = np.zeros((40, 60), np.uint8)
 
 
 def picture(path: Path, size: tuple[int, int] = (40, 60)) -> Path:
@@ -55,6 +58,10 @@ def coco(root: Path, **changes: Any) -> dict[str, Any]:
     return values
 
 
+def run_lengths(counts: Any) -> dict[str, Any]:
+    return {"size": [40, 60], "counts": counts}
+
+
 def box(*numbers: float, **fields: Any) -> list[dict[str, Any]]:
     return [{"id": 1, "image_id": 7, "category_id": 5, "bbox": list(numbers), **fields}]
 
@@ -81,6 +88,18 @@ def turned(root: Path) -> None:
 
 def spoilt(root: Path) -> None:
     (root / "JPEGImages/a.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+
+
+def main_list(root: Path, split: str, text: str) -> None:
+    (root / "ImageSets/Main").mkdir(parents=True, exist_ok=True)
+    (root / f"ImageSets/Main/{split}.txt").write_text(text)
+
+
+def listed(root: Path, folder: str, names: str) -> None:
+    """Replace the description of `yolo` by lists of classes in its folders."""
+    (root / "data.yaml").unlink(missing_ok=True)
+    (root / f"labels/{folder}").mkdir()
+    (root / f"labels/{folder}/classes.txt").write_text(names)
 
 
 def voc_object(xmin: float, ymin: float, xmax: float, ymax: float, name: str = "cell") -> str:
@@ -137,6 +156,12 @@ def test_coco_is_read_with_its_numbers(tmp_path: Path) -> None:
         ({"annotations": box(1, 2, 3, 4, segments_info=[])}, "panoptic"),
         ({"annotations": []}, "no image has an object"),
         ({"images": [{"id": 7, "file_name": "gone.png", "height": 40, "width": 60}]}, "cannot be found: gone.png"),
+        ({"images": [{"id": [7], "file_name": "a.png"}]}, r"of the image a.png is \[7\]"),
+        ({"annotations": box(1, 2, 3, 4, image_id=[7])}, r"images that are not listed: .*image_id \[7\]"),
+        ({"annotations": box(1, 2, 3, 4, segmentation=[[1, 1, 9, 1, 9, float("nan")]])}, "neither polygons"),
+        ({"annotations": box(1, 2, 3, 4, segmentation=run_lengths([2400, 1]))}, "add up to the 2400 pixels"),
+        ({"annotations": box(1, 2, 3, 4, segmentation=run_lengths([2399.5, 0.5]))}, "add up"),
+        ({"annotations": box(1, 2, 3, 4, segmentation=run_lengths("~~"))}, "add up"),
     ],
 )
 def test_coco_that_cannot_be_learned_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
@@ -227,6 +252,13 @@ def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:
         (lambda root: yolo(root, "0 0.5 0.5 0.2 0.2 0.9\n"), "predictions"),
         (lambda root: yolo(root, "0 .1 .1 .9 .1 .9 .9 .1 .9\n"), "rotated"),
         (lambda root: yolo(root, "0 .5 .5 .2 .2\nx .5 .5 .2 .2\n"), "line 2 .x .5"),
+        (lambda root: (yolo(root), (root / "labels/train/a.txt").write_bytes(b"\xff")), "a.txt as UTF-8"),
+        (lambda root: (masks(root, BLANK), (root / "classes.txt").write_bytes(b"\xe9\n")), "as UTF-8"),
+        (
+            lambda root: (yolo(root), listed(root, "a", "two\none\n"), listed(root, "b", "one\n")),
+            "different classes",
+        ),
+        (lambda root: (voc(root, voc_object(1, 2, 3, 4)), main_list(root, "train", "gone\n")), "no list in ImageSets"),
         (lambda root: yolo(root, names=("a",), nc=3), "states nc: 3"),
         (lambda root: yolo(root, kpt_shape=[17, 3]), "keypoints"),
         (lambda root: yolo(root, train="elsewhere"), "'elsewhere' is neither a folder"),
@@ -236,8 +268,8 @@ def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:
         (lambda root: foreign(root, '[{"image": "a.png", "annotations": [{"coordinates": {}}]}]'), "of CreateML"),
         (lambda root: foreign(root, '{"objects": [{"classTitle": "cat"}]}', "a.png.json"), "of Supervisely"),
         (lambda root: foreign(root, "<annotations>\n <version>1.1</version>", "a.xml"), "annotation of CVAT"),
-        (lambda root: masks(root, np.zeros((40, 60), np.uint8), "sky\nsky\n"), "several classes are called sky"),
-        (lambda root: (masks(root, np.zeros((40, 60), np.uint8)), (root / "classes.txt").unlink()), "classes.txt"),
+        (lambda root: masks(root, BLANK, "sky\nsky\n"), "several classes are called sky"),
+        (lambda root: (masks(root, BLANK), (root / "classes.txt").unlink()), "classes.txt"),
     ],
 )
 def test_data_that_cannot_be_learned_is_refused(tmp_path: Path, write: Callable[[Path], Any], words: str) -> None:
@@ -278,6 +310,96 @@ def test_lists_divide_the_pictures_of_voc(tmp_path: Path) -> None:
     (lists / "val.txt").write_text("b\n")
     with pytest.raises(DataError, match="training must not see"):
         opened(tmp_path)
+
+
+def test_names_with_blanks_divide_pictures_too(tmp_path: Path) -> None:
+    for name in ("photo 1", "photo 0"):
+        voc(tmp_path, voc_object(1, 2, 30, 20), name)
+    main_list(tmp_path, "train", "photo 1\n")
+    main_list(tmp_path, "val", "photo 0\n")
+    main_list(tmp_path, "cell_train", "photo 1  1\nphoto 0 -1\n")
+    (tmp_path / "Annotations/._photo 1.xml").write_bytes(b"\0\5")
+    splits = opened(tmp_path)
+    assert splits.validation is not None and splits.validation.key(0) == "JPEGImages/photo 0.png"
+    with pytest.raises(DataError, match="nothing named elsewhere, which is chosen as the validation split"):
+        open_data(f"{tmp_path}?train=train&validation=elsewhere", validation_share=0.0)
+
+
+def test_names_of_yolo_are_texts_whatever_yaml_makes_of_them(tmp_path: Path) -> None:
+    yolo(tmp_path)
+    (tmp_path / "data.yaml").write_text("train: images/train\nnames: [no, 010]\n")
+    assert opened(tmp_path).classes == ("no", "010")
+    (tmp_path / "data.yaml").write_text("nc: 2\nnames: {1: null, 0: yes}\n")
+    assert opened(tmp_path).classes == ("yes", "null")
+    (tmp_path / "data.yaml").write_text("nc: 2\nnames: {0: a, x: b}\n")
+    with pytest.raises(DataError, match="are not 0, 1, 2"):
+        opened(tmp_path)
+
+
+def test_held_out_splits_that_a_description_names_and_nobody_exported_are_skipped(tmp_path: Path) -> None:
+    picture(tmp_path / "train/images/a.png")
+    (tmp_path / "train/labels").mkdir()
+    (tmp_path / "train/labels/a.txt").write_text("0 .5 .5 .2 .2\n")
+    (tmp_path / "data.yaml").write_text("train: ../train/images\nval: ../valid/images\nnc: 1\nnames: [cell]\n")
+    splits = opened(tmp_path)
+    words = "the validation split '../valid/images' has no images, so it is skipped"
+    assert splits.validation is None and any(words in note for note in splits.notes)
+    (tmp_path / "data.yaml").write_text("train: ../elsewhere\nval: ../train/images\nnc: 1\nnames: [cell]\n")
+    with pytest.raises(DataError, match="elsewhere' is neither a folder"):
+        opened(tmp_path)
+
+
+def test_folders_called_mask_below_images_hold_pictures(tmp_path: Path) -> None:
+    yolo(tmp_path, "", train="images")
+    for name in ("mask", "no_mask"):
+        picture(tmp_path / f"images/{name}/{name}.png")
+        (tmp_path / f"labels/{name}").mkdir()
+        (tmp_path / f"labels/{name}/{name}.txt").write_text("0 .5 .5 .2 .2\n")
+    source = opened(tmp_path).train
+    assert [source.key(row) for row in range(3)] == [
+        "images/mask/mask.png", "images/no_mask/no_mask.png", "images/train/a.png",
+    ]  # fmt: skip
+
+
+def test_splits_of_cvat_in_yolo(tmp_path: Path) -> None:
+    (tmp_path / "obj.names").write_text("one\n")
+    for folder in ("obj_Train_data", "obj_Validation_data"):
+        picture(tmp_path / f"{folder}/{folder}.png")
+        (tmp_path / f"{folder}/{folder}.txt").write_bytes(b"\xef\xbb\xbf0 .5 .5 .2 .2\r\n")
+    splits = opened(tmp_path)
+    assert splits.validation is not None and [len(splits.train), len(splits.validation)] == [1, 1]
+
+
+def test_coco_with_a_mark_of_its_encoding_or_called_like_our_own_files(tmp_path: Path) -> None:
+    values = coco(tmp_path, annotations=box(6, 4, 30, 20, iscrowd="0"))
+    (tmp_path / "_annotations.coco.json").unlink()
+    (tmp_path / "labels.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(values).encode())
+    target = opened(tmp_path).train.target(0)
+    assert isinstance(target, Objects) and target.crowd.tolist() == [False]
+
+
+@pytest.mark.parametrize("to", ["yolo", "voc", "coco", "masks"])
+def test_pictures_that_share_a_name_keep_their_own_annotations(tmp_path: Path, to: AnnotationFormat) -> None:
+    places = ("a/1.png", "b/1.png", "a_1.png", "A/1.PNG", "2.png", "2.PNG")
+    for place in places:
+        picture(tmp_path / "in" / place)
+    size = {"height": 40, "width": 60}
+    values = {
+        "images": [{"id": row, "file_name": place, **size} for row, place in enumerate(places)],
+        "categories": [{"id": 1, "name": "cell"}],
+        "annotations": [
+            {"id": row, "image_id": row, "category_id": 1, "bbox": [row, row, 20, 10],
+             "segmentation": [[row, row, row + 20, row, row + 20, row + 10, row, row + 10]]}
+            for row in range(len(places))
+        ],
+    }  # fmt: skip
+    (tmp_path / "in/labels.json").write_text(json.dumps(values))
+    convert(opened(tmp_path / "in"), tmp_path / "out", to)
+    found = opened(tmp_path / "out").train
+    assert len(found) == len(places)
+    if to != "masks":
+        corners = {round(float(found.target(row).boxes[0][0]) * 60) for row in range(len(places))}  # type: ignore[union-attr]
+        assert corners == set(range(len(places)))
 
 
 def test_yolo_reads_boxes_polygons_lists_and_pictures_without_labels(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def is_system_folder(name: str) -> bool:
 def is_own_output(folder: Path, depth: int = 2) -> bool:
     """Return True for a folder that Vitrail wrote, such as a run or a report, and for a folder that holds only such
     folders. The files in it decide, not its name."""
-    if any(_has_field(folder / name, field) for name, field in OWN_RECORDS.items()):
+    if any(is_own_record(folder / name) for name in OWN_RECORDS):
         return True
     if not depth:
         return False
@@ -98,14 +98,15 @@ def is_own_output(folder: Path, depth: int = 2) -> bool:
     return bool(inner) and all(is_own_output(one, depth - 1) for one in inner)
 
 
-def _has_field(path: Path, field: str) -> bool:
-    if not path.is_file():
+def is_own_record(path: Path) -> bool:
+    """Return True for a file in which Vitrail describes a folder of its output. Its content decides, not its name."""
+    if path.name not in OWN_RECORDS or not path.is_file():
         return False
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(values, dict) and field in values
+    return isinstance(values, dict) and OWN_RECORDS[path.name] in values
 
 
 def column_names(table: Path, delimiter_of: Callable[[str], str] = lambda first: ",") -> list[str]:

@@ -46,6 +46,27 @@ class Runs:
         return Runs(size, found["counts"])
 
 
+def packed_lengths(text: str) -> list[int] | None:
+    """Return the run lengths in COCO's packed text, or None if it is not one.
+
+    Each number has characters of five bits, the lowest first, with a sixth bit if another character follows. From the
+    fourth number on, the difference to the second last one is stored.
+    """
+    lengths: list[int] = []
+    value = shift = 0
+    for code in text.encode("ascii", "replace"):
+        bits = code - 48
+        if not 0 <= bits < 64:
+            return None
+        value |= (bits & 31) << shift
+        shift += 5
+        if not bits & 32:
+            value -= (1 << shift) if bits & 16 else 0
+            lengths.append(value + (lengths[-2] if len(lengths) > 2 else 0))
+            value = shift = 0
+    return None if shift else lengths
+
+
 Outline = tuple[Polygon, ...] | Runs
 """The outline of an object: polygons, which together cover it, or the pixels themselves."""
 

@@ -45,7 +45,7 @@ WORDS = {word: split for split, words in SPLITS.items() for word in words}
 AFFIXES = frozenset({
     "set", "sets", "data", "dataset", "split", "images", "image", "imgs", "img", "jpg", "jpeg", "png", "pictures",
     "photos", "pics", "samples", "files", "folder", "dir", "seg", "x", "raw", "new", "final", "cropped", "resized",
-    "cleaned", "labeled", "labelled", "part",
+    "cleaned", "labeled", "labelled", "part", "obj",
 })  # fmt: skip
 """Words beside that of a split in a name such as "seg_train", "training_set" or "val_images"."""
 

@@ -19,7 +19,18 @@ from vitrail.data.formats.folder import Scan
 from vitrail.data.objects import ObjectRows, Outline
 from vitrail.data.pixels.decode import open_image
 from vitrail.data.source import Samples, file_samples
-from vitrail.data.splits import CHOICE, SPLITS, Request, Split, SplitNames, Splits, left_out, split_of, splits_from
+from vitrail.data.splits import (
+    CHOICE,
+    SPLITS,
+    Request,
+    Split,
+    SplitNames,
+    Splits,
+    check_chosen,
+    left_out,
+    split_of,
+    splits_from,
+)
 from vitrail.data.targets import Targets, check_names, class_name
 from vitrail.errors import DataError, UndecodableImage, listed, plural
 
@@ -156,12 +167,17 @@ class ImageFiles:
         return image.size
 
 
+IMAGES = ("images", "image", "imgs", "jpegimages")
+"""Names of folders with images beside those of annotations, in lower case."""
+
 MASKS = frozenset({"masks", "mask", "segmentationclass", "segmentationobject"})
 
 
 def holds_masks(key: str) -> bool:
-    """Return True for an image in a folder of masks."""
-    return not MASKS.isdisjoint(part.lower() for part in key.split("/")[:-1])
+    """Return True for an image in a folder of masks. Below a folder of images, "mask" is a name like others."""
+    folders = [part.lower() for part in key.split("/")[:-1]]
+    first = next((place for place, part in enumerate(folders) if part in MASKS), None)
+    return first is not None and not any(part in IMAGES for part in folders[:first])
 
 
 def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
@@ -225,12 +241,15 @@ def divided(
     """Return the annotated images `keys` of each split, and notes. Lists of images, which are named after splits,
     divide them, or else the names of folders. Raise `DataError` if only some images are in a folder of a split."""
     named = {path: split_of(path.name, chosen) for path in lists}
-    used = {path: split for path, split in named.items() if split is not None and _is_plain(path)}
+    used = {path: split for path, split in named.items() if split is not None and _is_plain(path, images)}
     if chosen is None and any(path.stem.lower() == "train" for path in used):
         used = {path: split for path, split in used.items() if path.stem.lower() != "trainval"}
+    names = sorted({key.rpartition("/")[0] or key for key in keys} | {path.name for path in lists})
     if used and chosen != {}:
-        return _by_lists(images, set(keys), used)
-    found: dict[Split, list[str]] = {}
+        found, notes = _by_lists(images, set(keys), used)
+        check_chosen(str(images.root), chosen or {}, found, names)
+        return found, notes
+    found = {}
     unnamed = []
     for key in keys:
         split = split_of(key.rpartition("/")[0], chosen)
@@ -238,6 +257,7 @@ def divided(
             unnamed.append(key)
         else:
             found.setdefault(split, []).append(key)
+    check_chosen(str(images.root), chosen or {}, found, names)
     if not found:
         return {"train": unnamed}, ()
     if unnamed and not chosen:
@@ -248,10 +268,19 @@ def divided(
     return {split: found[split] for split in SPLITS if split in found}, left_out(str(images.root), unnamed)
 
 
-def _is_plain(path: Path) -> bool:
+def _is_plain(path: Path, images: ImageFiles) -> bool:
     """Return True for a list of images. Lists of one class have a second column of 1, 0 and -1."""
-    lines = [line.split() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-    return bool(lines) and all(len(line) == 1 for line in lines)
+    lines = [line.strip() for line in lines_of(path) if line.strip()]
+    of_class = all(line.split()[-1] in ("1", "0", "-1") and len(line.split()) > 1 for line in lines)
+    return bool(lines) and not (of_class and images.find(lines[0]) is None)
+
+
+def lines_of(path: Path) -> list[str]:
+    """Return the lines of a text. Raise `DataError` if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {path} as UTF-8: {error}") from error
 
 
 def _by_lists(
@@ -261,7 +290,7 @@ def _by_lists(
     taken: dict[str, Split] = {}
     notes: list[str] = []
     for path, split in lists.items():
-        names = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+        names = [line.strip() for line in lines_of(path) if line.strip()]
         absent = []
         for name in names:
             key = images.find(name)

@@ -8,6 +8,7 @@ numbers, which the data's classes keep.
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import re
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.data.faults import OWN_RECORDS, Fault
+from vitrail.data.faults import Fault, is_own_record
 from vitrail.data.formats.annotated import (
     AnnotatedImages,
     Annotation,
@@ -31,7 +32,7 @@ from vitrail.data.formats.annotated import (
     unlisted_images,
     unstated_sizes,
 )
-from vitrail.data.objects import Outline, Runs
+from vitrail.data.objects import Outline, Runs, packed_lengths
 from vitrail.data.source import file_samples
 from vitrail.data.splits import (
     CHOICE,
@@ -63,7 +64,7 @@ TITLE = re.compile(r"^(?:instances|captions|annotations?|coco|_)+[-_.]*", re.I)
 
 def annotation_files(files: Iterable[Path]) -> list[Path]:
     """Return the COCO files among some files."""
-    found = (path for path in files if path.suffix.lower() == ".json" and path.name not in OWN_RECORDS)
+    found = (path for path in files if path.suffix.lower() == ".json" and not is_own_record(path))
     return [path for path in found if _is_coco(path)]
 
 
@@ -77,7 +78,7 @@ def _is_coco(path: Path) -> bool:
         return False
     found = {match[1] for match in KEYS.finditer(head)}
     has_only_categories = found == {b"categories"} and len(head) < HEAD
-    return head.lstrip().startswith(b"{") and bool(found) and not has_only_categories
+    return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{") and bool(found) and not has_only_categories
 
 
 def open_coco(request: Request) -> Splits:
@@ -201,7 +202,7 @@ def _by_split(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(path.read_bytes().removeprefix(codecs.BOM_UTF8))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} is not valid JSON: {error}") from error
     for name in ("images", "annotations", "categories"):
@@ -247,6 +248,8 @@ def _images(
     for one in values["images"]:
         if not isinstance(one, dict) or "id" not in one or not isinstance(one.get("file_name"), str):
             raise DataError(f"{path}: the image {one!r} has no number (id) and file_name")
+        if not isinstance(one["id"], int | str):
+            raise DataError(f"{path}: the number (id) of the image {one['file_name']} is {one['id']!r}")
         if one["id"] in known:
             raise DataError(f"{path}: two images have the number {one['id']}; give each image its own")
         known.add(one["id"])
@@ -259,11 +262,11 @@ def _images(
         result.ids.append(one["id"])
         if not sized:
             continue
-        height, width = one.get("height"), one.get("width")
-        if not (isinstance(height, int | float) and isinstance(width, int | float) and height >= 1 and width >= 1):
-            height, width = images.size(key, str(path))
+        sides: tuple[Any, Any] = one.get("height"), one.get("width")
+        if not all(isinstance(side, int | float) and 1 <= side < math.inf for side in sides):
+            sides = images.size(key, str(path))
             unstated.append(one["file_name"])
-        result.sizes.append((int(height), int(width)))
+        result.sizes.append((int(sides[0]), int(sides[1])))
     if len(set(result.keys)) < len(result.keys):
         twice = [key for key, count in Counter(result.keys).items() if count > 1]
         raise DataError(f"{path}: several entries are of the same image file: {listed(twice, 4)}; state each file once")
@@ -278,10 +281,11 @@ def _images(
         where = f"{path.name}, annotation {one.get('id', number)}"
         if "segments_info" in one:
             raise DataError(f"{path} is a panoptic file; only boxes and the outlines of objects are read")
-        row = rows.get(one.get("image_id"))
+        owner = one.get("image_id")
+        row = rows.get(owner) if isinstance(owner, int | str) else None
         if row is None:
-            if one.get("image_id") not in known:
-                strange.append(f"{where}: image_id {one.get('image_id')!r}")
+            if not (isinstance(owner, int | str) and owner in known):
+                strange.append(f"{where}: image_id {owner!r}")
             continue
         with_keypoints += bool(one.get("keypoints"))
         result.objects.append(_annotation(path, where, one, row, result.sizes[row], places))
@@ -322,7 +326,7 @@ def _annotation(
         places.get(category, -1) if type(category) is int else -1,
         (left, top, right, bottom),
         where,
-        bool(one.get("iscrowd", 0)),
+        one.get("iscrowd") in (1, "1"),  # True equals 1
         float(area) / (width * height) if is_stated and area is not None else math.nan,
         outline,
     )
@@ -346,9 +350,18 @@ def _outline(path: Path, where: str, value: Any, size: tuple[int, int]) -> Outli
                 f"{list(size)}; both must have the same size"
             )
         counts = value["counts"]
+        lengths = packed_lengths(counts) if isinstance(counts, str) else counts
+        if not (
+            isinstance(lengths, list)
+            and all(type(length) is int and length >= 0 for length in lengths)
+            and sum(lengths) == size[0] * size[1]
+        ):
+            raise DataError(f"{where}: the run lengths do not add up to the {size[0] * size[1]} pixels of the image")
         return Runs(size, counts.encode()) if isinstance(counts, str) else Runs.from_lengths(size, counts)
     if isinstance(value, list) and all(
-        isinstance(part, list) and len(part) % 2 == 0 and all(type(one) in (int, float) for one in part)
+        isinstance(part, list)
+        and len(part) % 2 == 0
+        and all(type(one) in (int, float) and math.isfinite(one) for one in part)
         for part in value
     ):
         parts = (part for part in value if len(part) >= LEAST_NUMBERS)

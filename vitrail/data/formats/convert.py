@@ -5,6 +5,7 @@ Images are copied byte for byte. `convert` returns notes with the number of thin
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from abc import ABC, abstractmethod
@@ -74,10 +75,17 @@ def convert(
 
 
 def _stems(source: Samples) -> list[str]:
-    """Return a name for each image without its suffix. Images of different folders keep these in their names."""
+    """Return a name of its own for each image, without a suffix. Images of different folders keep these in their names,
+    and those that still share one, such as 1.jpg and 1.PNG, get a number."""
     keys = [Path(source.key(index)) for index in range(len(source))]
-    counts = Counter(key.stem for key in keys)
-    return [key.stem if counts[key.stem] == 1 else "_".join(key.with_suffix("").parts) for key in keys]
+    counts = Counter(key.stem.casefold() for key in keys)
+    names: dict[str, str] = {}
+    for key in keys:
+        stem = key.stem if counts[key.stem.casefold()] == 1 else "_".join(key.with_suffix("").parts)
+        numbered = (f"{stem}_{number}" for number in itertools.count(2))
+        name = next(one for one in itertools.chain([stem], numbered) if one.casefold() not in names)
+        names[name.casefold()] = name
+    return list(names.values())
 
 
 class _Writer(ABC):
@@ -209,7 +217,10 @@ class YoloWriter(_Writer):
             elif outline is not None and len(outline) > 1:
                 self.lost["outline", "of several polygons, of which YOLO gets the boxes"] += 1
             if isinstance(outline, tuple) and len(outline) == 1:
-                numbers = outline[0].ravel().tolist()
+                corners = outline[0]
+                if len(corners) == 4:  # read as the corners of a rotated box otherwise
+                    corners = np.concatenate([corners, corners[-1:]])
+                numbers = corners.ravel().tolist()
             else:
                 left, top, right, bottom = target.boxes[row].tolist()
                 numbers = [(left + right) / 2, (top + bottom) / 2, right - left, bottom - top]

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
-from vitrail.data.formats.annotated import ImageFiles, divided, missing_images, unlisted_images
+from vitrail.data.formats.annotated import IMAGES, ImageFiles, divided, lines_of, missing_images, unlisted_images
 from vitrail.data.objects import IGNORED, Mask
 from vitrail.data.source import Samples, file_samples
 from vitrail.data.splits import SPLITS, Request, Split, Splits, split_of, splits_from
@@ -46,9 +46,13 @@ def holds_masks(root: Path) -> bool:
 def _mask_folder(root: Path) -> Path | None:
     for name in FOLDERS:
         for folder in sorted(root.iterdir()):
-            if folder.is_dir() and folder.name.lower() == name and next(folder.rglob("*.png"), None) is not None:
+            if folder.is_dir() and folder.name.lower() == name and any(map(_is_png, folder.rglob("*"))):
                 return folder
     return None
+
+
+def _is_png(path: Path) -> bool:
+    return path.suffix.lower() == ".png"
 
 
 def open_masks(request: Request) -> Splits:
@@ -65,7 +69,7 @@ def open_masks(request: Request) -> Splits:
     for name in masks:
         place = name.removeprefix(inside)
         stem = os.path.splitext(place)[0]  # noqa: PTH122 (thousands of names)
-        key = images.find(place.rpartition("/")[2].removesuffix(".png"), _beside(images, stem), split_of(name))
+        key = images.find(stem.rpartition("/")[2], _beside(images, stem), split_of(name))
         if key is None or key.startswith(inside):
             missing.append(name)
         elif key in of_image:
@@ -102,8 +106,7 @@ def open_masks(request: Request) -> Splits:
 def _beside(images: ImageFiles, stem: str) -> str:
     """Return the folder of images that is divided like the masks, such as images/train for masks/train."""
     folder = stem.rpartition("/")[0]
-    names = ("images", "image", "imgs", "jpegimages", "leftimg8bit")
-    tops = {key.split("/")[0] for key in images.inodes if key.split("/")[0].lower() in names}
+    tops = {key.split("/")[0] for key in images.inodes if key.split("/")[0].lower() in (*IMAGES, "leftimg8bit")}
     return "/".join([*sorted(tops)[:1], *([folder] if folder else [])])
 
 
@@ -116,7 +119,7 @@ def _classes(root: Path, folder: Path) -> tuple[list[str], tuple[tuple[int, int,
             f"{root} has masks but no names of classes; add a classes.txt with the name of a class on each line, in "
             "the order of the numbers in the masks, from 0"
         )
-    lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+    lines = [line.strip() for line in lines_of(path)]
     lines = [line for line in lines if line and not line.startswith("# ")]
     matches = [COLOUR.fullmatch(line) for line in lines]
     colours: list[tuple[int, int, int]] = []

@@ -37,7 +37,7 @@ def holds_voc(files: Iterable[Path]) -> bool:
     """Return True if annotations in XML are among some files. The first XML file of each folder decides."""
     first: dict[Path, Path] = {}
     for path in files:
-        if path.suffix.lower() == ".xml":
+        if path.suffix.lower() == ".xml" and not path.name.startswith("."):
             first.setdefault(path.parent, path)
     return any(map(_is_annotation, first.values()))
 
@@ -56,7 +56,7 @@ def open_voc(request: Request) -> Splits:
     folder = root.parent if root.name.lower() in FOLDERS else root
     title = f"data {str(root)!r}"
     images = ImageFiles(folder)
-    files = [name for name in images.others if name.lower().endswith(".xml")]
+    files = [name for name in images.others if name.lower().endswith(".xml") and "/." not in f"/{name}"]
     read = {name: one for name in files if (one := _read(folder / name)) is not None}
     of_image: dict[str, str] = {}
     missing = []
@@ -77,6 +77,8 @@ def open_voc(request: Request) -> Splits:
         split: _images(images, [(key, of_image[key]) for key in keys], read, names) for split, keys in splits.items()
     }
     unlisted = sorted(key for key in images.inodes if key not in of_image and not holds_masks(key))
+    if not found:
+        raise DataError("\n".join([f"{title}: no list in ImageSets names an image with an XML file", *notes]))
     first = next(iter(found.values()))
     first.faults += missing_images(f"{title}: annotations in XML", missing)
     first.faults += unlisted_images(title, unlisted, "no XML file belongs to them")

@@ -27,6 +27,7 @@ from vitrail.data.formats.annotated import (
     divided,
     fault_at,
     holds_masks,
+    lines_of,
     object_splits,
 )
 from vitrail.data.splits import SPLITS, Request, Split, SplitNames, Splits, left_out
@@ -58,11 +59,12 @@ def _described(path: Path) -> dict[str, Any]:
     if path.suffix.lower() not in (".yaml", ".yml"):
         return {}
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
+        values, as_text = yaml.safe_load(text), yaml.load(text, Loader=yaml.BaseLoader)
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return {}
     is_one = isinstance(values, dict) and "names" in values and bool({"train", "val", "test", "nc"} & values.keys())
-    return values if is_one else {}
+    return {**values, "names": as_text["names"]} if is_one else {}  # the class `no` is not the value False
 
 
 def _label_files(root: Path) -> Iterator[Path]:
@@ -77,7 +79,7 @@ def _label_files(root: Path) -> Iterator[Path]:
 
 def _begins_with_labels(path: Path) -> bool:
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             return LINE.fullmatch(file.readline(1 << 16)) is not None
     except (OSError, UnicodeDecodeError):
         return False
@@ -111,9 +113,9 @@ def open_yolo(request: Request) -> Splits:
 def _class_names(folder: Path, description: Path | None, values: Mapping[str, Any], others: Sequence[str]) -> list[str]:
     names = values.get("names")
     if isinstance(names, dict):
-        if sorted(names) != list(range(len(names))):
+        if {*names} != {str(number) for number in range(len(names))}:
             raise DataError(f"{description}: the numbers of the names {sorted(names)} are not 0, 1, 2 and so on")
-        names = [names[number] for number in range(len(names))]
+        names = [names[str(number)] for number in range(len(names))]
     if names is None:
         lists = [name for name in others if name.rpartition("/")[2].lower() in NAMES]
         if not lists:
@@ -121,8 +123,13 @@ def _class_names(folder: Path, description: Path | None, values: Mapping[str, An
                 f"{folder} has YOLO's labels but no names of classes; add a classes.txt with a name on each line, or a "
                 "data.yaml"
             )
-        names = (folder / lists[0]).read_text(encoding="utf-8-sig").splitlines()
-        names = [name.strip() for name in names if name.strip()]
+        read = {name: [line.strip() for line in lines_of(folder / name) if line.strip()] for name in lists}
+        names = read[lists[0]]
+        if other := next((name for name, found in read.items() if found != names), None):
+            raise DataError(
+                f"{folder}: {lists[0]} and {other} list different classes, {names} and {read[other]}; "
+                "give all labels the same numbers"
+            )
     if not isinstance(names, list) or not names:
         raise DataError(f"{description or folder}: names are a list of the names of the classes, and not {names!r}")
     if "nc" in values and values["nc"] != len(names):
@@ -139,30 +146,45 @@ def _splits(
 ) -> tuple[dict[Split, list[str]], tuple[str, ...]]:
     """Return the images of each split, and notes."""
     keys = [key for key in images.inodes if not holds_masks(key)]
-    if description is not None and chosen is None:
-        stated = {"train": values.get("train"), "validation": values.get("val"), "test": values.get("test")}
+    stated = {"train": values.get("train"), "validation": values.get("val"), "test": values.get("test")}
+    if description is not None and chosen is None and any(stated.values()):
         found: dict[Split, list[str]] = {}
+        notes: list[str] = []
         for split in SPLITS:
             value = stated[split]
             entries = value if isinstance(value, list) else [value] if value else []
-            some = [key for entry in entries for key in _entry(folder, description, values, images, keys, str(entry))]
+            some: list[str] = []
+            for entry in entries:
+                own = _entry(folder, values, images, keys, str(entry))
+                if own is None and split == "train":
+                    raise DataError(
+                        f"{description}: {entry!r} is neither a folder with images below {folder} nor a list of images"
+                    )
+                if own is None:
+                    notes.append(f"{description}: the {split} split {entry!r} has no images, so it is skipped")
+                some += own or ()
             if some:
                 found[split] = list(dict.fromkeys(some))
-        return found, left_out(str(folder), sorted(set(keys) - {key for some in found.values() for key in some}))
+        if not found:
+            raise DataError(f"{description} names no images below {folder}; correct its train, val and test")
+        return found, (
+            *notes,
+            *left_out(str(folder), sorted(set(keys) - {key for some in found.values() for key in some})),
+        )
     return divided(images, keys, chosen)
 
 
 def _entry(
-    folder: Path, description: Path, values: Mapping[str, Any], images: ImageFiles, keys: Sequence[str], entry: str
-) -> list[str]:
-    """Return the images of an entry of a description: a folder, or a list of images in a file. The description can
-    come from another machine, so the end of a path decides."""
+    folder: Path, values: Mapping[str, Any], images: ImageFiles, keys: Sequence[str], entry: str
+) -> list[str] | None:
+    """Return the images of an entry of a description, a folder or a list of images in a file, or None if there is
+    neither. The description can come from another machine, so the end of a path decides."""
     base = str(values.get("path", ""))
     parts = [part for part in f"{base}/{entry}".replace("\\", "/").split("/") if part not in ("", ".", "..")]
     for first in range(len(parts)):
         place = "/".join(parts[first:])
         if (folder / place).is_file() and place.lower().endswith(".txt"):
-            lines = (folder / place).read_text(encoding="utf-8-sig").splitlines()
+            lines = lines_of(folder / place)
             found = {line.strip(): images.find(line.strip()) for line in lines if line.strip()}
             if absent := [line for line, key in found.items() if key is None]:
                 raise DataError(
@@ -172,7 +194,7 @@ def _entry(
             return [key for key in found.values() if key is not None]
         if some := [key for key in keys if key.startswith(f"{place}/")]:
             return some
-    raise DataError(f"{description}: {entry!r} is neither a folder with images below {folder} nor a list of images")
+    return None
 
 
 def _label_of(key: str, texts: set[str]) -> str | None:
@@ -196,7 +218,7 @@ def _images(folder: Path, keys: Sequence[str], texts: set[str], classes: int) ->
         name = _label_of(key, texts)
         if name is None:
             continue
-        for number, line in enumerate(_lines(folder / name), start=1):
+        for number, line in enumerate(lines_of(folder / name), start=1):
             if not (cells := line.split()):
                 continue
             where = f"{name}, line {number}"
@@ -210,13 +232,6 @@ def _images(folder: Path, keys: Sequence[str], texts: set[str], classes: int) ->
         "Write the number of the class, and then four numbers of a box or the corners of a polygon.",
     )  # fmt: skip
     return result
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {path}: {error}") from error
 
 
 def _annotation(path: Path, row: int, cells: Sequence[str], where: str, classes: int) -> Annotation | None:
