@@ -325,6 +325,13 @@ def test_names_with_blanks_divide_pictures_too(tmp_path: Path) -> None:
         open_data(f"{tmp_path}?train=train&validation=elsewhere", validation_share=0.0)
 
 
+def test_folders_divide_the_annotations_of_voc(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        voc(tmp_path, voc_object(1, 2, 30, 20), f"{split}/{split}")
+    splits = opened(tmp_path)
+    assert splits.validation is not None and [len(splits.train), len(splits.validation)] == [1, 1]
+
+
 def test_names_of_yolo_are_texts_whatever_yaml_makes_of_them(tmp_path: Path) -> None:
     yolo(tmp_path)
     (tmp_path / "data.yaml").write_text("train: images/train\nnames: [no, 010]\n")

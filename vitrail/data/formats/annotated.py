@@ -95,19 +95,21 @@ def foreign_annotations(root: Path) -> str:
 
 
 def files_beside_images(root: Path) -> list[Path]:
-    """Return the files that can hold annotations: `root` itself if it is a file, or those in the folder `root` and in
-    the folders directly in it, sorted. Each folder is listed once, because it can hold many images."""
+    """Return the files that can hold annotations: `root` itself if it is a file, or those in the folder `root`, in the
+    folders directly in it and in those of annotations/, sorted. Each folder is listed once, because it can hold many
+    images."""
     if root.is_file():
         return [root]
     found = []
     folders = [str(root)]
     for number, folder in enumerate(folders):
+        has_folders = not number or Path(folder).name.lower() == "annotations"
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
             for entry in entries:
                 if entry.name.lower().endswith(BESIDE):
                     found.append(Path(entry.path))
-                elif not number and not is_system_folder(entry.name) and entry.is_dir():
-                    folders.append(entry.path)  # only folders directly in `root` are added
+                elif has_folders and not is_system_folder(entry.name) and entry.is_dir():
+                    folders.append(entry.path)
     return sorted(found)
 
 
