@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from vitrail.data.faults import Fault
-from vitrail.data.source import Samples, Source, samples_of, subset, target_kind
+from vitrail.data.source import Samples, Source, samples_of, subset, target_kind, truth_of
 from vitrail.data.targets import Target, TargetKind, class_indices
 from vitrail.errors import ConfigError, DataError, listed, plural
 
@@ -483,6 +483,8 @@ def _labels(source: Source) -> list[tuple[int, ...]]:
     samples have the label -1."""
     if target_kind(source) == "numbers":
         return [NO_LABEL] * len(source)
+    if target_kind(source) == "class":
+        return [(label,) for label in truth_of(source).values.tolist()]
     alone: dict[Target, tuple[int, ...]] = {}
     targets = map(source.target, range(len(source)))
     return [alone.setdefault(target, class_indices(target) or NO_LABEL) for target in targets]
@@ -493,6 +495,8 @@ def _groups(source: Source) -> Int64[np.ndarray, " n"]:
     numbers for regression, all samples are in one group."""
     if target_kind(source) == "numbers":
         return np.zeros(len(source), np.int64)
+    if target_kind(source) == "class":
+        return truth_of(source).values + 1  # 0 without a label
     numbers: dict[Target, int] = {}
     targets = map(source.target, range(len(source)))
     return np.fromiter((numbers.setdefault(target, len(numbers)) for target in targets), np.int64, len(source))
@@ -516,8 +520,8 @@ def _salt(seed: int) -> bytes:
 def _places(source: Source, salt: bytes) -> Float64[np.ndarray, " n"]:
     """Return a hash of each sample's key, as a number in [0, 1)."""
     keys = map(source.key, range(len(source)))
-    hashes = (hashlib.blake2b(salt + os.fsencode(key), digest_size=8).digest() for key in keys)
-    return np.fromiter((int.from_bytes(each, "big") / 2**64 for each in hashes), np.float64, len(source))
+    hashes = b"".join(hashlib.blake2b(salt + os.fsencode(key), digest_size=8).digest() for key in keys)
+    return np.frombuffer(hashes, ">u8") / 2.0**64
 
 
 def with_validation(

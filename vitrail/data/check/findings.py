@@ -185,6 +185,9 @@ def count(name: str, source: Source, looked_at: int) -> SplitCounts:
     if kind == "boxes":
         objects = np.bincount(truth_of(source).values, minlength=len(source.classes))
         return SplitCounts(name, len(source), looked_at, tuple(objects.tolist()), 0)
+    if kind == "class":
+        found = np.bincount(truth_of(source).values + 1, minlength=len(source.classes) + 1).tolist()
+        return SplitCounts(name, len(source), looked_at, tuple(found[1:]), found[0])
     has_classes = kind not in ("numbers", "mask", "texts")
     per_class = [0] * len(source.classes) if has_classes else []
     unlabelled = 0
