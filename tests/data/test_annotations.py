@@ -325,6 +325,12 @@ def test_names_with_blanks_divide_pictures_too(tmp_path: Path) -> None:
         open_data(f"{tmp_path}?train=train&validation=elsewhere", validation_share=0.0)
 
 
+def test_suffixes_of_masks_can_be_in_capitals(tmp_path: Path) -> None:
+    masks(tmp_path, BLANK)
+    (tmp_path / "masks/train/a.png").rename(tmp_path / "masks/train/a.PNG")
+    assert len(opened(tmp_path).train) == 1
+
+
 def test_folders_divide_the_annotations_of_voc(tmp_path: Path) -> None:
     for split in ("train", "val"):
         voc(tmp_path, voc_object(1, 2, 30, 20), f"{split}/{split}")
