@@ -331,6 +331,45 @@ def test_suffixes_of_masks_can_be_in_capitals(tmp_path: Path) -> None:
     assert len(opened(tmp_path).train) == 1
 
 
+@pytest.mark.parametrize(
+    ("images", "folder"),
+    [("img", "gt"), ("photographs", "masks"), ("data/train", "masks/train"), ("train/images", "train/masks")],
+)
+def test_masks_lie_beside_any_folder_of_images(tmp_path: Path, images: str, folder: str) -> None:
+    for name in "ab":
+        picture(tmp_path / f"{images}/{name}.png")
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(BLANK).save(tmp_path / f"{folder}/{name}.png")
+    (tmp_path / "classes.txt").write_text("sky\nroad\n")
+    splits = opened(tmp_path)
+    assert splits.target_kind == "mask" and [splits.train.key(n) for n in (0, 1)] == [f"{images}/{n}.png" for n in "ab"]
+    assert splits.notes == () and splits.faults == ()
+    other = next(iter({"img", "photographs", "data"} & set(Path(images).parts)), "")
+    if other in ("photographs", "data"):  # listed classes that are folders, and masks without an image
+        (tmp_path / "classes.txt").write_text(f"{other}\nmasks\n")
+        assert set(opened(tmp_path).classes) == {other, "masks"}
+        (tmp_path / "classes.txt").write_text("sky\nroad\n")
+        picture(tmp_path / f"{folder}/c.png")
+        assert set(opened(tmp_path).classes) == {other, "masks"}
+
+
+def test_masks_that_are_not_png_are_named(tmp_path: Path) -> None:
+    for folder in ("images", "masks"):
+        picture(tmp_path / f"{folder}/a.jpg")
+    with pytest.raises(DataError, match="If they are masks, save them as PNG"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("channels", [2, 3, 4])
+def test_equal_channels_of_a_mask_are_one_number(tmp_path: Path, channels: int) -> None:
+    values = np.full((40, 60, channels), 1, np.uint8)
+    if channels != 3:
+        values[..., -1] = 255  # opaque
+    masks(tmp_path, values)
+    target = opened(tmp_path).train.target(0)
+    assert isinstance(target, Mask) and (target.indices() == 1).all()
+
+
 def test_folders_divide_the_annotations_of_voc(tmp_path: Path) -> None:
     for split in ("train", "val"):
         voc(tmp_path, voc_object(1, 2, 30, 20), f"{split}/{split}")
@@ -346,6 +385,9 @@ def test_names_of_yolo_are_texts_whatever_yaml_makes_of_them(tmp_path: Path) -> 
     assert opened(tmp_path).classes == ("yes", "null")
     (tmp_path / "data.yaml").write_text("nc: 2\nnames: {0: a, x: b}\n")
     with pytest.raises(DataError, match="are not 0, 1, 2"):
+        opened(tmp_path)
+    (tmp_path / "data.yaml").write_text("nc: 2\nnames: [a, b\n")
+    with pytest.raises(DataError, match=r"data.yaml does not describe them: it is valid YAML with"):
         opened(tmp_path)
 
 
@@ -434,7 +476,8 @@ def test_yolo_reads_boxes_polygons_lists_and_pictures_without_labels(tmp_path: P
     ("values", "names", "words"),
     [
         (np.full((40, 60), 7, np.uint8), "sky\nroad\n", "holds the value 7"),
-        (np.zeros((40, 60, 3), np.uint8), "sky\nroad\n", "is in colour"),
+        (np.full((40, 60, 3), (0, 0, 1), np.uint8), "sky\nroad\n", "is in colour"),
+        (np.full((40, 60, 2), (1, 0), np.uint8), "sky\nroad\n", "is in colour"),
         (np.zeros((41, 60), np.uint8), "sky\nroad\n", "60 x 41 pixels .* has 60 x 40"),
         (np.full((40, 60, 3), 9, np.uint8), "sky 1 2 3\nroad 9 9 8\n", r"colour \(9, 9, 9\) at column 0, row 0"),
     ],
@@ -652,6 +695,18 @@ def test_masks_survive_their_own_format_and_cocos(tmp_path: Path) -> None:
     assert isinstance(found, Objects) and found.labels.tolist() == [0, 1, 2]
     for label in range(3):
         np.testing.assert_array_equal(found.mask(label, (40, 60)), values == label)
+
+
+def test_what_a_format_does_not_hold_is_said_or_refused(tmp_path: Path) -> None:
+    yolo(tmp_path / "a", names=("one", "two"))
+    assert convert(opened(tmp_path / "a"), tmp_path / "b", "voc") == (
+        "1 class without an object (two), which VOC cannot express",
+    )
+    for name in ("# 1", "Model 1 2 3"):
+        yolo(tmp_path / "a", names=("one", name))
+        with pytest.raises(DataError, match="masks cannot have the class names"):
+            convert(opened(tmp_path / "a"), tmp_path / "c", "masks")
+        assert not (tmp_path / "c").exists()
 
 
 def test_targets_of_boxes_are_selected_renumbered_and_joined() -> None:

@@ -295,8 +295,10 @@ def _open(request: Request) -> Splits:
 
 
 def _has_classes(request: Request) -> bool:
-    """Return True for class folders, unless COCO's JSON says what is in the images of these folders."""
-    return not request.numbers and _has_class_folders(request) and not _has_coco(request.path)
+    """Return True for class folders, unless COCO's JSON or masks say what is in the images of these folders."""
+    if request.numbers or not _has_class_folders(request) or _has_coco(request.path):
+        return False
+    return not (_has_masks(request) and formats.masks.masks_pair_up(request.path))
 
 
 def _has_class_folders(request: Request) -> bool:

@@ -127,14 +127,17 @@ class ImageFiles:
             self._named[key.rpartition("/")[2].casefold()].append(key)
             self._named[os.path.splitext(key.rpartition("/")[2])[0].casefold()].append(key)  # noqa: PTH122
 
-    def find(self, name: str, near: str = "", split: Split | None = None) -> str | None:
+    def find(
+        self, name: str, near: str = "", split: Split | None = None, *, outside: tuple[str, ...] = ()
+    ) -> str | None:
         """Return the path of the image that a name or a path of another machine means, or None.
 
-        The last part of the name decides. If several images have it, the longest common end of the paths decides,
-        then the folder `near`, then the split. Raise `DataError` if several remain.
+        The last part of the name decides. If several images outside of the folders `outside` have it, the longest
+        common end of the paths decides, then the folder `near`, then the split. Raise `DataError` if several remain.
         """
         parts = name.replace("\\", "/").split("/")
-        found = [key for key in self._named.get(parts[-1].casefold(), ()) if not holds_masks(key)]
+        named = self._named.get(parts[-1].casefold(), ())
+        found = [key for key in named if not holds_masks(key) and not key.startswith(outside)]
         rules: tuple[Callable[[str], int], ...] = (
             lambda key: _common_end(key.split("/"), parts),
             lambda key: key.startswith(f"{near}/") if near else "/" not in key,

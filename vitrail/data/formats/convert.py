@@ -19,7 +19,7 @@ from xml.etree import ElementTree
 import numpy as np
 from PIL import Image
 
-from vitrail.data.formats.masks import MOST_CLASSES
+from vitrail.data.formats.masks import MOST_CLASSES, is_special
 from vitrail.data.formats.pack import encoded
 from vitrail.data.objects import IGNORED, Mask, Objects, Runs
 from vitrail.data.pixels.decode import image_size_of
@@ -241,6 +241,7 @@ class VocWriter(_Writer):
                 "them"
             )
         self.lists: dict[str, list[str]] = {split: [] for split in sources}
+        self.unused = set(range(len(self.names)))
         (self.folder / "Annotations").mkdir()
 
     def images(self, split: str) -> str:
@@ -254,6 +255,7 @@ class VocWriter(_Writer):
         place = ElementTree.SubElement(root, "size")
         for name, value in (("width", size[1]), ("height", size[0]), ("depth", 3)):
             _add(place, name, str(value))
+        self.unused -= set(target.labels.tolist())
         for row, label in enumerate(target.labels.tolist()):
             one = ElementTree.SubElement(root, "object")
             _add(one, "name", self.names[label])
@@ -269,6 +271,9 @@ class VocWriter(_Writer):
         ElementTree.ElementTree(root).write(self.folder / "Annotations" / f"{path.stem}.xml", encoding="utf-8")
 
     def finish(self) -> None:
+        if self.unused:
+            names = listed([self.names[label] for label in sorted(self.unused)])
+            self.lost["class", f"without an object ({names}), which VOC cannot express"] = len(self.unused)
         lists = self.folder / "ImageSets" / "Main"
         lists.mkdir(parents=True)
         for split, stems in self.lists.items():
@@ -289,6 +294,11 @@ class MaskWriter(_Writer):
         names = [BACKGROUND] * self.first + list(self.names)
         if len(set(names)) < len(names) or len(names) > MOST_CLASSES:
             raise DataError(f"{plural(len(names), 'class')} with {BACKGROUND} cannot be written as masks; rename them")
+        if strange := [name for name in names if is_special(name)]:
+            raise DataError(
+                f"masks cannot have the class names {listed(strange)}: in classes.txt, a line that begins with # is a "
+                "comment, and three numbers at the end of a line are a colour; rename the classes"
+            )
         (self.folder / "classes.txt").write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
 
     def fitting(self, target: Any, size: tuple[int, int]) -> Any:

@@ -21,6 +21,7 @@ from jaxtyping import UInt8
 from PIL import Image
 
 from vitrail.data.formats.annotated import IMAGES, ImageFiles, divided, lines_of, missing_images, unlisted_images
+from vitrail.data.formats.folder import class_folders
 from vitrail.data.objects import IGNORED, Mask
 from vitrail.data.source import Samples, file_samples
 from vitrail.data.splits import SPLITS, Request, Split, Splits, split_of, splits_from
@@ -38,15 +39,41 @@ NO_CLASS = frozenset({"unlabelled", "unlabeled", "ignore", "ignored", "void"})
 MOST_CLASSES = 255
 
 
+LISTS = ("classes.txt", "labels.txt", "labelmap.txt")
+"""Names of files with the names of the classes."""
+
+
 def holds_masks(root: Path) -> bool:
-    """Return True for a folder with a folder of masks beside one of images."""
-    return root.is_dir() and _mask_folder(root) is not None
+    """Return True for a folder with a folder of masks, in it or in a folder of a split."""
+    return root.is_dir() and bool(_mask_folders(root))
 
 
-def _mask_folder(root: Path) -> Path | None:
+def masks_pair_up(root: Path) -> bool:
+    """Return True if every mask has the name of an image in another folder, and the listed classes are not folders.
+
+    Without the list, a folder called masks beside any other folder is taken for a class.
+    """
+    folders = _mask_folders(root) if root.is_dir() else []
+    path = _list_of_classes(root, folders)
+    if path is None or {line.strip() for line in lines_of(path)} & {place.name for place in class_folders(root)}:
+        return False
+    _, missing = _images_of_masks(root, folders, ImageFiles(root))
+    return not missing
+
+
+def _mask_folders(root: Path) -> list[Path]:
+    """Return the folder of masks in `root`, or those in its folders of splits, such as train/masks."""
+    inner = class_folders(root)
+    for places in ([inner], [class_folders(folder) for folder in inner if split_of(folder.name)]):
+        if found := [folder for some in places if (folder := _first_of_masks(some)) is not None]:
+            return found
+    return []
+
+
+def _first_of_masks(folders: Sequence[Path]) -> Path | None:
     for name in FOLDERS:
-        for folder in sorted(root.iterdir()):
-            if folder.is_dir() and folder.name.lower() == name and any(map(_is_png, folder.rglob("*"))):
+        for folder in folders:
+            if folder.name.lower() == name and any(map(_is_png, folder.rglob("*"))):
                 return folder
     return None
 
@@ -59,24 +86,10 @@ def open_masks(request: Request) -> Splits:
     """Return the splits of images with masks. Raise `DataError` if the masks and their classes cannot be read."""
     root, known = request.path, request.classes
     title = f"data {str(root)!r}"
-    folder = _mask_folder(root)
-    assert folder is not None
+    folders = _mask_folders(root)
     images = ImageFiles(root)
-    inside = f"{folder.name}/"
-    masks = [key for key in images.inodes if key.startswith(inside) and key.lower().endswith(".png")]
-    of_image: dict[str, str] = {}
-    missing = []
-    for name in masks:
-        place = name.removeprefix(inside)
-        stem = os.path.splitext(place)[0]  # noqa: PTH122 (thousands of names)
-        key = images.find(stem.rpartition("/")[2], _beside(images, stem), split_of(name))
-        if key is None or key.startswith(inside):
-            missing.append(name)
-        elif key in of_image:
-            raise DataError(f"{title}: the masks {of_image[key]} and {name} both belong to {key}; keep one of them")
-        else:
-            of_image[key] = name
-    names, colours = _classes(root, folder)
+    of_image, missing = _images_of_masks(root, folders, images)
+    names, colours = _classes(root, folders)
     skipped, notes = _ignored(title, names, request.choice.ignore)
     kept = [name for place, name in enumerate(names) if place not in skipped]
     places = [-1 if place in skipped else kept.index(name) for place, name in enumerate(names)]
@@ -93,7 +106,8 @@ def open_masks(request: Request) -> Splits:
         if known is not None and set(kept) == set(known):
             targets = targets.renumbered([known.index(name) for name in kept], known)
         sources[split] = file_samples(root, keys, [images.inodes[key] for key in keys], targets)
-    unlisted = sorted(set(images.inodes) - set(of_image) - set(masks))
+    unlisted = sorted(set(images.inodes) - set(of_image) - set(of_image.values()) - set(missing))
+    inside = listed([f"{folder.relative_to(root).as_posix()}/" for folder in folders])
     faults = [
         *missing_images(f"{title}: masks", missing),
         *unlisted_images(title, unlisted, f"no mask in {inside} has their name"),
@@ -103,17 +117,49 @@ def open_masks(request: Request) -> Splits:
     return splits_from({split: sources[split] for split in SPLITS if split in sources}, (*notes, *more), faults)
 
 
-def _beside(images: ImageFiles, stem: str) -> str:
-    """Return the folder of images that is divided like the masks, such as images/train for masks/train."""
-    folder = stem.rpartition("/")[0]
-    tops = {key.split("/")[0] for key in images.inodes if key.split("/")[0].lower() in (*IMAGES, "leftimg8bit")}
-    return "/".join([*sorted(tops)[:1], *([folder] if folder else [])])
+def _images_of_masks(root: Path, folders: Sequence[Path], images: ImageFiles) -> tuple[dict[str, str], list[str]]:
+    """Return the mask of each image, as paths relative to `root`, and the masks without an image. Raise `DataError` if
+    an image has two masks."""
+    insides = tuple(f"{folder.relative_to(root).as_posix()}/" for folder in folders)
+    of_image: dict[str, str] = {}
+    missing = []
+    for inside in insides:
+        above = inside.removesuffix("/").rpartition("/")[0]
+        start = f"{above}/" if above else ""
+        tops = {key[len(start) :].split("/")[0] for key in images.inodes if key.startswith(start)}
+        top = [name for name in sorted(tops) if name.lower() in (*IMAGES, "leftimg8bit")][:1]
+        for name in images.inodes:
+            if not (name.startswith(inside) and name.lower().endswith(".png")):
+                continue
+            folder, _, file = name.removeprefix(inside).rpartition("/")
+            stem = os.path.splitext(file)[0]  # noqa: PTH122 (thousands of names)
+            # The folder of images that is divided like the masks, such as images/train for masks/train.
+            near = "/".join(part for part in (above, *top, folder) if part)
+            key = images.find(stem, near, split_of(name), outside=insides)
+            if key is None:
+                missing.append(name)
+            elif key in of_image:
+                raise DataError(
+                    f"data {str(root)!r}: the masks {of_image[key]} and {name} both belong to {key}; keep one of them"
+                )
+            else:
+                of_image[key] = name
+    return of_image, missing
 
 
-def _classes(root: Path, folder: Path) -> tuple[list[str], tuple[tuple[int, int, int], ...]]:
+def is_special(line: str) -> bool:
+    """Return True for a line of classes.txt that is a comment or has a colour."""
+    return line.startswith("# ") or COLOUR.fullmatch(line) is not None
+
+
+def _list_of_classes(root: Path, folders: Sequence[Path]) -> Path | None:
+    places = [root / LISTS[0], *(folder / LISTS[0] for folder in folders), *(root / name for name in LISTS[1:])]
+    return next((place for place in places if place.is_file()), None)
+
+
+def _classes(root: Path, folders: Sequence[Path]) -> tuple[list[str], tuple[tuple[int, int, int], ...]]:
     """Return the names of the classes, and their colours, or () if masks hold numbers."""
-    places = [root / "classes.txt", folder / "classes.txt", root / "labels.txt", root / "labelmap.txt"]
-    path = next((place for place in places if place.is_file()), None)
+    path = _list_of_classes(root, folders)
     if path is None:
         raise DataError(
             f"{root} has masks but no names of classes; add a classes.txt with the name of a class on each line, in "
@@ -171,6 +217,8 @@ def read_mask(path: Path, colours: tuple[tuple[int, int, int], ...] = ()) -> UIn
             image.load()
             if colours:
                 return _from_colours(path, np.asarray(image.convert("RGB")), colours)
+            if image.mode in ("LA", "RGB", "RGBA") and (grey := _grey(image)) is not None:
+                return grey
             if image.mode not in ("L", "P", "1", "I", "I;16"):
                 raise UndecodableImage(
                     f"mask {path} is in colour ({image.mode}), and numbers of classes are expected; add the colour "
@@ -186,6 +234,15 @@ def read_mask(path: Path, colours: tuple[tuple[int, int, int], ...] = ()) -> UIn
     if values.max(initial=0) > IGNORED:
         raise UndecodableImage(f"mask {path} holds the value {values.max()}; the largest is {IGNORED}")
     return values.astype(np.uint8)
+
+
+def _grey(image: Image.Image) -> UInt8[np.ndarray, "h w"] | None:
+    """Return the numbers of a mask that was saved with equal channels, or None if its channels differ or some of its
+    pixels are transparent."""
+    channels = np.asarray(image)
+    colours = channels[..., :-1] if image.mode in ("LA", "RGBA") else channels
+    is_opaque = colours is channels or bool((channels[..., -1] == 255).all())
+    return colours[..., 0].copy() if is_opaque and (colours == colours[..., :1]).all() else None
 
 
 def _from_colours(

@@ -119,6 +119,11 @@ def _class_names(folder: Path, description: Path | None, values: Mapping[str, An
     if names is None:
         lists = [name for name in others if name.rpartition("/")[2].lower() in NAMES]
         if not lists:
+            if others_yaml := [name for name in others if name.endswith((".yaml", ".yml")) and "/" not in name]:
+                raise DataError(
+                    f"{folder} has YOLO's labels, but {others_yaml[0]} does not describe them: it is valid YAML with "
+                    "names, and with train, val, test or nc; correct it"
+                )
             raise DataError(
                 f"{folder} has YOLO's labels but no names of classes; add a classes.txt with a name on each line, or a "
                 "data.yaml"
