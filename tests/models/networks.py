@@ -37,6 +37,7 @@ HYBRIDS: dict[str, tuple[AnyConfig, list[tuple[int, int]]]] = {
     "BiT of one stage": (ResNetConfig(depths=(2,), width=32, channels=1, num_classes=0), [(31, 28), (64, 33)]),
     "BiT of two widths": (ResNetConfig(depths=(1, 2, 1), width=128, num_classes=7), [(65, 96)]),
     "BiT of basic units": (variant_config("BiT-Pico", image_size=32, num_classes=7), [(32, 32), (13, 22)]),
+    "BiT of pools": (variant_config("BiT-Micro", image_size=32, num_classes=7), [(32, 32), (13, 22)]),
     "BiT of basic units, deeper": (
         ResNetConfig(depths=(1, 2), width=32, unit="basic", norm_groups=4, channels=1, num_classes=0),
         [(40, 33)],

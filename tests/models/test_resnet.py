@@ -256,6 +256,27 @@ def test_a_small_resnet_by_its_parts(size: tuple[int, int], channels: int) -> No
     assert network.embed(images).shape == (2, config.embed_width) == (2, 16)
 
 
+@pytest.mark.parametrize("size", [(8, 12), (9, 13)])
+def test_a_unit_halves_the_sides_by_a_pool_after_its_first_convolution(size: tuple[int, int]) -> None:
+    settings: dict[str, Any] = {"stem": "3x3", "unit": "basic", "norm_groups": 1, "depths": (1,), "width": 4}
+    ((unit,),) = drawn(ResNet(ResNetConfig(pools=True, **settings))).stages
+    x = torch.randn(2, 4, *size, dtype=torch.float64)
+    active = group_norm(x, unit.norm1, 1).clamp_min(0)
+    y = F.conv2d(active, standardised(unit.conv1.weight, BIT), None, 1, 1)
+    y = torch.stack([part.amax((2, 3)) for part in parts_of(y)], -1).reshape(2, 8, *(-(-side // 2) for side in size))
+    y = F.conv2d(group_norm(y, unit.norm2, 1).clamp_min(0), standardised(unit.conv2.weight, BIT), None, 1, 1)
+    shortcut = F.conv2d(active, standardised(unit.shortcut.weight, BIT), None, 2)
+    torch.testing.assert_close(unit(x), shortcut + y, atol=1e-6, rtol=1e-6)
+    for make in (lambda: ResNetConfig(pools=True), lambda: RootConfig(pools=True)):
+        with pytest.raises(ConfigError, match="pools=True needs the"):
+            make()
+
+
+def parts_of(x: Tensor) -> list[Tensor]:
+    """Return the squares of two by two cells of a map, row by row, of which the last ones can be smaller."""
+    return [part for row in x.split(2, 2) for part in row.split(2, 3)]
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 def test_feature_maps_of_a_small_resnet_have_their_channels_last(channels: int) -> None:
     network = ResNet(ResNetConfig(channels=channels, stem="3x3", unit="basic", norm_groups=1, depths=(1, 1), width=4))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from vitrail.models.resnet_config import RootConfig
 from vitrail.models.variants import create
 from vitrail.tasks.classification import ClassificationObjective
 from vitrail.training import update_rules as muon
@@ -145,6 +146,15 @@ def test_convolutions_of_residual_units_are_matrices() -> None:
         assert stack == (1, weight.shape[0], weight[0].numel())
     given(network, 1)
     make_optimizer(network, OptimizerConfig(kind="muon")).step()
+
+
+@pytest.mark.parametrize("fields", [{}, {"root": RootConfig(depths=(1,), width=32)}], ids=["small", "published"])
+def test_residual_units_below_the_blocks_of_a_hybrid_are_matrices(fields: dict[str, Any]) -> None:
+    network = create("RPico+ViT-Pico/8", image_size=(16, 24), width=12, depth=1, heads=3, mlp_width=20, **fields)
+    stacks = stacks_of(ClassificationObjective(network))
+    found = {name for name, weight in network.named_parameters() if id(weight) in stacks}
+    inside = ("root.stages.", "blocks.")
+    assert found == {name for name, one in network.named_parameters() if one.ndim > 1 and name.startswith(inside)}
 
 
 def test_the_factors_of_an_adapter_are_matrices_of_their_own() -> None:

@@ -48,6 +48,7 @@ class ResNet(nn.Module):
         kernel, stride = (7, 2) if config.stem == "7x7+pool" else (3, 1)
         self.stem = StandardisedConv(config.channels, config.width, kernel, stride=stride, padding=kernel // 2, eps=eps)
         unit = functools.partial(UNITS[config.unit], groups=config.norm_groups)
+        unit = functools.partial(unit, pools=True) if config.pools else unit
         self.stages = _stages(unit, config)
         self.norm = GroupNorm(config.norm_groups, config.embed_width, eps=config.norm_eps)
         self.head = nn.Linear(config.embed_width, config.num_classes) if config.num_classes else None
@@ -291,7 +292,8 @@ class PreActivationUnit(nn.Module):
 class BasicUnit(nn.Module):
     """Two 3 x 3 convolutions (1512.03385), with a norm and a ReLU before each, as in BiT's bottleneck.
 
-    If the shortcut has a convolution, the first norm and ReLU come before it as well.
+    If the shortcut has a convolution, the first norm and ReLU come before it as well. With `pools`, a max pool after
+    the first convolution takes the place of its stride.
     """
 
     def __init__(
@@ -301,12 +303,14 @@ class BasicUnit(nn.Module):
         *,
         stride: int,
         groups: int,
+        pools: bool = False,
         norm_eps: float,
         weight_eps: tuple[float, WeightEps],
     ) -> None:
         super().__init__()
         self.norm1 = GroupNorm(groups, before, eps=norm_eps)
-        self.conv1 = StandardisedConv(before, after, 3, stride=stride, padding=1, eps=weight_eps)
+        self.conv1 = StandardisedConv(before, after, 3, stride=1 if pools else stride, padding=1, eps=weight_eps)
+        self.pool = stride if pools else 1
         self.norm2 = GroupNorm(groups, after, eps=norm_eps)
         self.conv2 = StandardisedConv(after, after, 3, padding=1, eps=weight_eps)
         changes = stride > 1 or before != after
@@ -314,7 +318,10 @@ class BasicUnit(nn.Module):
 
     def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d gh gw"]:
         active, shortcut = _activated(self, x)
-        return shortcut + self.conv2(F.relu(self.norm2(self.conv1(active))))
+        y = self.conv1(active)
+        if self.pool > 1:
+            y = F.max_pool2d(y, self.pool, ceil_mode=True)
+        return shortcut + self.conv2(F.relu(self.norm2(y)))
 
 
 UNITS: dict[ResNetUnit, type[PreActivationUnit] | type[BasicUnit]] = {

@@ -53,6 +53,8 @@ class RootConfig:
     width: int = 64
     """Channels of the stem. Stage i has `width * 2**i` channels inside its units and four times as many outside. With
     the stem "3x3", it has `width * 2**(i + 1)` channels."""
+    pools: bool = False
+    """With the stem "3x3": True to halve the sides by max pools (`ResNetConfig.pools`)."""
     norm_eps: float = setting(1e-6, above=0)
     """Epsilon of every group norm: 1e-6, or timm's 1e-5."""
     weight_eps: float = setting(1e-5, above=0)
@@ -66,6 +68,8 @@ class RootConfig:
         raise_problems([*problems(self), *_misfits(self.depths, self.width, 1 if self.is_small else 32)])
         if self.is_small:
             self.small(1)  # raises for a root without stages, with any number of channels
+        elif self.pools:
+            raise ConfigError(f"pools=True needs the stem '3x3', and the stem is {self.stem!r}")
 
     @property
     def is_small(self) -> bool:
@@ -77,7 +81,8 @@ class RootConfig:
         `ConfigError` if it has no stage."""
         return ResNetConfig(
             depths=self.depths, width=self.width, stem="3x3", unit="basic", norm_groups=1, channels=channels,
-            num_classes=0, norm_eps=self.norm_eps, weight_eps=self.weight_eps, weight_eps_on=self.weight_eps_on,
+            pools=self.pools, num_classes=0, norm_eps=self.norm_eps, weight_eps=self.weight_eps,
+            weight_eps_on=self.weight_eps_on,
         )  # fmt: skip
 
     @property
@@ -141,6 +146,10 @@ class ResNetConfig(NetworkConfig):
     """Stem of the ResNet: the published "7x7+pool", or "3x3" for images below about 64 pixels."""
     unit: ResNetUnit = "bottleneck"
     """Residual unit: the published "bottleneck", or "basic" with two 3 x 3 convolutions."""
+    pools: bool = False
+    """How a basic unit halves the sides. False: its first convolution has the stride 2 (1512.03385). True: this
+    convolution has the stride 1, and a max pool follows, as in ResNet-9 (https://myrtle.ai/learn/how-to-train-your-resnet),
+    which costs more and learns more from each image."""
     norm_groups: int = 32
     """Number of groups of every group norm."""
     num_classes: int = setting(1000, least=0)
@@ -159,6 +168,8 @@ class ResNetConfig(NetworkConfig):
         raise_problems([*problems(self), *_misfits(self.depths, self.width, self.norm_groups)])
         if not self.depths:
             raise ConfigError("depths=() leaves no stage, but a ResNet must have at least one")
+        if self.pools and self.unit != "basic":
+            raise ConfigError(f"pools=True needs the unit 'basic', and the unit is {self.unit!r}")
 
     @property
     def stem_stride(self) -> int:
@@ -286,6 +297,7 @@ class Unit:
     side: tuple[int, int]
     stride: int
     kind: ResNetUnit
+    pools: bool = False
 
     @property
     def middle(self) -> int:
@@ -309,7 +321,7 @@ class Unit:
         """The convolutions besides the shortcut."""
         cells_in, cells_out = self.cells_in, self.cells_out
         if self.kind == "basic":
-            first = Convolution(self.before, self.middle, 3, cells_in, cells_out)
+            first = Convolution(self.before, self.middle, 3, cells_in, cells_in if self.pools else cells_out)
             return [first, Convolution(self.middle, self.after, 3, cells_out, cells_out)]
         return [
             Convolution(self.before, self.middle, 1, cells_in, cells_in),
@@ -330,9 +342,10 @@ class Unit:
 
     @property
     def kept(self) -> int:
-        """Number of values of a BiT unit that the backward pass reads: every norm keeps its input, and every
-        convolution the activated map."""
-        return sum(2 * one.inputs * one.cells_in for one in self.convolutions)
+        """Number of values of a BiT unit that the backward pass reads: every norm keeps its input, every convolution
+        the activated map, and a max pool its input and the places of the largest values (64 bits each)."""
+        pooled = self.middle * (self.cells_in + 4 * self.cells_out) * (self.pools and self.stride > 1)
+        return sum(2 * one.inputs * one.cells_in for one in self.convolutions) + pooled
 
     @property
     def held(self) -> int:
@@ -352,7 +365,7 @@ def units(shape: ResNetConfig | RootConfig, size: tuple[int, int]) -> Iterator[U
     for stage, (depth, (before, after)) in enumerate(zip(shape.depths, pairwise(widths), strict=True)):
         for unit in range(depth):
             stride = 1 if unit else 2 if stage else shape.first_stride
-            yield Unit(before if unit == 0 else after, after, side, stride, shape.unit)
+            yield Unit(before if unit == 0 else after, after, side, stride, shape.unit, shape.pools)
             side = cells(side, stride)
 
 

@@ -63,23 +63,28 @@ RESNETS = {
 }
 """Number of units in each of the four stages of a ResNet, by the depth of the ResNet."""
 
-SMALL_RESNETS = {"Pico": 16, "Nano": 32}
-"""Channels of the stem of each small ResNet, which is ours, for images of 28 to 64 pixels on a CPU."""
+SMALL_RESNETS: dict[str, dict[str, Any]] = {
+    "Pico": {"width": 16},
+    "Nano": {"width": 32},
+    "Micro": {"width": 24, "pools": True},
+}
+"""Channels of the stem of each small ResNet, which is ours, for images of 28 to 64 pixels on a CPU, and whether it
+halves the sides by max pools."""
 
 PUBLISHED = (
-    "ViT-Pico/7", "Conv+ViT-Pico/8", "RPico+ViT-Pico/8", "ViT-Nano/8",
+    "ViT-Pico/7", "Conv+ViT-Pico/8", "RPico+ViT-Pico/8", "RMicro+ViT-Pico/8", "ViT-Nano/8",
     "ViT-Ti/16", "ViT-S/32", "ViT-S/16", "ViT-M/16", "ViT-B/32", "ViT-B/16", "ViT-B/8",
     "ViT-L/32", "ViT-L/16", "ViT-So400m/14", "ViT-H/14", "ViT-g/14", "ViT-G/14", "ViT-e/14",
     "R+ViT-Ti/16", "R26+ViT-S/32", "R26+ViT-B/32", "R50+ViT-B/16", "R50+ViT-L/32",
     "BiT-R50x1", "BiT-R101x1", "BiT-R50x3", "BiT-R101x3", "BiT-R152x2", "BiT-R152x4", "BiT-R200x3",
-    "BiT-Pico", "BiT-Nano",
+    "BiT-Pico", "BiT-Nano", "BiT-Micro",
 )  # fmt: skip
 """Combinations of size and patch that `vitrail models` lists: published ones, and the small networks of this package.
 Any size also works with any other patch."""
 
 VIT = re.compile(r"ViT-(?P<size>\w+)/(?P<patch_h>[1-9]\d*)(x(?P<patch_w>[1-9]\d*))?")
 HYBRID = re.compile(
-    r"(Conv|R(?P<small>Pico|Nano)|R((?P<layers>\d+)(x(?P<factor>[1-9]\d*))?)?)\+ViT-(?P<size>\w+)/(?P<patch>[1-9]\d*)"
+    r"(Conv|R(?P<small>Pico|Nano|Micro)|R((?P<layers>\d+)(x(?P<factor>[1-9]\d*))?)?)\+ViT-(?P<size>\w+)/(?P<patch>[1-9]\d*)"
 )
 BIT = re.compile(r"BiT-R(?P<layers>\d+)x(?P<factor>[1-9]\d*)")
 
@@ -98,7 +103,8 @@ def variant_config(name: str, *, image_size: int | tuple[int, int] = 224, **fiel
       one cell of the third stage. With "/4", the root has two stages, and with "/16" a patch is 2 x 2 cells.
     - "BiT-R50x1".
     - "BiT-Pico" and "BiT-Nano" (ours, for small images): a 3 x 3 convolution of stride 1, and three stages of one unit
-      of two 3 x 3 convolutions.
+      of two 3 x 3 convolutions. "BiT-Micro" halves the sides by max pools instead of strides. "RNano+ViT-Pico/8" and
+      "RMicro+ViT-Pico/8" are their hybrids.
 
     `fields` replace fields of the `ViTConfig` or `ResNetConfig`. Raises `ConfigError` for an unknown name or field.
     """
@@ -153,7 +159,7 @@ def _named(name: str) -> AnyConfig:
         return ResNetConfig(depths=_layers(match, name), width=64 * int(match["factor"]))
     if (small := name.removeprefix("BiT-")) in SMALL_RESNETS and small != name:
         return ResNetConfig(
-            depths=(1, 1, 1), width=SMALL_RESNETS[small], stem="3x3", unit="basic", norm_groups=1, image_size=(32, 32)
+            depths=(1, 1, 1), stem="3x3", unit="basic", norm_groups=1, image_size=(32, 32), **SMALL_RESNETS[small]
         )
     rule = "names have the form ViT-SIZE/PATCH, R50+ViT-SIZE/PATCH or BiT-R50x1"
     raise ConfigError(f"unknown variant {name!r}: {rule}; {nearest(name, PUBLISHED)}")
@@ -184,7 +190,7 @@ def _root(match: re.Match[str], name: str) -> tuple[RootConfig, int]:
             raise ConfigError(
                 f"unknown variant {name!r}: the first stage of the root halves the sides, so the patch must be even"
             )
-        return RootConfig(stem="3x3", width=SMALL_RESNETS[small], depths=(1,) * stages), pixels // 2**stages
+        return RootConfig(stem="3x3", depths=(1,) * stages, **SMALL_RESNETS[small]), pixels // 2**stages
     if match["layers"] is None:
         if pixels % 2:
             raise ConfigError(f"unknown variant {name!r}: the patch of a root without stages must be a multiple of 2")

@@ -50,8 +50,8 @@ class OptimizerConfig:
 
     kind: OptimizerName = setting("adamw", name="optimizer")
     """Adam (adamw), SGD with momentum, Adafactor in the variant of big_vision, Muon for the weight matrices of blocks
-    with Adam for the other weights (muon), or for large batches LARS (lars: SGD) and LAMB (lamb: Adam), which scale
-    each update by the length of its weight."""
+    and residual units with Adam for the other weights (muon), or for large batches LARS (lars: SGD) and LAMB (lamb:
+    Adam), which scale each update by the length of its weight."""
     learning_rate: float = setting(1e-3, above=0, below=math.inf)
     """Peak learning rate, reached after warm-up."""
     base_batch_size: int | None = setting(None, least=1)

@@ -19,6 +19,7 @@ from vitrail.models.attention.base import AttentionLayer
 from vitrail.models.blocks import SwiGlu
 from vitrail.models.linear.lora import LowRank
 from vitrail.models.network import HasLayers
+from vitrail.models.resnet import HybridRoot, SmallRoot
 from vitrail.models.tokens import AttentionPool, PatchEmbedding
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -171,7 +172,8 @@ Stack = tuple[int, int, int]
 
 
 def stacks_of(module: nn.Module) -> dict[int, Stack]:
-    """Return the stack of every weight matrix in the blocks of a module's network, by the parameter's id.
+    """Return the stack of every weight matrix in the blocks of a module's network, by the parameter's id. The residual
+    units below a hybrid's blocks are blocks, too.
 
     Convolutions are read as matrices of (outputs, inputs x height x width). A weight of queries, keys and values is
     three matrices, and a weight of SwiGLU's gate and value is two. Each factor of an adapter is a matrix. Patch
@@ -179,7 +181,9 @@ def stacks_of(module: nn.Module) -> dict[int, Stack]:
     """
     network: HasLayers = next(part for part in module.modules() if isinstance(part, HasLayers))
     found: dict[int, Stack] = {}
-    for block in network.layers().blocks:
+    layers = network.layers()
+    roots = [part.stages for part in layers.embedding if isinstance(part, HybridRoot | SmallRoot)]
+    for block in (*roots, *layers.blocks):
         parts = dict(_packed(block))
         for layer in block.modules():
             if isinstance(layer, nn.Linear | nn.Conv2d):

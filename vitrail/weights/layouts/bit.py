@@ -28,7 +28,7 @@ from vitrail.weights.tensors import TensorFile, save_tensors
 CARRIED: Table = {
     "image_size": KEPT, "channels": KEPT, "depths": KEPT, "width": KEPT, "num_classes": KEPT, "norm_eps": own(1e-5),
     "weight_eps": own(1e-10), "weight_eps_on": only("variance"), "stem": only("7x7+pool"), "unit": only("bottleneck"),
-    "norm_groups": only(32),
+    "norm_groups": only(32), "pools": only(False),
 }  # fmt: skip
 
 

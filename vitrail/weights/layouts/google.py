@@ -63,8 +63,8 @@ BV_POSITIONS = "pos_embedding"
 
 
 ROOT: Mapping[str, Rule] = {
-    "depths": KEPT, "width": KEPT, "stem": only("7x7+pool"), "norm_eps": own(1e-6), "weight_eps": own(1e-5),
-    "weight_eps_on": own("deviation"),
+    "depths": KEPT, "width": KEPT, "stem": only("7x7+pool"), "pools": only(False),
+    "norm_eps": own(1e-6), "weight_eps": own(1e-5), "weight_eps_on": own("deviation"),
 }  # fmt: skip
 
 

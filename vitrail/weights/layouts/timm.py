@@ -358,10 +358,11 @@ TIMM_ROOT: dict[str, Any] = {"norm_eps": 1e-5, "weight_eps": 1e-8, "weight_eps_o
 BIT: Table = {
     "image_size": KEPT, "channels": KEPT, "depths": KEPT, "width": KEPT, "num_classes": KEPT, "norm_eps": own(1e-5),
     "weight_eps": own(1e-8), "weight_eps_on": only("variance"), "stem": only("7x7+pool"), "unit": only("bottleneck"),
-    "norm_groups": only(32),
+    "norm_groups": only(32), "pools": only(False),
 }  # fmt: skip
 ROOT: Mapping[str, Rule] = {
-    "depths": KEPT, "width": KEPT, "stem": only("7x7+pool"), **{name: own(value) for name, value in TIMM_ROOT.items()},
+    "depths": KEPT, "width": KEPT, "stem": only("7x7+pool"), "pools": only(False),
+    **{name: own(value) for name, value in TIMM_ROOT.items()},
 }  # fmt: skip
 VIT: Table = {
     **SHAPE, "root": ROOT, "pool": only(*POOLS), "class_token": KEPT, "registers": KEPT, "head_hidden": only(0),
