@@ -54,7 +54,7 @@ def reduced(config: AnyConfig) -> AnyConfig:
 
 DISTINCT = (
     "ViT-Pico/7", "Conv+ViT-Pico/8", "RPico+ViT-Pico/8", "ViT-Nano/8", "ViT-Ti/16", "ViT-S/32", "ViT-So400m/14",
-    "R+ViT-Ti/16", "R26+ViT-S/32", "R50+ViT-B/16", "BiT-R50x1", "BiT-Pico",
+    "R+ViT-Ti/16", "R26+ViT-S/32", "R50+ViT-B/16", "RMicro+ViT-Pico/8", "BiT-R50x1", "BiT-Pico", "BiT-Micro",
 )  # fmt: skip
 """One of each group of published networks that differ in nothing but heads and widths when they are reduced."""
 

@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow  # type: ignore[import-untyped]
 import pytest
 from faster_coco_eval import COCO  # type: ignore[import-untyped]
 from PIL import Image
+from pyarrow import parquet
 
 from tests.make import OBJECT_NAMES, coco_data, dense_bundle, dense_model, make_outlines_folder, make_voc_folder
 from vitrail.cli import main
@@ -113,6 +115,15 @@ def test_a_model_without_a_chosen_score_says_so(
     rows = [row for line in captured.out.splitlines() for row in json.loads(line)["objects"]]
     assert min(row["score"] for row in rows) >= 0.3
     assert {row["category_id"] for row in json.loads((tmp_path / "found.json").read_text())} <= {1, 2, 3}
+
+
+def test_images_of_parquet_files_have_names_of_their_own(detector: Path, photos: Path, tmp_path: Path) -> None:
+    images = [{"bytes": path.read_bytes(), "path": "../a.png"} for path in sorted(photos.glob("*.*"))]
+    (tmp_path / "rows").mkdir()
+    parquet.write_table(pyarrow.table({"image": images, "label": ["a", "b"]}), tmp_path / "rows/train.parquet")
+    words = ["--data", str(tmp_path / "rows"), "--split", "all", "--yolo", str(tmp_path / "yolo")]
+    assert main(["predict", str(detector), *words]) == 0
+    assert sorted(path.name for path in (tmp_path / "yolo").iterdir()) == ["train.parquet_0.txt", "train.parquet_1.txt"]
 
 
 def test_boxes_are_drawn_and_written_as_yolo(detector: Path, photos: Path, tmp_path: Path) -> None:

@@ -356,7 +356,7 @@ def test_masks_lie_beside_any_folder_of_images(tmp_path: Path, images: str, fold
 def test_masks_that_are_not_png_are_named(tmp_path: Path) -> None:
     for folder in ("images", "masks"):
         picture(tmp_path / f"{folder}/a.jpg")
-    with pytest.raises(DataError, match="If they are masks, save them as PNG"):
+    with pytest.raises(DataError, match="masks are PNG, because other formats"):
         opened(tmp_path)
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from vitrail.cli.console import image_paths, print_in_full
 from vitrail.cli.options import Call, Command, Example, flag
 from vitrail.data.check.images import MAX_LOOKS, colour_note
 from vitrail.data.formats.convert import image_id
-from vitrail.data.pixels.decode import to_pil
+from vitrail.data.pixels.decode import to_pil, without_suffix
 from vitrail.data.source import Samples, image_of, samples_of
 from vitrail.errors import ConfigError, DestinationError, UndecodableImage, listed, plural
 from vitrail.evaluation.measured_images import open_images
@@ -215,7 +214,7 @@ def main(call: Call) -> int:
                 result = result.above(threshold)
             show.add(picture, result)
             for write, folder in writers:
-                place = folder / PurePosixPath(picture.name).with_suffix("")
+                place = folder / without_suffix(picture.name)
                 place.parent.mkdir(parents=True, exist_ok=True)
                 write(place.parent / place.name, result, picture, bundle)
         for (name, _), (_, folder) in zip(folders, writers, strict=True):
@@ -273,7 +272,7 @@ def _check_fitting(options: Predict, given: Any, bundle: Bundle) -> None:
 
 def _check_names(option: str, pictures: Sequence[Picture]) -> None:
     """Raise `ConfigError` if files of two images would have the same name."""
-    stems = Counter(os.path.splitext(picture.name)[0] for picture in pictures)  # noqa: PTH122 (thousands of names)
+    stems = Counter(without_suffix(picture.name) for picture in pictures)
     if option == "masks" or option == "yolo":
         stems["classes"] += 1
     if twice := [stem for stem, count in stems.items() if count > 1]:

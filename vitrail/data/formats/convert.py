@@ -22,7 +22,7 @@ from PIL import Image
 from vitrail.data.formats.masks import MOST_CLASSES, is_special
 from vitrail.data.formats.pack import encoded
 from vitrail.data.objects import IGNORED, Mask, Objects, Runs
-from vitrail.data.pixels.decode import image_size_of
+from vitrail.data.pixels.decode import image_size_of, without_suffix
 from vitrail.data.source import Samples, samples_of
 from vitrail.data.splits import Splits
 from vitrail.errors import DataError, UndecodableImage, listed, plural
@@ -77,11 +77,11 @@ def convert(
 def _stems(source: Samples) -> list[str]:
     """Return a name of its own for each image, without a suffix. Images of different folders keep these in their names,
     and those that still share one, such as 1.jpg and 1.PNG, get a number."""
-    keys = [Path(source.key(index)) for index in range(len(source))]
-    counts = Counter(key.stem.casefold() for key in keys)
+    keys = [Path(without_suffix(source.key(index))) for index in range(len(source))]
+    counts = Counter(key.name.casefold() for key in keys)
     names: dict[str, str] = {}
     for key in keys:
-        stem = key.stem if counts[key.stem.casefold()] == 1 else "_".join(key.with_suffix("").parts)
+        stem = key.name if counts[key.name.casefold()] == 1 else "_".join(key.parts)
         numbered = (f"{stem}_{number}" for number in itertools.count(2))
         name = next(one for one in itertools.chain([stem], numbered) if one.casefold() not in names)
         names[name.casefold()] = name

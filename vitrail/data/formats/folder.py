@@ -490,17 +490,12 @@ def _refuse_targets(root: Path, folders: list[Path]) -> None:
         if pair is not None and pair[1] in names and split_of(pair[1]) and has_images(root / pair[1]):
             targets, flat = [name, *targets], [pair[1], *flat]
     if targets and (images or flat):
-        if has_images(root / targets[0]):
-            raise DataError(
-                f"{root} has images in {targets[0]}/ beside {(images or flat)[0]}/. If they are masks, save them as "
-                "PNG, because other formats do not keep the number of a class in each pixel, and add a classes.txt "
-                "with the name of a class on each line. If these folders are classes, add --splits none"
-            )
         raise DataError(
             f"{root} has {targets[0]}/ beside {(images or flat)[0]}/, which is the layout of data with masks or boxes, "
-            "but neither annotations of COCO, YOLO or Pascal VOC nor masks/ beside images/ were found in it. For "
-            "masks, use images/SPLIT and masks/SPLIT, in which an image and its mask have the same name. For classes, "
-            "put the images of each class into a folder of its own, or name a table of paths and labels. For "
+            "but neither annotations of COCO, YOLO or Pascal VOC nor PNG files in masks/ beside images/ were found in "
+            "it. For masks, use images/SPLIT and masks/SPLIT, in which an image and its mask have the same name; masks "
+            "are PNG, because other formats do not keep the number of a class in each pixel. For classes, put the images "
+            "of each class into a folder of its own, or name a table of paths and labels. For "
             f"a task that needs no labels, open {root / (images or flat)[0]}. If these folders are classes, "
             "add --splits none"
         )

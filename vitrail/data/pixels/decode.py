@@ -34,6 +34,14 @@ SUFFIXES = frozenset({
 })  # fmt: skip
 """Suffixes, in lower case, of files that count as images, also on a machine without a decoder for their format."""
 
+
+def without_suffix(key: str) -> str:
+    """Return the key of an image without the suffix of an image format, as a name that every system accepts. The image
+    7 of a Parquet file, "train.parquet:7", is called "train.parquet_7"."""
+    stem, suffix = os.path.splitext(key)  # noqa: PTH122 (a key is not a path of this machine)
+    return (stem if suffix.lower() in SUFFIXES else key).replace(":", "_")
+
+
 ALWAYS = FORMATS[:7]
 """Formats that every Pillow decodes."""
 
