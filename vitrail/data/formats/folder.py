@@ -494,8 +494,8 @@ def _refuse_targets(root: Path, folders: list[Path]) -> None:
             f"{root} has {targets[0]}/ beside {(images or flat)[0]}/, which is the layout of data with masks or boxes, "
             "but neither annotations of COCO, YOLO or Pascal VOC nor PNG files in masks/ beside images/ were found in "
             "it. For masks, use images/SPLIT and masks/SPLIT, in which an image and its mask have the same name; masks "
-            "are PNG, because other formats do not keep the number of a class in each pixel. For classes, put the images "
-            "of each class into a folder of its own, or name a table of paths and labels. For "
+            "are PNG, because other formats do not keep the number of a class in each pixel. For classes, put the "
+            "images of each class into a folder of its own, or name a table of paths and labels. For "
             f"a task that needs no labels, open {root / (images or flat)[0]}. If these folders are classes, "
             "add --splits none"
         )
