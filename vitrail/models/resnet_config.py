@@ -256,10 +256,9 @@ class ResNetConfig(NetworkConfig):
 
     def footprint(self, image_size: tuple[int, int], precision: FootprintPrecision) -> Footprint:
         count = self.parameters()
-        pooled = 8 * self.width * math.prod(cells(image_size, 4)) * (self.stem == "7x7+pool")
         return Footprint(
             parameters=count,
-            activations=bytes_each(precision) * _kept(self, image_size) + pooled,
+            activations=bytes_each(precision) * _kept(self, image_size) + _place_bytes(self, image_size),
             first_weights=standardised_bytes(precision) * count + filter_bytes(self),
             last_weights=4 * count,
             gaps=GAPS,
@@ -343,9 +342,13 @@ class Unit:
     @property
     def kept(self) -> int:
         """Number of values of a BiT unit that the backward pass reads: every norm keeps its input, every convolution
-        the activated map, and a max pool its input and the places of the largest values (64 bits each)."""
-        pooled = self.middle * (self.cells_in + 4 * self.cells_out) * (self.pools and self.stride > 1)
+        the activated map, and a max pool its input."""
+        pooled = self.middle * self.cells_in * self.has_pool
         return sum(2 * one.inputs * one.cells_in for one in self.convolutions) + pooled
+
+    @property
+    def has_pool(self) -> bool:
+        return self.pools and self.stride > 1
 
     @property
     def held(self) -> int:
@@ -412,13 +415,18 @@ def root_bytes(
     """Return the bytes that a hybrid's root keeps per image. With `backward`, add the gradient of the first feature
     map."""
     if root.is_small:  # its first map has no gradient before most of what it keeps is freed
-        return bytes_each(precision) * _kept(root.small(channels), size)
+        return bytes_each(precision) * _kept(root.small(channels), size) + _place_bytes(root, size)
     as_published = root.stem == "7x7+pool"
     kept = _root_kept(root, channels, size)
     if backward:
         kept += root.width * math.prod(cells(size, 2)) if as_published else root.width // 2 * math.prod(size)
-    pooled = 8 * root.width * math.prod(cells(size, 4)) * as_published
-    return bytes_each(precision) * kept + pooled
+    return bytes_each(precision) * kept + _place_bytes(root, size)
+
+
+def _place_bytes(shape: ResNetConfig | RootConfig, size: tuple[int, int]) -> int:
+    """Return the bytes of the places of the largest values that max pools keep, 64 bits each."""
+    stem = shape.width * math.prod(cells(size, 4)) * (shape.stem == "7x7+pool")
+    return 8 * (stem + sum(unit.middle * unit.cells_out for unit in units(shape, size) if unit.has_pool))
 
 
 def standardised_bytes(precision: FootprintPrecision) -> int:
