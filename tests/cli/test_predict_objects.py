@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow  # type: ignore[import-untyped]
+import pyarrow
 import pytest
 from faster_coco_eval import COCO  # type: ignore[import-untyped]
 from PIL import Image

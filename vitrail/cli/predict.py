@@ -216,7 +216,7 @@ def main(call: Call) -> int:
             for write, folder in writers:
                 place = folder / without_suffix(picture.name)
                 place.parent.mkdir(parents=True, exist_ok=True)
-                write(place.parent / place.name, result, picture, bundle)
+                write(place, result, picture, bundle)
         for (name, _), (_, folder) in zip(folders, writers, strict=True):
             if name == "masks":
                 (folder / "classes.txt").write_text("".join(f"{one}\n" for one in _values(bundle)), encoding="utf-8")

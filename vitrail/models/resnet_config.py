@@ -147,9 +147,9 @@ class ResNetConfig(NetworkConfig):
     unit: ResNetUnit = "bottleneck"
     """Residual unit: the published "bottleneck", or "basic" with two 3 x 3 convolutions."""
     pools: bool = False
-    """How a basic unit halves the sides. False: its first convolution has the stride 2 (1512.03385). True: this
-    convolution has the stride 1, and a max pool follows, as in ResNet-9 (https://myrtle.ai/learn/how-to-train-your-resnet),
-    which costs more and learns more from each image."""
+    """True to halve the sides by max pools, for basic units. The first convolution of such a unit has the stride 1, and
+    a max pool follows it, as in ResNet-9 (https://myrtle.ai/learn/how-to-train-your-resnet). This costs more than a
+    stride of 2 (1512.03385), and learns more from each image."""
     norm_groups: int = 32
     """Number of groups of every group norm."""
     num_classes: int = setting(1000, least=0)

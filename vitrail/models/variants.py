@@ -84,7 +84,8 @@ Any size also works with any other patch."""
 
 VIT = re.compile(r"ViT-(?P<size>\w+)/(?P<patch_h>[1-9]\d*)(x(?P<patch_w>[1-9]\d*))?")
 HYBRID = re.compile(
-    r"(Conv|R(?P<small>Pico|Nano|Micro)|R((?P<layers>\d+)(x(?P<factor>[1-9]\d*))?)?)\+ViT-(?P<size>\w+)/(?P<patch>[1-9]\d*)"
+    rf"(Conv|R(?P<small>{'|'.join(SMALL_RESNETS)})"
+    r"|R((?P<layers>\d+)(x(?P<factor>[1-9]\d*))?)?)\+ViT-(?P<size>\w+)/(?P<patch>[1-9]\d*)"
 )
 BIT = re.compile(r"BiT-R(?P<layers>\d+)x(?P<factor>[1-9]\d*)")
 

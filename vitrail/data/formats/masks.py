@@ -10,7 +10,6 @@ of colours; so do those of labelmap.txt, which CVAT writes ("road:128,64,128::")
 from __future__ import annotations
 
 import functools
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -132,10 +131,9 @@ def _images_of_masks(root: Path, folders: Sequence[Path], images: ImageFiles) ->
             if not (name.startswith(inside) and name.lower().endswith(".png")):
                 continue
             folder, _, file = name.removeprefix(inside).rpartition("/")
-            stem = os.path.splitext(file)[0]  # noqa: PTH122 (thousands of names)
             # The folder of images that is divided like the masks, such as images/train for masks/train.
             near = "/".join(part for part in (above, *top, folder) if part)
-            key = images.find(stem, near, split_of(name), outside=insides)
+            key = images.find(file.rpartition(".")[0], near, split_of(name), outside=insides)
             if key is None:
                 missing.append(name)
             elif key in of_image:
@@ -221,8 +219,8 @@ def read_mask(path: Path, colours: tuple[tuple[int, int, int], ...] = ()) -> UIn
                 return grey
             if image.mode not in ("L", "P", "1", "I", "I;16"):
                 raise UndecodableImage(
-                    f"mask {path} is in colour ({image.mode}), and numbers of classes are expected; add the colour "
-                    "of each class to classes.txt, such as: road 128 64 128"
+                    f"mask {path} is in colour or partly transparent ({image.mode}), and numbers of classes are "
+                    "expected; add the colour of each class to classes.txt, such as: road 128 64 128"
                 )
             values = np.asarray(image.convert("L") if image.mode == "1" else image)
     except UndecodableImage:
