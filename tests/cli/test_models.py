@@ -50,7 +50,7 @@ def test_lists_parameters_and_cost(capsys: pytest.CaptureFixture[str]) -> None:
         name: training_bytes(variant_config(name), 32, precision="bf16") / 1e9
         for name in ("ViT-B/16", "R50+ViT-B/16", "BiT-R50x1", "ViT-e/14")
     }
-    shown = {name: f"{gigabytes:.{0 if gigabytes > 99.95 else 1}f}" for name, gigabytes in memory.items()}
+    shown = {name: f"{gigabytes:.{0 if gigabytes >= 9.5 else 1}f}" for name, gigabytes in memory.items()}
     expected = {
         "ViT-B/16": ["768/12/3072/12", "224", "197", "86,567,656", "17.56", shown["ViT-B/16"]],
         "R50+ViT-B/16": ["768/12/3072/12", "224", "197", "98,659,112", "21.54", shown["R50+ViT-B/16"]],

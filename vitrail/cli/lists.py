@@ -146,17 +146,17 @@ def _models_table(rows: Sequence[dict[str, Any]], options: Models) -> Table:
         Column("px", lambda row: "x".join(map(str, dict.fromkeys(row["image_size"])))),
         Column("tokens", "tokens"),
         Column("parameters", "parameters", ",d"),
-        Column("GMAC", lambda row: _short(row["macs"] / 1e9, places=2)),
-        Column("GB", "training_bytes", lambda size: _short(size / 1e9) + ("*" if size > here else " ")),
+        Column("GMAC", lambda row: _short(row["macs"] / 1e9, digits=4)),
+        Column("GB", "training_bytes", lambda size: _short(size / 1e9, digits=2) + ("*" if size > here else " ")),
     )
     return terminal_table(columns, rows, caption)
 
 
-def _short(value: float, places: int = 1) -> str:
-    """Return a number as text. Larger numbers have fewer decimals, so that columns stay narrow."""
-    if value < 100:
-        return f"{value:.{places}f}"
-    return f"{value:.{places - 1}f}" if value < 1000 else f"{value:.0f}" if value < 10_000 else f"{value / 1000:.0f}k"
+def _short(value: float, digits: int) -> str:
+    """Return a number as text with about `digits` digits, at most two of them decimals. The table has 80 columns."""
+    if value >= 10_000:
+        return f"{value / 1000:.0f}k"
+    return f"{value:.{min(2, max(0, digits - len(f'{value:.0f}')))}f}"
 
 
 def _row(name: str, options: Models) -> dict[str, Any]:
