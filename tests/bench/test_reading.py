@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,33 @@ def test_every_data_set_and_both_limits_are_timed(
         "Parquet",
     ]
     assert all(len(times) == 2 and min(times) > 0 for times in found["seconds"].values())
+
+
+def test_loaders_of_other_libraries_take_the_place_of_the_references(photographs: Path) -> None:
+    folder = open_data(str(photographs), validation_share=0.0).train
+    passes = []
+
+    class Loader:
+        """A loader that yields two of three batches."""
+
+        def __iter__(self) -> Iterator[int]:
+            passes.append(len(passes))
+            time.sleep(0.2)
+            return iter(range(2))
+
+    found = measure_reading(
+        {"folder": folder}, SMALL, images=9, batch_size=3, readers=Readers(1), repetitions=2, warmup=1,
+        peers={"other": Loader()},
+    )  # fmt: skip
+    assert list(found["seconds"]) == ["other", "folder"] and passes == [0, 1, 2]
+    assert min(found["seconds"]["other"]) >= 0.3  # counted as three batches
+
+
+@pytest.mark.slow
+def test_large_photographs_repeat(tmp_path: Path) -> None:
+    files = sorted(write_photographs(tmp_path / "large", 5, classes=5, size=(5000, 6000)).rglob("*.jpg"))
+    assert {image_size_of(path.read_bytes()) for path in files} == {(5000, 6000)}
+    assert len({path.read_bytes() for path in files}) == 3
 
 
 def test_images_that_are_made_have_no_decoding_to_compare_with() -> None:

@@ -53,3 +53,17 @@ def test_json_of_a_data_set(capsys: pytest.CaptureFixture[str], colour_folder: P
 def test_opening_many(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "data", "--entries", "10050", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["images"] == 10050
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--against", "tim"], "unknown loader 'tim' in --against; nearest: timm"),
+        (["SPEC", "--against", "timm"], "--against: it needs generated images; leave SPEC out"),
+        (["SPEC", "--file-size", "30", "40"], "--file-size: it needs generated images; leave SPEC out"),
+        (["--against", "datasets"], "--against datasets: datasets is not installed"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "data", *words]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

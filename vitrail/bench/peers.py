@@ -1,20 +1,22 @@
-"""Vision Transformers of other libraries with the sizes of our networks, and our networks in other runtimes. A library
-is imported only when it is used."""
+"""Vision Transformers of other libraries with the sizes of our networks, our networks in other runtimes, and the
+loaders of other libraries. A library is imported only when it is used."""
 
 from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import vitrail
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, nearest
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit_config import ViTConfig
@@ -206,3 +208,114 @@ PEERS: dict[str, Callable[[ViTConfig], nn.Module]] = {
     "torchvision": _torchvision,
 }
 """Functions that build the networks of the libraries, by the names that `--against` accepts."""
+
+
+# The loaders of libraries, which read JPEG files into batches with random crops and mirroring.
+
+
+Pairs = Iterable[Any]
+"""The batches of one pass over all images. The first pass starts the worker processes, which stay."""
+
+
+@dataclass(frozen=True)
+class ToRead:
+    """What the loaders of all libraries read: the same images as files in folders of classes and as tar shards."""
+
+    folder: Path
+    shards: Path
+    preprocess: Preprocess
+    batch_size: int
+    workers: int
+    """Processes that read and decode."""
+
+
+def check_loaders(names: Sequence[str]) -> None:
+    """Raise `ConfigError` for an unknown library and for one that cannot be imported."""
+    for name in names:
+        if name not in LOADERS:
+            raise ConfigError(f"unknown loader {name!r} in --against; {nearest(name, LOADERS)}")
+        try:
+            _import(name)
+        except ConfigError as error:
+            raise ConfigError(f"--against {name}: {name} {error}") from None
+
+
+def _random_crops(reading: ToRead) -> Any:
+    transforms = _import("torchvision.transforms")
+    return transforms.Compose(
+        [
+            transforms.RandomResizedCrop(reading.preprocess.image_size),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize(reading.preprocess.mean, reading.preprocess.std),
+        ]
+    )
+
+
+def _torch_loader(reading: ToRead, images: Any, **options: Any) -> Pairs:
+    workers = reading.workers
+    return DataLoader(
+        images, reading.batch_size, num_workers=workers, drop_last=True, persistent_workers=workers > 0, **options
+    )
+
+
+def _torchvision_folder(reading: ToRead) -> Pairs:
+    folder = _import("torchvision.datasets").ImageFolder(reading.folder, _random_crops(reading))
+    return _torch_loader(reading, folder, shuffle=True)
+
+
+def _timm_folder(reading: ToRead) -> Pairs:
+    library, workers = _import("timm.data"), reading.workers
+    return library.create_loader(
+        library.create_dataset("", str(reading.folder)),
+        (3, *reading.preprocess.image_size),
+        reading.batch_size,
+        is_training=True,
+        re_prob=0.0,
+        hflip=0.5,
+        color_jitter=None,
+        interpolation="bilinear",
+        mean=reading.preprocess.mean,
+        std=reading.preprocess.std,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        device=torch.device("cpu"),
+    )
+
+
+def _datasets_folder(reading: ToRead) -> Pairs:
+    transform = _random_crops(reading)
+
+    def seen(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        return {**rows, "image": [transform(image.convert("RGB")) for image in rows["image"]]}
+
+    folder = _import("datasets").load_dataset(
+        "imagefolder", data_dir=str(reading.folder), split="train", cache_dir=str(reading.shards.parent / "cache")
+    )
+    return _torch_loader(reading, folder.with_transform(seen), shuffle=True)
+
+
+def _webdataset_shards(reading: ToRead) -> Pairs:
+    files = [str(path) for path in sorted(reading.shards.glob("*.tar"))]
+    library, workers = _import("webdataset"), min(reading.workers, len(files))
+    shards = library.WebDataset(files, shardshuffle=len(files)).shuffle(256).decode("pil")
+    crops = shards.to_tuple("jpg", "json").map_tuple(_random_crops(reading), _label)
+    return library.WebLoader(
+        crops.batched(reading.batch_size, partial=False), batch_size=None, num_workers=workers,
+        persistent_workers=workers > 0,
+    )  # fmt: skip
+
+
+def _label(description: dict[str, Any]) -> int:
+    return int(description["label"])
+
+
+LOADERS: dict[str, Callable[[ToRead], Pairs]] = {
+    "torchvision": _torchvision_folder,
+    "timm": _timm_folder,
+    "datasets": _datasets_folder,
+    "webdataset": _webdataset_shards,
+}
+"""Functions that open the loaders of libraries, by the names of their packages. webdataset reads the shards, and the
+others the folder. All make random crops of 8 to 100 % of the area, mirror half of them, and return normalised float32
+batches."""

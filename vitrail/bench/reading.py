@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import io
+import math
 import os
 import resource
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,11 +23,15 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from vitrail.bench.workload import Worker, interleave, timed
+from vitrail.cores import share_cores
+from vitrail.data.augment.settings import Augment
+from vitrail.data.batch import Rows
 from vitrail.data.pipeline import Readers, Stage, TrainingBatches, default_threads
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, subset
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, VitrailError
+from vitrail.machine import keep_freed_memory
 from vitrail.models.variants import AnyConfig, build
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
@@ -35,6 +40,12 @@ DECODING, LOOP = "decoding alone", "Pillow, one by one"
 
 SIZE = (375, 500)
 """Height and width of the generated images, which are typical of ImageNet."""
+
+MOST_PIXELS = 100_000_000
+"""Largest number of pixels of different generated images, which take a second for 20 million of them."""
+
+CROP_AREA = (0.08, 1.0)
+"""Fractions of the area of random crops in comparisons with other libraries, which are the defaults of these."""
 
 
 def measure_reading(
@@ -46,6 +57,7 @@ def measure_reading(
     readers: Readers,
     repetitions: int,
     warmup: int,
+    peers: Mapping[str, Iterable[Any]] | None = None,
 ) -> dict[str, Any]:
     """Time the reading of `images` images from each source and by two references. Each round times every source and
     both references once.
@@ -57,6 +69,9 @@ def measure_reading(
     All sources must hold the same images. `DECODING` decodes and scales encoded images in memory, with as many threads
     as the pipeline has in total. `LOOP` opens, converts, resizes and stacks images in one thread with Pillow. Both
     references are skipped if images are not encoded.
+
+    With `peers`, the loaders of other libraries take the place of the references (`vitrail.bench.peers`). Sources are
+    then read as these do: random crops, mirroring, and normalised float32 batches.
     """
     available = min(images, *map(len, sources.values()))
     count = available // batch_size * batch_size
@@ -66,28 +81,45 @@ def measure_reading(
     encoded = [image for index in range(count) if isinstance(image := first[index].image, bytes)]
     grown: dict[str, list[int]] = {name: [] for name in sources}
     steps = count // batch_size
+    augment = None if peers is None else Augment(crop_area=CROP_AREA, flip=True)
+    keep_freed_memory()  # as a run does, whose batches these are
+    share_cores()
 
     def read(name: str) -> None:
         part = subset(sources[name], range(count))
-        batches = TrainingBatches(part, [Stage(preprocess, batch_size)], seed=0, readers=readers)
+        rows = Rows() if augment is None else Rows(crop=augment.crop(0))
+        batches = TrainingBatches(part, [Stage(preprocess, batch_size)], seed=0, readers=readers, rows=rows)
         before = 0
         for step in range(steps):
-            next(batches)
+            batch = next(batches)
+            if augment is not None:
+                preprocess.normalise(augment(batch, seed=0, preprocess=preprocess).images)
             if step == steps // 4:  # by now the buffers and threads have their memory
                 before = _resident()
         grown[name].append(_resident() - before)
         batches.close()
 
-    timers: dict[str, Callable[[], float]] = {name: timed(partial(read, name)) for name in sources}
+    timers: dict[str, Callable[[], float]] = {}
+    for name, loader in (peers or {}).items():  # first, because worker processes are forked, which threads disturb
+        timers[name] = partial(_pass_of, loader, steps)
+    timers |= {name: timed(partial(read, name)) for name in sources}
     threads = default_threads() if readers.threads is None else readers.threads
     with ThreadPoolExecutor(max(1, threads) * max(1, readers.processes)) as pool:
-        if encoded:
+        if encoded and peers is None:
             timers[DECODING] = timed(lambda: list(pool.map(preprocess.pixels, encoded)))
             timers[LOOP] = timed(lambda: _loop(encoded, preprocess, batch_size))
         seconds = interleave(timers, repetitions=repetitions, warmup=warmup)
     medians = {name: int(np.median(bytes_grown[warmup:])) for name, bytes_grown in grown.items()}
     size = float(np.mean([len(image) for image in encoded] or [0]))
     return {"images": count, "image_bytes": size, "seconds": seconds, "grown": medians}
+
+
+def _pass_of(loader: Iterable[Any], steps: int) -> float:
+    """Return the seconds of a pass of another library's loader, for `steps` batches. Worker processes with their own
+    shards can leave out the last batches."""
+    begun = time.perf_counter()
+    batches = sum(1 for _ in loader)
+    return (time.perf_counter() - begun) * steps / max(1, batches)
 
 
 def _loop(encoded: Sequence[bytes], preprocess: Preprocess, batch_size: int) -> None:
@@ -142,21 +174,28 @@ def _write_links(root: Path, count: int) -> None:
             (folder / f"{number:05}.png").hardlink_to(folder / "00000.png")
 
 
-def write_photographs(root: Path, count: int, *, classes: int = 4) -> Path:
-    """Write a folder of JPEG files of 500 x 375 pixels and about 35 kB, with noise at all scales as in photographs."""
-    random = np.random.default_rng(0)
+def write_photographs(root: Path, count: int, *, classes: int = 4, size: tuple[int, int] = SIZE) -> Path:
+    """Write a folder of JPEG files with noise at all scales as in photographs. Those of 500 x 375 pixels have about 35
+    kB. After `MOST_PIXELS` pixels the images are repeated."""
+    random, height, width = np.random.default_rng(0), *size
+    different, encoded = max(1, MOST_PIXELS // (height * width)), list[bytes]()
     for number in range(count):
+        if number < different:
+            picture = np.zeros((height, width, 3), np.float32)
+            for octave in range(1, max(1, math.ceil(math.log2(width))) + 1):
+                grid = random.normal(size=(2**octave * 3 // 4 + 1, 2**octave + 1, 3)).astype(np.float32)
+                channels = [
+                    np.asarray(Image.fromarray(grid[..., c]).resize((width, height), Image.Resampling.BICUBIC))
+                    for c in range(3)
+                ]
+                picture += np.stack(channels, axis=-1) * 2.0 ** (-0.6 * octave)
+            pixels = np.clip(128 + 70 * picture, 0, 255).astype(np.uint8)
+            data = io.BytesIO()
+            Image.fromarray(pixels).save(data, "JPEG", quality=90)
+            encoded.append(data.getvalue())
         folder = root / f"class-{number % classes}"
         folder.mkdir(parents=True, exist_ok=True)
-        picture = np.zeros((*SIZE, 3), np.float32)
-        for octave in range(1, 10):
-            grid = random.normal(size=(2**octave * 3 // 4 + 1, 2**octave + 1, 3)).astype(np.float32)
-            channels = [
-                np.asarray(Image.fromarray(grid[..., c]).resize(SIZE[::-1], Image.Resampling.BICUBIC)) for c in range(3)
-            ]
-            picture += np.stack(channels, axis=-1) * 2.0 ** (-0.6 * octave)
-        pixels = np.clip(128 + 70 * picture, 0, 255).astype(np.uint8)
-        Image.fromarray(pixels).save(folder / f"{number:05}.jpg", quality=90)
+        (folder / f"{number:05}.jpg").write_bytes(encoded[number % different])
     return root
 
 

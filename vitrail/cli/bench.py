@@ -7,7 +7,7 @@ import json
 import operator
 import statistics
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,11 @@ from rich.markup import escape
 from vitrail.bench.compare import compare
 from vitrail.bench.growth import Axis, attention_scaling, full_at, scaling
 from vitrail.bench.memory import is_out_of_memory, largest_batch
+from vitrail.bench.peers import LOADERS, ToRead, check_loaders
 from vitrail.bench.reading import (
     DECODING,
     LOOP,
+    SIZE,
     measure_loading,
     measure_opening,
     measure_reading,
@@ -547,6 +549,8 @@ class BenchData:
     """Data set to read. By default generated images of 500 x 375 pixels, as a folder, as shards and as Parquet."""
     images: int = setting(512, least=1)
     """Images per round."""
+    file_size: tuple[int, int] = setting(SIZE, least=1)
+    """Height and width in pixels of the generated images."""
     image_size: tuple[int, int] = (224, 224)
     """Image height and width in pixels after scaling."""
     channels: int = 3
@@ -559,6 +563,9 @@ class BenchData:
     """Number of threads that read and decode. By default one per core."""
     processes: int = setting(0, least=0)
     """Number of worker processes, with --threads threads each. 0 reads in the main process."""
+    against: str = ""
+    """Loaders of other libraries, separated by commas: torchvision, timm, datasets, webdataset. They have a worker
+    process for each thread. All loaders cut random boxes out of the generated images and mirror half of them."""
     repetitions: int = setting(5, least=1)
     """Number of timed rounds. Each round reads every data set once."""
     warmup: int = setting(1, least=0)
@@ -576,12 +583,22 @@ DATA = Command(
     examples=(
         Example("vitrail bench data", "Read generated images in three formats."),
         Example("vitrail bench data flowers --batch-size 128", "Read your own data set."),
+        Example("vitrail bench data --against torchvision,timm", "Compare random crops with two libraries."),
         Example("vitrail bench data --entries 1000000", "Measure opening a folder of a million images."),
     ),
     options=(BenchData,),
     essential={
-        "Workload": ("images", "image_size", "channels", "scaled_decode", "batch_size", "threads", "processes"),
-        "Measurement and output": ("repetitions", "warmup", "entries", "json"),
+        "Workload": (
+            "images",
+            "file_size",
+            "image_size",
+            "channels",
+            "scaled_decode",
+            "batch_size",
+            "threads",
+            "processes",
+        ),
+        "Measurement and output": ("against", "repetitions", "warmup", "entries", "json"),
     },
 )
 
@@ -602,7 +619,12 @@ def run_data(call: Call) -> int:
         preprocess = Preprocess(
             image_size=options.image_size, channels=options.channels, scaled_decode=options.scaled_decode
         )
-        with _reading_sources(options) as sources:
+        if options.data and (unused := [name for name in ("file_size", "against") if name in call.options]):
+            raise ConfigError(f"{DATA.known[unused[0]].label}: it needs generated images; leave {options.data} out")
+        check_loaders(names_in(options.against))
+        if options.against and options.channels != 3:
+            raise ConfigError(f"--channels {options.channels}: --against compares images of 3 channels; leave one out")
+        with _reading_sources(options) as (sources, places):
             reading = measure_reading(
                 sources,
                 preprocess,
@@ -611,6 +633,7 @@ def run_data(call: Call) -> int:
                 readers=Readers(options.threads, options.processes),
                 repetitions=options.repetitions,
                 warmup=options.warmup,
+                peers=_loaders(options, preprocess, places) if options.against else None,
             )
         plain = {"machine": machine, **reading}
         rounds = {"repetitions": options.repetitions, "warmup": options.warmup}
@@ -625,20 +648,32 @@ def run_data(call: Call) -> int:
 
 
 @contextmanager
-def _reading_sources(options: BenchData) -> Iterator[dict[str, Source]]:
-    """Yield the data sets to read, by name. Generated images are deleted afterwards."""
+def _reading_sources(options: BenchData) -> Iterator[tuple[dict[str, Source], dict[str, Path]]]:
+    """Yield the data sets to read by name, and the paths of generated ones, which are deleted afterwards."""
     if options.data:
-        yield {options.data: open_data(options.data, validation_share=0.0).train}
+        yield {options.data: open_data(options.data, validation_share=0.0).train}, {}
         return
     with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as name:
         root = Path(name)
-        folder = write_photographs(root / "folder", options.images)
+        folder = write_photographs(root / "folder", options.images, size=options.file_size)
         places = {"folder": folder, "shards": root / "shards"}
         splits = open_data(str(folder), validation_share=0.0)
-        pack(splits, places["shards"])
+        size = sum(path.stat().st_size for path in folder.rglob("*.jpg"))
+        pack(splits, places["shards"], shard_size=size // SHARDS + 1)
         if importlib.util.find_spec("pyarrow") is not None:
             places["Parquet"] = write_parquet(splits.train, root / "images.parquet")
-        yield {kind: open_data(str(place), validation_share=0.0).train for kind, place in places.items()}
+        yield {kind: open_data(str(place), validation_share=0.0).train for kind, place in places.items()}, places
+
+
+SHARDS = 8
+"""Least number of generated shards. Loaders of other libraries divide shards among their workers."""
+
+
+def _loaders(options: BenchData, preprocess: Preprocess, places: dict[str, Path]) -> dict[str, Iterable[Any]]:
+    threads = default_threads() if options.threads is None else options.threads
+    workers = threads * max(1, options.processes)
+    given = ToRead(places["folder"], places["shards"], preprocess, options.batch_size, workers)
+    return {name: LOADERS[name](given) for name in names_in(options.against)}
 
 
 def _reading_title(reading: dict[str, Any], options: BenchData) -> str:
@@ -658,6 +693,8 @@ def _reading_table(reading: dict[str, Any]) -> Any:
         "In each round, every row was timed once. images/s and ratios are medians over rounds. grown: memory "
         "that the process gained after the first quarter of a round (median over rounds)."
     )
+    peers = {f"to {name}": name for name in reading["seconds"] if name in LOADERS}
+    others = peers or {"to decoding alone": DECODING, "to the loop": LOOP}
 
     def speed(name: str) -> Spread:
         return Spread.of([reading["images"] / each for each in reading["seconds"][name]])
@@ -673,8 +710,7 @@ def _reading_table(reading: dict[str, Any]) -> Any:
         Column("", lambda name: name),
         Column("images/s", lambda name: speed(name).median, ",.0f"),
         Column("low..high", speed, lambda found: f"{found.low:,.0f}..{found.high:,.0f}"),
-        Column("to decoding alone", ratio_to(DECODING), lambda ratio: f"{ratio:.2f}x"),
-        Column("to the loop", ratio_to(LOOP), lambda ratio: f"{ratio:.2f}x"),
+        *(Column(heading, ratio_to(other), lambda ratio: f"{ratio:.2f}x") for heading, other in others.items()),
         Column("grown", reading["grown"].get, lambda grown: f"{grown / 1e6:+,.0f} MB"),
     )
     return terminal_table(columns, reading["seconds"], caption)

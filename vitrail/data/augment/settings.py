@@ -318,11 +318,12 @@ class Augment:
     def _move(self, images: UInt8[Tensor, "b c h w"], draws: Float32[np.ndarray, "b 3"]) -> UInt8[Tensor, "b c h w"]:
         b, _, height, width = images.shape
         flip, down, across = draws.T
-        rows, columns = np.arange(height)[None].repeat(b, 0), np.arange(width)[None].repeat(b, 0)
-        if self.shift:
-            reach = 2 * self.shift + 1
-            rows = (rows + (down * reach).astype(np.int64)[:, None] - self.shift).clip(0, height - 1)
-            columns = (columns + (across * reach).astype(np.int64)[:, None] - self.shift).clip(0, width - 1)
+        if not self.shift:  # a third of the time of the general way
+            is_mirrored = on_device(flip < 0.5, images.device)[:, None, None, None]
+            return torch.where(is_mirrored, images.flip(3), images)
+        reach = 2 * self.shift + 1
+        rows = (np.arange(height) + (down * reach).astype(np.int64)[:, None] - self.shift).clip(0, height - 1)
+        columns = (np.arange(width) + (across * reach).astype(np.int64)[:, None] - self.shift).clip(0, width - 1)
         if self.flip:
             columns = np.where(flip[:, None] < 0.5, width - 1 - columns, columns)
         batch = torch.arange(b, device=images.device)[:, None, None]
