@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.analysis.networks import images_of, make
+from tests.make import dense_bundle
 from vitrail.analysis.charts import colours, standalone
 from vitrail.analysis.explained_outputs import Wanted
 from vitrail.analysis.faithfulness import RandomisedWeights, SaliencyCurves
@@ -88,6 +89,9 @@ def test_models_without_overlays() -> None:
     resnet = variant_config("BiT-Pico", num_classes=3)
     bundle = Bundle(build(resnet).eval(), ("a", "b", "c"), Preprocess(image_size=resnet.image_size))
     assert Overlays().refusal(bundle) == "a network of the architecture 'BiT' has no attention to look into"
+    assert (
+        Overlays().refusal(dense_bundle("queries")) == "its head, which adds tokens of its own, has no map of weights"
+    )
     assert Overlays().refusal(make_bundle(attention="linformer")) == "its kind of attention has no map of weights"
     assert Overlays().refusal(make_bundle()) is None
 

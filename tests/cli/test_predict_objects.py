@@ -100,6 +100,8 @@ def test_shown_objects_are_above_the_chosen_score(
     header, *rows = csv.reader(capsys.readouterr().out.splitlines())
     assert header == ["image", "class", "score", "left", "top", "width", "height", "error"]
     assert [row[1] for row in rows] == [one.label for one in every.above(0.55)]
+    assert main([*words, "--csv", "--threshold", "1"]) == 0
+    assert [*csv.reader(capsys.readouterr().out.splitlines())] == [header, [str(photos / "a.png"), *[""] * 7]]
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert every.above(0.55).text in shown

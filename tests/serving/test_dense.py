@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from PIL import Image
 
 from tests.make import dense_bundle
 from tests.serving.running import Running, serving
+from vitrail.serving import app
 from vitrail.weights.bundle import Bundle
 
 
@@ -52,6 +55,25 @@ def test_masks_of_files(dense_server: Running, dense: dict[str, Bundle], images:
     for one, result in zip(wanted, answer.json["results"], strict=True):
         np.testing.assert_array_equal(index_png(result["mask"]), one.indices)
         assert result["fractions"] == one.shares() and result["classes"] == list(one.names)
+
+
+def test_placing_a_mask_counts_and_has_a_deadline(
+    dense: dict[str, Bundle], images: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> dict[str, Any]:
+        begun.set()
+        ended.wait(20)
+        return {}
+
+    monkeypatch.setattr(app, "_placed", slow)
+    with serving({"masks": dense["masks"]}, deadline_seconds=0.4) as running, ThreadPoolExecutor(1) as client:
+        waiting = client.submit(running.ask_form, "/predict", ("a.png", images[0]))
+        assert begun.wait(20) and running.metric("vitrail_images") == 1
+        answer = waiting.result()
+        assert answer.status == 503 and "an answer waited longer than 0.4 seconds" in answer.json["error"]
+        ended.set()
 
 
 def test_the_shapes_of_hugging_face(dense_server: Running, dense: dict[str, Bundle], images: list[bytes]) -> None:

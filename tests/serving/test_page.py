@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from tests.words import model_with_words
 from vitrail.cli import main
 from vitrail.evaluation.features.index import FeatureIndex
 from vitrail.report.drawing import colour_of
-from vitrail.weights.answers import USUAL_THRESHOLD
+from vitrail.weights.answers import USUAL_THRESHOLD, MaskPrediction
 from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.load import load
 
@@ -166,6 +168,33 @@ def test_boxes_and_masks_are_drawn(browser: Browser, tmp_path: Path) -> None:
                 distances = [np.abs(levels - colour).max(axis=2).min() for colour in colours]
                 assert max(distances) < 60, "each class has its colour"
     assert browser.faults() == []
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_pictures_that_the_browser_cannot_show_and_a_model_that_is_replaced(browser: Browser, tmp_path: Path) -> None:
+    folder = make_masks_folder(tmp_path / "drawn", train=1, validation=0, test=0)
+    (picture,) = (folder / "images/train").iterdir()
+    with Image.open(picture) as image:
+        image.save(tmp_path / "scan.tiff")
+    before = dense_bundle("patches")
+    after = replace(dense_bundle("patches", width=24), metrics={"validation_mean_iou": 0.5})
+    renamed = replace(after, classes=("north", "east", "south"))
+    with serving({"masks": before}) as running:
+        browser.open(running.url)
+        browser.wait("document.querySelectorAll('#card dt').length > 5")
+        shown = "[...document.querySelectorAll('article:first-child li b')].map((one) => one.textContent)"
+        for number, bundle in enumerate((before, after, renamed)):
+            asyncio.run(running.service.replace("masks", bundle))
+            browser.choose_files("#file", tmp_path / "scan.tiff")
+            browser.wait(f"document.querySelectorAll('article').length === {number + 1}")
+            browser.wait("document.querySelector('article:first-child button')?.textContent === 'Show attention'")
+            (found,) = bundle.predict([picture])
+            assert isinstance(found, MaskPrediction) and browser.value(shown) == [*found.shares()]
+            hint = browser.value("document.querySelector('article:first-child p.hint').textContent")
+            assert hint == "The browser cannot show this kind of file."
+        assert "validation mean iou" in browser.value("document.getElementById('card').textContent")
+    assert [one for one in browser.faults() if "scan.tiff" not in str(one)] == []
 
 
 @pytest.mark.slow

@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.nn.utils import prune
 
 import vitrail
-from tests.make import make_bundle
+from tests.make import dense_bundle, make_bundle
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, DataError, DestinationError, SaveError, UndecodableImage
 from vitrail.models.predictor import Predictor
-from vitrail.models.variants import create
+from vitrail.models.variants import build, create
 from vitrail.models.vit import VisionTransformer
 from vitrail.weights.answers import NumberPrediction, Prediction, rank
 from vitrail.weights.bundle import Bundle, load_bundle, read_image, write_bundle
@@ -142,6 +142,15 @@ def test_loading_draws_no_random_numbers(saved: Path) -> None:
 def test_the_output_must_be_known(bundle: Bundle, types_unchecked: None) -> None:
     with pytest.raises(BundleError, match="output='odds' is not one of 'softmax', 'sigmoid', 'numbers'"):
         Bundle(bundle.network, bundle.classes, bundle.preprocess, output="odds")
+
+
+@pytest.mark.parametrize("count", [255, 256])
+def test_masks_of_too_many_classes_are_refused(count: int) -> None:
+    made = dense_bundle("patches")
+    names = tuple(map(str, range(count)))
+    network = build(dataclasses.replace(made.network.config, num_classes=count))
+    with pytest.raises(BundleError, match="at most 255 classes") if count > 255 else contextlib.nullcontext():
+        Bundle(network, names, made.preprocess, output="mask")
 
 
 # --- versions of the format

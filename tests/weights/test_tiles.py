@@ -18,7 +18,7 @@ from vitrail.data.objects import Runs
 from vitrail.data.pixels.geometry import place
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.vit_config import ViTConfig
-from vitrail.weights import tiles
+from vitrail.weights import answers, tiles
 from vitrail.weights.answers import Detections, MaskPrediction, View, mask_of
 from vitrail.weights.bundle import Bundle
 
@@ -122,8 +122,11 @@ def test_boxes_that_an_inner_edge_cuts_lose_to_whole_ones() -> None:
         np.testing.assert_array_equal(runs.mask(), expected)
 
 
-@pytest.mark.parametrize("size", [(300, 31), (517, 70)])
-def test_masks_have_the_largest_mean_of_logits(size: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("size", "block"), [((300, 31), answers.BLOCK), ((517, 70), 3000), ((90, 70), 40)])
+def test_masks_have_the_largest_mean_of_logits(
+    size: tuple[int, int], block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "BLOCK", block)
     random = np.random.default_rng(1)
     views = []
     for part, top, left in ((size, 0, 0), ((40, 20), size[0] - 40, 3), ((40, 20), size[0] - 60, 11)):

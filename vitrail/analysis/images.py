@@ -228,7 +228,11 @@ class Overlays:
             transformer_of(network)
         except ConfigError as error:
             return str(error).partition(";")[0]
-        return None if has_maps(network) else "its kind of attention has no map of weights"
+        if has_maps(network):
+            return None
+        head = network.config.dense_head
+        part = "kind of attention" if head is None or not head.adds_tokens else "head, which adds tokens of its own,"
+        return f"its {part} has no map of weights"
 
     def draw(self, bundle: Bundle, image: bytes, target: int | None) -> bytes:
         """Return the picture of an image file under a map, as a JPEG file. The map is the relevance for the output of

@@ -119,14 +119,15 @@ class Predict:
     if there is a minute of work or more, and keeps the result."""
     csv: bool = setting(False, excludes="json")
     """Print CSV: a header, and one line per image with its path, its most probable classes and their probabilities; or
-    one line per object, or per class of a mask."""
+    one line per object, or per class of a mask. An image without objects has one line with empty fields."""
     json: bool = False
     """Print one line of JSON per image, with its path and the probabilities of its classes, its objects, or the
     fractions of its classes."""
     out: Path | None = setting(None, metavar="DIR")
     """New folder for the images with their boxes or masks drawn on them."""
     coco: Path | None = setting(None, metavar="FILE")
-    """File for all objects as COCO results in JSON: up to 100 per image, whatever their score."""
+    """File for all objects as COCO results in JSON, whatever their score: up to 100 per image, or 1,000 with
+    --tiles."""
     yolo: Path | None = setting(None, metavar="DIR")
     """New folder for a text file per image. Each line has the class, counted from 0, the centre, width and height of a
     box as fractions of the image, and the score."""
@@ -267,7 +268,7 @@ def _check_fitting(options: Predict, given: Any, bundle: Bundle) -> None:
             )
     shows = options.json or options.csv or options.out or options.yolo
     if options.threshold is not None and options.coco is not None and not shows:
-        raise ConfigError("--threshold has no effect on --coco, which has the best 100 objects of each image")
+        raise ConfigError("--threshold has no effect on --coco, which has all objects that were found in an image")
 
 
 def _check_names(option: str, pictures: Sequence[Picture]) -> None:
@@ -490,7 +491,8 @@ class _Table:
 
 
 class _Csv(_Table):
-    """CSV. An image that cannot be decoded has empty fields and the reason in the last column, `error`."""
+    """CSV. An image without objects has empty fields. One that cannot be decoded also has the reason in the last
+    column, `error`."""
 
     def begin(self) -> None:
         by_kind: dict[OutputKind, Sequence[str]] = {
@@ -510,7 +512,8 @@ class _Csv(_Table):
         elif isinstance(result, NumberPrediction):
             rows = [list(result.values)]
         elif isinstance(result, Detections):
-            rows = [[row["category_name"], row["score"], *row["bbox"]] for row in result.coco()]
+            found = [[row["category_name"], row["score"], *row["bbox"]] for row in result.coco()]
+            rows = found or [[""] * len(self.columns)]
         elif isinstance(result, MaskPrediction):
             rows = [[*pair] for pair in result.shares().items()]
         else:

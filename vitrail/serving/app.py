@@ -9,7 +9,7 @@ import io
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,11 +72,14 @@ class Operation:
     """Media types of the body."""
 
     def route(self) -> Route:
-        """Return the route, which refuses unknown names in the query of a request with a body."""
+        """Return the route, which refuses unknown and repeated names in the query of a request with a body."""
 
         async def checked(request: Request) -> Response:
             if self.method == "POST":  # tools add their own names to other addresses, to get around caches
                 check_names(request.query_params, self.query, "the address")
+                names = [name for name, _ in request.query_params.multi_items()]
+                if repeated := next((name for name in names if names.count(name) > 1), None):
+                    raise Refused(400, f"{repeated}: the address gives it more than once; give one value")
             return await self.answer(request)
 
         return Route(self.path, checked, methods=[self.method])
@@ -294,18 +297,23 @@ async def _hugging_face(request: Request) -> Response:
     or feature extraction for a model without classes."""
     service, body = service_of(request), await request.body()
     model = service.model(request.query_params.get("model"))
-    image, asked = body, _Asked()
-    if request.headers.get("content-type", "").lower().startswith("application/json"):
+    image, asked, kind = body, _Asked(), request.headers.get("content-type", "").lower()
+    if kind.startswith(JSON):
         image, asked = await service.parse(_parse_hugging_face, body, model)
-    (row,) = await service.all_file_outputs(model, [model.tasks[0]], [image])
-    answer: list[Any]
-    if model.tasks[0] == "embedding":
-        answer = [row["embedding"].tolist()]
-    elif model.bundle.output in DENSE:
-        answer = await asyncio.to_thread(_placed_hugging_face, model, row, image, asked)
-    else:
-        answer = _ranking(model, _scored(row, asked.function), asked.top)
-    return JSONResponse(answer, headers=model_headers(model))
+    elif kind.startswith("multipart/form-data"):
+        raise Refused(415, "the body is a form; send it to /predict, or send the bytes of one image")
+    elif body[:1] == b"{":
+        raise Refused(415, f"the body looks like JSON; send it with the header Content-Type: {JSON}")
+
+    def answer(row: Row, content: bytes) -> list[Any]:
+        if model.tasks[0] == "embedding":
+            return [row["embedding"].tolist()]
+        if model.bundle.output in DENSE:
+            return _placed_hugging_face(model, row, content, asked)
+        return _ranking(model, _scored(row, asked.function), asked.top)
+
+    (made,) = await service.all_file_outputs(model, [model.tasks[0]], [image], answer)
+    return JSONResponse(made, headers=model_headers(model))
 
 
 async def _upload(request: Request) -> Response:
@@ -314,18 +322,19 @@ async def _upload(request: Request) -> Response:
     model = service.model(request.query_params.get("model"))
     asked = _asked_in_address(request, model)
     files = await _form_files(request, service.settings.max_images)
-    task: Task = model.tasks[0]
-    rows = await service.file_outputs(model, [task], [content for _, content in files])
-    answers: list[dict[str, Any]] = []
-    for (name, content), row in zip(files, rows, strict=True):
-        if isinstance(row, UndecodableImage):
-            answers.append({"file": name, "error": f"the file {row}"})
-        elif task == "embedding":
-            answers.append({"file": name, "embedding": row["embedding"].tolist()})
-        elif model.bundle.output in DENSE:
-            answers.append({"file": name, **await asyncio.to_thread(_placed, model, row, content, asked)})
-        else:
-            answers.append({"file": name, "predictions": _ranking(model, row, asked.top)})
+
+    def answer(row: Row, content: bytes) -> dict[str, Any]:
+        if model.tasks[0] == "embedding":
+            return {"embedding": row["embedding"].tolist()}
+        if model.bundle.output in DENSE:
+            return _placed(model, row, content, asked)
+        return {"predictions": _ranking(model, row, asked.top)}
+
+    made = await service.file_outputs(model, [model.tasks[0]], [content for _, content in files], answer)
+    answers = [
+        {"file": name, **({"error": f"the file {one}"} if isinstance(one, UndecodableImage) else one)}
+        for (name, _), one in zip(files, made, strict=True)
+    ]
     status = 422 if all("error" in item for item in answers) else 200
     whole = {"model": model.name, "sha256": model.sha256, "results": answers}
     return JSONResponse(whole, status, model_headers(model))
@@ -339,6 +348,10 @@ async def _embeddings(request: Request) -> Response:
     model = service.model(name)
     reads_texts = model.bundle.words is not None
     texts = {place: text for place, text in enumerate(given) if reads_texts and not is_data_uri(text)}
+    if not reads_texts and not all(map(is_data_uri, given)):
+        raise Refused(
+            400, f"input: model {model.name!r} reads no texts, and images must be data URIs; no URL is fetched"
+        )
     images = [parse_data_uri(uri, "input") for place, uri in enumerate(given) if place not in texts]
     width = model.bundle.network.config.embed_width
     if dimensions not in (None, width):
@@ -490,11 +503,27 @@ def _parse_embeddings(body: bytes) -> tuple[str | None, list[str], str, Any]:
     return name, inputs, encoding, content.get("dimensions")
 
 
+class _Form(MultiPartParser):
+    """A parser of forms that knows if a form has its end."""
+
+    is_whole = False
+
+    def on_end(self) -> None:
+        self.is_whole = True
+
+
 async def _form_files(request: Request, most: int) -> list[tuple[str, bytes]]:
     """Return the names and contents of the files of a form. Raise `Refused` for other bodies."""
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise Refused(415, "the body is not a form; send images as multipart/form-data")
-    parser = MultiPartParser(request.headers, request.stream(), max_files=most, max_fields=8)
+
+    async def whole() -> AsyncGenerator[bytes, None]:
+        async for chunk in request.stream():
+            yield chunk
+        if not parser.is_whole:  # an error here closes the files
+            raise MultiPartException("it is cut off, because its last boundary, which ends with --, is missing")
+
+    parser = _Form(request.headers, whole(), max_files=most, max_fields=8)
     parser.spool_max_size = 1 << 40  # the body is in memory already, so its files are not written to disk
     try:
         form = await parser.parse()

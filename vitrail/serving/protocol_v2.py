@@ -60,11 +60,11 @@ def parse_request(body: bytes, header: str | None) -> InferRequest:
         if len(inputs) != 1:
             raise Refused(400, f"inputs: {len(inputs)} tensors were sent, but a model takes one")
         outputs = {
-            str(item["name"]): bool((item.get("parameters") or {}).get("binary_data"))
-            for item in message.get("outputs") or ()
+            str(item["name"]): _flag(item.get("parameters"), "binary_data") for item in message.get("outputs") or ()
         }
-        is_binary = bool((message.get("parameters") or {}).get("binary_data_output"))
-        return InferRequest(str(message.get("id") or ""), _tensor(inputs[0], body[length:]), outputs, is_binary)
+        is_binary = _flag(message.get("parameters"), "binary_data_output")
+        number = "" if message.get("id") is None else str(message["id"])
+        return InferRequest(number, _tensor(inputs[0], body[length:]), outputs, is_binary)
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
         raise Refused(400, f"the body is not a request of the Open Inference Protocol v2 ({why})") from None
@@ -96,12 +96,16 @@ def _tensor(item: Mapping[str, Any], binary: bytes) -> list[bytes] | np.ndarray:
     check_names(item.get("parameters") or {}, ("binary_data_size",), "parameters of an input")
     if item["name"] != "images":
         raise Refused(400, f"inputs: {item['name']!r} does not exist; the input of a model is images")
-    shape, datatype = tuple(int(size) for size in item["shape"]), item["datatype"]
-    if any(size < 0 for size in shape):
-        raise Refused(400, f"shape: {list(shape)} has a negative size")
+    shape, datatype = tuple(item["shape"]), item["datatype"]
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise Refused(400, f"shape: {list(shape)} is not a list of whole numbers from 0 on")
     sent = (item.get("parameters") or {}).get("binary_data_size")
-    if sent is not None and sent != len(binary):
-        raise Refused(400, f"binary_data_size: {sent} was stated, but {len(binary)} bytes were sent")
+    if sent is not None and (type(sent) is not int or sent != len(binary)):
+        raise Refused(400, f"binary_data_size: {sent!r} was stated, but {len(binary)} bytes were sent")
+    if sent is None and binary:
+        raise Refused(400, f"binary_data_size: {len(binary)} bytes follow the JSON text, but no input states them")
+    if sent is not None and item.get("data") is not None:
+        raise Refused(400, "data: the input has binary data, too; send one of them")
     if datatype == "BYTES":
         images = _elements(binary) if sent is not None else [parse_base64(text, "data") for text in item["data"]]
         if len(images) != math.prod(shape):
@@ -110,7 +114,10 @@ def _tensor(item: Mapping[str, Any], binary: bytes) -> list[bytes] | np.ndarray:
     if datatype not in DTYPES:
         raise Refused(400, f"datatype: {datatype!r} is not one of BYTES, {', '.join(DTYPES)}")
     kind = np.dtype(DTYPES[datatype]).newbyteorder("<")
-    values = np.frombuffer(binary, kind) if sent is not None else np.asarray(item["data"], np.float64).ravel()
+    values = np.frombuffer(binary, kind) if sent is not None else np.asarray(item["data"], np.float64)
+    if values.ndim > 1 and values.shape != shape:
+        raise Refused(400, f"data: nested lists of {list(values.shape)} do not fit the shape {list(shape)}")
+    values = values.ravel()
     if sent is None and datatype == "UINT8" and not ((values >= 0) & (values <= 255) & (values % 1 == 0)).all():
         raise Refused(400, "data: UINT8 values must be whole numbers from 0 to 255")
     if not np.isfinite(values).all():
@@ -131,6 +138,14 @@ def _elements(binary: bytes) -> list[bytes]:
         found.append(binary[first : first + size])
         first += size
     return found
+
+
+def _flag(parameters: Mapping[str, Any] | None, name: str) -> bool:
+    """Return a parameter that is true or false, and False without it. Raise `Refused` for another value."""
+    value = (parameters or {}).get(name)
+    if not isinstance(value, bool | None):
+        raise Refused(400, f"{name}: {value!r} is not true or false")
+    return bool(value)
 
 
 def check_names(given: Mapping[str, Any], known: Collection[str], place: str) -> None:
@@ -165,8 +180,12 @@ def parse_data_uri(uri: Any, name: str) -> bytes:
 
 
 def _plain_base64(text: Any, name: str) -> bytes:
+    if not isinstance(text, str):
+        raise Refused(400, f"{name}: this must be the text of one image in base64" + " and is missing" * (text is None))
+    if text[:8].lower().startswith(("http://", "https://")):
+        raise Refused(400, f"{name}: no URL is fetched; send the image itself, in base64")
     try:
         plain = re.sub(r"\s+", "", text).translate(URL_SAFE).rstrip("=")
         return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
-    except (TypeError, ValueError):
+    except ValueError:
         raise Refused(400, f"{name}: the image is not base64") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -68,6 +68,7 @@ class Service:
         threads = torch.get_num_threads()
         self._compute = Compute(min(threads, MOST_WORKERS) if on_cpu else 1, threads)
         self._decode = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "vitrail-decode")
+        self._answer = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "vitrail-answer")
         # Overlays are drawn, and JSON bodies are parsed, one at a time, because each takes much memory.
         self._draw = ThreadPoolExecutor(1, "vitrail-overlay")
         self._parse = ThreadPoolExecutor(1, "vitrail-parse")
@@ -88,6 +89,7 @@ class Service:
         """End the threads, after all requests are answered."""
         self.is_ready = False
         self._decode.shutdown()
+        self._answer.shutdown()
         self._draw.shutdown()
         self._parse.shutdown()
         self._compute.stop()
@@ -118,23 +120,41 @@ class Service:
         return made
 
     async def file_outputs(
-        self, model: ServedModel, tasks: Sequence[Task], images: Sequence[bytes]
-    ) -> list[Row | UndecodableImage]:
-        """Return the outputs of each encoded image, or the reason why it cannot be decoded. Raise `Refused` if the
-        server has too much to do, or if outputs are not finite."""
+        self,
+        model: ServedModel,
+        tasks: Sequence[Task],
+        images: Sequence[bytes],
+        answer: Callable[[Row, bytes], Any] | None = None,
+    ) -> list[Any | UndecodableImage]:
+        """Return the outputs of each encoded image, or what `answer` makes of them and of the image on a thread, or the
+        reason why the image cannot be decoded. Raise `Refused` if the server has too much to do, or if outputs are not
+        finite."""
         with self._accept(model, tasks, len(images)):
             loop = asyncio.get_running_loop()
             decoded = await asyncio.gather(
                 *(loop.run_in_executor(self._decode, self._pixels, model, image) for image in images)
             )
             usable = [item for item in decoded if not isinstance(item, UndecodableImage)]
-            rows = iter(await self._outputs(model, tasks, usable))
-            return [item if isinstance(item, UndecodableImage) else next(rows) for item in decoded]
+            rows: list[Any] = await self._outputs(model, tasks, usable)
+            if answer is not None:
+                read = [
+                    image for image, item in zip(images, decoded, strict=True) if not isinstance(item, UndecodableImage)
+                ]
+                made = (loop.run_in_executor(self._answer, answer, *pair) for pair in zip(rows, read, strict=True))
+                rows = await self._in_time(asyncio.gather(*made), "an answer")
+            results = iter(rows)
+            return [item if isinstance(item, UndecodableImage) else next(results) for item in decoded]
 
-    async def all_file_outputs(self, model: ServedModel, tasks: Sequence[Task], images: Sequence[bytes]) -> list[Row]:
-        """Return the outputs of encoded images. Raise `Refused` also if one of them cannot be decoded."""
+    async def all_file_outputs(
+        self,
+        model: ServedModel,
+        tasks: Sequence[Task],
+        images: Sequence[bytes],
+        answer: Callable[[Row, bytes], Any] | None = None,
+    ) -> list[Any]:
+        """Return the same as `file_outputs`. Raise `Refused` also if an image cannot be decoded."""
         rows = []
-        for number, row in enumerate(await self.file_outputs(model, tasks, images)):
+        for number, row in enumerate(await self.file_outputs(model, tasks, images, answer)):
             if isinstance(row, UndecodableImage):
                 raise Refused(422, f"image {number} {row}")
             rows.append(row)
@@ -207,11 +227,9 @@ class Service:
         with self._accept(model, (), 1):
             drawing = asyncio.get_running_loop().run_in_executor(self._draw, draw)
             try:
-                return await asyncio.wait_for(drawing, self.settings.deadline_seconds)
+                return await self._in_time(drawing, "an overlay")
             except UndecodableImage as error:
                 raise Refused(422, f"the image {error}") from None
-            except TimeoutError:
-                raise self._too_late("an overlay") from None
 
     @contextmanager
     def _accept(self, model: ServedModel, tasks: Sequence[Task], images: int) -> Iterator[None]:
@@ -254,6 +272,13 @@ class Service:
             return error
         finally:
             self.metrics.decoding.observe(time.perf_counter() - begun)
+
+    async def _in_time(self, waiting: Awaitable[Parsed], what: str) -> Parsed:
+        """Return the result of work on a thread. Raise `Refused` after the deadline of the server."""
+        try:
+            return await asyncio.wait_for(waiting, self.settings.deadline_seconds)
+        except TimeoutError:
+            raise self._too_late(what) from None
 
     def _too_late(self, what: str) -> Refused:
         return Refused(

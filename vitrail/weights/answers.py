@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -297,23 +298,30 @@ class View(NamedTuple):
     left: int = 0
 
 
-BAND = 256
-"""Number of rows of an image whose logits are in memory at a time."""
+BLOCK = 1 << 18
+"""Number of logits that are in memory at a time, which fit into the cache of a core: the classes of a part of an
+image."""
 
 
 def mask_of(views: Sequence[View], size: tuple[int, int], names: tuple[str, ...]) -> MaskPrediction:
     """Return the class of each pixel of an image of a height and width: that with the largest mean of the logits of all
     views that contain the pixel."""
     indices = np.zeros(size, np.uint8)
-    for first in range(0, size[0], BAND):
-        total = np.zeros((len(names), min(BAND, size[0] - first), size[1]))
-        for maps, placement, top, left in views:
+    logits = [view.maps.double().numpy() for view in views]
+    columns = max(1, min(size[1], BLOCK // len(names)))
+    rows = max(1, BLOCK // len(names) // columns)
+    for top, left in itertools.product(range(0, size[0], rows), range(0, size[1], columns)):
+        block = indices[top : top + rows, left : left + columns]
+        bottom, right = top + block.shape[0], left + block.shape[1]
+        total = np.zeros((len(names), *block.shape))
+        for maps, (_, placement, above, before) in zip(logits, views, strict=True):
             height, width = placement.image
-            start, stop = max(first, top), min(first + total.shape[1], top + height)
-            if start < stop:
-                rows = placement.part((start - top, 0, stop - start, width))
-                total[:, start - first : stop - first, left : left + width] += rows.map_back(maps.double().numpy())
-        indices[first : first + BAND] = total.argmax(axis=0)
+            first, last = max(top, above), min(bottom, above + height)
+            start, stop = max(left, before), min(right, before + width)
+            if first < last and start < stop:
+                part = placement.part((first - above, start - before, last - first, stop - start))
+                total[:, first - top : last - top, start - left : stop - left] += part.map_back(maps)
+        block[:] = total.argmax(axis=0)
     return MaskPrediction(names, indices)
 
 

@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vitrail.cores import share_cores
+from vitrail.data.objects import IGNORED
 from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.geometry import Placement
 from vitrail.data.pixels.preprocess import Pixels, Preprocess
@@ -112,6 +113,11 @@ class Bundle:
             raise BundleError(
                 f"output={self.output!r} does not fit the head of the network, which is of the kind "
                 f"{getattr(config, 'head_kind', 'pooled')!r}"
+            )
+        if self.output == "mask" and len(self.classes) > IGNORED:
+            raise BundleError(
+                f"a model of masks has at most {IGNORED} classes, because a mask has 8 bits and {IGNORED} is no class; "
+                f"this one has {len(self.classes)}"
             )
         for name, choices in (("output", get_args(OutputKind)), ("precision", get_args(Precision))):
             if getattr(self, name) not in choices:

@@ -19,7 +19,7 @@ from xml.etree import ElementTree
 import numpy as np
 from PIL import Image
 
-from vitrail.data.formats.masks import MOST_CLASSES, is_special
+from vitrail.data.formats.masks import is_special
 from vitrail.data.formats.pack import encoded
 from vitrail.data.objects import IGNORED, Mask, Objects, Runs
 from vitrail.data.pixels.decode import image_size_of, without_suffix
@@ -292,7 +292,7 @@ class MaskWriter(_Writer):
         kinds = {source.target_kind for source in sources.values()}
         self.first = int("boxes" in kinds)
         names = [BACKGROUND] * self.first + list(self.names)
-        if len(set(names)) < len(names) or len(names) > MOST_CLASSES:
+        if len(set(names)) < len(names) or len(names) > IGNORED:
             raise DataError(f"{plural(len(names), 'class')} with {BACKGROUND} cannot be written as masks; rename them")
         if strange := [name for name in names if is_special(name)]:
             raise DataError(

@@ -35,9 +35,6 @@ COLOUR = re.compile(r"(?P<name>.*?)[\s,:;#(]+(?P<red>\d{1,3})[\s,]+(?P<green>\d{
 NO_CLASS = frozenset({"unlabelled", "unlabeled", "ignore", "ignored", "void"})
 """Names, in lower case, of what is not a class. Pixels with it are ignored, unless --ignore-label says otherwise."""
 
-MOST_CLASSES = 255
-
-
 LISTS = ("classes.txt", "labels.txt", "labelmap.txt")
 """Names of files with the names of the classes."""
 
@@ -179,8 +176,8 @@ def _classes(root: Path, folders: Sequence[Path]) -> tuple[list[str], tuple[tupl
     if len(set(names)) < len(names):
         twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
         raise DataError(f"{path}: several classes are called {listed(twice)}; give each a name of its own")
-    if not 0 < len(names) <= MOST_CLASSES:
-        raise DataError(f"{path} has {plural(len(names), 'name')}; a mask has 1 to {MOST_CLASSES} classes")
+    if not 0 < len(names) <= IGNORED:
+        raise DataError(f"{path} has {plural(len(names), 'name')}; a mask has 1 to {IGNORED} classes")
     return names, tuple(colours)
 
 
