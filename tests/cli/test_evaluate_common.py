@@ -12,7 +12,7 @@ from PIL import Image
 
 from vitrail.cli import main
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Source, fingerprint
+from vitrail.data.source import Source, fingerprint, key_hash
 from vitrail.data.sources import open_data, open_whole
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.measured_images import CommonImages, common_images, open_images
@@ -121,6 +121,28 @@ def test_the_cut_of_the_model_that_a_model_was_fine_tuned_from_counts_too(birds:
         assert common_images({"a": model, "b": bundle_of()}, birds, "held-out", None).keys == held_out(birds, 0.1)
     gone = trained_on(birds, 0.4, init=str(tmp_path / "gone"))
     assert common_images({"a": gone, "b": bundle_of()}, birds, "held-out", None).keys == held_out(birds, 0.4)
+
+
+def test_data_that_has_changed_holds_out_other_images(birds: str) -> None:
+    recorded = key_hash(open_data(birds, validation_share=0.1).validation)
+    models = {name: trained_on(birds, 0.1, validation_keys=recorded) for name in ("a", "b")}
+    assert common_images(models, birds, "held-out", None).keys == held_out(birds, 0.1)
+    assert [note for note in open_images(models["a"], birds, "held-out").notes if "has changed" in note] == []
+    for number in range(9):
+        Image.new("RGB", (5, 4), (number, 99, 0)).save(Path(birds) / "finch" / f"a-{number}.png")
+    with pytest.raises(DataError, match=r"^a: '.*birds' has changed since the model was trained on it"):
+        common_images(models, birds, "held-out", None)
+    notes = open_images(models["a"], birds, "held-out").notes
+    assert any("the measured images may be among those that it learned from" in note for note in notes)
+    by_hash = bundle_of(data=birds, validation_share=0.1, cut_method="threshold", validation_keys=recorded)
+    assert not any("has changed" in note for note in open_images(by_hash, birds, "held-out").notes)
+
+
+def test_images_that_were_mixed_into_training_count_as_learned(birds: str) -> None:
+    mixed = bundle_of(data="elsewhere", validation_share=0.1, mix=[f"0.3:{birds}"])
+    with pytest.raises(DataError, match="mixed: the model learned from all of"):
+        common_images({"mixed": mixed, "own": trained_on(birds, 0.1)}, birds, "held-out", None)
+    assert any("mixed into its training images" in note for note in open_images(mixed, birds, "held-out").notes)
 
 
 def test_a_held_out_split_of_the_data_is_measured_as_it_is(birds: str, tmp_path: Path) -> None:

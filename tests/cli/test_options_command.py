@@ -56,6 +56,7 @@ COMMAND = Command(
         ("--head-bias -1e-3 m", {"model": "m", "head_bias": -0.001}),
         ("--out a -- --m", {"model": "--m", "out": "a"}),
         ("m --batch-size 1 --batch-size 2", {"model": "m", "batch_size": 2}),
+        ("m --shots 1 2 --batch-size 2 --shots 3", {"model": "m", "shots": (1, 2, 3), "batch_size": 2}),
     ],
 )
 def test_only_what_is_given_is_returned(typed: str, given: dict[str, Any]) -> None:

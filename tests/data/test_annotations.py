@@ -493,6 +493,24 @@ def test_masks_that_do_not_fit_are_findings(tmp_path: Path, values: Any, names: 
         target.indices((40, 60))
 
 
+def test_transparent_pixels_of_coloured_masks_are_refused(tmp_path: Path) -> None:
+    pixels = np.full((9, 8, 4), 255, np.uint8)
+    masks(tmp_path, pixels, "sky 255 255 255\nroad 0 0 0\n")
+    target = opened(tmp_path).train.target(0)
+    assert isinstance(target, Mask) and not target.indices().any()
+    pixels[3, 4] = 0
+    masks(tmp_path, pixels, "sky 255 255 255\nroad 0 0 0\n")
+    target = opened(tmp_path).train.target(0)
+    assert isinstance(target, Mask)
+    with pytest.raises(UndecodableImage, match="has transparent pixels"):
+        target.indices()
+
+
+def test_classes_of_boxes_that_differ_in_case_are_noted(tmp_path: Path) -> None:
+    yolo(tmp_path, names=("dog", "Dog"))
+    assert any("differ only in case or spaces: 'dog' and 'Dog'" in note for note in opened(tmp_path).notes)
+
+
 def test_masks_hold_numbers_or_colours_and_ignored_values(tmp_path: Path) -> None:
     values = np.array([[0, 1, 2, 255]] * 40, np.uint8).repeat(15, axis=1)
     masks(tmp_path / "a", values, "sky\nvoid\nroad\n")

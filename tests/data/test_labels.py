@@ -64,6 +64,15 @@ def test_a_separator_divides_cells(separator: str | None, cell: object, names: o
     assert LabelReader(separator)(cell) == names
 
 
+def test_cells_without_a_label_are_noted_where_there_can_be_several() -> None:
+    reader = LabelReader("|")
+    assert [reader(cell) for cell in ("cat|NA", "", None, "NA", " | ", [], [None])] == [("cat",), *[()] * 6]
+    notes = list(reader.notes("t.csv"))
+    assert reader.blank == 5 and any("5 images without a label" in note for note in notes)
+    single = LabelReader()
+    assert single("") is None and not single.blank
+
+
 @pytest.mark.parametrize(
     ("names", "whole"),
     [(["1.0", "0", "12."], {"1.0": "1", "0": "0", "12.": "12"}), (["1", "2"], {}), (["1.0", "2.5"], {}),

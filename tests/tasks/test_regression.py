@@ -13,13 +13,16 @@ from torch import nn
 from tests.tasks.images import Labels, batch_of
 from tests.tasks.objectives import Fixed
 from vitrail.data.batch import Batch
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import mixed
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Target
 from vitrail.errors import ConfigError, DataError
+from vitrail.export.engines import with_engine
 from vitrail.models.variants import create
 from vitrail.tasks.regression import Regression, RegressionObjective, Rescaled, moments
 from vitrail.training.config import TrainConfig
+from vitrail.weights.bundle import Bundle
 
 NAN = math.nan
 
@@ -104,6 +107,23 @@ def test_the_saved_network_gives_numbers_in_the_units_of_the_data(variant: str) 
         torch.testing.assert_close(network(images) * deviation + mean, expected)
     shared = {id(parameter) for parameter in network.parameters()} & {id(one) for one in saved.parameters()}
     assert len(shared) == len(list(network.parameters())) - 2, "all weights but those of the head"
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_numbers_keep_their_units_in_bf16(precision: Any) -> None:
+    torch.manual_seed(0)
+    network = create("ViT-Pico/7", image_size=(21, 28), num_classes=2, width=16, depth=1, heads=2)
+    nn.init.normal_(network.head.weight)
+    mean = torch.tensor([1980.0, 1e6])  # bfloat16 has steps of 8 and of 4096 there
+    deviation = torch.tensor([10.0, 100.0])
+    saved = RegressionObjective(network, mean, deviation).saved_network()
+    bundle = Bundle(saved, ("year", "mass"), Preprocess(image_size=(21, 28)), output="numbers")
+    images = torch.randn(3, 3, 21, 28)
+    exact = saved.eval()(images)
+    found = bundle.predictor(precision).logits(images)
+    assert ((found - exact) / deviation).abs().max() < 0.2
+    with pytest.raises(ConfigError, match="rounds numbers in the units of the data"):
+        with_engine(bundle, "openvino", precision="bf16")
 
 
 def test_a_saved_head_is_loaded_back_into_standardised_numbers() -> None:

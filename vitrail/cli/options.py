@@ -234,7 +234,8 @@ def _parser(options: Mapping[str, Option]) -> argparse.ArgumentParser:
             parser.add_argument(flag(option.name), dest=option.name, action=action)
         else:
             nargs: Any = "*" if option.arity is None else option.arity
-            parser.add_argument(flag(option.name), dest=option.name, nargs=nargs)
+            action = "extend" if option.arity is None else "store"  # of a list, all values that are given count
+            parser.add_argument(flag(option.name), dest=option.name, nargs=nargs, action=action)
     return parser
 
 

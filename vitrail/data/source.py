@@ -307,6 +307,14 @@ def fingerprint(*sources: Source | None) -> str:
     return digest.hexdigest()
 
 
+def key_hash(source: Source) -> str:
+    """Return a hash of the keys of all samples, in any order."""
+    digest = hashlib.sha256()
+    for key in sorted(os.fsencode(source.key(index)) for index in range(len(source))):
+        digest.update(key + b"\n")
+    return digest.hexdigest()
+
+
 class Files:
     """Image files below a folder, named by relative paths.
 

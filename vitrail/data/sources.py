@@ -172,8 +172,8 @@ def open_whole(
             faults.append(one_class(splits))
         else:
             check_classes(splits)
-        if classes is None:
-            faults += similar_names(splits.title, splits.classes)
+    if not unlabelled and classes is None and splits.target_kind not in ("numbers", "texts"):
+        faults += similar_names(splits.title, splits.classes)
     for split, source in (("validation", splits.validation), ("test", splits.test)):
         if source is not None:
             faults += shared_files(splits.train, source, split)

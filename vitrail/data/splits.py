@@ -637,6 +637,8 @@ NAMES = (USUAL, "set", "subset", "dataset", "data_set", "partition", "phase", "f
 
 TRUE = frozenset({"1", "1.0", "true"})
 FALSE = frozenset({"0", "0.0", "false"})
+YES, NO = TRUE | {"yes"}, FALSE | {"no"}
+"""Values of the columns in `FLAGS`. In other columns, yes and no are names of classes."""
 
 
 def find_split(
@@ -653,8 +655,9 @@ def find_split(
     for name in (name for name in NAMES if name in lower):
         column = lower[name]
         values = ["" if value is None else str(value).strip() for value in values_of(column)]
-        if name in FLAGS and all(value.lower() in TRUE | FALSE for value in values):
-            values = [FLAGS[name] if value.lower() in TRUE else "train" for value in values]
+        shown = listed(sorted(set(values)), 4)
+        if name in FLAGS and all(value.lower() in YES | NO for value in values):
+            values = [FLAGS[name] if value.lower() in YES else "train" for value in values]
         if not any(values):
             continue
         parts = {split_of(value, chosen) for value in set(values)}
@@ -668,8 +671,9 @@ def find_split(
                     f"{title}: column {column!r} divides the rows into splits; to read all rows as training data, add "
                     "--splits none"
                 )
+        elif divides and found[0] is not None:
+            notes.append(f"{title}: column {column!r} ({shown}) is not used, because {found[0]!r} divides the rows")
         else:
-            shown = listed(sorted(set(values)), 4)
             notes.append(
                 f"{title}: column {column!r} ({shown}) does not divide the rows into splits; to choose splits by its "
                 f"values, add {CHOICE}"

@@ -383,6 +383,8 @@ class LabelReader:
         self._keep = keep_missing
         self.missing: Counter[str] = Counter()
         """The number of cells with each word for a missing value."""
+        self.blank = 0
+        """The number of cells without a label, where cells can have several labels."""
 
     def __call__(self, cell: object, times: int = 1) -> str | tuple[str, ...] | None:
         """Return the name of a cell's class, or the names of all its classes. Return None if the cell has no label.
@@ -390,12 +392,17 @@ class LabelReader:
         A list holds several names. If a separator was chosen, a text holds several names, and an empty text none.
         `times` is the number of such cells, for the count of missing values.
         """
+        parts: Iterable[object]
         if isinstance(cell, list | tuple):
-            return tuple(name for one in cell if (name := self._one(one, times)) is not None)
-        if self._separator is not None:
+            parts = cell
+        elif self._separator is not None:
             parts = str("" if cell is None else cell).split(self._separator if self._separator.strip() else None)
-            return tuple(name for one in parts if (name := self._one(one, times)) is not None)
-        return self._one(cell, times)
+        else:
+            return self._one(cell, times)
+        names = tuple(name for one in parts if (name := self._one(one, times)) is not None)
+        if not names and cell not in ([], ()):  # an empty list says that there are none
+            self.blank += times
+        return names
 
     def _one(self, cell: object, times: int) -> str | None:
         name = "" if cell is None else class_name(str(cell))
@@ -410,6 +417,11 @@ class LabelReader:
             yield (
                 f"{title}: {plural(self.missing.total(), 'label')} ({listed(sorted(self.missing))}) stand for a "
                 "missing value, so these images have no label; if they are names of classes, add --keep-missing-words"
+            )
+        if self.blank:
+            yield (
+                f"{title}: {plural(self.blank, 'image')} without a label in a column of several labels are learned as "
+                "images of none of the classes; if their classes are unknown, leave these rows out"
             )
 
 
@@ -531,6 +543,7 @@ def text_column(
     names = tuple(dict.fromkeys(name for some in several for name in some))
     places = {name: place for place, name in enumerate(names)}
     if starts is None and any(isinstance(one, tuple) for one in read):
+        reader.blank += int((numbers < 0).sum())
         found = [[places[name] for name in some] for some in several]
         parts = [found[number] if number >= 0 else [] for number in numbers.tolist()]
         starts = np.cumsum([0, *map(len, parts)], dtype=np.int64)

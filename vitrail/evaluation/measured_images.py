@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vitrail.data.source import Source, fingerprint, samples_of, subset
+from vitrail.data.source import Source, fingerprint, key_hash, samples_of, subset
 from vitrail.data.sources import KINDS, OpenedData, open_whole
 from vitrail.data.splits import Splits, Unlimited, cut
 from vitrail.data.targets import PLACED
@@ -84,6 +84,12 @@ def common_images(bundles: Mapping[str, Bundle], spec: str, split: str, share: f
         keys = frozenset.intersection(wanted, *held_out.values())
     else:
         keys = frozenset.intersection(*held_out.values())
+    for name, bundle in bundles.items():
+        if (doubt := doubt_about(bundle, opened[name])) is not None:
+            raise DataError(
+                f"{name}: {doubt}, so no image is known that it did not learn from; measure other data or the data's "
+                "own test split. --split all measures every image, and with it those that the models learned from"
+            )
     counts = ", ".join(f"{name} held out {len(each):,}" for name, each in held_out.items())
     if not keys:
         raise DataError(
@@ -108,6 +114,21 @@ def cut_of(known: Mapping[str, Any], opened: OpenedData, *, share: float | None 
     )
 
 
+def doubt_about(bundle: Bundle, opened: OpenedData) -> str | None:
+    """Return why images that are held out of this data now may be among those that a model learned from, or None."""
+    for known in _trainings(bundle):
+        if any(_is_same_place(str(text).partition(":")[2], opened.spec) for text in known.get("mix", ())):
+            return f"the model learned from all of {opened.spec!r}, which was mixed into its training images"
+        recorded = known.get("validation_keys")
+        # A cut by a hash of the names holds out the same images whatever is added.
+        if recorded is None or known.get("cut_method") == "threshold" or not is_data_of(known, opened):
+            continue
+        validation = cut_of(known, opened, own=True).validation
+        if validation is not None and key_hash(validation) != recorded:
+            return f"{opened.spec!r} has changed since the model was trained on it, so that other images are held out"
+    return None
+
+
 def is_data_of(known: Mapping[str, Any], opened: OpenedData) -> bool:
     """Return True if a training with the provenance `known` learned from this data, or from a part of it.
 
@@ -116,8 +137,7 @@ def is_data_of(known: Mapping[str, Any], opened: OpenedData) -> bool:
     trained_on = str(known.get("data", ""))
     if not trained_on:
         return False
-    ours, theirs = _location(opened.spec), _location(trained_on)
-    if ours == theirs or Path(theirs).expanduser().resolve() == Path(ours).expanduser().resolve():
+    if _is_same_place(trained_on, opened.spec):
         return True
     if (recorded := known.get("data_fingerprint")) is None:
         return False
@@ -159,6 +179,12 @@ def _held_out_by(known: Mapping[str, Any], opened: OpenedData) -> frozenset[str]
 
 def _keys(source: Source) -> frozenset[str]:
     return frozenset(source.key(index) for index in range(len(source)))
+
+
+def _is_same_place(one: str, other: str) -> bool:
+    """Return True if two data specifications name the same place, whatever the amount."""
+    first, second = _location(one), _location(other)
+    return first == second or Path(first).expanduser().resolve() == Path(second).expanduser().resolve()
 
 
 def _location(spec: str) -> str:
@@ -278,6 +304,9 @@ def _measured(
     known = bundle.provenance
     was_cut = opened.whole.validation is None or known.get("validation", "auto") != "auto"
     held_nothing_out = known.get("validation_share") == 0 and was_cut
+    doubt = doubt_about(bundle, opened) if "validation" in chosen and split != "all" and was_cut else None
+    if doubt is not None and not is_common:
+        notes.append(f"{doubt}: the measured images may be among those that it learned from")
     if "validation" in chosen and split != "all" and not is_common and held_nothing_out:
         notes.append(
             "this model was trained without held-out images; if it was trained on this data, the measured "

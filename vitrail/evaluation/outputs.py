@@ -163,7 +163,7 @@ class Outputs(Pass):
                 "this model has no head, so it cannot classify; fine-tune it, or measure its features by linear, "
                 "fewshot or knn"
             )
-        predictor = Predictor(network, self.precision)
+        predictor = Predictor(network, self.precision, exact_head=self.bundle.output == "numbers")
         skipped: list[Skipped] = []
         # Processes share the images batch by batch, so all of them use the size of the first, although their machines
         # can differ.

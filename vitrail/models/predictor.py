@@ -21,6 +21,18 @@ from vitrail.models.network import Features
 from vitrail.models.resnet import StandardisedConv
 
 
+class _Exact(nn.Module):
+    """A dense layer that computes in float32 under autocast."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Float[Tensor, "b inputs"]) -> Float[Tensor, "b outputs"]:
+        with torch.autocast(x.device.type, enabled=False):
+            return self.layer(x.float())
+
+
 class Predictor:
     """Predicts with a network in one precision, in evaluation mode and without gradients.
 
@@ -34,10 +46,11 @@ class Predictor:
     bfloat16. With precision "int8", the dense layers in blocks round weights and activations to 8 bits.
     """
 
-    def __init__(self, network: nn.Module, precision: Precision = "float32") -> None:
+    def __init__(self, network: nn.Module, precision: Precision = "float32", *, exact_head: bool = False) -> None:
         """Prepare a network for prediction. The precision "auto" is "bf16" if the processor has matrix units for
-        bfloat16. Raise `ConfigError` for "int8" on a device without fast products of 8-bit integers, and for a network
-        without dense layers in blocks."""
+        bfloat16. With `exact_head`, the last dense layer computes in float32 in every precision: bfloat16 has eight
+        bits for a number such as a year. Raise `ConfigError` for "int8" on a device without fast products of 8-bit
+        integers, and for a network without dense layers in blocks."""
         first = next(itertools.chain(network.parameters(), network.buffers()), None)
         self._device = torch.device("cpu") if first is None else first.device
         self._precision = resolve_precision(precision, self._device)
@@ -45,13 +58,16 @@ class Predictor:
         is_bf16 = (resolve_precision("auto", self._device) if precision == "int8" else self._precision) == "bf16"
         self._usual: TrainingPrecision = "bf16" if is_bf16 else "float32"  # of products that are not in 8 bits
         dtype = torch.bfloat16 if is_bf16 else None
+        head = getattr(self._network, "head", None) if exact_head and is_bf16 else None
         with torch.no_grad():
             if self._precision == "int8":
                 use_int8(self._network)
             for module in self._network.modules():
                 if isinstance(module, Linear | StandardisedConv):  # their products may use another weight
-                    module.freeze(dtype)
+                    module.freeze(None if module is head else dtype)
                 compile_copy(module)
+            if isinstance(head, nn.Linear):
+                self._network.head = _Exact(head)
 
     @property
     def network(self) -> nn.Module:

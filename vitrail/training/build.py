@@ -14,7 +14,7 @@ from torch.optim import SGD
 
 from vitrail.data.batch import Rows
 from vitrail.data.pipeline import Ranks, Stage, TrainingBatches
-from vitrail.data.source import Samples
+from vitrail.data.source import Samples, key_hash
 from vitrail.errors import ConfigError
 from vitrail.machine import available_memory
 from vitrail.models.compiled import compile_blocks
@@ -166,6 +166,10 @@ def make_bundle(job: Job, objective: Objective) -> Bundle:
         "steps": job.steps,
         "kept": config.run.keep,
     }
+    if config.data.mix:
+        provenance["mix"] = list(config.data.mix)
+    if splits.validation is not None:
+        provenance["validation_keys"] = key_hash(splits.validation)
     if isinstance(splits.train, Samples) and splits.train.targets.ids:
         provenance["class_ids"] = list(splits.train.targets.ids)
     if job.origin is not None:

@@ -259,7 +259,7 @@ class Bundle:
         wanted = resolve_precision(precision or self.precision, self.device)
         if self.engine is not None and self.engine.precision == wanted:
             return EnginePredictor(self.network, self.engine)
-        return Predictor(self.network, precision or self.precision)
+        return Predictor(self.network, precision or self.precision, exact_head=self.output == "numbers")
 
     def reader_of_texts(self) -> Words:
         """Return the text tower. Raise `ConfigError` for a model without one."""

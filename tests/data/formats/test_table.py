@@ -162,6 +162,7 @@ def test_a_million_rows_would_list_each_folder_once(
     [
         (("name,label", "a/1.jpg,x"), r"has no column of paths: its columns are name, label; the column of paths must"),
         (("path,size,weight", "4.jpg,9,1"), r"has no column of labels: its columns are path, size, weight; the column"),
+        (("path,a,b", "4.jpg,1,0", "a/1.jpg,,1"), r"one column of 0 and 1 per class; line 3 has '' in column 'a'"),
         (("path,size,weight", "4.jpg,9,"), r"to predict numbers, name their columns: --numbers size$"),
         (("path", "4.jpg"), r"has no column of labels: its columns are path; the column of labels must"),
         (("path,label,Path", "4.jpg,x,4.jpg"), r"names a column twice: path, label, Path"),
@@ -354,6 +355,25 @@ def test_a_column_of_splits_divides(table: Callable[..., Path], column: str, val
     splits = open_data(str(path), validation_share=0.0)
     assert len(splits.train) == 2 and splits.test is not None and rows_of(splits.test) == [("4.jpg", 0)]
     assert len(opened(f"{path}?splits=none")) == 3
+
+
+def test_columns_of_splits_are_no_classes(table: Callable[..., Path]) -> None:
+    path = table("path,sick,is_test", "a/1.jpg,1,0", "a/2.jpg,0,0", "4.jpg,1,1")
+    source = opened(f"{path}?splits=none")
+    assert source.classes == ("0", "1") and [target for _, target in rows_of(source)] == [1, 0, 1]
+    path = table("path,sq,ci,subset", "a/1.jpg,1,0,0", "a/2.jpg,0,1,1", "4.jpg,1,1,0")
+    splits = open_data(str(path), validation_share=0.0)
+    assert splits.classes == ("sq", "ci") and any("1 column not used: subset" in note for note in splits.notes)
+
+
+def test_yes_and_no_divide_and_a_second_column_is_named(table: Callable[..., Path]) -> None:
+    rows = ("a/1.jpg,x,no,train", "a/2.jpg,y,no,train", "4.jpg,x,yes,test")
+    splits = open_data(
+        str(table("path,label,is_valid", *(row.rpartition(",")[0] for row in rows))), validation_share=0.0
+    )
+    assert splits.validation is not None and rows_of(splits.validation) == [("4.jpg", 0)]
+    notes = open_data(str(table("path,label,is_valid,fold", *rows)), validation_share=0.0).notes
+    assert any("column 'is_valid' (no, yes) is not used, because 'fold' divides the rows" in note for note in notes)
 
 
 def test_folds_divide_only_if_they_are_chosen(table: Callable[..., Path]) -> None:

@@ -211,7 +211,10 @@ def read_mask(path: Path, colours: tuple[tuple[int, int, int], ...] = ()) -> UIn
         with Image.open(path) as image:
             image.load()
             if colours:
-                return _from_colours(path, np.asarray(image.convert("RGB")), colours)
+                pixels = np.asarray(image.convert("RGBA"))
+                if (pixels[..., 3] < 255).any():
+                    raise UndecodableImage(f"mask {path} has transparent pixels, which have no colour; fill them")
+                return _from_colours(path, pixels[..., :3], colours)
             if image.mode in ("LA", "RGB", "RGBA") and (grey := _grey(image)) is not None:
                 return grey
             if image.mode not in ("L", "P", "1", "I", "I;16"):

@@ -506,6 +506,7 @@ class ParquetColumns:
             if _is_list(values.type):
                 lengths = compute.fill_null(compute.list_value_length(values), 0).to_numpy(zero_copy_only=False)
                 starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+                reader.blank += values.null_count
                 values = values.flatten()
             kind = values.type
             if arrow.types.is_dictionary(kind):

@@ -432,12 +432,13 @@ def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled:
     others = [
         place for place in range(len(cells.header)) if place not in (image, split) and not _is_index(cells, place)
     ]
+    candidates = [place for place in others if cells.header[place].lower() not in NAMES]  # splits are no classes
     if text is not None and choice.text is None:
-        beside = [place for place in others if place != text]
+        beside = [place for place in candidates if place != text]
         if label is not None or unlabelled:
             text = None
         elif _are_flags(cells, beside):
-            text, others = None, beside
+            text, candidates = None, beside
     columns = [(name, place) for name, place in zip(numbers, places_of(str(path), numbers, cells.header), strict=True)]
     captions = TextReader()
     if numbers:
@@ -445,18 +446,17 @@ def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled:
         targets: Iterable[Any] = ()
     elif text is not None:
         used, classes, targets = [text], None, ()
-    elif label is None and _are_flags(cells, others):
-        used, classes = others, tuple(class_name(cells.header[place]) for place in others)
+    elif label is None and _are_flags(cells, candidates):
+        used, classes = candidates, tuple(class_name(cells.header[place]) for place in candidates)
         targets = (
-            tuple(name for name, place in zip(classes, others, strict=True) if str(line[place]).lower() in TRUE)
+            tuple(name for name, place in zip(classes, candidates, strict=True) if str(line[place]).lower() in TRUE)
             for _, line in cells.lines
         )
     else:
-        candidates = [place for place in others if cells.header[place].lower() not in NAMES]
         if label is None and len(candidates) == 1 and not _are_measured(cells.column(candidates[0])):
             (label,) = candidates
         if label is None and not unlabelled:
-            raise DataError(_without_labels(cells, others))
+            raise DataError(_without_labels(cells, candidates))
         if label is not None and not unlabelled:
             _refuse_boxes(cells, image, label)
         used, classes = [] if label is None else [label], None
@@ -595,10 +595,15 @@ def _without_labels(cells: _Cells, others: Sequence[int]) -> str:
         "one column of 0 and 1 per class"
     )
     numbers = [cells.header[place] for place in others if holds_numbers(cells.column(place))]
-    if numbers:
+    strange = {
+        place: {"" if value is None else str(value).lower() for value in cells.column(place)} - TRUE - FALSE
+        for place in others
+    }
+    gaps = [place for place in others if strange[place]] if all(one <= {""} for one in strange.values()) else []
+    if numbers and not gaps:
         return f"{text}; to predict numbers, name their columns: --numbers {' '.join(map(shlex.quote, numbers))}"
     for number, line in cells.lines:
-        for place in others:
+        for place in gaps or others:
             if len(others) > 1 and str(line[place]).lower() not in TRUE | FALSE:
                 return f"{text}; line {number} has {line[place]!r} in column {cells.header[place]!r}"
     return text
