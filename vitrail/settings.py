@@ -63,7 +63,8 @@ class Facts(TypedDict, total=False):
     when a run is resumed: "free" if it changes no number, else what a change means, which the user has to allow. By
     default the run keeps it. A setting `of_machine` does not change what a run learns. If it is `resolved`, a run
     records what it means on its machine, so that it is resumed with the same arithmetic. `changes_weights` is False for
-    a setting of a network that a run with given weights can choose.
+    a setting of a network that a run with given weights can choose. `of_head` is the kind of head that alone reads a
+    setting of a network.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Facts(TypedDict, total=False):
     of_machine: bool
     resolved: bool
     changes_weights: bool
+    of_head: str
 
 
 def setting(default: Any = dataclasses.MISSING, **stated: Unpack[Facts]) -> Any:

@@ -180,6 +180,7 @@ def test_listed_variants_exist_and_fit_an_image(name: str) -> None:
     ("name", "depths", "width", "stem", "patch"),
     [
         ("RMicro+ViT-Pico/8", (1, 1, 1), 24, "3x3", 1),
+        ("RMilli+ViT-Pico/8", (1, 1, 1), 32, "3x3", 1),
         ("R+ViT-Ti/16", (), 64, "7x7+pool", 8),
         ("R+ViT-B/32", (), 64, "7x7+pool", 16),
         ("Conv+ViT-Pico/8", (), 32, "3x3+3x3", 4),
@@ -201,7 +202,7 @@ def test_listed_variants_exist_and_fit_an_image(name: str) -> None:
 )
 def test_roots_of_hybrids(name: str, depths: tuple[int, ...], width: int, stem: Stem, patch: int) -> None:
     config = vit_config(name, image_size=192)
-    assert config.root == RootConfig(depths=depths, width=width, stem=stem, pools="Micro" in name)
+    assert config.root == RootConfig(depths=depths, width=width, stem=stem, pools="RM" in name)
     assert config.patch_size == (patch, patch)
     assert (config.root.norm_eps, config.root.weight_eps, config.root.weight_eps_on) == (1e-6, 1e-5, "deviation")
 
@@ -219,11 +220,11 @@ def test_depths_and_widths_of_resnets(name: str, depths: tuple[int, ...], width:
     assert (config.norm_eps, config.weight_eps, config.weight_eps_on) == (1e-5, 1e-10, "variance")
 
 
-@pytest.mark.parametrize(("name", "width"), [("BiT-Pico", 16), ("BiT-Nano", 32), ("BiT-Micro", 24)])
+@pytest.mark.parametrize(("name", "width"), [("BiT-Pico", 16), ("BiT-Nano", 32), ("BiT-Micro", 24), ("BiT-Milli", 32)])
 def test_small_resnets(name: str, width: int) -> None:
     config = bit_config(name)
     assert (config.width, config.embed_width, config.depths) == (width, 8 * width, (1, 1, 1))
-    assert config.pools == (name == "BiT-Micro")
+    assert config.pools == ("-M" in name)
     assert (config.stem, config.unit, config.norm_groups, config.image_size) == ("3x3", "basic", 1, (224, 224))
     with pytest.raises(ConfigError, match=r"unknown variant 'Pico'"):
         create("Pico")

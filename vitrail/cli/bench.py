@@ -582,7 +582,6 @@ DATA = Command(
     without reading, and a plain loop with Pillow.""",
     examples=(
         Example("vitrail bench data", "Read generated images in three formats."),
-        Example("vitrail bench data flowers --batch-size 128", "Read your own data set."),
         Example("vitrail bench data --against torchvision,timm", "Compare random crops with two libraries."),
         Example("vitrail bench data --entries 1000000", "Measure opening a folder of a million images."),
     ),

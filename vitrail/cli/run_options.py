@@ -15,7 +15,6 @@ from vitrail.models.variants import ModelConfig, override_fields
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import facts, setting, without_none
 from vitrail.tasks import TASKS
-from vitrail.tasks.regression import Regression
 from vitrail.tasks.task import Task
 from vitrail.training.config import LENGTHS, ON_RESUME, TrainConfig
 
@@ -49,7 +48,7 @@ def run_options(tasks: Collection[str] = TASKS.keys()) -> Iterator[Option]:
 def task_of(given: Mapping[str, Any], usual: str) -> str:
     """Return the name of the task. If no task is typed, the task is regression if --numbers is used, and `usual`
     otherwise."""
-    return given.get("task") or (Regression.name if "numbers" in given else usual)
+    return given.get("task") or ("regression" if "numbers" in given else usual)
 
 
 def task_options(task: str) -> dict[str, Option]:

@@ -67,17 +67,18 @@ SMALL_RESNETS: dict[str, dict[str, Any]] = {
     "Pico": {"width": 16},
     "Nano": {"width": 32},
     "Micro": {"width": 24, "pools": True},
+    "Milli": {"width": 32, "pools": True},
 }
 """Channels of the stem of each small ResNet, which is ours, for images of 28 to 64 pixels on a CPU, and whether it
 halves the sides by max pools."""
 
 PUBLISHED = (
-    "ViT-Pico/7", "Conv+ViT-Pico/8", "RPico+ViT-Pico/8", "RMicro+ViT-Pico/8", "ViT-Nano/8",
+    "ViT-Pico/7", "Conv+ViT-Pico/8", "RPico+ViT-Pico/8", "RMicro+ViT-Pico/8", "RMilli+ViT-Pico/8", "ViT-Nano/8",
     "ViT-Ti/16", "ViT-S/32", "ViT-S/16", "ViT-M/16", "ViT-B/32", "ViT-B/16", "ViT-B/8",
     "ViT-L/32", "ViT-L/16", "ViT-So400m/14", "ViT-H/14", "ViT-g/14", "ViT-G/14", "ViT-e/14",
     "R+ViT-Ti/16", "R26+ViT-S/32", "R26+ViT-B/32", "R50+ViT-B/16", "R50+ViT-L/32",
     "BiT-R50x1", "BiT-R101x1", "BiT-R50x3", "BiT-R101x3", "BiT-R152x2", "BiT-R152x4", "BiT-R200x3",
-    "BiT-Pico", "BiT-Nano", "BiT-Micro",
+    "BiT-Pico", "BiT-Nano", "BiT-Micro", "BiT-Milli",
 )  # fmt: skip
 """Combinations of size and patch that `vitrail models` lists: published ones, and the small networks of this package.
 Any size also works with any other patch."""
@@ -104,8 +105,8 @@ def variant_config(name: str, *, image_size: int | tuple[int, int] = 224, **fiel
       one cell of the third stage. With "/4", the root has two stages, and with "/16" a patch is 2 x 2 cells.
     - "BiT-R50x1".
     - "BiT-Pico" and "BiT-Nano" (ours, for small images): a 3 x 3 convolution of stride 1, and three stages of one unit
-      of two 3 x 3 convolutions. "BiT-Micro" halves the sides by max pools instead of strides. "RNano+ViT-Pico/8" and
-      "RMicro+ViT-Pico/8" are their hybrids.
+      of two 3 x 3 convolutions. "BiT-Micro" and "BiT-Milli" halve the sides by max pools instead of strides.
+      "RNano+ViT-Pico/8", "RMicro+ViT-Pico/8" and "RMilli+ViT-Pico/8" are hybrids of theirs.
 
     `fields` replace fields of the `ViTConfig` or `ResNetConfig`. Raises `ConfigError` for an unknown name or field.
     """

@@ -38,7 +38,7 @@ from vitrail.models.resnet_config import (
     root_parameters,
     standardised_bytes,
 )
-from vitrail.settings import problems, raise_problems, setting
+from vitrail.settings import facts, problems, raise_problems, setting
 
 Activation = Literal["gelu", "gelu-tanh", "quick-gelu", "swiglu"]
 Pool = Literal["cls", "gap", "map", "cls+gap", "cls+dist"]
@@ -86,9 +86,9 @@ class ViTConfig(NetworkConfig):
     head_kind: str = setting("pooled", changes_weights=False, choices=ChainMap[str, Any]({"pooled": None}, HEADS))
     """Kind of head: a linear layer of the pooled tokens (pooled), or a name of `vitrail.models.heads.HEADS`, whose
     outputs are boxes or the classes of patches. The task chooses it."""
-    queries: int = setting(100, least=1)
+    queries: int = setting(100, least=1, of_head="queries")
     """Number of query tokens of the head "queries", which are the largest number of masks in an image (2503.19108)."""
-    query_blocks: int = setting(3, least=1)
+    query_blocks: int = setting(3, least=1, of_head="queries")
     """Number of last blocks before which the query tokens of the head "queries" enter."""
     pool: Pool = setting("cls", changes_weights=False)
     """Pooling of tokens for the head: the class token (cls), the mean of the patch tokens (gap), attention pooling
@@ -448,10 +448,9 @@ def _misfits_of_head(config: ViTConfig) -> Iterator[str]:
 
 
 def fields_of_other_heads(head_kind: str) -> dict[str, Any]:
-    """Return the fields that only other kinds of heads read (`DenseHead.own_fields`), with their defaults."""
-    own = HEADS[head_kind].own_fields if head_kind in HEADS else ()
-    names = {name for head in HEADS.values() for name in head.own_fields if name not in own}
-    return {item.name: item.default for item in fields(ViTConfig) if item.name in names}
+    """Return the fields that only another kind of head reads, with their defaults."""
+    heads = facts(ViTConfig, "of_head")
+    return {item.name: item.default for item in fields(ViTConfig) if heads.get(item.name, head_kind) != head_kind}
 
 
 def make_head(config: ViTConfig) -> nn.Module | None:

@@ -19,7 +19,6 @@ from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source, target_kind
 from vitrail.data.targets import Target, class_indices
 from vitrail.errors import UndecodableImage, plural
-from vitrail.evaluation.mistakes import mistakes_of
 from vitrail.files import replacing_folder
 from vitrail.report.charts import UNBOUNDED, Chart, MarkedPoint, Point, Series, line_chart, shorten
 from vitrail.report.drawing import beside
@@ -222,6 +221,8 @@ def drawn_example(
 ) -> tuple[Image.Image, AnyPrediction, float]:
     """Return an image with its true boxes or mask beside the predicted ones, the prediction, and its mistakes. If the
     true mask cannot be read, the image alone stands in its place."""
+    from vitrail.evaluation.mistakes import mistakes_of  # with the metrics of boxes and masks, which few runs need
+
     (found,) = bundle.predict([picture])
     found = bundle.shown(found)
     assert isinstance(target, Objects | Mask) and isinstance(found, Detections | MaskPrediction)

@@ -30,7 +30,6 @@ from vitrail.models.vit_config import ViTConfig
 from vitrail.processes.group import Processes, join_processes
 from vitrail.settings import raise_problems
 from vitrail.tasks.own_model import BESIDE, beside, load_beside, load_weights, without_adapters, write_weights
-from vitrail.tasks.pairs import save_words, saved_words
 from vitrail.tasks.task import Objective, Task
 from vitrail.training.after_step import Run, before_first_step, check_finite, reader_trials
 from vitrail.training.build import make_bundle, make_network, make_state
@@ -115,6 +114,8 @@ def train(
             with _locked(folder, processes):
                 processes.on_first(lambda: _write_record(job, folder))
                 if (words := job.words) is not None:
+                    from vitrail.tasks.pairs import save_words  # runs without texts do not need it
+
                     processes.on_first(lambda: save_words(words, folder))
                 run, state = open_run(job, folder, trained, log, started)
                 _announce(run, trained, notes, memory)
@@ -177,6 +178,8 @@ def resume(
         _check_sources(folder, record, job)
         processes.on_first(lambda: _check_unfinished(folder, record, job.steps, extends=bool(length)))
         processes.on_first(lambda: recover_folder(folder / "model"))
+        from vitrail.tasks.pairs import saved_words
+
         with _same_arithmetic(job.config):
             torch.manual_seed(record.config.run.seed)
             trained, job, notes = make_network(replace(job, words=saved_words(folder)), model)

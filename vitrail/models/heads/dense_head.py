@@ -45,9 +45,6 @@ class DenseHead(nn.Module, ABC):
     """Fields of the config whose weights belong to the head, such as the number of tokens that only the head reads. A
     run that starts from a model can choose them, and draws what the model does not have."""
 
-    own_fields: ClassVar[tuple[str, ...]] = ()
-    """Those of `fields` that no network without this kind of head reads."""
-
     adds_tokens: ClassVar[bool] = False
     """True if the head adds tokens to the sequence (`entering`)."""
 

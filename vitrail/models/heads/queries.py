@@ -56,7 +56,7 @@ class QueryMasks(BoxHead, MaskHead):
     probability of the class times that of the cell.
     """
 
-    fields = own_fields = ("queries", "query_blocks")
+    fields = ("queries", "query_blocks")
     adds_tokens = True
     has_masks = True
 
