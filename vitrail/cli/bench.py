@@ -7,7 +7,7 @@ import json
 import operator
 import statistics
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -692,27 +692,34 @@ def _reading_table(reading: dict[str, Any]) -> Any:
         "In each round, every row was timed once. images/s and ratios are medians over rounds. grown: memory "
         "that the process gained after the first quarter of a round (median over rounds)."
     )
-    peers = {f"to {name}": name for name in reading["seconds"] if name in LOADERS}
-    others = peers or {"to decoding alone": DECODING, "to the loop": LOOP}
+    seconds: dict[str, list[float]] = reading["seconds"]
+    peers = [name for name in seconds if name in LOADERS]
+    if peers:
+        caption += " Vitrail: the speed of Vitrail with the same files, relative to the row."
 
     def speed(name: str) -> Spread:
-        return Spread.of([reading["images"] / each for each in reading["seconds"][name]])
+        return Spread.of([reading["images"] / each for each in seconds[name]])
 
-    def ratio_to(other: str) -> Callable[[str], float | None]:
-        """Return a function that returns the speed of a row divided by another speed, as the median over rounds."""
-        theirs = reading["seconds"].get(other)
-        return lambda name: (
-            None if theirs is None else statistics.median(map(operator.truediv, theirs, reading["seconds"][name]))
-        )
+    def ratio(name: str, other: str) -> float | None:
+        """Return the speed of a row divided by another speed, as the median over rounds."""
+        return statistics.median(map(operator.truediv, seconds[other], seconds[name])) if other in seconds else None
 
+    def beside(name: str) -> float | None:
+        return ratio("shards" if name == "webdataset" else "folder", name) if name in peers else None
+
+    others = (
+        {"Vitrail": beside}
+        if peers
+        else {"to decoding alone": lambda name: ratio(name, DECODING), "to the loop": lambda name: ratio(name, LOOP)}
+    )
     columns = (
         Column("", lambda name: name),
         Column("images/s", lambda name: speed(name).median, ",.0f"),
         Column("low..high", speed, lambda found: f"{found.low:,.0f}..{found.high:,.0f}"),
-        *(Column(heading, ratio_to(other), lambda ratio: f"{ratio:.2f}x") for heading, other in others.items()),
+        *(Column(heading, value, lambda found: f"{found:.2f}x") for heading, value in others.items()),
         Column("grown", reading["grown"].get, lambda grown: f"{grown / 1e6:+,.0f} MB"),
     )
-    return terminal_table(columns, reading["seconds"], caption)
+    return terminal_table(columns, seconds, caption)
 
 
 OPENING_COLUMNS = (
