@@ -85,25 +85,31 @@ def measure_reading(
     keep_freed_memory()  # as a run does, whose batches these are
     share_cores()
 
-    def read(name: str) -> None:
+    threads = default_threads() if readers.threads is None else readers.threads
+
+    def read(name: str) -> float:
         part = subset(sources[name], range(count))
         rows = Rows() if augment is None else Rows(crop=augment.crop(0))
         batches = TrainingBatches(part, [Stage(preprocess, batch_size)], seed=0, readers=readers, rows=rows)
-        before = 0
+        for _ in range(threads + 2):  # as many are read ahead; they would be read within the time, and not be counted
+            next(batches)
+        before, begun = 0, time.perf_counter()
         for step in range(steps):
             batch = next(batches)
             if augment is not None:
                 preprocess.normalise(augment(batch, seed=0, preprocess=preprocess).images)
             if step == steps // 4:  # by now the buffers and threads have their memory
                 before = _resident()
+        seconds = time.perf_counter() - begun
         grown[name].append(_resident() - before)
         batches.close()
+        _settle()
+        return seconds
 
     timers: dict[str, Callable[[], float]] = {}
     for name, loader in (peers or {}).items():  # first, because worker processes are forked, which threads disturb
         timers[name] = partial(_pass_of, loader, steps)
-    timers |= {name: timed(partial(read, name)) for name in sources}
-    threads = default_threads() if readers.threads is None else readers.threads
+    timers |= {name: partial(read, name) for name in sources}
     with ThreadPoolExecutor(max(1, threads) * max(1, readers.processes)) as pool:
         if encoded and peers is None:
             timers[DECODING] = timed(lambda: list(pool.map(preprocess.pixels, encoded)))
@@ -112,6 +118,15 @@ def measure_reading(
     medians = {name: int(np.median(bytes_grown[warmup:])) for name, bytes_grown in grown.items()}
     size = float(np.mean([len(image) for image in encoded] or [0]))
     return {"images": count, "image_bytes": size, "seconds": seconds, "grown": medians}
+
+
+def _settle() -> None:
+    """Wait until threads have ended the batches that nobody waits for any more, which would slow down the next row."""
+    busy = True
+    while busy:
+        before = time.process_time()
+        time.sleep(0.05)
+        busy = time.process_time() - before > 0.01
 
 
 def _pass_of(loader: Iterable[Any], steps: int) -> float:
