@@ -23,6 +23,7 @@ from vitrail.serving.batching import Compute, Row, TooLate
 from vitrail.serving.model import OverlayMaker, ServedModel, Task
 from vitrail.serving.monitoring import Metrics
 from vitrail.serving.settings import ServeSettings
+from vitrail.weights.answers import DENSE
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.engine import EngineChoice
 
@@ -126,9 +127,8 @@ class Service:
         images: Sequence[bytes],
         answer: Callable[[Row, bytes], Any] | None = None,
     ) -> list[Any | UndecodableImage]:
-        """Return the outputs of each encoded image, or what `answer` makes of them and of the image on a thread, or the
-        reason why the image cannot be decoded. Raise `Refused` if the server has too much to do, or if outputs are not
-        finite."""
+        """Return the outputs of each encoded image, or what `answer` makes of them and of the image, or the reason why
+        the image cannot be decoded. Raise `Refused` if the server has too much to do, or if outputs are not finite."""
         with self._accept(model, tasks, len(images)):
             loop = asyncio.get_running_loop()
             decoded = await asyncio.gather(
@@ -140,8 +140,11 @@ class Service:
                 read = [
                     image for image, item in zip(images, decoded, strict=True) if not isinstance(item, UndecodableImage)
                 ]
-                made = (loop.run_in_executor(self._answer, answer, *pair) for pair in zip(rows, read, strict=True))
-                rows = await self._in_time(asyncio.gather(*made), "an answer")
+                if model.bundle.output in DENSE:  # boxes and masks take long, and must not hold up other requests
+                    made = (loop.run_in_executor(self._answer, answer, *pair) for pair in zip(rows, read, strict=True))
+                    rows = await self._in_time(asyncio.gather(*made), "an answer")
+                else:
+                    rows = [answer(*pair) for pair in zip(rows, read, strict=True)]
             results = iter(rows)
             return [item if isinstance(item, UndecodableImage) else next(results) for item in decoded]
 
