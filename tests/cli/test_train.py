@@ -198,7 +198,7 @@ def test_help_shows_the_values_of_the_recipe_and_the_settings_of_the_task(capsys
     assert default("width", "plain-vit-s16-90", "--variant", "ViT-B/32") == "768."
     assert default("mixup", "--preset", "strong1") == "0.5."
     text = " ".join(shown("fashion-mnist", "--help").split())
-    assert "Default: fashion-mnist." in text and "Default: 28." in text and "vitrail recipes lists all" in text
+    assert "Default: fashion-mnist." in text and "Default: 15.3." in text and "vitrail recipes lists all" in text
     text = " ".join(shown("--data", "flowers", "--help").split())
     assert "Default: chosen from the data." in text and "Default: 40." not in text
     assert "--loss" in text and "--patch-target" not in text
