@@ -213,13 +213,13 @@ PEERS: dict[str, Callable[[ViTConfig], nn.Module]] = {
 # The loaders of libraries, which read JPEG files into batches with random crops and mirroring.
 
 
-Pairs = Iterable[Any]
+Batches = Iterable[Any]
 """The batches of one pass over all images. The first pass starts the worker processes, which stay."""
 
 
 @dataclass(frozen=True)
 class ToRead:
-    """What the loaders of all libraries read: the same images as files in folders of classes and as tar shards."""
+    """The images that all loaders read. They are stored twice: as files in a folder per class, and in tar shards."""
 
     folder: Path
     shards: Path
@@ -252,19 +252,19 @@ def _random_crops(reading: ToRead) -> Any:
     )
 
 
-def _torch_loader(reading: ToRead, images: Any, **options: Any) -> Pairs:
+def _torch_loader(reading: ToRead, images: Any, **options: Any) -> Batches:
     workers = reading.workers
     return DataLoader(
         images, reading.batch_size, num_workers=workers, drop_last=True, persistent_workers=workers > 0, **options
     )
 
 
-def _torchvision_folder(reading: ToRead) -> Pairs:
+def _torchvision_folder(reading: ToRead) -> Batches:
     folder = _import("torchvision.datasets").ImageFolder(reading.folder, _random_crops(reading))
     return _torch_loader(reading, folder, shuffle=True)
 
 
-def _timm_folder(reading: ToRead) -> Pairs:
+def _timm_folder(reading: ToRead) -> Batches:
     library, workers = _import("timm.data"), reading.workers
     return library.create_loader(
         library.create_dataset("", str(reading.folder)),
@@ -283,7 +283,7 @@ def _timm_folder(reading: ToRead) -> Pairs:
     )
 
 
-def _datasets_folder(reading: ToRead) -> Pairs:
+def _datasets_folder(reading: ToRead) -> Batches:
     transform = _random_crops(reading)
 
     def seen(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -295,7 +295,7 @@ def _datasets_folder(reading: ToRead) -> Pairs:
     return _torch_loader(reading, folder.with_transform(seen), shuffle=True)
 
 
-def _webdataset_shards(reading: ToRead) -> Pairs:
+def _webdataset_shards(reading: ToRead) -> Batches:
     files = [str(path) for path in sorted(reading.shards.glob("*.tar"))]
     library, workers = _import("webdataset"), min(reading.workers, len(files))
     shards = library.WebDataset(files, shardshuffle=len(files)).shuffle(256).decode("pil")
@@ -310,7 +310,7 @@ def _label(description: dict[str, Any]) -> int:
     return int(description["label"])
 
 
-LOADERS: dict[str, Callable[[ToRead], Pairs]] = {
+LOADERS: dict[str, Callable[[ToRead], Batches]] = {
     "torchvision": _torchvision_folder,
     "timm": _timm_folder,
     "datasets": _datasets_folder,
