@@ -37,6 +37,7 @@ def picture(height: int, width: int) -> np.ndarray:
     ("settings", "most", "often"),
     [
         ({"interpolation": "bilinear"}, 1, 0.04),
+        ({"interpolation": "bilinear", "resampler": "torch"}, 1, 0.05),
         ({"interpolation": "bicubic"}, 2, 0.04),
         ({"interpolation": "bilinear", "antialias": False}, 1, 0.02),
         ({"interpolation": "bicubic", "antialias": False}, 1, 0.02),

@@ -82,6 +82,7 @@ def measure_reading(
     grown: dict[str, list[int]] = {name: [] for name in sources}
     steps = count // batch_size
     augment = None if peers is None else Augment(crop_area=CROP_AREA, flip=True)
+    cut = preprocess if augment is None else augment.training_preprocess(preprocess)
     keep_freed_memory()  # as a run does, whose batches these are
     share_cores()
 
@@ -90,7 +91,7 @@ def measure_reading(
     def read(name: str) -> float:
         part = subset(sources[name], range(count))
         rows = Rows() if augment is None else Rows(crop=augment.crop(0))
-        batches = TrainingBatches(part, [Stage(preprocess, batch_size)], seed=0, readers=readers, rows=rows)
+        batches = TrainingBatches(part, [Stage(cut, batch_size)], seed=0, readers=readers, rows=rows)
         for _ in range(threads + 2):  # as many are read ahead; they would be read within the time, and not be counted
             next(batches)
         before, begun = 0, time.perf_counter()

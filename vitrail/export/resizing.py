@@ -13,11 +13,11 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from vitrail.data.pixels.geometry import scaled_side
-from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import WHOLE, Preprocess
 from vitrail.errors import ConfigError
 
 FILTERS = ("bilinear", "bicubic")
-"""Filters of the resampler "pillow" that can be expressed."""
+"""Filters of the resamplers "pillow" and "torch" that can be expressed."""
 
 
 def check_resizing(preprocess: Preprocess) -> None:
@@ -25,7 +25,7 @@ def check_resizing(preprocess: Preprocess) -> None:
     reason = None
     if preprocess.scaled_decode:
         reason = "scaled_decode=True changes how JPEG files are decoded, which is done before the file is called"
-    elif preprocess.resampler != "pillow" and (preprocess.interpolation != "bilinear" or preprocess.antialias):
+    elif preprocess.resampler not in WHOLE and (preprocess.interpolation != "bilinear" or preprocess.antialias):
         reason = (
             f"resampler={preprocess.resampler!r} with interpolation={preprocess.interpolation!r} and "
             f"antialias={preprocess.antialias} rounds in an order that a runtime does not keep"
@@ -89,7 +89,7 @@ class Resizing(nn.Module):
         mode = self.preprocess.resize
         if mode == "squash":
             return target
-        if self.preprocess.resampler != "pillow":
+        if self.preprocess.resampler not in WHOLE:
             factors = [new.float() / was.float() for new, was in zip(target, old, strict=True)]
             factor = (torch.maximum if mode == "crop" else torch.minimum)(*factors)
             return [torch.clamp((was.float() * factor).round(), min=1).to(torch.int64) for was in old]
@@ -106,7 +106,7 @@ class Resizing(nn.Module):
         """Return the index of the window's first pixel in the scaled picture."""
         spare = whole - part
         half = spare // 2
-        if self.preprocess.resampler == "pillow":
+        if self.preprocess.resampler in WHOLE:
             half = half + (spare % 2) * (half % 2)  # halves are rounded to even
         return torch.where(spare >= 0, half, -((-spare) // 2))
 

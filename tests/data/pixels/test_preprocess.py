@@ -282,6 +282,11 @@ def test_normalise_is_the_formula_for_every_value(
             {"scaled_decode": True, "interpolation": "nearest"},
             "scaled_decode=True averages pixels, which interpolation='nearest' and antialias=False forbid",
         ),
+        (
+            {"resampler": "torch", "interpolation": "area"},
+            "resampler='torch' scales with antialias=True and interpolation='bilinear' or 'bicubic', not with "
+            "antialias=True and 'area'",
+        ),
         ({"mean": ()}, "mean=() needs 1 number, or one for each of 3 channels"),
         ({"mean": (0.5, 0.5)}, "mean=(0.5, 0.5) needs 1 number, or one for each of 3 channels"),
         ({"channels": 1, "std": (0.1, 0.2, 0.3)}, "std=(0.1, 0.2, 0.3) needs 1 number, or one for each of 1 channels"),
@@ -340,6 +345,16 @@ def test_a_box_is_cut_out_and_then_scaled(
         preprocess = Preprocess(image_size=new, resize=resize, crop_share=share, interpolation=interpolation)
         for form in (image, encode(image, "PNG"), Image.fromarray(image)):
             np.testing.assert_array_equal(preprocess.pixels(form, (top, left, height, width)), expected)
+
+
+@given(old=st.tuples(side, side), new=st.tuples(side, side), channels=st.sampled_from([1, 3]))
+def test_pytorch_scales_like_pillow_up_to_one_level(old: tuple[int, int], new: tuple[int, int], channels: int) -> None:
+    image = noise(*old)[..., :channels]
+    found, expected = (
+        Preprocess(image_size=new, channels=channels, resampler=resampler).pixels(image).astype(int)
+        for resampler in ("torch", "pillow")
+    )
+    assert found.shape == expected.shape and np.abs(found - expected).max() <= 1
 
 
 def test_a_box_of_the_size_is_only_cut_out() -> None:

@@ -125,12 +125,12 @@ def test_padding_and_boxes_as_without_tensorflow(channels: int) -> None:
     ):
         made = [
             Preprocess(**fields, channels=channels, resampler=resampler).pixels(image, box)
-            for resampler in ("pillow", "tensorflow", "tensorflow-uint8")
+            for resampler in ("pillow", "torch", "tensorflow", "tensorflow-uint8")
         ]
-        assert [array.dtype for array in made] == [np.uint8, np.float32, np.uint8]
+        assert [array.dtype for array in made] == [np.uint8, np.uint8, np.float32, np.uint8]
         if fields.get("resize") == "crop":
             made[0] = image[:, 2:11].transpose(2, 0, 1)  # 2.5 pixels at the left: Pillow's rule gives 2 as well
-        assert np.array_equal(made[0], made[1]) and np.array_equal(made[0], made[2])
+        assert all(np.array_equal(made[0], other) for other in made[1:])
 
 
 def test_whole_levels_are_rounded(encode: Callable[..., bytes]) -> None:

@@ -97,7 +97,8 @@ class Augment:
         None, effect=Effect(lambda own: own.settings.crop_area is not None, "with --crop-area")
     )
     """Rule that draws the box of a random crop: torchvision (the default) or tensorflow, the rule of the papers' code.
-    tensorflow draws smaller boxes, which are scaled bilinearly without antialiasing."""
+    With torchvision, bilinear scaling of boxes follows its code for tensors, whose levels differ from Pillow's by at
+    most 1. tensorflow draws smaller boxes, which are scaled bilinearly without antialiasing."""
     crop_from: tuple[int, int] | None = None
     """Height and width in pixels to which whole training images are scaled, before a random box of the network's image
     size is cut out of each (BiT, 1912.11370). By default no such box is cut."""
@@ -263,13 +264,14 @@ class Augment:
         return functools.partial(CROPS[self.settings.crop_rule], seed, area=area)
 
     def training_preprocess(self, preprocess: Preprocess) -> Preprocess:
-        """Return the preprocessing of training images, which differs from the preprocessing of other images in two
+        """Return the preprocessing of training images, which differs from the preprocessing of other images in three
         cases.
 
-        If `crop_from` is set, whole images are scaled to the size `crop_from`. If `crop_rule` is "tensorflow", boxes
-        are scaled by bilinear interpolation without antialiasing, as vision_transformer and big_vision do. Raise
-        `ConfigError` if `preprocess.scaled_decode` is on, which does not work with "tensorflow", or if `crop_from` is
-        smaller than the network's images.
+        If `crop_from` is set, whole images are scaled to the size `crop_from`. If `crop_rule` is "torchvision" and
+        boxes are scaled bilinearly with antialiasing, PyTorch scales them instead of Pillow, in a third of the time. If
+        `crop_rule` is "tensorflow", boxes are scaled bilinearly without antialiasing, as vision_transformer and
+        big_vision do. Raise `ConfigError` if `preprocess.scaled_decode` is on, which does not work with "tensorflow",
+        or if `crop_from` is smaller than the network's images.
         """
         if self.crop_from is not None:
             if any(big < small for big, small in zip(self.crop_from, preprocess.image_size, strict=True)):
@@ -278,14 +280,19 @@ class Augment:
                     "this size are cut out of the scaled images; choose a larger crop_from"
                 )
             return replace(preprocess, image_size=self.crop_from, resize="squash", crop_share=1.0)
-        if self.settings.crop_area is None or self.settings.crop_rule == "torchvision":
+        if self.settings.crop_area is None:
             return preprocess
+        if self.settings.crop_rule == "torchvision":
+            differs_by_1_level = preprocess.antialias and preprocess.interpolation == "bilinear"
+            is_replaced = preprocess.resampler == "pillow" and differs_by_1_level
+            return replace(preprocess, resampler="torch") if is_replaced else preprocess
         if preprocess.scaled_decode:
             raise ConfigError(
                 "scaled_decode=True averages pixels, and crop_rule='tensorflow' scales without averaging; leave out "
                 "scaled_decode, or choose crop_rule='torchvision'"
             )
-        return replace(preprocess, interpolation="bilinear", antialias=False)
+        resampler = "pillow" if preprocess.resampler == "torch" else preprocess.resampler
+        return replace(preprocess, interpolation="bilinear", antialias=False, resampler=resampler)
 
     def placements(
         self, batch: Batch, placements: Sequence[Placement], *, seed: int, size: tuple[int, int] | None = None

@@ -29,7 +29,10 @@ from vitrail.settings import problems, raise_problems, setting
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "area"]
 
-Resampler = Literal["pillow", "tensorflow", "tensorflow-uint8"]
+Resampler = Literal["pillow", "torch", "tensorflow", "tensorflow-uint8"]
+
+WHOLE: tuple[Resampler, ...] = ("pillow", "torch")
+"""Resamplers that place images like torchvision and timm and round to whole levels."""
 
 Pixels = UInt8[np.ndarray, "c h w"] | Float32[np.ndarray, "c h w"]
 """Pixels of an image, with levels from 0 to 255: whole levels as uint8, or fractions of levels as float32."""
@@ -98,8 +101,9 @@ class Preprocess:
     """Widen the interpolation filter when an image is shrunk. If False, "bilinear" reads only 2 x 2 pixels and
     "bicubic" 4 x 4, like OpenCV or torchvision's antialias=False; use it only for models that were trained this way."""
     resampler: Resampler = "pillow"
-    """Code whose arithmetic the scaling follows: pillow rounds to whole levels; tensorflow keeps fractions of levels,
-    as vision_transformer and Big Transfer do; tensorflow-uint8 truncates to whole levels, as big_vision does."""
+    """Code whose arithmetic the scaling follows: pillow rounds to whole levels; torch is PyTorch's faster code for
+    tensors, whose bilinear levels differ from Pillow's by at most 1; tensorflow keeps fractions of levels, as
+    vision_transformer and Big Transfer do; tensorflow-uint8 truncates to whole levels, as big_vision does."""
     scaled_decode: bool = False
     """Decode large JPEGs at 1/2, 1/4 or 1/8 of their size, which is faster but changes pixels slightly. Each side keeps
     at least twice the pixels that are needed. Other formats are decoded at full size."""
@@ -123,7 +127,12 @@ class Preprocess:
             yield "interpolation='area' averages pixels, which antialias=False forbids"
         if self.scaled_decode and (not self.antialias or self.interpolation == "nearest"):
             yield ("scaled_decode=True averages pixels, which interpolation='nearest' and antialias=False forbid")
-        if self.scaled_decode and self.resampler != "pillow":
+        if self.resampler == "torch" and not (self.antialias and self.interpolation in ("bilinear", "bicubic")):
+            yield (
+                "resampler='torch' scales with antialias=True and interpolation='bilinear' or 'bicubic', not with "
+                f"antialias={self.antialias} and {self.interpolation!r}"
+            )
+        if self.scaled_decode and self.resampler not in WHOLE:
             yield (f"scaled_decode=True changes pixels, so it excludes resampler={self.resampler!r}; choose one")
 
     def with_geometry(self, geometry: Geometry) -> Preprocess:
@@ -165,7 +174,7 @@ class Preprocess:
         if isinstance(box, Jitter):
             return place_jittered(size, self.image_size, box)
         if box is None:
-            found = place if self.resampler == "pillow" else place_like_big_vision
+            found = place if self.resampler in WHOLE else place_like_big_vision
             return found(size, self.image_size, self.resize, self.crop_share)
         _check_box(box, size)
         return Placement(size, box, self.image_size, self.image_size)
@@ -203,7 +212,7 @@ class Preprocess:
         else:
             if box is not None and not isinstance(box, Jitter):
                 picture = picture.crop((left, top, left + taken[1], top + taken[0]))
-            if self.resampler != "pillow":
+            if self.resampler not in WHOLE:
                 return self._like_tensorflow(np.asarray(picture), placement)
             picture = self._scaled(picture, None, placement.scaled)
         return self._window(picture, placement)
@@ -234,8 +243,9 @@ class Preprocess:
         height, width = size
         if part is None and picture.size == (width, height):
             return picture
-        if not self.antialias and self.interpolation != "nearest":
-            return _without_antialias(picture, size, self.interpolation)
+        is_torch = self.resampler == "torch" and part is None
+        if is_torch or (not self.antialias and self.interpolation != "nearest"):
+            return _scaled_by_torch(picture, size, self.interpolation, antialias=self.antialias)
         if part is None:
             return picture.resize((width, height), FILTERS[self.interpolation])
         # Pixels outside the region must not count, so they are cut off first.
@@ -266,12 +276,17 @@ def _check_box(box: Box, size: tuple[int, int]) -> None:
         )
 
 
-def _without_antialias(picture: Image.Image, size: tuple[int, int], interpolation: Interpolation) -> Image.Image:
-    """Scale without antialiasing, in float32, and round halves to even. "bicubic" is Keys's kernel with a = -3/4."""
-    array = np.asarray(picture)
-    planes = torch.from_numpy(array.reshape(*array.shape[:2], -1).transpose(2, 0, 1)[None].astype(np.float32))
-    scaled = torch.nn.functional.interpolate(planes, size, mode=interpolation, align_corners=False)
-    levels = scaled[0].round_().clamp_(0, 255).to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
+def _scaled_by_torch(
+    picture: Image.Image, size: tuple[int, int], interpolation: Interpolation, *, antialias: bool
+) -> Image.Image:
+    """Scale with antialiasing in whole levels, or without it in float32, rounding halves to even. "bicubic" is Keys's
+    kernel with a = -1/2, or a = -3/4 without antialiasing."""
+    planes = torch.from_numpy(np.array(picture).reshape(picture.height, picture.width, -1)).permute(2, 0, 1)[None]
+    source = planes if antialias else planes.float()
+    scaled = torch.nn.functional.interpolate(source, size, mode=interpolation, align_corners=False, antialias=antialias)
+    if not antialias:
+        scaled = scaled.round_().clamp_(0, 255).to(torch.uint8)
+    levels = scaled[0].permute(1, 2, 0).contiguous().numpy()
     return Image.fromarray(levels[..., 0] if levels.shape[2] == 1 else levels)
 
 
