@@ -204,6 +204,19 @@ def subset(source: Source, indices: Sequence[int] | Int64[np.ndarray, " m"]) -> 
     return samples_of(source).taken(indices)
 
 
+def first_copies(source: Source) -> Int64[np.ndarray, " n"]:
+    """Return for each sample the index of the first sample that shows the same image, which is usually its own index.
+    Images are the same if they are at the same place of one reader, which occurs several times in `Samples.readers`."""
+    own, parts = np.arange(len(source)), getattr(source, "parts", None)
+    if not isinstance(source, Samples) or parts is None or len({*map(id, source.readers)}) == len(source.readers):
+        return own
+    number = {id(reader): part for part, reader in enumerate(source.readers)}
+    readers = np.array([number[id(reader)] for reader in source.readers])[parts]
+    images = np.stack([readers, np.asarray(source.places, np.int64)], axis=1)
+    _, first, which = np.unique(images, axis=0, return_index=True, return_inverse=True)
+    return own[first][which.reshape(-1)]
+
+
 def mixed(sources: Sequence[Source], weights: Sequence[float]) -> Samples:
     """Return several sources, one after the other, from which training draws with the given weights.
 

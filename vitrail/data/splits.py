@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from vitrail.data.faults import Fault
-from vitrail.data.source import Samples, Source, samples_of, subset, target_kind, truth_of
+from vitrail.data.source import Samples, Source, first_copies, samples_of, subset, target_kind, truth_of
 from vitrail.data.targets import Target, TargetKind, class_indices
 from vitrail.errors import ConfigError, DataError, listed, plural
 
@@ -321,19 +321,33 @@ def cut(source: Source, share: float, *, method: CutMethod = "stratified") -> tu
     least one sample of each label is kept, so fewer samples are held out if many labels have a single sample. Samples
     without a label count as samples of one more label. If the targets are numbers, all samples count as samples of one
     label.
+
+    A sample that occurs several times, such as an image that pseudo labels repeat, is held out at most once, and the
+    rest has no copy of it. The fraction is that of the different samples.
     """
-    held_out = _below(source, share) if method == "threshold" else _first(source, round(share * len(source)))
-    chosen = set(held_out)
-    rest = [index for index in range(len(source)) if index not in chosen]
-    samples = samples_of(source)
-    return samples.taken(rest), samples.taken(sorted(held_out))
+    first = first_copies(source)
+    once = np.flatnonzero(first == np.arange(len(first)))
+    images = source if len(once) == len(source) else subset(source, once)
+    held_out = _below(images, share) if method == "threshold" else _first(images, round(share * len(images)))
+    return _divided(source, once[sorted(held_out)], first)
 
 
 def cut_slice(source: Source, start: int, stop: int) -> tuple[Samples, Samples]:
-    """Hold out the samples from `start` up to but excluding `stop`. Return the rest and the held-out samples."""
-    rest = [*range(start), *range(stop, len(source))]
+    """Hold out the samples from `start` up to but excluding `stop`. Return the rest and the held-out samples.
+
+    If a sample occurs several times, `cut` describes its copies.
+    """
+    first = first_copies(source)
+    return _divided(source, np.unique(first[start:stop]), first)
+
+
+def _divided(
+    source: Source, held_out: Int64[np.ndarray, " m"], first: Int64[np.ndarray, " n"]
+) -> tuple[Samples, Samples]:
+    """Return the samples that show no held-out image, and the held-out samples. `first` is the result of
+    `first_copies`."""
     samples = samples_of(source)
-    return samples.taken(rest), samples.taken(range(start, stop))
+    return samples.taken(np.flatnonzero(~np.isin(first, held_out))), samples.taken(held_out)
 
 
 def slice_bounds(text: str, count: int) -> tuple[int, int]:
@@ -561,6 +575,8 @@ def with_validation(
     notes = splits.notes
     if how and held_out is not None:
         note = f"{len(held_out):,} of its {count:,} training images are held out for validation ({how})"
+        if (copies := count - len(train) - len(held_out)) > 0:
+            note += f", and training does not use {plural(copies, 'repetition')} of them"
         start = "" if own is not None else " has no validation split"
         notes = (*notes, f"data {spec!r}{start}: {note}{duty}")
     elif duty:

@@ -71,6 +71,20 @@ def test_labels_are_a_data_set(labels: Callable[..., str], colour_folder: Path) 
     check_source(source)
 
 
+@pytest.mark.parametrize(
+    "choice", [{"validation_share": 0.5}, {"validation_share": 0.5, "cut_method": "threshold"}]
+    + [{"validation": text, "validation_share": 0.0} for text in ("train[0:2]", "train[2:4]")],
+)  # fmt: skip
+def test_training_has_no_repetition_of_a_held_out_image(labels: Callable[..., str], choice: dict[str, Any]) -> None:
+    splits: Any = open_data(labels(), **choice)
+    held, used = (
+        [source.origin(index) for index in range(len(source))] for source in (splits.validation, splits.train)
+    )
+    assert held and len(set(held)) == len(held) and not set(held) & set(used)
+    assert len(set(held)) + len(set(used)) == 4
+    assert len(held) + len(used) == 6 or any("repetition" in note for note in splits.notes)
+
+
 def test_hard_labels_have_no_probabilities(labels: Callable[..., str]) -> None:
     folder = labels("hard")
     source = open_data(folder, validation_share=0.0).train
