@@ -19,7 +19,7 @@ from vitrail.errors import BundleError, ConfigError, DestinationError
 from vitrail.models.variants import variant_config
 from vitrail.tasks.tokenizer import TokenizerTargets, check_grid, load_tokenizer, tokenizer_facts
 from vitrail.weights.bundle import Bundle, weights_sha256
-from vitrail.weights.load import load
+from vitrail.weights.load import convert, load
 from vitrail.weights.saved import TOKENIZER
 
 
@@ -36,6 +36,15 @@ def test_a_tokenizer_is_the_same_after_saving_and_loading(tmp_path: Path) -> Non
     plain = load(tmp_path / "run")
     assert plain.classes == () and weights_sha256(plain.network) == weights_sha256(made.network)
     assert torch.equal(plain.network.embed(images), made.network.embed(images))
+
+
+@pytest.mark.parametrize("to", ["vitrail", "timm"])
+def test_a_converted_tokenizer_says_that_its_codebook_is_lost(tmp_path: Path, to: str) -> None:
+    folder = make_tokenizer().save(tmp_path / "run" / "model")
+    for number, place in enumerate((folder, tmp_path / "run")):
+        notes = convert(place, tmp_path / f"{number}", to)
+        assert any("not carried" in note and "codebook" in note for note in notes)
+    assert not any("codebook" in note for note in convert(tmp_path / "0", tmp_path / "again", to))
 
 
 def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:

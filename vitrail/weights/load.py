@@ -20,7 +20,7 @@ from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
 from vitrail.weights.exported import exported_file, load_exported
 from vitrail.weights.layouts.layout import PRODUCER, Checkpoint, Description, Hints, Layout, StoresTexts, assemble
 from vitrail.weights.locate import SHIPPED, download, looks_like_hub_name, shipped_folder
-from vitrail.weights.saved import check_model_folder, is_bundle, read_object
+from vitrail.weights.saved import check_model_folder, is_bundle, read_object, tokenizer_file
 from vitrail.weights.tensors import SUFFIXES, open_tensors
 from vitrail.weights.words import Words
 
@@ -134,15 +134,17 @@ def convert(
         raise BundleError(f"to={to!r} is not a layout; {nearest(to, ['vitrail', *LAYOUTS])}")
     _check_destination(destination, to, overwrite=overwrite)
     bundle = load(source, device="cpu", **options)
+    has_codebook = tokenizer_file(Path(source)) is not None
+    lost: tuple[str, ...] = ("the codebook and the decoder of the tokenizer",) if has_codebook else ()
     if to == "vitrail":
         write_bundle(bundle, destination)
-        return bundle.notes
+        return (*bundle.notes, *(f"not carried: {item}" for item in lost))
     if bundle.precision != "float32":
         raise BundleError(
             f"the layout {to} cannot store precision={bundle.precision!r}, which only vitrail, our own layout, has; "
             "convert a model that predicts in float32"
         )
-    lost = LAYOUTS[to].write(bundle, destination)
+    lost = (*lost, *LAYOUTS[to].write(bundle, destination))
     if bundle.words is not None and not isinstance(LAYOUTS[to], StoresTexts):
         lost = (*lost, "the text tower and its tokenizer")
     return (*bundle.notes, *(f"not carried: {item}" for item in lost))

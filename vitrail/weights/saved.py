@@ -52,6 +52,11 @@ def is_bundle(path: Path) -> bool:
     return (path / DESCRIPTION).is_file() or (path / "model" / DESCRIPTION).is_file()
 
 
+def tokenizer_file(path: Path) -> Path | None:
+    """Return the file with the codebook of a tokenizer in the folder of a model or of a run, if there is one."""
+    return next((file for file in (path / TOKENIZER, path / "model" / TOKENIZER) if file.exists()), None)
+
+
 def check_model_folder(path: Path, *, overwrite: bool) -> None:
     """Raise `DestinationError` unless a model may be saved at `path`, by the rules of
     `vitrail.files.check_new_folder`."""
