@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.make import keys_of, mix_in, write_tar
+from vitrail.data.config import DataConfig
 from vitrail.data.formats import folder, idx
 from vitrail.data.source import Source, samples_of, target_kind
 from vitrail.data.sources import open_data, open_mixed, open_whole
@@ -483,6 +484,18 @@ def test_images_without_classes_are_cut_and_taken_by_hash(tree: Trees) -> None:
         open_data(str(root), validation_share=0.0, unlabelled=True, per_class=3)
     mixed = mix_in(splits, (f"0.5:{tree(*many('a', 'b', count=3), name='more')}",))
     assert mixed.target_kind == "none" and mixed.classes == () and mixed.train.target(len(mixed.train) - 1) is None
+
+
+def test_images_without_labels_are_mixed_into_labelled_ones_if_none_are_needed(tree: Trees) -> None:
+    labelled, flat = tree(*many("a", "b", count=3), name="labelled"), tree("0.png", "1.png", name="flat")
+    config = DataConfig(spec=str(labelled), mix=(f"0.5:{flat}",), validation_share=0.0)
+    own = open_data(str(labelled), validation_share=0.0)
+    for splits in (config.open(unlabelled=True), config.cut(own, unlabelled=True)):
+        targets = [splits.train.target(index) for index in range(len(splits.train))]
+        assert targets == [0, 0, 0, 1, 1, 1, None, None] and splits.classes == ("a", "b")
+    for refused in (config.open, lambda: config.cut(own)):
+        with pytest.raises(DataError, match="flat has images but no class folders, so its images have no labels"):
+            refused()
 
 
 def test_class_folders_keep_their_classes_when_none_are_needed(tree: Trees) -> None:

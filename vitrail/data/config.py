@@ -83,17 +83,18 @@ class DataConfig:
         """
         self._allow_pixels()
         opened = open_whole(self.spec, numbers=self.numbers, unlabelled=unlabelled, texts=texts, tolerant=tolerant)
-        return replace(opened, mixed=open_mixed(opened.whole, self.mix))
+        return replace(opened, mixed=open_mixed(opened.whole, self.mix, unlabelled=unlabelled))
 
-    def cut(self, data: Source | Splits | OpenedData) -> Splits:
-        """Return the splits of data that is already open, by the same rules as `open`.
+    def cut(self, data: Source | Splits | OpenedData, *, unlabelled: bool = False) -> Splits:
+        """Return the splits of data that is already open, by the same rules as `open`. `unlabelled` is for the data of
+        `mix`, which `OpenedData` has already.
 
         Configs that differ only in the validation fraction and the amount of training images can share open data.
         """
         self._allow_pixels()
         if not isinstance(data, OpenedData):
             whole = data if isinstance(data, Splits) else Splits(data, None, None)
-            data = OpenedData("", whole, open_mixed(whole, self.mix))
+            data = OpenedData("", whole, open_mixed(whole, self.mix, unlabelled=unlabelled))
         return data.splits(
             validation_share=self.validation_share,
             validation=self.validation,

@@ -182,12 +182,14 @@ def open_whole(
     return OpenedData(spec, replace(splits, faults=(), notes=(*splits.notes, *refuse(faults))))
 
 
-def open_mixed(splits: Splits, more: tuple[str, ...]) -> tuple[MixedData, ...]:
+def open_mixed(splits: Splits, more: tuple[str, ...], *, unlabelled: bool = False) -> tuple[MixedData, ...]:
     """Open additional training data for the splits. Each entry of `more` has the form "FRACTION:SPEC".
 
     FRACTION is the fraction of training samples that come from the data SPEC. If the targets of `splits` are numbers,
-    the additional data needs columns with the same names. Raises `DataError`.
+    the additional data needs columns with the same names. With `unlabelled`, data without targets is opened as well.
+    Raises `DataError`.
     """
+    unlabelled = unlabelled or splits.target_kind == "none"
     numbers = splits.classes if splits.target_kind == "numbers" else ()
     opened = []
     for text in more:
@@ -197,7 +199,7 @@ def open_mixed(splits: Splits, more: tuple[str, ...]) -> tuple[MixedData, ...]:
                 f"mix {text!r} must be a fraction between 0 and 1, a colon and a data set, such as 0.3:more/images"
             )
         kind = splits.target_kind
-        whole = open_whole(spec, numbers=numbers, unlabelled=kind == "none", texts=kind == "texts")
+        whole = open_whole(spec, numbers=numbers, unlabelled=unlabelled, texts=kind == "texts")
         opened.append(MixedData(text, float(fraction), whole.splits(validation_share=0.0).train))
     if sum(mixed.fraction for mixed in opened) >= 1:
         raise DataError(
@@ -205,7 +207,7 @@ def open_mixed(splits: Splits, more: tuple[str, ...]) -> tuple[MixedData, ...]:
             "their sum below 1"
         )
     kinds = [splits.target_kind, *(target_kind(mixed.source) for mixed in opened)]
-    if len(set(kinds)) > 1 and kinds[0] != "none":
+    if len({*kinds} - ({"none"} if unlabelled else set())) > 1 and kinds[0] != "none":
         held = ", ".join(KINDS[kind] for kind in kinds)
         raise DataError(
             f"mix {', '.join(more)}: the data sets have different kinds of targets ({held}); mix only data sets of the "

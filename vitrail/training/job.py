@@ -259,7 +259,7 @@ def _opened(config: TrainConfig, data: Source | Splits | OpenedData | None) -> t
         return config, config.data.cut(data)
     own = named_splits(data)
     config = config.override(data=own.title)
-    return config, config.data.cut(own)
+    return config, config.data.cut(own, unlabelled=config.task.wanted["unlabelled"])
 
 
 def _check_equal(processes: Processes, found: str, config: TrainConfig) -> None:
