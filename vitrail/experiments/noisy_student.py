@@ -106,6 +106,11 @@ def _checked(config: NoisyStudentConfig) -> Splits:
             f"{splits.title} has images with several labels, which Noisy Student cannot learn: a teacher predicts one "
             "class; choose data with one label per image"
         )
+    if student.task.output != "softmax":
+        raise ConfigError(
+            f"loss={student.task.output!r} makes a teacher of several classes per image, but a pseudo label is one "
+            "class; choose loss='softmax'"
+        )
     if splits.validation is None:
         raise ConfigError(
             f"validation_share={student.data.validation_share}: Noisy Student compares its rounds on validation "
@@ -420,7 +425,7 @@ def check_noise(config: TrainConfig, network: AnyConfig) -> None:
     """Raise `ConfigError` if nothing is random in the training of a student."""
     transformer = transformer_config(network)
     rates = () if transformer is None else (transformer.dropout, transformer.stochastic_depth)
-    if not config.augment.is_random and not any(rates):
+    if not config.augment.is_random_for(config.images) and not any(rates):
         raise ConfigError(
             "the student learns without noise, so it would only repeat its teacher; give augmentation such as "
             "randaugment_layers=2, or dropout=0.1, or stochastic_depth=0.1"
