@@ -124,6 +124,8 @@ class Command:
         words = [_plain(word) for word in typed[:end]]
         flags = {word.partition("=")[0].replace("--no-", "--", 1) for word in words if word.startswith("--")}
         by_name = self.known_common if flags <= {flag(name) for name in self.known_common} else self.known
+        if by_name is not self.known_common:
+            by_name = {**by_name, **self.depends(self._first_words(words))}
         words = list(_with_widths(words, {option.label for option in by_name.values() if option.is_size}))
         try:
             found, rest = _parser(by_name).parse_known_args(words)
@@ -147,6 +149,17 @@ class Command:
 
             allow_pixels(given.pop("max_pixels"))
         return _with_choice(given)
+
+    def _first_words(self, words: Sequence[str]) -> dict[str, str]:
+        """Return the first word of each option, and the positional arguments before the options, from which the options
+        of the task follow."""
+        start = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
+        found = dict(zip((option.name for option in self.positionals), words[:start], strict=False))
+        for word, following in zip(words[start:], [*words[start + 1 :], ""], strict=False):
+            name, equals, value = word.removeprefix("--").partition("=")
+            if word.startswith("--"):
+                found[name.replace("-", "_")] = value if equals else following
+        return found
 
     def check_required(self, given: Options) -> None:
         """Raise `ConfigError` if a required option is missing."""
