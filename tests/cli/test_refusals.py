@@ -93,6 +93,7 @@ def _write_models(root: Path) -> None:
     dense_bundle().save(root / "boxer")
     dense_bundle("patches").save(root / "masker")
     model_with_words().save(root / "words")
+    model_with_words(bias=-3.0).save(root / "sigmoid")
     torch.manual_seed(0)
     for name, classes in {
         "model": COLOURS,
@@ -277,12 +278,36 @@ TRAIN = {
     "train --task regression": "--numbers: the task regression needs the names of numeric columns, such as --numbers",
     "train --task regresion": "--task: 'regresion' is not one of classification, regression",
     "train --data grey.csv --numbers brightness --loss softmax": "--loss: 'softmax' is not one of squared, huber",
-    "train --data grey.csv --numbers brightness --label-smoothing 0.1": "--label-smoothing is a setting of the task",
+    "train --data grey.csv --numbers brightness --label-smoothing 0.1": "--label-smoothing: the task of this run, regr",
     "train --data grey.csv --loss huber": "--loss: 'huber' is not one of softmax, sigmoid",
     "train --data grey.csv --numbers kind": "column 'kind' holds 'a', which is not a finite number",
     "train --data grey.csv --numbers wdth": "has no column 'wdth' of numbers; nearest: width",
     "train --task mae --data colours --remove-fraction 1": "--remove-fraction: 1.0 is not between 0 and 1",
-    "train --task masked-patches --label-smoothing 0.1": "--label-smoothing is a setting of the task classification",
+    "train --task masked-patches --label-smoothing 0.1": "--label-smoothing: the task of this run, masked-",
+    "train --task simclr --loss sigmoid": "--loss: the task of this run, simclr, has no such setting",
+    "train --task mae --freeze image": "--freeze: the task of this run, mae, has no such setting",
+    "train --task mae --solarise 0 0.2": "--solarise: 2 numbers for 1 view",
+    "train --task simclr --blur 1 0.1 0.5": "--blur: 3 numbers for 2 views",
+    "train --task dino --local-views 0 --blur 1 0.1 0.5": "--blur: 3 numbers for 2 views",
+    "train --task dino --local-views 0 --local-size 8": "--local-size: it has an effect only with --local-views",
+    "train --task dino --local-views 0 --local-crop-area 0.1 0.2": "--local-crop-area: it has an effect only with",
+    "train --task dino --target-temperature-epochs 0 --target-temperature-start 0.5":
+        "--target-temperature-start: it has an effect only with --target-temperature-epochs",
+    "train --task dino --target-temperature-epochs 0 --target-temperature-by step":
+        "--target-temperature-by: it has an effect only with --target-temperature-epochs",
+    "train --task dino --target-temperature-epochs 0 --patch-weight 1 --patch-temperature-start 0.5":
+        "--patch-temperature-start: it has an effect only with --patch-weight and --target-temperature-epochs",
+    "train --task dino --mask-fraction 0.1 0.5": "--mask-fraction: it has an effect only with --patch-weight",
+    "train dino --mask-fraction 0.1": "--mask-fraction: needs X X",
+    "train --task distillation --teacher model --teacher-temperature 9":
+        "--teacher-temperature: it has an effect only with --teacher-labels soft",
+    "train --task simclr --init model --linear-head": "--linear-head: True is for a head, but the task simclr has none",
+    "train --task clip --text-tokenizer words --text-context 8": "--text-context: it has an effect unless",
+    "train --task siglip --text-tokenizer words --text-context 8": "--text-context: it has an effect unless",
+    "train --task clip --text-tokenizer words --vocabulary 600": "--vocabulary: it has an effect unless",
+    "train --task siglip --data grey.csv --init sigmoid --initial-bias -2":
+        "--initial-bias: the initial model has a text tower",
+    "train --task clip --data flat": "flat has images without texts",
     "train --task masked-patches --patch-target token": "--patch-target: 'token' is not one of mean-colour, colours,",
     "train --task masked-patches --patch-target tokens": "--patch-target 'tokens' needs a trained tokenizer; name a",
     "train --task masked-patches --patch-target tokens --tokenizer nowhere": "'nowhere' cannot be loaded: ",
@@ -318,6 +343,7 @@ TRAIN = {
     "noisy-student --overwrite": "vitrail: --overwrite: finished rounds are never replaced; leave it out, or choose",
     "noisy-student --rounds 0": "vitrail: --rounds: 0 is less than 1",
     "noisy-student --data bundled": "vitrail: --unlabelled: data 'bundled' is labelled and used whole, so there are no",
+    "noisy-student --loss sigmoid --data colours[:10%]": "vitrail: --loss: 'sigmoid' makes a teacher of several",
     "noisy-student --task mae": "vitrail: --task: 'mae' has no pseudo labels; Noisy Student needs",
     "noisy-student --teacher nowhere": "vitrail: --teacher: 'nowhere' cannot be loaded",
     "noisy-student --steps 5 --epochs 2": "vitrail: --steps and --epochs exclude each other",

@@ -84,6 +84,8 @@ def test_a_value_out_of_range_is_named_with_its_rule(task: str, name: str, value
         ("regression", {"loss": "huber", "delta": 0.0}, "delta=0.0 is not above 0"),
         ("regression", {"delta": 2.0}, "delta=2.0 needs loss='huber'"),
         ("distillation", {"loss": "sigmoid"}, "loss='sigmoid' cannot be distilled"),
+        ("distillation", {"teacher_weight": 1.0, "class_weights": "balanced"}, "class_weights='balanced' .*teacher_we"),
+        ("clip", {"initial_bias": -2.0}, "initial_bias=-2.0.* clip"),
         *(
             (task, {"select": "accuracy"}, f"select='accuracy' is not a metric of the task {task}")
             for task in ("simclr", "dino", "vqvae")

@@ -20,9 +20,11 @@ from tests.several import in_processes
 from tests.tasks.images import Pictures, batch_of, images_of
 from tests.tasks.objectives import small_network
 from tests.training import ranks
+from tests.words import model_with_words
 from vitrail.data.batch import Batch, Rows
 from vitrail.data.pipeline import Ranks, Stage, TrainingBatches
 from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.splits import Splits
 from vitrail.data.text_tokenizer import train_tokenizer
 from vitrail.errors import ConfigError, DataError
 from vitrail.models.text import TextTower
@@ -34,7 +36,7 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.folder import check_place
 from vitrail.training.log import read_journal
 from vitrail.training.run import resume, train
-from vitrail.weights.bundle import weights_sha256
+from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.words import Words
 
 TEXTS = [f"{colour} {shape}" for colour in ("red", "blue", "green") for shape in ("circle", "square", "bar")]
@@ -141,6 +143,10 @@ def config_of(data: Path, run: Path, **more: Any) -> TrainConfig:
 def test_all_pairs_of_a_batch_are_compared_in_every_division(tmp_path: Path, task: str, freeze: str) -> None:
     data = write_pairs(tmp_path / "data")
     config = config_of(data, tmp_path / "run", task=task, freeze=freeze, clip=0.0)
+    if freeze == "image":
+        network: Any = vitrail.create("ViT-Pico/7", image_size=14, channels=1, num_classes=0, width=24, depth=1)
+        model = Bundle(network, (), config.images).save(tmp_path / "model")
+        config = replace(config, model=ModelConfig()).override(init=str(model))
     loss, gradients = ranks.gradients(config, (1, 2), at_once=True)
     assert ("network.patches.projection.weight" in gradients) == (freeze == "none")
     several = in_processes(2, ranks.gradients, config.override(accumulation=2), (1, 2)) if freeze == "none" else []
@@ -198,7 +204,19 @@ def test_a_trained_pair_finds_its_texts_and_continues_as_initial_model(tmp_path:
     ("fields", "message"),
     [
         ({"batch_size": 1}, "batch_size=1: the task clip compares the images of a batch"),
+        ({"early_batch_size": ("1:0.5",)}, "early_batch_size=1: the task clip"),
         ({"freeze": "text"}, "freeze='text' needs a model with a text tower"),
+        ({"freeze": "image"}, "freeze='image' needs a model"),
+        *(
+            ({"freeze": "image", **fields}, f"{name}=.* frozen")
+            for name, fields in {
+                "train_blocks": {"train_blocks": 1, "init": "m"},
+                "lora_rank": {"lora_rank": 2, "init": "m"},
+                "dropout": {"dropout": 0.2},
+                "stochastic_depth": {"stochastic_depth": 0.3},
+                "early_patch_dropout": {"early_patch_dropout": ("0.5:0.4",)},
+            }.items()
+        ),
         ({"mixup": 0.5}, "mixup=0.5 mixes the labels"),
         ({"task": "siglip", "initial_bias": None}, "the sigmoid loss needs a bias"),
         ({"vocabulary": 100}, "vocabulary=100"),
@@ -208,6 +226,27 @@ def test_unfit_settings_are_refused(tmp_path: Path, fields: dict[str, Any], mess
     data = write_pairs(tmp_path / "data")
     with pytest.raises(ConfigError, match=message):
         train(config_of(data, tmp_path / "run", **fields))
+
+
+def test_a_bias_counts_unless_the_initial_model_has_one() -> None:
+    plain, biased, splits = model_with_words(), model_with_words(bias=-3.0), Splits(Pictures(2), None, None)
+    assert SigLip(initial_bias=-2.0).words(plain, plain.network, splits).bias == -2.0
+    assert SigLip().words(biased, biased.network, splits).bias == -3.0
+    assert Clip().words(biased, biased.network, splits).bias is None
+    with pytest.raises(ConfigError, match=r"initial_bias=-2.0: .* used as it is"):
+        SigLip(initial_bias=-2.0).words(biased, biased.network, splits)
+    recipe = SigLip(initial_bias=-2.0, freeze="image")
+    assert recipe.of_words(biased.reader_of_texts(), ()) == SigLip(freeze="image")
+    assert recipe.of_words(plain.reader_of_texts(), ("initial_bias",)) == recipe
+    with pytest.raises(ConfigError, match=r"initial-bias.* used as it is"):
+        recipe.of_words(biased.reader_of_texts(), ("initial_bias",))
+
+
+def test_a_model_without_a_tokenizer_is_named_with_its_setting(tmp_path: Path) -> None:
+    model = Bundle(small_network(), (), Preprocess(image_size=(21, 28))).save(tmp_path / "model")
+    for name in (str(model), str(tmp_path / "nowhere")):
+        with pytest.raises(ConfigError, match=f"^text_tokenizer='{name}': "):
+            Clip(text_tokenizer=name).words(None, small_network(), Splits(Pictures(2), None, None))
 
 
 def test_data_without_texts_is_refused(tmp_path: Path) -> None:

@@ -167,6 +167,7 @@ TASKS = (Mae(), MaskedPatches())
         ("ViT-Pico/8", {"positions": "none"}, "needs positions, .* distinguishes HIDDEN patches, .*'learned'"),
         ("ViT-Pico/8", {"patch_dropout": 0.25}, "patch_dropout=0.25 removes patches that task='NAME'"),
         ("ViT-Pico/8", {"pool": "map"}, "pool='map' has weights that task='NAME' does not train"),
+        ("ViT-Pico/8", {"projection": 9}, "projection=9 is a matrix that task='NAME' does not train"),
         ("ViT-Pico/8", {"head_hidden": 9}, "head_hidden=9 is a layer that task='NAME' does not train"),
     ],
 )

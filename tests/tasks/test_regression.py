@@ -170,7 +170,7 @@ def test_the_metrics_of_a_model_have_one_unit_each() -> None:
 
 
 def test_settings_of_another_task_are_named() -> None:
-    with pytest.raises(ConfigError, match="delta is a setting of the task regression, but the task of this run is cla"):
+    with pytest.raises(ConfigError, match=r"^delta: the task of this run, classification, .* regression"):
         TrainConfig().override(delta=1.0)
     with pytest.raises(ConfigError, match=r"^numbers=\('age',\) are targets of a regression, but the task is clas"):
         TrainConfig().override(numbers=("age",))

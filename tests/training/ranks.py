@@ -43,6 +43,7 @@ from vitrail.training.folder import locked
 from vitrail.training.job import prepare
 from vitrail.training.run import resume, train
 from vitrail.training.sharding import StreamedCopy
+from vitrail.training.start import open_initial
 from vitrail.training.state import TrainState
 from vitrail.weights.load import load
 
@@ -230,9 +231,10 @@ def gradients(
 
     If `at_once`, one backward pass computes the gradients of a `BatchObjective` through the features of all parts.
     """
-    job = prepare(config, processes=join_processes())
+    model = open_initial(config.start)
+    job = prepare(config, model=model, processes=join_processes())
     torch.manual_seed(config.run.seed)
-    network, job, _ = make_network(job, None)
+    network, job, _ = make_network(job, model)
     state = make_state(job, network)
     objective: Any = state.objective.double()
     for one in (objective.network, getattr(objective, "teacher", objective.network)):

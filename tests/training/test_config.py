@@ -95,6 +95,39 @@ def test_a_value_out_of_range_is_named_with_its_rule(
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize("task", ["simclr", "mae", "clip"])
+@pytest.mark.parametrize("fields", [{"new_head": True}, {"linear_head": True}, {"head_bias": -1.0},
+                                    {"head_normalises": True}])  # fmt: skip
+def test_settings_of_a_head_are_refused_in_a_task_without_one(task: str, fields: dict[str, Any]) -> None:
+    start = {"init": "m"} if "new_head" in fields or "linear_head" in fields else {}
+    with pytest.raises(ConfigError, match=f"{next(iter(fields))}=.* head, but the task {task}"):
+        TrainConfig().override(task=task, crop_area=(0.2, 1.0), **fields, **start)
+
+
+@pytest.mark.parametrize("task", ["simclr", "moco"])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"batch_size": 1}, "^batch_size=1: .* at least 2"),
+        ({"early_batch_size": ("1:0.5",)}, "^early_batch_size=1: .* at least 2"),
+        ({"init": "m", "train_blocks": 0}, "^train_blocks=0 .*has none"),
+        ({"crop_area": (1.0, 1.0), "flip": False, "channels": 1, "mean": (0.5,), "std": (0.5,), "grey": 0.5}, "equal"),
+        (
+            {"crop_area": (1.0, 1.0), "flip": False, "colour_jitter": (0.4,) * 4, "colour_jitter_probability": 0.0},
+            "equal",
+        ),
+    ],
+)
+def test_runs_in_which_views_teach_nothing_are_refused(task: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig().override(task=task, **{"crop_area": (0.2, 1.0), **fields})
+
+
+def test_a_setting_of_other_tasks_names_all_of_them() -> None:
+    with pytest.raises(ConfigError, match=r"^projection_width: .*mae.* simclr, moco$"):
+        TrainConfig().override(task="mae", projection_width=8)
+
+
 def test_the_limits_themselves_are_allowed() -> None:
     TrainConfig().override(
         batch_size=1, accumulation=1, steps=1, evaluations=0, checkpoints=1, threads=0, seed=2**32 - 1, clip=0.0,
@@ -197,7 +230,7 @@ def test_total_steps(fields: dict[str, Any], images: int, steps: int) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_to_json_and_back(recipe: str) -> None:
     own = RECIPES[recipe]()
-    chosen = {"dropout": 0.25} if own.start.init else {"width": 96}
+    chosen = {"cut_uneven": True} if own.start.init else {"width": 96}
     config = own.override(mean=(0.25,), image_size=(56, 28), seed=7, threads=3, run="runs/x", **chosen)
     text = json.dumps(config.to_plain())
     back = TrainConfig.from_plain(json.loads(text))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from vitrail.cli.options import Option, flag, options_of, shown
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, plural
 from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.variants import ModelConfig, override_fields
 from vitrail.models.vit_config import ViTConfig
@@ -127,3 +127,11 @@ def check_effects(given: Mapping[str, Any], config: TrainConfig, *, by_user: boo
             if name in given and not effect.holds(settings) and (effect.by_user or not by_user):
                 only = effect.condition if effect.condition.startswith("unless") else f"only {effect.condition}"
                 raise ConfigError(f"{flag(name)}: it has an effect {only}; change that, or leave {flag(name)} out")
+    local = config.task.local_views_of(config.images, config.augment, config.run.seed)
+    views = config.task.views + (0 if local is None else local.count)
+    for name in ("blur", "solarise"):
+        if (count := len(given.get(name, ()))) > views:
+            raise ConfigError(
+                f"{flag(name)}: {count} numbers for {plural(views, 'view')} of each image, which the task "
+                f"{config.task.name} has; leave {plural(count - views, 'number')} out"
+            )

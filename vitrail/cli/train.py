@@ -313,7 +313,7 @@ def _config(given: Mapping[str, Any], log: Log, started: float) -> tuple[TrainCo
         initial = load(init, device="cpu")
         recipe = recipe if tunes else replace(recipe, images=initial.preprocess)
         if initial.words is not None:
-            recipe = replace(recipe, task=recipe.task.of_words(settings))
+            recipe = replace(recipe, task=recipe.task.of_words(initial.words, settings))
     config = recipe.override(**settings)
     check_effects(given, config)
     if "budget" in given and initial is not None:

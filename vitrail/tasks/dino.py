@@ -58,6 +58,8 @@ NARROW = 192
 Centring = Literal["mean", "masked-mean", "sinkhorn"]
 
 WITH_PATCHES = Effect(lambda own: bool(own.patch_weight), "with --patch-weight")
+WITH_LOCAL = Effect(lambda own: own.local_views > 0, "with --local-views")
+WITH_WARMUP = Effect(lambda own: own.target_temperature_epochs > 0, "with --target-temperature-epochs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +82,10 @@ class Dino(ViewTask):
 
     local_views: int = setting(8, least=0)
     """Number of small views of each image that only the student sees, besides the two views that both networks see."""
-    local_size: tuple[int, int] | None = None
+    local_size: tuple[int, int] | None = setting(None, effect=WITH_LOCAL)
     """Height and width of the local views in pixels, multiples of the patch size. By default half the image size, also
     while --early-image-size applies."""
-    local_crop_area: tuple[float, float] = (0.05, 0.4)
+    local_crop_area: tuple[float, float] = setting((0.05, 0.4), effect=WITH_LOCAL)
     """Smallest and largest fraction of the image's area that a local view shows."""
     prototypes: int | None = setting(None, least=2)
     """Number of outputs of the projection, over which the softmax is computed. By default 65,536, or 4,096 if the
@@ -101,12 +103,12 @@ class Dino(ViewTask):
     """Number that divides the student's outputs before the softmax."""
     target_temperature: float = setting(0.04, above=0, below=math.inf)
     """Number that divides the teacher's outputs before the softmax. A smaller number makes sharper targets."""
-    target_temperature_start: float = setting(0.04, above=0, below=math.inf)
+    target_temperature_start: float = setting(0.04, effect=WITH_WARMUP, above=0, below=math.inf)
     """Value of the teacher's temperature at the beginning of the run."""
     target_temperature_epochs: float = setting(0.0, least=0)
     """Number of epochs in which the teacher's temperature changes linearly from its start. The last of them has the
     final temperature."""
-    target_temperature_by: Literal["epoch", "step"] = "epoch"
+    target_temperature_by: Literal["epoch", "step"] = setting("epoch", effect=WITH_WARMUP)
     """Interval after which the teacher's temperature changes: an epoch (DINO, iBOT) or a step (DINOv2)."""
     teacher_momentum: float = setting(0.996, least=0, below=1)
     """Fraction of the teacher's weights that each step keeps at the beginning. It rises to 1 along half a cosine wave.
@@ -130,7 +132,15 @@ class Dino(ViewTask):
     """Smallest area of a block of masked patches: 4 patches in DINOv2, and 16 in iBOT for 14 x 14 patches."""
     patch_temperature: float | None = setting(None, effect=WITH_PATCHES, above=0, below=math.inf)
     """As --target-temperature, for patches. By default that of views."""
-    patch_temperature_start: float | None = setting(None, effect=WITH_PATCHES, above=0, below=math.inf)
+    patch_temperature_start: float | None = setting(
+        None,
+        effect=Effect(
+            lambda own: own.patch_weight > 0 and own.target_temperature_epochs > 0,
+            "with --patch-weight and --target-temperature-epochs",
+        ),
+        above=0,
+        below=math.inf,
+    )
     """As --target-temperature-start, for patches. By default that of views."""
     separate_patch_head: bool = setting(False, effect=WITH_PATCHES)
     """True to give patches a projection of their own, as DINOv2's large models have. By default they share that of

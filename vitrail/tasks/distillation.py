@@ -19,7 +19,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.models.vit_config import ViTConfig
-from vitrail.settings import setting
+from vitrail.settings import Effect, setting
 from vitrail.tasks.classification import Classification, ClassificationObjective, balanced_weights
 from vitrail.tasks.task import LossOutput, Objective, StepCost, mean_of_counted
 from vitrail.tasks.teacher import Teacher, check_teacher, teacher_facts
@@ -45,13 +45,23 @@ class Distillation(Classification):
     teacher_weight: float = setting(0.5, above=0, most=1)
     """Weight of the loss with the teacher's predictions. The weight of the loss with the labels is 1 minus this. The
     default is DeiT's for hard labels; for soft labels, its paper has 0.1 and its code 0.5."""
-    teacher_temperature: float = setting(3.0, above=0, below=math.inf)
+    teacher_temperature: float = setting(
+        3.0,
+        effect=Effect(lambda own: own.teacher_labels == "soft", "with --teacher-labels soft"),
+        above=0,
+        below=math.inf,
+    )
     """Number by which the logits of teacher and network are divided, for soft labels only. The default is that of
     DeiT's paper; its code has 1."""
 
     def _problems(self) -> Iterator[str]:
         if self.loss == "sigmoid":
             yield "loss='sigmoid' cannot be distilled, because the teacher predicts one class; choose loss='softmax'"
+        if self.teacher_weight == 1 and self.class_weights != "none":
+            yield (
+                f"class_weights={self.class_weights!r} weights the loss with the labels, which counts nothing with "
+                "teacher_weight=1; leave one of them out"
+            )
         yield from super()._problems()
 
     def check_data(self, splits: Splits) -> None:

@@ -41,6 +41,7 @@ class MoCo(ViewTask):
     name = "moco"
     metrics = CONTRAST
     loss_metric = "contrast_loss"
+    least_batch = 2
 
     contrast_temperature: float = setting(0.2, above=0, below=math.inf)
     """Number that divides the cosine similarities of views in the loss."""

@@ -27,7 +27,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, truth_of
 from vitrail.data.splits import Splits, check_texts
 from vitrail.data.text_tokenizer import FILES, TextTokenizer, train_tokenizer
-from vitrail.errors import ConfigError
+from vitrail.errors import BundleError, ConfigError
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.retrieval import METRICS, ByRetrieval, embedded
@@ -36,7 +36,7 @@ from vitrail.models.network import FootprintPrecision
 from vitrail.models.text import TextConfig, TextPool, TextTower
 from vitrail.models.variants import AnyConfig
 from vitrail.processes.group import Processes
-from vitrail.settings import from_plain, setting, to_plain
+from vitrail.settings import Effect, from_plain, setting, to_plain
 from vitrail.tasks.kept_outputs import KeptOutputs, is_frozen
 from vitrail.tasks.task import (
     BatchObjective,
@@ -65,6 +65,14 @@ DESCRIPTION = "words.json"
 
 OF_NEW_TOWER = ("text_width", "text_depth", "text_context", "vocabulary", "text_tokenizer", "initial_scale")
 """Settings that have no effect on a text tower of the initial model."""
+
+
+def unused_with(words: Words) -> tuple[str, ...]:
+    """Return the settings that have no effect with the text tower of an initial model, which may have a bias."""
+    return OF_NEW_TOWER if words.bias is None else (*OF_NEW_TOWER, "initial_bias")
+
+
+OWN_TOKENIZER = Effect(lambda own: own.text_tokenizer is None, "unless --text-tokenizer gives a tokenizer")
 
 Freeze = Literal["none", "image", "text"]
 
@@ -98,15 +106,19 @@ class PairTask(HeadlessTask):
     tower of the initial model is used as it is."""
     text_depth: int = setting(12, least=1)
     """Number of blocks of a new text tower."""
-    text_context: int = setting(77, least=3)
+    text_context: int = setting(77, effect=OWN_TOKENIZER, least=3)
     """Number of tokens of a text in a new text tower. Longer texts are cut."""
-    vocabulary: int = setting(49408, least=514)
+    vocabulary: int = setting(49408, effect=OWN_TOKENIZER, least=514)
     """Largest number of tokens of a tokenizer that is learned from the training texts."""
     text_tokenizer: str | None = setting(None, metavar="MODEL")
     """Model with a text tower whose tokenizer a new text tower uses. By default that of the initial model, or one that
     is learned from the training texts."""
     initial_scale: float = setting(1 / 0.07, above=0, below=math.inf)
     """Initial factor of the cosine similarities."""
+
+    @property
+    def trains_network(self) -> bool:
+        return self.freeze != "image"
 
     def check_data(self, splits: Splits) -> None:
         """Raise `DataError` unless the targets are texts, and there are two different ones."""
@@ -146,19 +158,23 @@ class PairTask(HeadlessTask):
                 f"the image tower of this run makes {width}; leave out the settings that change the image tower"
             )
         if own is not None:
-            if changed := [name for name in OF_NEW_TOWER if getattr(self, name) != getattr(type(self)(), name)]:
+            if changed := [name for name in unused_with(own) if getattr(self, name) != getattr(type(self)(), name)]:
                 raise ConfigError(
                     f"{', '.join(f'{name}={getattr(self, name)!r}' for name in changed)}: the initial model has a text "
                     "tower, which is used as it is; leave out these settings"
                 )
             bias = self.initial_bias if own.bias is None else own.bias
             return replace(own, tower=copy.deepcopy(own.tower), bias=None if self.initial_bias is None else bias)
-        if self.freeze == "text":
-            raise ConfigError("freeze='text' needs a model with a text tower to start from; give init=...")
+        if self.freeze == "text" or (self.freeze == "image" and model is None):
+            needed = "a model" if self.freeze == "image" else "a model with a text tower"
+            raise ConfigError(f"freeze={self.freeze!r} needs {needed} to start from; give init=...")
         if self.text_tokenizer is not None:
             from vitrail.weights.load import load  # other layouts, which few runs need
 
-            tokenizer = load(self.text_tokenizer, device="cpu").reader_of_texts().tokenizer
+            try:
+                tokenizer = load(self.text_tokenizer, device="cpu").reader_of_texts().tokenizer
+            except (BundleError, ConfigError) as error:
+                raise ConfigError(f"text_tokenizer={self.text_tokenizer!r}: {error}") from error
         else:
             targets = truth_of(splits.train)
             assert targets.texts is not None, "the task checks the data"
@@ -167,16 +183,16 @@ class PairTask(HeadlessTask):
         tower = TextTower(self.text_config(width, tokenizer))
         return Words(tower, tokenizer, math.log(self.initial_scale), self.initial_bias)
 
-    def of_words(self, typed: Collection[str]) -> PairTask:
+    def of_words(self, words: Words, typed: Collection[str]) -> PairTask:
         """Return the task without the settings of a recipe for a new text tower. Raise `ConfigError` if one of them was
         typed."""
-        if given := [name for name in OF_NEW_TOWER if name in typed]:
+        if given := [name for name in unused_with(words) if name in typed]:
             raise ConfigError(
                 f"{' and '.join(f'--{name}'.replace('_', '-') for name in given)}: the initial model has a text tower, "
                 "which is used as it is; leave out these settings"
             )
         usual = type(self)()
-        return replace(self, **{name: getattr(usual, name) for name in OF_NEW_TOWER})
+        return replace(self, **{name: getattr(usual, name) for name in unused_with(words)})
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
         """Return the image tower, which receives its text tower before the first step. Raise `ConfigError` as
@@ -234,6 +250,14 @@ class Clip(PairTask):
     pool = "eot"
     is_causal = True
 
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        if self.initial_bias is not None:
+            yield (
+                f"initial_bias={self.initial_bias}: the softmax of the task clip is the same with any bias; leave it "
+                "out, or choose task='siglip'"
+            )
+
     def losses(
         self,
         pairs: Embeddings,
@@ -265,7 +289,7 @@ class SigLip(PairTask):
     initial_bias: float | None = setting(-10.0, above=-math.inf, below=math.inf)
     """Initial number that is added to the logits. The published -10 fits large batches: about -ln(batch size - 1)
     keeps the initial loss small."""
-    text_context: int = setting(64, least=3)
+    text_context: int = setting(64, effect=OWN_TOKENIZER, least=3)
     """Number of tokens of a text in a new text tower. Longer texts are cut."""
 
     def _problems(self) -> Iterator[str]:

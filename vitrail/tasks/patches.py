@@ -229,6 +229,11 @@ def unfit_parts(network: ViTConfig, needs: str) -> Iterator[str]:
         yield (
             f"pool='map' has weights that {needs} does not train, because it trains no pooled vector; choose pool='gap'"
         )
+    if network.projection:
+        yield (
+            f"projection={network.projection} is a matrix that {needs} does not train, and embeddings would pass "
+            "through it; choose projection=0, and start from no model that has a projection"
+        )
     if network.head_hidden:
         yield (
             f"head_hidden={network.head_hidden} is a layer that {needs} does not train, because the network has no "

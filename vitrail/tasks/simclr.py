@@ -36,6 +36,7 @@ class SimClr(ViewTask):
     name = "simclr"
     metrics = CONTRAST
     loss_metric = "contrast_loss"
+    least_batch = 2
 
     contrast_temperature: float = setting(0.1, above=0, below=math.inf)
     """Number that divides the cosine similarities of views in the loss. The paper uses 0.1 for batches of thousands of

@@ -248,6 +248,11 @@ class Task(ABC):
         return {"unlabelled": "none" in self.targets, "texts": "texts" in self.targets}
 
     @property
+    def trains_network(self) -> bool:
+        """False if the task keeps the weights of the network and trains others beside it."""
+        return True
+
+    @property
     @abstractmethod
     def output(self) -> OutputKind:
         """Meaning of the outputs of the saved model."""
@@ -296,9 +301,9 @@ class Task(ABC):
         learns from no texts."""
         return None
 
-    def of_words(self, typed: Collection[str]) -> Task:
-        """Return the task for an initial model that reads texts. `typed` are the names of the settings that the user
-        gave; the other settings are those of a recipe. By default the task stays as it is."""
+    def of_words(self, words: Words, typed: Collection[str]) -> Task:
+        """Return the task for an initial model with the text tower `words`. `typed` are the names of the settings that
+        the user gave; the other settings are those of a recipe. By default the task stays as it is."""
         return self
 
     @abstractmethod

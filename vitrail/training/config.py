@@ -39,7 +39,7 @@ from vitrail.settings import (
 )
 from vitrail.tasks import TASKS
 from vitrail.tasks.classification import Classification
-from vitrail.tasks.task import Task
+from vitrail.tasks.task import HeadlessTask, Task
 from vitrail.training.log import tracker_problems
 from vitrail.training.optimizer import OptimizerConfig
 
@@ -190,7 +190,8 @@ class StartConfig:
     """With --init: number of last blocks to train with the final norm, pooling and head. By default all blocks. 0
     trains only the head. The blocks of a ResNet are its residual units."""
     lora_rank: int | None = setting(None, least=1)
-    """With --init: rank of the LoRA updates (2106.09685). If given, only these updates and the head are trained."""
+    """With --init: rank of the LoRA updates (2106.09685). If given, only these updates and the head of the network are
+    trained, beside a text tower."""
     lora_alpha: float | None = setting(None, above=0, below=math.inf)
     """LoRA scaling: the update is multiplied by alpha / rank. By default alpha equals rank."""
     lora_on: tuple[Projection, ...] = ("query", "value")
@@ -362,6 +363,11 @@ FREE = tuple(name for name, change in ON_RESUME.items() if change == "free")
 ALLOWED = {name: change for name, change in ON_RESUME.items() if change != "free"}
 """Settings that a resumed run may change if the user allows it, and what a change means."""
 
+OF_TRAINED_NETWORK = (
+    "train_blocks", "lora_rank", "dropout", "stochastic_depth", "skip_dropped", "patch_dropout", "early_patch_dropout",
+)  # fmt: skip
+"""Settings that have an effect only if weights of the network are trained."""
+
 WITHOUT_WEIGHTS = tuple(facts(ViTConfig, "changes_weights"))
 """Fields of a network's config that do not change its weights, or not always. A run that starts from a model can
 override only these, and those that belong to the kind of head that it chooses (`DenseHead.fields`)."""
@@ -471,6 +477,16 @@ class TrainConfig:
                         f"{name}={value!r} cannot be given with init={self.start.init!r}, because the model "
                         f"fixes the architecture; only {', '.join(allowed)} can"
                     )
+        given = {**vars(self.start), **vars(self.early), **self.model.overrides}
+        for name in OF_TRAINED_NETWORK if not self.task.trains_network else ():
+            if given.get(name):
+                yield f"{name}={given[name]} is for a network that is trained, but this one is frozen; leave it out"
+        if isinstance(self.task, HeadlessTask):
+            for name in ("new_head", "linear_head", "head_bias", "head_normalises"):
+                if given.get(name):
+                    yield f"{name}={given[name]} is for a head, but the task {self.task.name} has none; leave it out"
+            if self.start.train_blocks == 0 and "none" in self.task.targets:
+                yield f"train_blocks=0 trains only a head, but the task {self.task.name} has none; choose at least 1"
         if self.data.numbers and "numbers" not in self.task.targets:
             yield (
                 f"numbers={self.data.numbers} are targets of a regression, but the task is {self.task.name}; "
@@ -496,12 +512,14 @@ class TrainConfig:
                     f"linear_head=True starts with a linear model of one vector per image, but the task "
                     f"{self.task.name} learns {' and '.join(self.task.targets)}; leave it out"
                 )
-        if self.run.batch_size < self.task.least_batch:
-            yield (
-                f"batch_size={self.run.batch_size}: the task {self.task.name} compares the images of a batch with each "
-                f"other; choose at least {self.task.least_batch}"
-            )
-        if self.task.views > 1 and not self.augment.is_random:
+        sizes = [("early_batch_size", size) for size, _ in self.early.course("early_batch_size")]
+        for name, size in (("batch_size", self.run.batch_size), *sizes):
+            if size < self.task.least_batch:
+                yield (
+                    f"{name}={size}: the task {self.task.name} compares the images of a batch with each other; choose "
+                    f"at least {self.task.least_batch}"
+                )
+        if self.task.views > 1 and not self.augment.is_random_for(self.images):
             yield (
                 f"task={self.task.name!r} compares {self.task.views} views of each image, which are all equal without "
                 "augmentation; set crop_area, such as (0.2, 1.0)"
@@ -541,12 +559,11 @@ def _sections(kinds: tuple[tuple[str, type], ...]) -> Mapping[str, str]:
 
 def _unknown(name: str, known: Mapping[str, str], task: Task) -> str:
     """Return a message about a setting that is not known for a run of this task."""
-    for other in TASKS.values():
-        if name in bare_names(other):
-            return (
-                f"{name} is a setting of the task {other.name}, but the task of this run is {task.name}; leave it out, "
-                f"or choose the task {other.name}"
-            )
+    if others := [other.name for other in TASKS.values() if name in bare_names(other)]:
+        return (
+            f"{name}: the task of this run, {task.name}, has no such setting; leave it out, or choose a task that has "
+            f"it: {', '.join(others)}"
+        )
     return f"unknown field {name!r}; {nearest(name, known)}"
 
 

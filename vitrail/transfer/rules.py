@@ -139,7 +139,7 @@ def plan_by_rule(
 
 def _has_fixed_features(config: TrainConfig) -> bool:
     """Return True if only the head is trained, on features that are the same in every epoch."""
-    return config.start.train_blocks == 0 and not config.augment.is_random
+    return config.start.train_blocks == 0 and not config.augment.is_random_for(config.images)
 
 
 def image_size_for(network: AnyConfig, facts: DataFacts, *, gpu: bool) -> tuple[tuple[int, int], str]:

@@ -321,9 +321,26 @@ def test_presets_are_the_papers() -> None:
     ],
 )  # fmt: skip
 def test_images_that_differ_from_epoch_to_epoch(fields: dict[str, Any]) -> None:
+    images = Preprocess(image_size=(32, 32))
     plain: dict[str, Any] = {"flip": False, "crop_area": (1.0, 1.0)}
-    assert not Augment(**plain).is_random
-    assert Augment(**{**plain, **fields}).is_random
+    assert not Augment(**plain).is_random_for(images)
+    assert Augment(**{**plain, **fields}).is_random_for(images)
+
+
+@pytest.mark.parametrize(
+    ("fields", "channels"),
+    [
+        ({"grey": 0.5}, 1), ({"colour_jitter": (0.0, 0.0, 0.4, 0.1)}, 1), ({"crop_from": (16, 16)}, 3),
+        ({"colour_jitter": (0.4, 0.4, 0.4, 0.1), "colour_jitter_probability": 0.0}, 3),
+    ],
+)  # fmt: skip
+def test_changes_that_leave_every_image_as_it_is(fields: dict[str, Any], channels: int) -> None:
+    images = Preprocess(image_size=(16, 16), channels=channels, mean=(0.5,), std=(0.5,))
+    made = Augment(flip=False, **fields)
+    assert not made.is_random_for(images)
+    levels = batch(6, 16, 16, channels)
+    found = made(make_batch(levels, longs(*range(6)), longs(*range(6))), seed=3, preprocess=images)
+    assert torch.equal(found.images, levels)
 
 
 def test_a_preset_fills_what_is_not_given() -> None:

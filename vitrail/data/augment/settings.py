@@ -189,12 +189,13 @@ class Augment:
         chosen = replace(PRESETS[self.preset], **{name: value for name, value in given.items() if value is not None})
         return replace(chosen, crop_area=None) if chosen.crop_area == (1, 1) else chosen
 
-    @property
-    def is_random(self) -> bool:
-        """True if an image can look different from epoch to epoch."""
-        chosen = self.settings
-        cuts = self.crop_from, self.scale_jitter, chosen.crop_area
-        changes = self.flip, self.shift, any(self.colour_jitter), self.grey, any(self.blur), any(self.solarise)
+    def is_random_for(self, images: Preprocess) -> bool:
+        """Return True if an image can look different from epoch to epoch. `images` is the preprocessing of the network.
+        An image of one channel has no colours that change."""
+        chosen, has_colours = self.settings, images.channels > 1
+        cuts = self.crop_from not in (None, images.image_size), self.scale_jitter, chosen.crop_area
+        jitter = self.colour_jitter_probability and any(self.colour_jitter[: 4 if has_colours else 2])
+        changes = self.flip, self.shift, jitter, self.grey and has_colours, any(self.blur), any(self.solarise)
         return any((*cuts, *changes, chosen.randaugment_layers, self.erase, chosen.mixup, self.cutmix))
 
     def __call__(self, batch: Batch, *, seed: int, classes: int = 0, preprocess: Preprocess | None = None) -> Batch:
