@@ -256,11 +256,6 @@ class ViTConfig(NetworkConfig):
         return self.attention_in(0)
 
     @property
-    def takes_offsets(self) -> bool:
-        """True if attention reads a bias of offsets instead of a bias for every pair of tokens."""
-        return self.attention_kind.takes_offsets
-
-    @property
     def position_embedding(self) -> type[Positions]:
         """The class that `positions` names: module, validation and cost."""
         return POSITIONS[self.positions]
