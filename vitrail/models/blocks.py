@@ -312,21 +312,21 @@ def _added(
 
 def make_blocks(config: ViTConfig) -> Blocks:
     """Return new blocks for a network of this config."""
-    return Blocks((make_block(config, layer) for layer in range(config.num_blocks)), reversible=config.reversible)
-
-
-def make_block(config: ViTConfig, layer: int) -> Block:
-    """Return a new block for a network of this config. `layer` is the number of the block, from 0."""
-    return (ReversibleBlock if config.reversible else Block)(
-        width=config.width,
-        attention=config.attention_in(layer).build(),
-        mlp=make_mlp(config.width, config.mlp_width, config.activation, bias=config.dense_bias, dropout=config.dropout),
-        norm_eps=config.norm_eps,
-        dropout=config.dropout,
-        layer_scale=config.layer_scale,
-        stochastic_depth=config.depth_rate(layer),
-        skip_dropped=config.skip_dropped,
+    width, dropout = config.width, config.dropout
+    made = (
+        (ReversibleBlock if config.reversible else Block)(
+            width=width,
+            attention=config.attention_in(layer).build(),
+            mlp=make_mlp(width, config.mlp_width, config.activation, bias=config.dense_bias, dropout=dropout),
+            norm_eps=config.norm_eps,
+            dropout=dropout,
+            layer_scale=config.layer_scale,
+            stochastic_depth=config.depth_rate(layer),
+            skip_dropped=config.skip_dropped,
+        )
+        for layer in range(config.num_blocks)
     )
+    return Blocks(made, reversible=config.reversible)
 
 
 Visit = Callable[[int, Tensor, AttentionPositions | None, Tensor], None]

@@ -22,6 +22,7 @@ from vitrail.models.network import (
     FootprintPrecision,
     NetworkConfig,
     bytes_each,
+    mlp_macs,
     refuse_assignment,
     weights_of,
 )
@@ -525,7 +526,7 @@ def _macs(config: ViTConfig, patches: int) -> int:
     n = patches + config.prefix
     root = root_macs(config.root, config.channels, config.image_size) if config.root else 0
     blocks = sum(_block_macs(config, block, n) for block in range(config.num_blocks))
-    attention_pool = _attention_pool_macs(config, n)
+    attention_pool = attention_pool_macs(config, n)
     hidden = config.projection * config.pooled_width + config.head_hidden * config.embed_width
     head = _head_macs(config)
     return root + _stem_macs(config, patches) + blocks + attention_pool + hidden + head
@@ -538,7 +539,7 @@ def _head_macs(config: ViTConfig) -> int:
 
 def _block_macs(config: ViTConfig, block: int, n: int) -> int:
     """Return the multiply-accumulates of a block for n tokens."""
-    return config.attention_in(block).macs(n, n) + n * _mlp_macs(config)
+    return config.attention_in(block).macs(n, n) + n * mlp_macs(config)
 
 
 def _unread_macs(config: ViTConfig, n: int) -> int:
@@ -549,7 +550,7 @@ def _unread_macs(config: ViTConfig, n: int) -> int:
     """
     read = _last_read(config, n)
     attention = config.attention_in(config.num_blocks - 1)
-    return attention.macs(n, n) - attention.macs(n, read) + (n - read) * _mlp_macs(config)
+    return attention.macs(n, n) - attention.macs(n, read) + (n - read) * mlp_macs(config)
 
 
 def _last_read(config: ViTConfig, n: int) -> int:
@@ -573,7 +574,7 @@ def _layers_macs(config: ViTConfig, block: int, n: int) -> int:
     pass has one product for each of them instead of two."""
     square, read = config.width**2, _last_read(config, n) if block == config.num_blocks - 1 else n
     layers = weights_of(config.attention_in(block).build) // square  # biases and norms are less than one square matrix
-    return (2 * n + (layers - 2) * read) * square + read * _mlp_macs(config)
+    return (2 * n + (layers - 2) * read) * square + read * mlp_macs(config)
 
 
 def _removed_macs(config: ViTConfig) -> int:
@@ -584,7 +585,7 @@ def _removed_macs(config: ViTConfig) -> int:
     if config.reduction is None:
         return 0
     patches, n, saved = math.prod(config.grid), config.tokens, 0
-    attention, mlp, left = config.attention_kind, _mlp_macs(config), patches
+    attention, mlp, left = config.attention_kind, mlp_macs(config), patches
     for layer, count in enumerate(config.reduction.counts(config.depth, patches)):
         now = left + config.prefix
         if config.pool == "cls" and layer == config.depth - 1:
@@ -593,23 +594,19 @@ def _removed_macs(config: ViTConfig) -> int:
         saved += attention.macs(n, n) - attention.macs(now, now) + (n - now + count) * mlp
         saved -= config.reduction.macs(count, left, config.prefix, config.heads, config.width // config.heads)
         left -= count
-    return saved + _attention_pool_macs(config, n) - _attention_pool_macs(config, left + config.prefix)
+    return saved + attention_pool_macs(config, n) - attention_pool_macs(config, left + config.prefix)
 
 
-def _attention_pool_macs(config: ViTConfig, n: int) -> int:
+def attention_pool_macs(config: Any, n: int) -> int:
+    """Return the multiply-accumulates of attention pooling over n tokens in a tower of images or of texts."""
     if config.pool != "map":
         return 0
     width = config.width  # the query is the same for all images, but is computed with each batch
-    return 2 * n * width * width + 2 * width * width + 2 * n * width + _mlp_macs(config)
+    return 2 * n * width * width + 2 * width * width + 2 * n * width + mlp_macs(config)
 
 
 def _stem_macs(config: ViTConfig, patches: int) -> int:
     return patches * math.prod(config.patch_size) * config._stem_channels * config.width
-
-
-def _mlp_macs(config: ViTConfig) -> int:
-    """Return the multiply-accumulates of the MLP for one token."""
-    return (3 if config.activation == "swiglu" else 2) * config.width * config.mlp_width
 
 
 def _activations(config: ViTConfig, precision: FootprintPrecision) -> int:

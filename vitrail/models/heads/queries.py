@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vitrail.models.heads.dense_head import MOST_BOXES, BoxHead, FoundBoxes, MaskHead
 from vitrail.models.linear.dense import Linear
-from vitrail.models.network import Features
+from vitrail.models.network import Features, mlp_macs
 from vitrail.models.positions import POSITIONS
 from vitrail.models.positions.embedding import AttentionPositions
 
@@ -151,8 +151,8 @@ class QueryMasks(BoxHead, MaskHead):
     def macs(cls, config: Any) -> int:
         width, queries, patches = config.width, config.queries, math.prod(config.grid)
         tokens, attention = config.tokens, config.attention_kind
-        mlp = (3 if config.activation == "swiglu" else 2) * width * config.mlp_width
-        more = attention.macs(tokens + queries, tokens + queries) - attention.macs(tokens, tokens) + queries * mlp
+        more = attention.macs(tokens + queries, tokens + queries) - attention.macs(tokens, tokens)
+        more += queries * mlp_macs(config)
         rows = width * (config.num_classes + 1 + 3 * width + CELLS**2 * patches)
         maps = 4 * patches * width * (width + 9) + 16 * patches * width * (width + 9)
         return config.query_blocks * more + queries * rows + maps
