@@ -63,6 +63,7 @@ class ServedModel:
         if settings.max_pixels > pixel_limit():
             allow_pixels(settings.max_pixels)
         self.computed = ModelOutputs(bundle, precision or bundle.precision, compute.divide)
+        self.precision = self.computed.precision
         self.tasks = self._find_tasks()
         blank = np.zeros((bundle.preprocess.channels, *bundle.preprocess.image_size), self.dtype)
         self._shapes: dict[Task, dict[str, tuple[int, ...]]] = {}
@@ -87,11 +88,6 @@ class ServedModel:
             )
             for task in self.tasks
         }
-
-    @property
-    def precision(self) -> str:
-        """Number format of matrix products."""
-        return self.computed.precision
 
     @property
     def dtype(self) -> type[np.uint8] | type[np.float32]:
@@ -158,15 +154,12 @@ class ModelOutputs:
         compute in."""
         self._bundle = bundle
         self._predictor = bundle.predictor(precision)
+        self.precision = self._predictor.precision
+        """Number format of matrix products."""
         network: Any = self._predictor.network  # a copy, so the hooks are not those of the bundle's network
         if not isinstance(network, ExportedNetwork) and isinstance(network, HasLayers):
             for block in network.layers().blocks:
                 block.register_forward_pre_hook(lambda *_: on_block())
-
-    @property
-    def precision(self) -> str:
-        """Number format of matrix products."""
-        return self._predictor.precision
 
     def run(self, task: Task) -> Run:
         """Return the function that computes the outputs of a task. It keeps the model in memory."""
