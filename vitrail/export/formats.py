@@ -35,6 +35,7 @@ from vitrail.weights.exported import (
     sealed,
     text_of,
 )
+from vitrail.weights.tensors import first_line
 
 OPSETS = (20, 23)
 """Versions of ONNX's operators that can be written."""
@@ -111,8 +112,7 @@ def write_pt2(traced: Traced, path: Path) -> None:
     """Write a file of torch.export."""
     texts = {KEY: text_of(traced.bundle, traced.interface), OUTPUTS: " ".join(traced.names)}
     file, seal = io.BytesIO(), BLANK
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns of its own deprecated calls
+    with warnings.catch_warnings(action="ignore"):  # PyTorch warns of its own deprecated calls
         for _ in range(2):  # the hash is known once the file is written
             file = io.BytesIO()  # in a file with a path, PyTorch writes the file's name into every entry
             torch.export.save(traced.program, file, extra_files={**texts, SEAL: seal})
@@ -147,9 +147,8 @@ def _onnx_model(traced: Traced) -> Any:
                 verbose=False,
             )
         except Exception as error:  # PyTorch's exporter has no common class of exceptions
-            first = next(iter(str(error).splitlines()), type(error).__name__)
             noun = exported_noun(traced.bundle, traced.interface)
-            raise ExportFailed(f"ONNX cannot express this {noun}: {first}") from error
+            raise ExportFailed(f"ONNX cannot express this {noun}: {first_line(error)}") from error
     model: Any = made.model_proto
     model.doc_string = ""
     model.producer_version = ""

@@ -6,7 +6,6 @@ changed after it was written. While the hash is computed, its place in the file 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import io
@@ -15,6 +14,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -34,7 +34,7 @@ from vitrail.registry import optional_module
 from vitrail.settings import to_plain
 from vitrail.weights.answers import DENSE, OutputKind
 from vitrail.weights.bundle import Bundle, read_described, weights_sha256
-from vitrail.weights.words import read_contents, stored_words
+from vitrail.weights.words import read_contents, words_of
 
 # --- the hash
 
@@ -321,7 +321,7 @@ def open_onnx(path: Path) -> Loaded:
     return text, seal, lambda inputs: dict(zip(names, session.run(names, {input_name: inputs}), strict=True))
 
 
-@functools.cache
+@cache
 def openvino_core() -> Any:
     """Return the one `openvino.Core` of this process. Raise `ConfigError` if OpenVINO is not installed.
 
@@ -389,8 +389,7 @@ def open_pt2(path: Path) -> Loaded:
     text, seal = _described(path, texts)
     if digest(parts) != seal:
         raise altered(str(path))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns of its own deprecated calls
+    with warnings.catch_warnings(action="ignore"):  # PyTorch warns of its own deprecated calls
         module = torch.export.load(path).module()
     names = texts.get(OUTPUTS, "").split()
 
@@ -456,9 +455,8 @@ def load_exported(path: Path) -> Bundle:
             others["metrics"] = {"validation_score_threshold": float(values["score_threshold"])}
         if interface.reads_texts:
             contents = read_contents(values["words"], path, lambda name: tokenizer_file(path, name))
-            stored = stored_words(values["words"], path, contents)
-            tower: Any = ExportedTower(stored.config, run)
-            others["words"] = stored.with_tower(tower)
+            make_tower: Any = partial(ExportedTower, run=run)
+            others["words"] = words_of(values["words"], path, contents, make_tower)
             seal = values["weights_sha256"]  # features of the image tower are compared with its texts
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, BundleError):

@@ -221,6 +221,16 @@ def border_loss(preprocess: Preprocess) -> list[str]:
     return [f"pad_value={preprocess.pad_value} (its code uses the mean, {levels})"] if others else []
 
 
+def resampling_loss(preprocess: Preprocess) -> list[str]:
+    """Return the settings of decoding and resampling that the files of libraries do not store."""
+    lost = {
+        "antialias=False": not preprocess.antialias,
+        f"resampler={preprocess.resampler!r}": preprocess.resampler != "pillow",
+        "scaled_decode=True": preprocess.scaled_decode,
+    }
+    return [text for text, is_lost in lost.items() if is_lost]
+
+
 def patch_pair(theirs: str, patch_size: tuple[int, int], channels: int, *, ours: str = "patches") -> Pair:
     """Return the pair for the patch projection, which PyTorch libraries store as a convolution."""
     return Pair(

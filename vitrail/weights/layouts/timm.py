@@ -47,6 +47,7 @@ from vitrail.weights.layouts.layout import (
     output_loss,
     own,
     patch_pair,
+    resampling_loss,
     theirs_of,
 )
 from vitrail.weights.tensors import TensorFile, save_tensors
@@ -317,16 +318,6 @@ def written_config(bundle: Bundle) -> dict[str, Any]:
     }
 
 
-def lost_preprocess(preprocess: Preprocess) -> tuple[str, ...]:
-    """Return the preprocessing settings that timm's `config.json` does not store."""
-    return (
-        *border_loss(preprocess),
-        *(("antialias=False",) if not preprocess.antialias else ()),
-        *((f"resampler={preprocess.resampler!r}",) if preprocess.resampler != "pillow" else ()),
-        *(("scaled_decode=True",) if preprocess.scaled_decode else ()),
-    )
-
-
 def _crop_pct(preprocess: Preprocess) -> float:
     """Return the `crop_pct` with which timm scales images to the same size as Vitrail, although timm rounds down."""
     share = preprocess.crop_share
@@ -374,7 +365,7 @@ VIT: Table = {
 PREPROCESS: Table = dict.fromkeys(
     (
         "image_size", "channels", "resize", "crop_share", "interpolation", "mean", "std",
-        "pad_value", "antialias", "resampler", "scaled_decode",  # `lost_preprocess` reports these losses itself
+        "pad_value", "antialias", "resampler", "scaled_decode",  # `write` reports these losses itself
     ),
     KEPT,
 )  # fmt: skip
@@ -465,7 +456,7 @@ class Timm:
         with replacing_folder("the model", path, self.folder_files) as partial:
             save_tensors(theirs, partial / "model.safetensors", (".safetensors",))
             write_json(partial / "config.json", {**written_config(bundle), "producer": PRODUCER})
-        return (*lost, *lost_preprocess(bundle.preprocess))
+        return (*lost, *border_loss(bundle.preprocess), *resampling_loss(bundle.preprocess))
 
 
 def network_loss(layout: str, config: AnyConfig, **rules: Rule) -> list[str]:
