@@ -36,6 +36,7 @@ from vitrail.serving.batching import Row
 from vitrail.serving.guard import PROBE_PATHS, App, Guard
 from vitrail.serving.model import ServedModel, Task
 from vitrail.serving.protocol_v2 import (
+    DTYPES,
     HEADER,
     InferRequest,
     check_names,
@@ -161,27 +162,21 @@ def _openapi(operations: Sequence[Operation]) -> dict[str, Any]:
     }
 
 
-def _page_headers(page: str) -> dict[str, str]:
-    """Return the headers of the page, which may run its own script and ask its own server only."""
-    allowed: dict[str, str] = {}
-    for name, text in INLINE.findall(page):
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        allowed[name] = f"'sha256-{digest}'"
+def _page_route() -> Any:
+    """Return the handler of the page, which may run its own script and ask its own server only."""
+    text = PAGE.read_text(encoding="utf-8")
+    digests = {name: hashlib.sha256(content.encode()).digest() for name, content in INLINE.findall(text)}
+    allowed = {name: f"'sha256-{base64.b64encode(digest).decode()}'" for name, digest in digests.items()}
     policy = {
         "default-src": "'none'", "img-src": "blob: data:", "style-src": allowed["style"],
         "script-src": allowed["script"], "connect-src": "'self'",
         "base-uri": "'none'", "form-action": "'none'", "frame-ancestors": "'none'",
     }  # fmt: skip
-    return {
+    headers = {
         "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
     }
-
-
-def _page_route() -> Any:
-    text = PAGE.read_text(encoding="utf-8")
-    headers = _page_headers(text)
 
     async def page(request: Request) -> Response:
         return HTMLResponse(text, headers=headers)
@@ -264,7 +259,9 @@ async def _crashed(request: Request, error: Exception) -> Response:
 
 JSON = "application/json"
 
-IMAGES = ("image/*", "application/octet-stream")
+BYTES = "application/octet-stream"
+
+IMAGES = ("image/*", BYTES)
 """Media types of the bytes of an image."""
 
 TOP = 5
@@ -561,7 +558,7 @@ def routes_explain() -> list[Operation]:
     return [
         Operation(
             "/explain", "Draw the parts of an image that support a class", _explain, "POST", ("model", "label"),
-            ("image/*", "application/octet-stream"),
+            IMAGES,
         )
     ]  # fmt: skip
 
@@ -676,9 +673,6 @@ def _thumbnail(path: Path, most: int) -> bytes:
 # --- paths of the Open Inference Protocol v2
 
 
-BODIES = ("application/json", "application/octet-stream")
-
-
 def routes_v2() -> list[Operation]:
     """Return the paths of the protocol. A model has one version, its hash, and may be named without it."""
     operations = [Operation("/v2", "Describe the server", _server)]
@@ -686,7 +680,7 @@ def routes_v2() -> list[Operation]:
         operations += [
             Operation(model, "Describe a model's tensors", _metadata),
             Operation(f"{model}/ready", "Tell if a model is ready", _ready),
-            Operation(f"{model}/infer", "Compute outputs of tensors or images", _infer, "POST", (), BODIES),
+            Operation(f"{model}/infer", "Compute outputs of tensors or images", _infer, "POST", (), (JSON, BYTES)),
         ]
     return operations
 
@@ -732,8 +726,8 @@ async def _infer(request: Request) -> Response:
     content, length = format_answer(model.name, model.sha256, asked, rows)
     headers = model_headers(model)
     if length is None:
-        return Response(content, media_type="application/json", headers=headers)
-    return Response(content, media_type="application/octet-stream", headers={**headers, HEADER: str(length)})
+        return Response(content, media_type=JSON, headers=headers)
+    return Response(content, media_type=BYTES, headers={**headers, HEADER: str(length)})
 
 
 def _model(request: Request) -> ServedModel:
@@ -768,8 +762,7 @@ def _pixels(model: ServedModel, images: np.ndarray) -> list[Pixels]:
 
 
 def _datatype(model: ServedModel) -> str:
-    names: dict[Any, str] = {np.float32: "FP32", np.uint8: "UINT8"}
-    return names[model.dtype]
+    return next(name for name, dtype in DTYPES.items() if dtype == model.dtype)
 
 
 # --- reading of requests
