@@ -472,44 +472,39 @@ def _misfits_of_attention(config: ViTConfig) -> list[str]:
     return found
 
 
-def _misfits_of_reversible(config: ViTConfig) -> list[str]:
-    """Return messages for fields that do not fit reversible blocks."""
-    found = []
+def _misfits_of_reversible(config: ViTConfig) -> Iterator[str]:
+    """Yield messages for fields that do not fit reversible blocks."""
     for name in ("dropout", "stochastic_depth"):
         if getattr(config, name):
-            found.append(
+            yield (
                 f"{name}={getattr(config, name)} does not fit reversible=True, whose backward pass computes blocks "
                 "again and would draw other numbers; set it to 0"
             )
-    is_added = config.positions in POSITIONS and config.position_embedding.inside_attention == "none"
-    if is_added and config.positions_place != "stem":
-        found.append(
+    if config.position_embedding.inside_attention == "none" and config.positions_place != "stem":
+        yield (
             f"positions_at={config.positions_place!r} adds positions between blocks, which reversible=True cannot "
             "invert; choose 'stem'"
         )
     if config.reduction is not None:
-        found.append("reduction does not fit reversible=True, which has two streams of tokens; leave the reduction out")
-    return found
+        yield "reduction does not fit reversible=True, which has two streams of tokens; leave the reduction out"
 
 
-def _misfits_of_reduction(config: ViTConfig) -> list[str]:
-    """Return messages for fields that do not fit merging or pruning of tokens."""
+def _misfits_of_reduction(config: ViTConfig) -> Iterator[str]:
+    """Yield messages for fields that do not fit merging or pruning of tokens."""
     assert config.reduction is not None
-    found, by = [], config.reduction.by
+    by = config.reduction.by
     name = attention_name(config.attention)
     if name in ATTENTION and not ATTENTION[name].can_reduce:
-        found.append(f"attention={config.attention!r} cannot {by} tokens; leave the reduction out")
-    if config.positions in POSITIONS:
-        is_inside = config.position_embedding.inside_attention != "none"
-        if is_inside or config.positions_place != "stem":
-            where = "act inside attention" if is_inside else "are added before every block"
-            found.append(
-                f"reduction.by={by!r} does not fit positions={config.positions!r}, which {where}: a merged or pruned "
-                "sequence has no grid of patches; leave the reduction out"
-            )
+        yield f"attention={config.attention!r} cannot {by} tokens; leave the reduction out"
+    is_inside = config.position_embedding.inside_attention != "none"
+    if is_inside or config.positions_place != "stem":
+        where = "act inside attention" if is_inside else "are added before every block"
+        yield (
+            f"reduction.by={by!r} does not fit positions={config.positions!r}, which {where}: a merged or pruned "
+            "sequence has no grid of patches; leave the reduction out"
+        )
     if by == "prune" and not config.has_class_token:
-        found.append("reduction.by='prune' needs a class token, whose attention chooses the tokens; choose 'merge'")
-    return found
+        yield "reduction.by='prune' needs a class token, whose attention chooses the tokens; choose 'merge'"
 
 
 GAPS = {"float32": 1 / 12, "bf16": 1 / 5}

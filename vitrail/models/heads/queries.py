@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from vitrail.models.heads.dense_head import MOST_BOXES, BoxHead, FoundBoxes, MaskHead
 from vitrail.models.linear.dense import Linear
 from vitrail.models.network import Features, mlp_macs
-from vitrail.models.positions import POSITIONS
 from vitrail.models.positions.embedding import AttentionPositions
 
 CELLS = 4
@@ -140,11 +139,11 @@ class QueryMasks(BoxHead, MaskHead):
         for name, value in needed.items():
             if getattr(config, name) != value:
                 yield f"{name}={getattr(config, name)!r} does not fit {kind}, which adds tokens; choose {value!r}"
-        if config.positions in POSITIONS and POSITIONS[config.positions].inside_attention != "none":
+        if config.position_embedding.inside_attention != "none":
             yield (
                 f"positions={config.positions!r} does not fit {kind}, whose queries have no positions; choose 'learned'"
             )
-        elif config.positions in POSITIONS and config.positions_place != "stem":
+        elif config.positions_place != "stem":
             yield f"positions_at={config.positions_place!r} does not fit {kind}, which adds tokens; choose 'stem'"
 
     @classmethod
