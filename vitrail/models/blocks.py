@@ -13,7 +13,8 @@ a loss of their own. So are blocks inside function transforms (`torch.func`), wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -546,8 +547,4 @@ def _autocast_of(device: torch.device) -> Any:
     if not torch.amp.is_autocast_available(kind):
         return nullcontext
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-    def make() -> AbstractContextManager[Any]:
-        return torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False)
-
-    return make
+    return partial(torch.autocast, kind, dtype, enabled=enabled, cache_enabled=False)
