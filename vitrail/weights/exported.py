@@ -83,16 +83,11 @@ FORMAT = 2
 
 FIELDS = (
     "format", "architecture", "config", "contents", "output", "classes", "preprocess", "weights_sha256", "precision",
-    "resizes", "any_size",
+    "resizes", "any_size", "words", "rows", "class_ids", "score_threshold",
 )  # fmt: skip
-"""Fields of the description, in their order."""
-
-DENSE_FIELDS = ("rows", "class_ids", "score_threshold")
-"""Further fields of a file of boxes or masks: what a row of the output has, `Bundle.class_ids`, and
-`Bundle.score_threshold`."""
-
-TEXT_FIELDS = ("words",)
-"""Further field of a file of a text tower: that of a saved model, with the hash of the tokenizer's file."""
+"""Fields of the description, in their order. The file of a text tower has `words`, which is that of a saved model with
+the hash of the tokenizer's file. A file of boxes or masks has the last three: what a row of the output has,
+`Bundle.class_ids`, and `Bundle.score_threshold`."""
 
 Contents = Literal["logits", "embedding", "tokens", "text_embedding"]
 """Result of an exported network. "logits" is the head's output, with probabilities beside it for classes of images.
@@ -156,18 +151,15 @@ def text_of(bundle: Bundle, interface: Interface) -> str:
     if interface.contents != "logits":
         values |= {"config": to_plain(bundle.network.config.with_head(0)), "classes": []}
     values |= {"format": 1, "weights_sha256": weights_sha256(bundle.network)}
-    names: tuple[str, ...] = FIELDS
     if interface.reads_texts:
         words = bundle.reader_of_texts()
         name, content = FILES[words.tokenizer.kind], words.tokenizer.content
         values |= {"format": FORMAT, "words": words.described({name: content})}
-        names = (*FIELDS, *TEXT_FIELDS)
     if output_names(interface.contents, bundle.output) == ("rows",):
         config: Any = bundle.network.config
         values["rows"] = inspect.getdoc(config.dense_head)
         values |= {"class_ids": list(bundle.class_ids), "score_threshold": bundle.score_threshold}
-        names = (*FIELDS, *DENSE_FIELDS)
-    return json.dumps({name: values[name] for name in names}, ensure_ascii=False)
+    return json.dumps({name: values[name] for name in FIELDS if name in values}, ensure_ascii=False)
 
 
 # --- the network

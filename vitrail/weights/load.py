@@ -12,13 +12,21 @@ import torch
 from vitrail.errors import BundleError, ConfigError, nearest
 from vitrail.files import check_new_file, check_new_folder
 from vitrail.machine import pick_device
-from vitrail.models.variants import AnyConfig
 from vitrail.registry import Registry
 from vitrail.weights.adapt import adapted
 from vitrail.weights.answers import DENSE
 from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
 from vitrail.weights.exported import exported_file, load_exported
-from vitrail.weights.layouts.layout import PRODUCER, Checkpoint, Description, Hints, Layout, StoresTexts, assemble
+from vitrail.weights.layouts.layout import (
+    PRODUCER,
+    Checkpoint,
+    Description,
+    Hints,
+    Layout,
+    StoresTexts,
+    assemble,
+    check_heads,
+)
 from vitrail.weights.locate import PREFERRED, SHIPPED, download, looks_like_hub_name, shipped_folder
 from vitrail.weights.saved import check_model_folder, is_bundle, read_object
 from vitrail.weights.tensors import SUFFIXES, open_tensors
@@ -97,7 +105,7 @@ def load(
                 f"tokenizer={str(tokenizer)!r} does not fit {source}: a model that Vitrail saved has its own tokenizer"
             )
         bundle = load_bundle(source, device="cpu")
-        _check_heads(source, bundle.network.config, hints)
+        check_heads(hints, bundle.network.config, source)
     else:
         bundle = _read(source, layout, hints, None if tokenizer is None else Path(tokenizer).expanduser())
     colours: dict[str, Any] = {name: values for name, values in (("mean", mean), ("std", std)) if values}
@@ -189,7 +197,7 @@ def _read(path: Path, name: str | None, hints: Hints, tokenizer: Path | None) ->
         network, words = network.image, Words.of(network, description.tokenizer)
     elif tokenizer is not None:
         raise BundleError(f"tokenizer={str(tokenizer)!r}: {checkpoint.tensors.path} has no text tower; leave it out")
-    _check_heads(checkpoint.tensors.path, network.config, hints)
+    check_heads(hints, network.config, checkpoint.tensors.path)
     notes = (*checkpoint.tensors.notes, *description.notes)
     classes = description.classes
     if classes is None:
@@ -227,12 +235,6 @@ def _described(checkpoint: Checkpoint, layout: Layout, hints: Hints) -> Descript
         raise BundleError(f"{path}: {error}") from None
     except (ValueError, TypeError, IndexError, AttributeError) as error:
         raise BundleError(f"{path} does not have the shapes of a {layout.name} model: {error}") from None
-
-
-def _check_heads(path: Path, config: AnyConfig, hints: Hints) -> None:
-    found = config.heads if config.architecture == "ViT" else None
-    if hints.heads not in (None, found):
-        raise BundleError(f"heads={hints.heads} does not agree with {path}, which has {found or 'no attention'}")
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
