@@ -693,7 +693,7 @@ async def _metadata(request: Request) -> Response:
     model = _model(request)
     preprocess = model.bundle.preprocess
     taken = [-1, *preprocess.image_size, preprocess.channels]
-    outputs = [one for task in model.tasks for one in model.outputs(task).items()]
+    outputs = [one for task in model.tasks for one in model.outputs[task].items()]
     return JSONResponse(
         {
             "name": model.name,
@@ -740,7 +740,7 @@ def _model(request: Request) -> ServedModel:
 
 def _tasks(model: ServedModel, asked: InferRequest) -> list[Task]:
     """Return the tasks that compute the requested outputs. Raise `Refused` for an unknown output."""
-    makers = {name: task for task in model.tasks for name in model.outputs(task)}
+    makers = {name: task for task in model.tasks for name in model.outputs[task]}
     for name in asked.outputs:
         if name not in makers:
             raise Refused(400, f"outputs: {name!r} does not exist; choose from {', '.join(makers)}")
