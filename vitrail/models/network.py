@@ -300,9 +300,7 @@ def with_weights(network: AnyModule, config: Any, weights: dict[str, Tensor]) ->
     with torch.device("meta"):  # no random weights are drawn, because they are replaced
         new = type(network)(config)
     new.load_state_dict(weights, assign=True)
-    for parameter in new.parameters():
-        parameter.requires_grad_(True)
-    return new.train(network.training)
+    return new.requires_grad_(True).train(network.training)
 
 
 def with_new_head(network: AnyModule, num_classes: int, *, drop_hidden: bool = False) -> AnyModule:

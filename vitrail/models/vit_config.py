@@ -307,9 +307,8 @@ class ViTConfig(NetworkConfig):
         root = root_parameters(self.root, self.channels) if self.root else 0
         stem = math.prod(self.patch_size) * self._stem_channels * width + width * self.patch_bias
         norm = 2 * (width if self.final_norm == "tokens" else self.pooled_width) + 2 * width * self.pre_norm
-        attention_pool = 0
-        if self.pool == "map":
-            attention_pool = width + 4 * width * (width + 1) + 2 * width + self._mlp_parameters(bias=True)
+        of_pool = width + 4 * width * (width + 1) + 2 * width + self._mlp_parameters(bias=True)
+        attention_pool = of_pool if self.pool == "map" else 0
         hidden = self.projection * self.pooled_width + self.head_hidden * (self.embed_width + 1)
         head = weights_of(lambda: make_head(self))
         shared = self._counted[1]
@@ -658,9 +657,7 @@ def _block_bytes(config: ViTConfig, block: int, n: int, read: int, precision: Fo
 
 def _kept_of_hidden(config: ViTConfig, makes_gelu_again: bool) -> int:
     """Return the number of tensors of the size of the MLP's hidden units that the backward pass reads."""
-    if config.activation in ("swiglu", "quick-gelu"):
-        return 4 if config.activation == "swiglu" else 3
-    return 1 if makes_gelu_again else 2
+    return {"swiglu": 4, "quick-gelu": 3}.get(config.activation, 1 if makes_gelu_again else 2)
 
 
 def _passing_bytes(config: ViTConfig, precision: FootprintPrecision) -> int:
