@@ -119,6 +119,23 @@ def make_app(service: Service, watcher: Watcher | None = None) -> App:
             watching.cancel()
         await service.stop()
 
+    handlers: Any = {Refused: _refused, HTTPException: _not_found, Exception: _crashed}
+    routes = [operation.route() for operation in _operations(service)]
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    app.state.service = service
+    guard = Guard(app, service)
+    origins = service.settings.allow_origin
+    if not origins:
+        return guard
+    return CORSMiddleware(  # outside, because browsers send no token with the request that asks for permission
+        guard, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=EXPOSED
+    )
+
+
+def _operations(service: Service) -> list[Operation]:
+    """Return all paths of the server of a service. `?model=NAME` chooses the model of an image, and the field `model`
+    that of embeddings."""
+
     async def describe(request: Request) -> Response:
         return JSONResponse(_openapi(operations))
 
@@ -130,22 +147,35 @@ def make_app(service: Service, watcher: Watcher | None = None) -> App:
         Operation("/metrics", "Return metrics for Prometheus", _metrics),
         Operation("/openapi.json", "Describe all paths by OpenAPI", describe),
         *(Operation(path, "Tell the state of the server", _probe) for path in PROBE_PATHS),
-        *routes_images(),
-        *routes_explain(),
-        *(routes_search() if service.index is not None else ()),
-        *routes_v2(),
-    ]
-    handlers: Any = {Refused: _refused, HTTPException: _not_found, Exception: _crashed}
-    routes = [operation.route() for operation in operations]
-    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-    app.state.service = service
-    guard = Guard(app, service)
-    origins = service.settings.allow_origin
-    if not origins:
-        return guard
-    return CORSMiddleware(  # outside, because browsers send no token with the request that asks for permission
-        guard, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=EXPOSED
-    )
+        Operation(
+            "/", "Predict an image, in Hugging Face's shapes", _hugging_face, "POST", ("model",), (*IMAGES, JSON)
+        ),
+        Operation(
+            "/predict", "Predict the files of a form", _upload, "POST", ("model", "top", "threshold"),
+            ("multipart/form-data",),
+        ),
+        Operation("/v1/embeddings", "Compute embeddings, in OpenAI's shape", _embeddings, "POST", (), (JSON,)),
+        Operation(
+            "/explain", "Draw the parts of an image that support a class", _explain, "POST", ("model", "label"), IMAGES
+        ),
+    ]  # fmt: skip
+    if service.index is not None:
+        operations += [
+            Operation(
+                "/search", "Find the images of the index that resemble an image or a text", _search, "POST", ("top",),
+                (*IMAGES, JSON),
+            ),
+            Operation("/search/pictures/{row}", "Return a small JPEG picture of an image of the index", _picture),
+        ]  # fmt: skip
+    operations.append(Operation("/v2", "Describe the server", _server))
+    # A model has one version, its hash, and may be named without it.
+    for model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
+        operations += [
+            Operation(model, "Describe a model's tensors", _metadata),
+            Operation(f"{model}/ready", "Tell if a model is ready", _ready),
+            Operation(f"{model}/infer", "Compute outputs of tensors or images", _infer, "POST", (), (JSON, BYTES)),
+        ]
+    return operations
 
 
 def _openapi(operations: Sequence[Operation]) -> dict[str, Any]:
@@ -269,24 +299,6 @@ TOP = 5
 
 FUNCTIONS = ("softmax", "sigmoid", "none")
 """Functions that turn logits into scores, by Hugging Face's names."""
-
-
-def routes_images() -> list[Operation]:
-    """Return the paths of all shapes. The model is chosen by `?model=NAME`, or by the field `model` of embeddings."""
-    return [
-        Operation(
-            "/", "Predict an image, in Hugging Face's shapes", _hugging_face, "POST", ("model",), (*IMAGES, JSON)
-        ),
-        Operation(
-            "/predict",
-            "Predict the files of a form",
-            _upload,
-            "POST",
-            ("model", "top", "threshold"),
-            ("multipart/form-data",),
-        ),
-        Operation("/v1/embeddings", "Compute embeddings, in OpenAI's shape", _embeddings, "POST", (), (JSON,)),
-    ]
 
 
 async def _hugging_face(request: Request) -> Response:
@@ -553,18 +565,8 @@ def _ranking(model: ServedModel, row: Mapping[str, np.ndarray], top: int) -> lis
 # --- the path that shows which parts of a picture support a class
 
 
-def routes_explain() -> list[Operation]:
-    """Return the path. The model is chosen by `?model=NAME`, and the class by `?label=CLASS`."""
-    return [
-        Operation(
-            "/explain", "Draw the parts of an image that support a class", _explain, "POST", ("model", "label"),
-            IMAGES,
-        )
-    ]  # fmt: skip
-
-
 async def _explain(request: Request) -> Response:
-    """Answer the bytes of an image with an overlay, as a data URI."""
+    """Answer the bytes of an image with an overlay, as a data URI. `?label=CLASS` chooses the class."""
     service = service_of(request)
     model = service.model(request.query_params.get("model"))
     target = _target(model, request.query_params.get("label"))
@@ -601,19 +603,9 @@ THUMBNAIL = 512
 """Longest side of the picture of a stored image, in pixels."""
 
 
-def routes_search() -> list[Operation]:
-    """Return the paths. The body of a search is an image, or JSON with a text: `{"text": "a red car", "top": 5}`."""
-    return [
-        Operation(
-            "/search", "Find the images of the index that resemble an image or a text", _search, "POST", ("top",),
-            (*IMAGES, JSON),
-        ),
-        Operation("/search/pictures/{row}", "Return a small JPEG picture of an image of the index", _picture),
-    ]  # fmt: skip
-
-
 async def _search(request: Request) -> Response:
-    """Answer with the nearest images, their cosines and labels, and the paths of their pictures."""
+    """Answer with the nearest images, their cosines and labels, and the paths of their pictures. The body is an image,
+    or JSON with a text: `{"text": "a red car", "top": 5}`."""
     service, body = service_of(request), await request.body()
     model, top = service.searched_by(), parse_top(request.query_params.get("top", TOP), what="images")
     if request.headers.get("content-type", "").lower().startswith(JSON):
@@ -671,18 +663,6 @@ def _thumbnail(path: Path, most: int) -> bytes:
 
 
 # --- paths of the Open Inference Protocol v2
-
-
-def routes_v2() -> list[Operation]:
-    """Return the paths of the protocol. A model has one version, its hash, and may be named without it."""
-    operations = [Operation("/v2", "Describe the server", _server)]
-    for model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
-        operations += [
-            Operation(model, "Describe a model's tensors", _metadata),
-            Operation(f"{model}/ready", "Tell if a model is ready", _ready),
-            Operation(f"{model}/infer", "Compute outputs of tensors or images", _infer, "POST", (), (JSON, BYTES)),
-        ]
-    return operations
 
 
 async def _server(request: Request) -> Response:
