@@ -56,7 +56,7 @@ class Predictor:
         """Device of the weights. Images have to be on the same device."""
         self.precision: str = resolve_precision(precision, self.device)
         """Format of matrix products: "int8", "bf16" or "float32"."""
-        self.network = shared_copy(network)
+        self.network: Any = shared_copy(network)
         """The copy of the network that predicts, with its weights in the form that products use."""
         is_bf16 = (resolve_precision("auto", self.device) if precision == "int8" else self.precision) == "bf16"
         self._usual: TrainingPrecision = "bf16" if is_bf16 else "float32"  # of products that are not in 8 bits
@@ -83,15 +83,13 @@ class Predictor:
 
     def embed(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b embed_width"]:
         """Return what `network.embed(images)` returns: one vector for each image."""
-        network: Any = self.network
         with self._context():
-            return network.embed(images)
+            return self.network.embed(images)
 
     def head_inputs(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b head_inputs"]:
         """Return what `network.head_inputs(images)` returns: the output of the hidden layer before the head."""
-        network: Any = self.network
         with self._context():
-            return network.head_inputs(images)
+            return self.network.head_inputs(images)
 
     @overload
     def features(self, images: Float[Tensor, "b c h w"], layers: None = None) -> Features: ...
@@ -101,9 +99,8 @@ class Predictor:
         self, images: Float[Tensor, "b c h w"], layers: Sequence[int] | None = None
     ) -> Features | tuple[Features, ...]:
         """Return what `network.features(images)` returns, or `network.features(images, layers)`."""
-        network: Any = self.network
         with self._context():
-            return network.features(images) if layers is None else network.features(images, layers)
+            return self.network.features(images) if layers is None else self.network.features(images, layers)
 
     @contextmanager
     def _context(self) -> Iterator[None]:

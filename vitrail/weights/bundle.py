@@ -299,9 +299,8 @@ class Bundle:
             return [NumberPrediction(self.classes, tuple(row)) for row in outputs.tolist()]
         if self.output in DENSE:
             config: Any = self.network.config
-            if self.output == "boxes":
-                return found_objects(config.dense_head, outputs, self.classes, placements, config.grid)
-            return class_masks(config.dense_head, outputs, self.classes, placements, config.grid)
+            read = found_objects if self.output == "boxes" else class_masks
+            return read(config.dense_head, outputs, self.classes, placements, config.grid)
         return rank(self.probabilities(outputs), self.classes, count)
 
     def save(self, path: str | Path, *, overwrite: bool = False, stored: StoredFormat = "float32") -> Path:
