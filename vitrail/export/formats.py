@@ -91,8 +91,9 @@ class Format:
     int8_needs: tuple[str, ...] | None = None
     """Packages that 8-bit integers need in addition, or None if the format has no 8-bit integers."""
 
-    def check_size(self, to: str, weights: int) -> None:
-        """Raise `ConfigError` if weights of so many bytes in float32 do not fit into the file."""
+    def check_size(self, to: str, network: torch.nn.Module) -> None:
+        """Raise `ConfigError` if the weights of a network in float32 do not fit into the file."""
+        weights = sum(4 * tensor.numel() for tensor in (*network.parameters(), *network.buffers()))
         if "onnx" in self.needs and weights > LARGEST_ONNX:
             raise ConfigError(
                 f"to={to!r}: a network of {weights:,} bytes exceeds the 2 GB of one ONNX file, from which this format "

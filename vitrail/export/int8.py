@@ -124,7 +124,8 @@ def fold_constants(model: Any) -> None:
             known.update(node.output)
     made = {name for node in constant for name in node.output}
     rest = [node for node in graph.node if not known.issuperset(node.input)]
-    wanted = sorted(made.intersection(name for node in rest for name in node.input))
+    used = {name for node in rest for name in node.input}
+    wanted = sorted(made & used)
     if not wanted:
         return
     outputs = [onnx.helper.make_empty_tensor_value_info(name) for name in wanted]
@@ -133,7 +134,6 @@ def fold_constants(model: Any) -> None:
     content = onnx.helper.make_model(part, **options).SerializeToString()
     values = onnx_session(runtime, content).run(wanted, {})
     tensors = [onnx.numpy_helper.from_array(value, name) for name, value in zip(wanted, values, strict=True)]
-    used = {name for node in rest for name in node.input}
     kept = [tensor for tensor in graph.initializer if tensor.name in used]
     del graph.initializer[:], graph.node[:]
     graph.initializer.extend([*kept, *tensors])

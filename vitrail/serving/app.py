@@ -48,7 +48,7 @@ from vitrail.serving.protocol_v2 import (
 )
 from vitrail.serving.service import Refused, Service
 from vitrail.serving.watch import Watcher
-from vitrail.weights.answers import DENSE, USUAL_THRESHOLD, Detections, MaskPrediction, rank
+from vitrail.weights.answers import DENSE, Detections, MaskPrediction, rank
 
 EXPOSED = ("X-Model", "X-Model-SHA256", HEADER, "Retry-After")
 """Headers of answers that pages of other origins may read."""
@@ -415,12 +415,9 @@ def _parse_threshold(value: Any) -> float | None:
 
 def _shown(model: ServedModel, row: Row, image: bytes, asked: _Asked) -> Detections | MaskPrediction:
     """Return the mask of an image, or its objects with scores above the threshold."""
-    found = model.found(row, image)
+    found = model.bundle.shown(model.found(row, image), asked.threshold)
     assert isinstance(found, Detections | MaskPrediction)
-    if isinstance(found, MaskPrediction):
-        return found
-    usual = USUAL_THRESHOLD if model.bundle.score_threshold is None else model.bundle.score_threshold
-    return found.above(usual if asked.threshold is None else asked.threshold)
+    return found
 
 
 def _placed(model: ServedModel, row: Row, image: bytes, asked: _Asked) -> dict[str, Any]:

@@ -155,11 +155,12 @@ class Bundle:
         none."""
         return self.metrics.get("validation_score_threshold")
 
-    def shown(self, found: AnyPrediction) -> AnyPrediction:
-        """Return a prediction without the objects whose score is below the threshold."""
+    def shown(self, found: AnyPrediction, threshold: float | None = None) -> AnyPrediction:
+        """Return a prediction without the objects whose score is below a threshold, by default that of the model."""
         if not isinstance(found, Detections):
             return found
-        return found.above(USUAL_THRESHOLD if self.score_threshold is None else self.score_threshold)
+        usual = USUAL_THRESHOLD if self.score_threshold is None else self.score_threshold
+        return found.above(usual if threshold is None else threshold)
 
     @overload
     def predict(
