@@ -40,11 +40,9 @@ class TokenReduction:
 
     def counts(self, depth: int, patches: int) -> tuple[int, ...]:
         """Return the number of patch tokens that each block removes from an image of this many patches."""
-        found = []
+        found, decreases = [], self.schedule == "decreasing" and depth > 1
         for layer in range(depth):
-            wanted = self.tokens
-            if self.schedule == "decreasing":
-                wanted = 2 * self.tokens * (depth - 1 - layer) // (depth - 1) if depth > 1 else self.tokens
+            wanted = 2 * self.tokens * (depth - 1 - layer) // (depth - 1) if decreases else self.tokens
             found.append(min(wanted, patches // 2))
             patches -= found[-1]
         return tuple(found)

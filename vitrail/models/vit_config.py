@@ -359,12 +359,11 @@ class ViTConfig(NetworkConfig):
         head = _head_macs(config)
         if config.has_own_tokens:  # their gradients pass through all blocks, but the frozen weights have none
             below = sum(_layers_macs(config, block, n) for block in range(frozen))
-            below += 2 * (_stem_macs(config, patches) + (root_macs(root, config.channels, size) if root else 0))
+            below += 2 * _stem_macs(config, patches)
             return 2 * (3 * forward - below - _frozen_macs(config, range(config.num_blocks), n) + again)
         if not trained_blocks:  # the lowest trained layer has no gradient of its input
             return 2 * (forward + (2 * head + config.head_hidden * config.embed_width if config.head_hidden else head))
         below = _stem_macs(config, patches) + sum(_block_macs(config, block, n) for block in range(frozen))
-        below += root_macs(root, config.channels, size) if root else 0
         return 2 * (3 * forward - 2 * below - _frozen_macs(config, trained, n) + again)
 
     def footprint(self, image_size: tuple[int, int], precision: FootprintPrecision) -> Footprint:
@@ -518,12 +517,11 @@ PREDICTING_GAPS = 1.0
 def _macs(config: ViTConfig, patches: int) -> int:
     """Return the multiply-accumulates for an image if this many patches are kept."""
     n = patches + config.prefix
-    root = root_macs(config.root, config.channels, config.image_size) if config.root else 0
     blocks = sum(_block_macs(config, block, n) for block in range(config.num_blocks))
     attention_pool = attention_pool_macs(config, n)
     hidden = config.projection * config.pooled_width + config.head_hidden * config.embed_width
     head = _head_macs(config)
-    return root + _stem_macs(config, patches) + blocks + attention_pool + hidden + head
+    return _stem_macs(config, patches) + blocks + attention_pool + hidden + head
 
 
 def _head_macs(config: ViTConfig) -> int:
@@ -600,7 +598,9 @@ def attention_pool_macs(config: Any, n: int) -> int:
 
 
 def _stem_macs(config: ViTConfig, patches: int) -> int:
-    return patches * math.prod(config.patch_size) * config._stem_channels * config.width
+    """Return the multiply-accumulates of a hybrid's root and of the projection of patches."""
+    root = root_macs(config.root, config.channels, config.image_size) if config.root else 0
+    return root + patches * math.prod(config.patch_size) * config._stem_channels * config.width
 
 
 def _activations(config: ViTConfig, precision: FootprintPrecision) -> int:
