@@ -149,11 +149,13 @@ class Google:
             lambda t: t.permute(3, 2, 0, 1).flatten(1),
             lambda t: t.reshape(-1, channels, *config.patch_size).permute(2, 3, 1, 0),
         )
-        yield Pair("patches.projection.bias", ("embedding/bias",))
-        if config.has_class_token:
-            yield Pair("prefix.cls", ("cls",))
-        if config.positions == "learned":
-            yield Pair("positions.embedding", (BV_POSITIONS if self.big_vision else VT_POSITIONS,))
+        for ours, theirs, is_there in (
+            ("patches.projection.bias", "embedding/bias", True),
+            ("prefix.cls", "cls", config.has_class_token),
+            ("positions.embedding", BV_POSITIONS if self.big_vision else VT_POSITIONS, config.positions == "learned"),
+        ):
+            if is_there:
+                yield Pair(ours, (theirs,))
         for layer in range(config.depth):
             yield from block_pairs(f"blocks.{layer}", f"Transformer/encoderblock_{layer}", config.heads)
         yield from norm("norm", "Transformer/encoder_norm")

@@ -481,14 +481,14 @@ def pairs(config: AnyConfig) -> Iterator[Pair]:
         yield from _root_pairs(config.root)
     channels = config.root.out_channels if config.root else config.channels
     yield patch_pair("patch_embed.proj", config.patch_size, channels)
-    if config.patch_bias:
-        yield Pair("patches.projection.bias", ("patch_embed.proj.bias",))
-    if config.has_class_token:
-        yield Pair("prefix.cls", ("cls_token",))
-    if config.registers:
-        yield Pair("prefix.registers", ("reg_token",))
-    if config.positions == "learned":
-        yield Pair("positions.embedding", ("pos_embed",))
+    for ours, theirs, is_there in (
+        ("patches.projection.bias", "patch_embed.proj.bias", config.patch_bias),
+        ("prefix.cls", "cls_token", config.has_class_token),
+        ("prefix.registers", "reg_token", config.registers > 0),
+        ("positions.embedding", "pos_embed", config.positions == "learned"),
+    ):
+        if is_there:
+            yield Pair(ours, (theirs,))
     for layer in range(config.depth):
         yield from _block_pairs(f"blocks.{layer}", config)
     yield from both("norm", "norm" if config.final_norm == "tokens" else "fc_norm")
