@@ -616,16 +616,15 @@ def _activations(config: ViTConfig, precision: FootprintPrecision) -> int:
     else:
         kept += sum(_block_bytes(config, block, n, n if block < last else read, precision) for block in range(last + 1))
     kept += 4 * read * (width + 2) if config.final_norm == "tokens" else 4 * config.pooled_width
-    if config.pre_norm:
-        kept += 4 * n * (width + 2)
-    if config.projection:
-        kept += each * config.pooled_width
-    if config.head_normalises:
-        kept += 4 * (config.head_inputs + 1)
+    optional = (
+        (config.pre_norm, 4 * n * (width + 2)),
+        (config.projection, each * config.pooled_width),
+        (config.head_normalises, 4 * (config.head_inputs + 1)),
+        (config.dropout, 4 * n * width),
+    )
+    kept += sum(size for is_there, size in optional if is_there)
     if (dense := config.dense_head) is not None:
         kept += 4 * dense.kept_values(config)
-    if config.dropout:
-        kept += 4 * n * width
     if config.patch_dropout:
         kept += config.position_embedding.bytes_of_kept(config, patches, precision)
     if config.pool == "map":
@@ -648,10 +647,7 @@ def _block_bytes(config: ViTConfig, block: int, n: int, read: int, precision: Fo
     kept = all_tokens + results  # outputs of the two norms
     makes_gelu_again = bf16 and ONEDNN and not config.dropout
     kept += _kept_of_hidden(config, makes_gelu_again) * hidden
-    if config.layer_scale:
-        kept += 2 * results
-    if config.dropout:
-        kept += 2 * results + hidden
+    kept += 2 * results * (config.layer_scale > 0) + (2 * results + hidden) * (config.dropout > 0)
     return 4 * exact + bytes_each(precision) * kept + config.attention_in(block).kept_bytes(n, read, precision)
 
 
