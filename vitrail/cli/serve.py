@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from vitrail.analysis.images import Overlays
@@ -67,7 +68,7 @@ def main(call: Call) -> int:
     options = Serve(**given)
     for module in NEEDED:
         optional_module(module, "serve")
-    from vitrail.serving.server import ServeJob, ServeWorker, Supervisor, named_models, open_socket, serve
+    from vitrail.serving.server import ServeJob, Supervisor, named_models, open_socket, serve, serve_as_worker
 
     values = asdict(options)
     settings = ServeSettings(**{name: values[name] for name in ServeSettings.__dataclass_fields__})
@@ -93,7 +94,7 @@ def main(call: Call) -> int:
         if settings.workers == 1:
             serve(job, listening, on_start=report, on_note=_note)
         else:
-            Supervisor(settings.workers, ServeWorker(job, _note), listening, report).run()
+            Supervisor(settings.workers, partial(serve_as_worker, job, _note), listening, report).run()
     return 0
 
 
