@@ -20,7 +20,7 @@ from vitrail.data import remote
 from vitrail.errors import DataError
 from vitrail.evaluation.metrics.intervals import Metric, mean_interval
 from vitrail.evaluation.predictions import Predictions
-from vitrail.files import cache_folder, partial_path, saving
+from vitrail.files import cache_folder, replacing_file, saving
 
 T = TypeVar("T")
 
@@ -290,11 +290,8 @@ def _read(what: str, named: str | Path | None, url: str, parse: Callable[[str, b
             f"{what} cannot be downloaded ({error}); download {url} elsewhere, and name the file or copy it to {path}"
         ) from error
     value = parse(url, data)
-    with saving(what, path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = partial_path(path)
+    with saving(what, path), replacing_file(path) as partial:
         partial.write_bytes(data)
-        partial.replace(path)
     return value
 
 

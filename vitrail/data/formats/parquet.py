@@ -499,7 +499,7 @@ class ParquetColumns:
     def labels(self, column: str, reader: LabelReader) -> LabelColumn:
         """Return all labels of a column: class numbers, text, or lists of either. `reader` reads text. Raises
         `DataError`."""
-        arrow, compute = _pyarrow(), _pyarrow().compute
+        arrow, compute = pyarrow(), pyarrow().compute
         with self._file() as file:
             values = file.read(columns=[column], use_threads=False).column(column).combine_chunks()
             starts = None
@@ -549,12 +549,12 @@ class ParquetColumns:
                 f"{self.path}: column {column!r} holds {found[wrong.argmax()]}, which is not a whole number; labels "
                 f"are whole numbers, text, or lists of them; numbers to predict are named by --numbers {column}"
             )
-        return _pyarrow().array(np.where(np.isnan(found), -1, found).astype(np.int64))
+        return pyarrow().array(np.where(np.isnan(found), -1, found).astype(np.int64))
 
     def numbers(self, columns: Sequence[str]) -> Float64[np.ndarray, "n k"]:
         """Return the numbers in some columns, with NaN for null. Raise `DataError` if a column is missing or holds
         text."""
-        arrow = _pyarrow()
+        arrow = pyarrow()
         names = [list(self.types)[place] for place in places_of(str(self.path), columns, list(self.types))]
         for name in names:
             kind = self.types[name]
@@ -604,7 +604,7 @@ class ParquetColumns:
         At most two row groups are in memory. If a row has only a path, the image is read from that path, which is
         relative to the Parquet file and must lie inside its folder. Raises `DataError`.
         """
-        arrow, compute = _pyarrow(), _pyarrow().compute
+        arrow, compute = pyarrow(), pyarrow().compute
         rows = min(1024, max(1, BATCH_BYTES * self.rows // max(1, self.image_bytes(column))))
         row = 0
         with self._file() as file:
@@ -638,10 +638,10 @@ class ParquetColumns:
     def _is_image(self, name: str) -> bool:
         feature = self._features.get(name)
         stated = isinstance(feature, dict) and feature.get("_type") == "Image"
-        return stated or name in IMAGES or _pyarrow().types.is_struct(self.types[name])
+        return stated or name in IMAGES or pyarrow().types.is_struct(self.types[name])
 
     def _holds_bytes(self, name: str) -> bool:
-        types, kind = _pyarrow().types, self.types[name]
+        types, kind = pyarrow().types, self.types[name]
         if types.is_struct(kind):
             place = kind.get_field_index("bytes")
             if place < 0:
@@ -674,7 +674,7 @@ class ParquetColumns:
     @contextmanager
     def _file(self) -> Iterator[Any]:
         """Yield the open file. Every error in reading it becomes a `DataError`."""
-        arrow = _pyarrow()
+        arrow = pyarrow()
         try:
             # A buffer makes pyarrow read a few pages at a time instead of a whole row group.
             with arrow.parquet.ParquetFile(self.path, pre_buffer=False, buffer_size=2**20) as file:
@@ -687,24 +687,25 @@ class ParquetColumns:
 
 
 @functools.cache
-def _pyarrow() -> ModuleType:
-    """Import pyarrow, and return it. It is imported at first use, because the import is slow."""
+def pyarrow(action: str = "reading") -> ModuleType:
+    """Import pyarrow for reading or writing Parquet, and return it. It is imported at first use, because the import is
+    slow. Raise `DataError` if it is not installed."""
     try:
         for part in ("compute", "parquet"):
             importlib.import_module(f"pyarrow.{part}")
         return importlib.import_module("pyarrow")
     except ImportError as error:
-        raise DataError(f"reading Parquet needs pyarrow: pip install 'vitrail[parquet]' ({error})") from error
+        raise DataError(f"{action} Parquet needs pyarrow: pip install 'vitrail[parquet]' ({error})") from error
 
 
 def _is_list(kind: Any) -> bool:
-    types = _pyarrow().types
+    types = pyarrow().types
     return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
 def _numbers(values: Any) -> Int64[np.ndarray, " n"]:
     """Return an array of whole numbers with -1 for null."""
-    arrow = _pyarrow()
+    arrow = pyarrow()
     filled = arrow.compute.fill_null(values.cast(arrow.int64()), -1)
     return np.asarray(filled.to_numpy(zero_copy_only=False), np.int64)
 
