@@ -61,20 +61,6 @@ def test_hits_of_the_likeliest_class() -> None:
         NUMBERS.hits(np.array([0, 0, 0]))
 
 
-@pytest.mark.parametrize(
-    ("truth", "expected"),
-    [
-        (LABELS, [[0, 0, 2], [0, 0, 2], [0, 0, 0]]),
-        (SEVERAL, [[2, 0, 2], [2, 0, 2], [0, 0, 0]]),
-        (NUMBERS, [[3, 0], [3, 0], [0, 0]]),
-    ],
-)
-def test_weighted_sums_skip_what_is_unknown(truth: Targets, expected: list[list[float]]) -> None:
-    sums = np.zeros((3, truth.columns))
-    truth.add_to(sums, np.array([0, 0, 1]), np.array([2.0, 2.0, 5.0]))
-    assert sums.tolist() == expected
-
-
 def test_groups_are_the_classes_of_single_labels() -> None:
     assert LABELS.groups().tolist() == [2, -1, 0]
     assert SEVERAL.groups().tolist() == NUMBERS.groups().tolist() == [0, 0, 0]

@@ -62,7 +62,7 @@ class PlacedReport:
 def box_report(outputs: Outputs, source: Source) -> PlacedReport:
     """Return the report of a model of boxes. Mistakes are counted from its score threshold on. Raise `DataError` if no
     image can be used."""
-    seen = objects_in(outputs, source)
+    seen = outputs.once(source, objects_in)
     if not seen.found:
         raise DataError(f"none of {len(source):,} images can be used with its boxes")
     names = tuple(source.classes)
@@ -97,7 +97,7 @@ def box_report(outputs: Outputs, source: Source) -> PlacedReport:
 
 def mask_report(outputs: Outputs, source: Source) -> PlacedReport:
     """Return the report of a model of masks. Raise `DataError` if no image can be used."""
-    seen = confused_pixels(outputs, source)
+    seen = outputs.once(source, confused_pixels)
     if not seen.confusions:
         raise DataError(f"none of {len(source):,} images can be used with its mask")
     names, each = tuple(source.classes), np.stack(seen.confusions)

@@ -95,7 +95,7 @@ class ByMasks:
         """Return the `mean_iou` and the `pixel_accuracy` with their intervals, and the intersection over union of each
         class as `NAME:iou`. All pixels are counted at the size of their images."""
         self.check(outputs, train, held_out)
-        seen = confused_pixels(outputs, held_out)
+        seen = outputs.once(held_out, confused_pixels)
         counts = {"images": float(len(seen.indices)), "skipped": float(len(held_out) - len(seen.indices))}
         if not seen.is_finite:
             return {"mean_iou": math.nan, **counts}
@@ -107,10 +107,6 @@ class ByMasks:
 def confused_pixels(outputs: Outputs, source: Source) -> ConfusedPixels:
     """Return the pixels of the images of a source by true and predicted class. Images that cannot be decoded or whose
     masks cannot be used are skipped."""
-    return outputs.once(source, _confused_pixels)
-
-
-def _confused_pixels(outputs: Outputs, source: Source) -> ConfusedPixels:
     seen = ConfusedPixels([], [], is_finite=True)
 
     def take(place: int, found: AnyPrediction) -> None:

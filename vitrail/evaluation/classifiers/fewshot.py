@@ -15,7 +15,7 @@ from torch import Tensor
 from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.linear import LinearMap
-from vitrail.evaluation.classifiers.logistic import check_pair, check_same_kind, check_truth, moments, tensor
+from vitrail.evaluation.classifiers.logistic import check_both, moments, tensor
 
 CONSTANT = 100.0
 """Value of the constant feature that gives the intercept. A large constant needs only a small weight, so that
@@ -58,10 +58,7 @@ def few_shot(
     seeds = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     check_settings(shots, seeds, l2)
     held = np.arange(len(train_truth)) if of_rows is None else of_rows
-    check_truth("training features", train_features, train_truth.rows(held))
-    check_truth("test features", test_features, test_truth)
-    check_pair(train_features, test_features)
-    check_same_kind(train_truth, test_truth)
+    check_both(train_features, train_truth.rows(held), test_features, test_truth)
     train_labels, num_classes = train_truth.values, train_truth.columns
     if not allow_fewer:
         check_counts(np.bincount(train_labels, minlength=num_classes), max(shots), class_names)

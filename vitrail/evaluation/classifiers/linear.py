@@ -18,9 +18,8 @@ from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.logistic import (
     Fit,
     LogisticRegression,
+    check_both,
     check_finite,
-    check_pair,
-    check_same_kind,
     check_truth,
     class_ranks,
     moments,
@@ -107,10 +106,7 @@ def linear_probe(
 
     Raise the errors of `fit_linear`, and `DataError` if the test features or targets do not fit the training features.
     """
-    check_truth("training features", train_features, train_truth)
-    check_truth("test features", test_features, test_truth)
-    check_pair(train_features, test_features)
-    check_same_kind(train_truth, test_truth)
+    check_both(train_features, train_truth, test_features, test_truth)
     fit = fit_linear(train_features, train_truth, penalties=penalties, held_out=held_out, seed=seed, device=device)
     return LinearResult(fit.penalty, fit.sweep, fit.model, fit.model.measure(test_features, test_truth))
 
@@ -140,10 +136,13 @@ def fit_linear(
     `ConfigError` for settings out of range.
     """
     check_truth("training features", features, truth)
-    if penalties is None and np.bincount(truth.groups()).max(initial=0) < 2:
-        penalties = (SINGLE_PENALTY,)
-    penalties = _penalties(penalties, truth)
-    _check_settings(penalties, held_out)
+    if penalties is None:
+        default = RIDGE_PENALTIES if truth.kind == "numbers" else PENALTIES
+        penalties = default if np.bincount(truth.groups()).max(initial=0) > 1 else (SINGLE_PENALTY,)
+    if not penalties or not all(0 < penalty < math.inf for penalty in penalties):
+        raise ConfigError(f"penalties={tuple(penalties)} must be one or more numbers above 0")
+    if not 0 < held_out < 1:
+        raise ConfigError(f"held_out={held_out} must be a fraction above 0 and below 1")
     train = partial(_Problem, features, truth, torch.device(device))
     falling = sorted(set(penalties), reverse=True)
     sweep: dict[float, dict[str, float]] = {}
@@ -153,13 +152,6 @@ def fit_linear(
         sweep, penalty, start = _sweep(train(fitted), falling, features[kept], truth.rows(kept))
     problem = train(np.arange(len(features)))
     return LinearFit(penalty, sweep, problem.model(problem.regression.fit(penalty, start=start)))
-
-
-def _penalties(penalties: Sequence[float] | None, truth: Targets) -> Sequence[float]:
-    """Return the penalties to try: those of the caller, or the default penalties for these targets."""
-    if penalties is not None:
-        return penalties
-    return RIDGE_PENALTIES if truth.kind == "numbers" else PENALTIES
 
 
 class _Problem:
@@ -177,17 +169,16 @@ class _Problem:
         standardised = torch.empty(len(rows), features.shape[1], device=device)
         for part in parts(len(rows), features.shape[1]):
             standardised[part] = ((tensor(features[rows[part]]) - self.mean) / self.std).float()
-        self.regression = _regression(standardised, truth.rows(rows))
+        fitted = truth.rows(rows)
+        self.regression = (
+            RidgeRegression(standardised, fitted)
+            if truth.kind == "numbers"
+            else LogisticRegression(standardised, fitted)
+        )
 
     def model(self, fit: Fit) -> LinearMap:
         weight = fit.weight / self.std[:, None]
         return LinearMap(weight.numpy(), (fit.bias - self.mean @ weight).numpy())
-
-
-def _regression(features: Float[Tensor, "n d"], truth: Targets) -> LogisticRegression | RidgeRegression:
-    if truth.kind == "numbers":
-        return RidgeRegression(features, truth)
-    return LogisticRegression(features, truth)
 
 
 def _sweep(
@@ -226,13 +217,6 @@ def _cut(truth: Targets, held_out: float, seed: int) -> tuple[Int64[np.ndarray, 
             "no class has two training images, so no image can be held out to choose a penalty; give a single penalty"
         )
     return np.flatnonzero(~is_kept), np.flatnonzero(is_kept)
-
-
-def _check_settings(penalties: Sequence[float], held_out: float) -> None:
-    if not penalties or not all(0 < penalty < math.inf for penalty in penalties):
-        raise ConfigError(f"penalties={tuple(penalties)} must be one or more numbers above 0")
-    if not 0 < held_out < 1:
-        raise ConfigError(f"held_out={held_out} must be a fraction above 0 and below 1")
 
 
 # Ridge regression: least squares with a quadratic penalty. It is solved in closed form for every penalty.

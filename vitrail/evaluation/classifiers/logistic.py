@@ -227,8 +227,14 @@ def check_pair(train: Float[np.ndarray, "n d"], test: Float[np.ndarray, "m e"]) 
         )
 
 
-def check_same_kind(train: Targets, test: Targets) -> None:
-    """Raise `DataError` if training and test targets are of different kinds or have different numbers of columns."""
+def check_both(
+    train_features: Float[np.ndarray, "n d"], train: Targets, test_features: Float[np.ndarray, "m e"], test: Targets
+) -> None:
+    """Raise `DataError` if a target of training or test features is unknown, or if features or targets of the two
+    differ in their widths or kinds."""
+    check_truth("training features", train_features, train)
+    check_truth("test features", test_features, test)
+    check_pair(train_features, test_features)
     if (train.kind, train.columns) != (test.kind, test.columns):
         raise DataError(
             f"training targets are {train.kind} with {train.columns} columns, and test targets are {test.kind} "

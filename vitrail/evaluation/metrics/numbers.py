@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Int64
@@ -195,17 +194,6 @@ def merit(value: float | None, loss: float | None, *, higher_is_better: bool = T
     return score, -math.inf if loss is None or math.isnan(loss) else -loss
 
 
-@runtime_checkable
-class StreamingMetrics(Protocol):
-    """Adds up metrics batch by batch."""
-
-    def add(self, outputs: Float[np.ndarray, "b outputs"], truth: Targets) -> None:
-        """Add a batch of samples: the model's outputs for them, and their targets."""
-
-    def result(self) -> dict[str, float]:
-        """Return the metrics of all samples so far, by name."""
-
-
 class StreamingAccuracy:
     """Top-1 accuracy: the fraction of the labelled samples whose likeliest class is a true class.
 
@@ -240,6 +228,6 @@ class StreamingAccuracy:
         return metrics
 
 
-def streaming_metrics(truth: Targets) -> StreamingMetrics:
+def streaming_metrics(truth: Targets) -> StreamingErrors | StreamingAccuracy:
     """Return an empty accumulator of the metrics for this kind of target."""
     return StreamingErrors() if truth.kind == "numbers" else StreamingAccuracy()
