@@ -16,13 +16,13 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -61,6 +61,8 @@ from vitrail.errors import DataError, SaveError, listed, nearest, plural
 from vitrail.files import cache_folder, saving
 
 SUFFIX = ".parquet"
+
+T = TypeVar("T", LabelColumn, Targets)
 
 
 class ParquetFile(NamedTuple):
@@ -185,29 +187,25 @@ def open_files(
         notes += more
         if rows:
             files, opened = dict.fromkeys(rows, files["train"]), dict.fromkeys(rows, opened["train"])
-    targets: Mapping[Split, Targets]
     faults: tuple[Fault, ...] = ()
     if numbers:
-        targets, names = _number_targets(title, opened, rows, numbers, notes), numbers
-        kept = list(targets)
+        targets, used = _number_targets(title, opened, rows, numbers, notes), numbers
     elif text is not None:
-        targets, names, label = _text_targets(title, opened, rows, text, notes), (), text
-        kept = list(targets)
+        targets, used = _text_targets(title, opened, rows, text, notes), (text,)
     else:
-        targets, kept, names, faults = _label_targets(title, opened, rows, label, choice, classes, notes)
-    if label is not None or numbers:
-        used = {image, column, *(numbers or (label,))}
+        targets, faults = _label_targets(title, opened, rows, label, choice, classes, notes)
+        used = () if label is None else (label,)
+    if used:
         types = next(iter(opened.values()))[0].types
-        lower = {name.lower() for name in used if name is not None}
+        lower = {name.lower() for name in (image, column, *used) if name is not None}
         if rest := [name for name in types if name.lower() not in lower]:
             notes.append(f"{title}: {plural(len(rest), 'column')} not used: {listed(rest)}")
-    pairs = [pair for split in kept for pair in zip(files[split], opened[split], strict=True)]
+    pairs = [pair for split in targets for pair in zip(files[split], opened[split], strict=True)]
     blobs, unpacking_notes = _unpack(title, list(dict.fromkeys(pairs)), image)
     sources: dict[Split, Source] = {}
-    for split in kept:
+    for split, found in targets.items():
         reader = ParquetImages([file.name for file in files[split]], [blobs[file] for file in files[split]])
-        places = rows[split] if rows else range(len(reader))
-        sources[split] = Samples((reader,), places, targets.get(split) or Targets.unknown("none", names, len(places)))
+        sources[split] = Samples((reader,), rows[split] if rows else range(len(reader)), found)
     return splits_from(sources, (*notes, *unpacking_notes), faults)
 
 
@@ -228,6 +226,19 @@ def _divided(
     return column, {split: np.array(rows, np.int64) for split, rows in parts.items()}, [*notes, *skipped]
 
 
+def _of_splits(
+    opened: Mapping[Split, Sequence[ParquetColumns]],
+    rows: Mapping[Split, Int64[np.ndarray, " n"]],
+    read: Callable[[Sequence[ParquetColumns]], T],
+) -> dict[Split, T]:
+    """Return what `read` makes of the files of each split. If a column divides the rows, all splits have the same
+    files, which are read once."""
+    if not rows:
+        return {split: read(some) for split, some in opened.items()}
+    whole = read(next(iter(opened.values())))
+    return {split: whole.rows(chosen) for split, chosen in rows.items()}
+
+
 def _label_targets(
     title: str,
     opened: Mapping[Split, Sequence[ParquetColumns]],
@@ -236,25 +247,23 @@ def _label_targets(
     choice: Choice,
     classes: tuple[str, ...] | None,
     notes: list[str],
-) -> tuple[dict[Split, Targets], list[Split], tuple[str, ...], tuple[Fault, ...]]:
-    """Return the labels of each split, the splits that are not skipped, the classes, and faults. Notes are added to
-    `notes`."""
-    kept = list(opened)
-    labels: dict[Split, LabelColumn] = {}
+) -> tuple[dict[Split, Targets], tuple[Fault, ...]]:
+    """Return the labels of each split that is not skipped, and faults. Notes are added to `notes`."""
     reader = LabelReader(choice.separator, keep_missing=choice.keep_missing)
-    whole: LabelColumn | None = None
-    for split, some in opened.items():
-        if label is not None and label in some[0].types:
-            if whole is None or not rows:
-                whole = join([str(file.path) for file in some], [file.labels(label, reader) for file in some])
-            labels[split] = whole.rows(rows[split]) if rows else whole
-        count = len(rows[split]) if rows else sum(file.rows for file in some)
+    labels: dict[Split, LabelColumn] = {}
+    if label is not None:
+        labels = _of_splits(
+            {split: some for split, some in opened.items() if label in some[0].types},
+            rows,
+            lambda some: join([str(file.path) for file in some], [file.labels(label, reader) for file in some]),
+        )
+    counts = {split: len(rows[split]) if rows else sum(file.rows for file in some) for split, some in opened.items()}
+    for split, count in list(counts.items()):
         if split != "train" and (count == 0 or (label is not None and (split not in labels or labels[split].is_empty))):
             reason = "none of its images has a label" if count else "it is empty"
             notes.append(f"{title}: the {split} split is skipped, because {reason}")
-            kept.remove(split)
-            labels.pop(split, None)
-    if not kept:
+            del counts[split]
+    if not counts:
         raise DataError("\n".join((*notes, f"{title} has no split with labels")))
     notes += reader.notes(title)
     if label is None:
@@ -262,13 +271,13 @@ def _label_targets(
             f"{title} has no column of labels, so its images are unlabelled; to use one of the columns "
             f"{next(iter(opened.values()))[0].described}, add ?label= and its name to the data's name"
         )
-        return {}, kept, classes or (), ()
-    counts = Counter[str]()
+        return {split: Targets.unknown("none", classes or (), count) for split, count in counts.items()}, ()
+    labels = {split: labels[split] for split in counts}
+    named = Counter[str]()
     for column in labels.values():
-        counts.update(column.counts())
-    refuse_joined(title, counts, choice.separator)
-    names, targets, faults = number(title, labels, classes)
-    return targets, kept, names, faults
+        named.update(column.counts())
+    refuse_joined(title, named, choice.separator)
+    return number(title, labels, classes)
 
 
 def _text_targets(
@@ -278,20 +287,16 @@ def _text_targets(
     text: str,
     notes: list[str],
 ) -> dict[Split, Targets]:
-    """Return the texts of each split. A split without texts is skipped, with one more of `notes`."""
-    values: dict[Split, Targets] = {}
+    """Return the texts of each split that is not skipped. Notes are added to `notes`."""
     reader = TextReader()
-    whole: Targets | None = None
-    for split, some in opened.items():
-        if whole is None or not rows:
-            cells = [cell for file in some for cell in (file.cells(text) if text in file.types else [None] * file.rows)]
-            whole = Targets.of(map(reader, cells), "texts", ())
-        values[split] = whole.rows(rows[split]) if rows else whole
-        if split != "train" and not values[split].known.any():
-            notes.append(f"{title}: the {split} split is skipped, because none of its images has a text")
-            values.pop(split)
+
+    def read(some: Sequence[ParquetColumns]) -> Targets:
+        cells = (cell for file in some for cell in (file.cells(text) if text in file.types else [None] * file.rows))
+        return Targets.of(map(reader, cells), "texts", ())
+
+    targets = _with_known(title, _of_splits(opened, rows, read), "text", notes)
     notes += reader.notes(title)
-    return values
+    return targets
 
 
 def _number_targets(
@@ -301,19 +306,29 @@ def _number_targets(
     numbers: tuple[str, ...],
     notes: list[str],
 ) -> dict[Split, Targets]:
-    """Return the numbers of each split. A split in which no number is known is skipped, with one more of `notes`."""
-    values: dict[Split, Targets] = {}
-    for split, some in opened.items():
+    """Return the numbers of each split that is not skipped. Notes are added to `notes`."""
+
+    def read(some: Sequence[ParquetColumns]) -> Targets:
         try:
-            found = np.concatenate([file.numbers(numbers) for file in some])
-            values[split] = Targets("numbers", numbers, found[rows[split]] if rows else found)
+            return Targets("numbers", numbers, np.concatenate([file.numbers(numbers) for file in some]))
         except MissingColumn:
-            if split == "train":
+            if some is opened.get("train"):
                 raise
-        if split != "train" and (split not in values or not values[split].known.any()):
-            notes.append(f"{title}: the {split} split is skipped, because none of its images has a number")
-            values.pop(split, None)
-    return values
+            return Targets.unknown("numbers", numbers, sum(file.rows for file in some))
+
+    return _with_known(title, _of_splits(opened, rows, read), "number", notes)
+
+
+def _with_known(title: str, found: Mapping[Split, Targets], noun: str, notes: list[str]) -> dict[Split, Targets]:
+    """Return the training split and the splits in which a target is known. The others are skipped, with one more of
+    `notes` for each."""
+    kept = {split: targets for split, targets in found.items() if split == "train" or targets.known.any()}
+    notes += [
+        f"{title}: the {split} split is skipped, because none of its images has a {noun}"
+        for split in found
+        if split not in kept
+    ]
+    return kept
 
 
 def _columns(
