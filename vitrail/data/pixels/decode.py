@@ -45,23 +45,17 @@ def without_suffix(key: str) -> str:
 ALWAYS = FORMATS[:7]
 """Formats that every Pillow decodes."""
 
+OF_DECODERS = {"AVIF": ("AVIF",), "HEIC": ("HEIF",)}
+"""Pillow's names of the formats that not every machine can decode (`missing_decoder`)."""
+
 REGISTERING = threading.Lock()
 
 
-def pillow_formats(found: str) -> tuple[str, ...]:
-    """Return Pillow's names of the formats to try for a file that begins like the format `found`.
+def missing_decoder(found: str) -> str | None:
+    """Return the reason why this machine cannot decode the format `found`, with advice. Return None if it can.
 
     A HEIC file loads pillow-heif if it is installed. Nothing else does, because loading takes time.
     """
-    if found == "AVIF":
-        return ("AVIF",) if _has_avif() else ()
-    if found == "HEIC":
-        return ("HEIF",) if _has_heic() else ()
-    return ALWAYS
-
-
-def missing_decoder(found: str) -> str | None:
-    """Return the reason why this machine cannot decode the format `found`, with advice. Return None if it can."""
     if found == "AVIF" and not _has_avif():
         return "is an AVIF image, which the installed Pillow cannot decode: pip install --upgrade pillow"
     if found == "HEIC" and not _has_heic():
@@ -409,16 +403,11 @@ class Opened:
     file: bytes = b""
     """The encoded file, or nothing for a picture that the caller opened."""
 
-    @property
-    def shrinks(self) -> bool:
-        """True for a JPEG that this module opened, so the settings of its decoder may be changed. False for other
-        formats and for a Pillow image from the caller."""
-        return bool(self.file) and self.picture.format in ("JPEG", "MPO")
-
     def shrink_for(self, most: float) -> int:
         """Return the largest of the factors 8, 4 and 2 that is at most `most`, or 1 if there is none or the image is
-        not a JPEG."""
-        most = min(most, *self.size) if self.shrinks else 1
+        not a JPEG. The decoder of a Pillow image from the caller may not be changed, either."""
+        is_jpeg = bool(self.file) and self.picture.format in ("JPEG", "MPO")
+        most = min(most, *self.size) if is_jpeg else 1
         return next((shrink for shrink in SHRINKS if shrink <= most), 1)
 
     def begin(self, shrink: int) -> tuple[float, float]:
@@ -563,9 +552,10 @@ def open_file(data: bytes) -> ImageFile:
 
 def _opened(data: bytes, found: str) -> ImageFile:
     """Open a file that begins like the format `found`. Raise any exception of Pillow."""
-    _raise_limit_of_pillow()
+    if Image.MAX_IMAGE_PIXELS is not None:  # by default, Pillow refuses images of twice its own limit
+        Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, pixel_limit())
     try:
-        return Image.open(io.BytesIO(data), formats=pillow_formats(found))
+        return Image.open(io.BytesIO(data), formats=OF_DECODERS.get(found, ALWAYS))
     except Image.DecompressionBombError:
         raise
     except Exception:  # a broken file can make Pillow raise any exception
@@ -661,12 +651,6 @@ def _check_size(width: int, height: int, of: str = "") -> None:
 
 def _limit_in_words() -> str:
     return f"the limit of {pixel_limit():,} pixels; a higher --max-pixels (or {LIMIT_VARIABLE}) allows it"
-
-
-def _raise_limit_of_pillow() -> None:
-    """Let Pillow open what the limit allows. By default, Pillow refuses images of twice its own limit."""
-    if Image.MAX_IMAGE_PIXELS is not None and pixel_limit() > Image.MAX_IMAGE_PIXELS:
-        Image.MAX_IMAGE_PIXELS = pixel_limit()
 
 
 @functools.cache
