@@ -30,6 +30,7 @@ from vitrail.data.formats.annotated import (
     lines_of,
     object_splits,
 )
+from vitrail.data.objects import box_around
 from vitrail.data.splits import SPLITS, Request, Split, SplitNames, Splits, left_out
 from vitrail.errors import DataError, listed, plural
 
@@ -256,7 +257,7 @@ def _annotation(path: Path, row: int, cells: Sequence[str], where: str, classes:
         x, y, width, height = values[1:]
         return Annotation(row, category, (x - width / 2, y - height / 2, x + width / 2, y + height / 2), where)
     corners = np.array(values[1:], np.float64).reshape(-1, 2)
-    (left, top), (right, bottom) = corners.min(axis=0).tolist(), corners.max(axis=0).tolist()
+    left, top, right, bottom = box_around((corners,))
     if not all(map(math.isfinite, values)):
         left = math.nan
     return Annotation(row, category, (left, top, right, bottom), where, outline=(corners,))
