@@ -135,7 +135,8 @@ def page(report: Report, splits: Splits, title: str) -> str:
     has_classes = bool(splits.train.classes) and target_kind(splits.train) != "numbers" and not is_drawn
     examples: dict[str, list[FaultExample]] = {}
     if not is_drawn:
-        examples = _examples_of_classes(splits.train) if has_classes else {"": _examples(splits.train)}
+        every = (example("train", splits.train, index) for index in drawn(splits.train, MOST_CLASSES))
+        examples = _examples_of_classes(splits.train) if has_classes else {"": list(every)}
     return render(
         "data/check/report.html",
         title=f"Check of {title}",
@@ -239,11 +240,6 @@ def _shown(one: FaultExample, source: Source) -> Shown:
     except DataError:
         picture = None
     return picture, [text for text in (f"{one.split}: {one.key}", one.label, one.detail) if text], one.key
-
-
-def _examples(train: Source) -> list[FaultExample]:
-    """Return training images of the whole split."""
-    return [example("train", train, index) for index in drawn(train, MOST_CLASSES)]
 
 
 def _examples_of_classes(train: Source) -> dict[str, list[FaultExample]]:
