@@ -243,11 +243,6 @@ def _looks(path: Path) -> bool:
         return False
 
 
-def other_folders(root: Path) -> Iterator[Fault]:
-    """Yield the faults of folders directly in `root` that are never data."""
-    return _other_folders(root, *_never_data(root))
-
-
 def _never_data(root: Path) -> tuple[list[str], list[str]]:
     """Return the names of the visible folders in `root` that are those of systems, and those that Vitrail wrote."""
     visible = [name for name in _subfolders(root) if not name.startswith(".")]
@@ -256,6 +251,7 @@ def _never_data(root: Path) -> tuple[list[str], list[str]]:
 
 
 def _other_folders(root: Path, system: list[str], own: list[str]) -> Iterator[Fault]:
+    """Yield the faults of folders in `root` that are never data: those of systems, and those that Vitrail wrote."""
     if system:
         yield Fault(
             "system-folder", "note", len(system),
@@ -370,7 +366,7 @@ def open_folders(request: Request) -> Splits:
     first = next(iter(places.values()))[0]
     plain = unlabelled and (len(class_folders(first)) < 2 or has_images(first))
     sources: dict[Split, Source] = {}
-    faults = [*(_ambiguous(root, places) if chosen is None else ()), *other_folders(root)]
+    faults = [*(_ambiguous(root, places) if chosen is None else ()), *_other_folders(root, *_never_data(root))]
     for split, folders in places.items():
         opened: list[Samples] = []
         for place in folders if chosen else folders[:1]:
