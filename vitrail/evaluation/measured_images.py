@@ -286,8 +286,7 @@ def _measured(
     bundle: Bundle, opened: OpenedData, splits: Splits, split: str, *, is_common: bool = False
 ) -> EvaluatedData:
     """Return the splits to measure, with notes for the user. Raise `DataError` if the data lacks the split."""
-    named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    existing = {name: source for name, source in named.items() if source is not None and len(source)}
+    existing = {name: source for name, source in splits.sources.items() if len(source)}
     notes = list(splits.notes)
     if split == "held-out":
         assert splits.held_out is not None, "a validation split was cut if there was none"

@@ -17,9 +17,8 @@ from vitrail.errors import DataError
 from vitrail.evaluation.detection import objects_in
 from vitrail.evaluation.metrics.average_precision import average_precision
 from vitrail.evaluation.metrics.intervals import Metric
-from vitrail.evaluation.metrics.mask_metrics import intersection_over_union, mask_metrics, pixel_confusion
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.segmentation import confused_pixels
+from vitrail.evaluation.segmentation import confused_pixels, intersection_over_union, mask_metrics, pixel_confusion
 from vitrail.weights.answers import Detections, MaskPrediction
 
 NOTHING = -1

@@ -431,9 +431,6 @@ class Examined:
         split = self.split(row)
         return example(split, self.sources[split], int(self.looks.index[row]), detail)
 
-    def in_split(self, name: str) -> np.ndarray:
-        return self.looks.split == tuple(self.sources).index(name)
-
 
 def image_findings(examined: Examined) -> Iterator[Finding]:
     yield from _broken(examined)
@@ -480,10 +477,9 @@ def _singles(
 
 def _broken(examined: Examined) -> Iterator[Finding]:
     looks = examined.looks
-    for name, source in examined.sources.items():
-        mine = examined.in_split(name)
+    for number, (name, source) in enumerate(examined.sources.items()):
         for state in (State.UNREADABLE, State.UNDECODABLE):
-            rows = np.flatnonzero(mine & (looks.state == state))
+            rows = np.flatnonzero((looks.split == number) & (looks.state == state))
             limit = skips_allowed(len(source), examined.max_skipped)
             severity, consequence = _effect_of_broken(name, state, len(rows), limit)
             yield Finding(

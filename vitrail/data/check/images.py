@@ -14,7 +14,6 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Int, Integer, UInt8
 from PIL import Image
-from PIL.ImageFile import ImageFile
 
 from vitrail.data.objects import Mask, Objects
 from vitrail.data.pipeline import default_threads
@@ -288,7 +287,8 @@ def _header(data: bytes) -> tuple[str, Oddity]:
             odd |= Oddity.TRANSPARENT
         if picture.mode == "CMYK":
             odd |= Oddity.CMYK
-        if _is_deep(picture):
+        # Pillow opens colours of 16 bits per channel in the mode RGB, so the raw mode of the file decides.
+        if picture.format in ("PNG", "TIFF") and any(";16" in str(tile[3]) for tile in picture.tile):
             odd |= Oddity.DEEP
         tagged = "exif" in picture.info or picture.format == "TIFF"  # for other files, Pillow would decode the pixels
         if tagged and _says(lambda: picture.getexif().get(ORIENTATION, 1) != 1):
@@ -296,12 +296,6 @@ def _header(data: bytes) -> tuple[str, Oddity]:
         if _says(lambda: picture.format != "JPEG" and getattr(picture, "is_animated", False)):
             odd |= Oddity.ANIMATED
         return f"{picture.format} {MODES.get(picture.mode, picture.mode)}", odd
-
-
-def _is_deep(picture: ImageFile) -> bool:
-    """Return True if an image file stores 16 bits per channel. Pillow opens such colours in the mode RGB, so the raw
-    mode of the file decides."""
-    return picture.format in ("PNG", "TIFF") and any(";16" in str(tile[3]) for tile in picture.tile)
 
 
 def _says(question: Callable[[], bool]) -> bool:

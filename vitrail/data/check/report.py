@@ -124,7 +124,10 @@ def page(report: Report, splits: Splits, title: str) -> str:
     severities = [finding.severity for finding in report.findings]
     verdict = ", ".join(plural(severities.count(one), one) for one in ("error", "warning", "note") if one in severities)
     counted = bool(report.splits[0].per_class)
-    classes = _class_rows(report)
+    classes = [
+        (report.classes[one], *(f"{split.per_class[one]:,}" for split in report.splits))
+        for one in _largest_first(report)
+    ]
     if counted:
         counts_title = plural(len(report.classes), "class")
     else:
@@ -221,13 +224,6 @@ def _counts(report: Report, classes: Sequence[tuple[str, ...]]) -> list[tuple[st
 def _largest_first(report: Report) -> list[int]:
     counted = report.splits[0].per_class
     return sorted(range(len(counted)), key=lambda one: -counted[one])
-
-
-def _class_rows(report: Report) -> list[tuple[str, ...]]:
-    return [
-        (report.classes[one], *(f"{split.per_class[one]:,}" for split in report.splits))
-        for one in _largest_first(report)
-    ]
 
 
 def _size(size: tuple[int, int]) -> str:

@@ -69,13 +69,9 @@ def _mask_folders(root: Path) -> list[Path]:
 def _first_of_masks(folders: Sequence[Path]) -> Path | None:
     for name in FOLDERS:
         for folder in folders:
-            if folder.name.lower() == name and any(map(_is_png, folder.rglob("*"))):
+            if folder.name.lower() == name and any(path.suffix.lower() == ".png" for path in folder.rglob("*")):
                 return folder
     return None
-
-
-def _is_png(path: Path) -> bool:
-    return path.suffix.lower() == ".png"
 
 
 def open_masks(request: Request) -> Splits:

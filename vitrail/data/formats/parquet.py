@@ -595,23 +595,17 @@ class ParquetColumns:
     def _first_value(self, column: str) -> str:
         """Return an example of a column's values for messages."""
         with self._file() as file:
-            for batch in file.iter_batches(64, columns=[column], use_threads=False):
-                for value in batch.column(0).to_pylist():
-                    if value is not None:
-                        return f", like {str(value)[:40]!r}"
-        return ""
+            batches = file.iter_batches(64, columns=[column], use_threads=False)
+            values = (value for batch in batches for value in batch.column(0).to_pylist() if value is not None)
+            return next((f", like {str(value)[:40]!r}" for value in values), "")
 
     def image_bytes(self, column: str) -> int:
         """Return approximately how many bytes the images take. Repeated images are counted once."""
-        total = 0
         with self._file() as file:
-            for group in range(file.metadata.num_row_groups):
-                chunks = file.metadata.row_group(group)
-                for number in range(chunks.num_columns):
-                    chunk = chunks.column(number)
-                    if f"{chunk.path_in_schema}.".startswith(f"{column}."):
-                        total += chunk.total_uncompressed_size
-        return total
+            groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+            chunks = (group.column(number) for group in groups for number in range(group.num_columns))
+            own = (chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(f"{column}."))
+            return sum(chunk.total_uncompressed_size for chunk in own)
 
     def images(self, column: str) -> Iterator[Any]:
         """Yield the bytes of each image as a buffer, in order. Yield None for a row without an image.

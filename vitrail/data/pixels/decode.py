@@ -14,7 +14,7 @@ import re
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -281,10 +281,10 @@ def jpeg_of_pixels(data: bytes) -> bytes | None:
     return found if len(found) < len(data) else None
 
 
-def with_end_marker(data: bytes, decoded: Callable[[bytes], np.ndarray]) -> bytes | None:
+def with_end_marker(data: bytes) -> bytes | None:
     """Return a JPEG file with the end marker that `data` lacks. Return None unless the rest of the file is complete.
 
-    `decoded` returns the pixels of a JPEG file. libjpeg fills missing compressed data with grey and does not report it,
+    libjpeg fills missing compressed data with grey and does not report it,
     so the file is decoded with different bytes in the place of missing data. Only if the pixels are the same each time,
     nothing is missing. Source: ITU-T T.81, annexes B and G.
     """
@@ -296,7 +296,7 @@ def with_end_marker(data: bytes, decoded: Callable[[bytes], np.ndarray]) -> byte
     following = bytes([0xFF, 0xD0 + (marks[-1][1] + 1) % 8 if marks else 0xD0])
     # If the data ends with a complete restart interval, only the data after the next restart marker changes pixels.
     ends = [fill and fill + following + fill for fill in FILLS]
-    first, *others = (decoded(data + end + END) for end in ends)
+    first, *others = (np.asarray(open_file(data + end + END)) for end in ends)
     return data + END if all(np.array_equal(first, other) for other in others) else None
 
 
@@ -577,7 +577,7 @@ def _loaded(picture: Image.Image, file: bytes, shrink: int = 1) -> Image.Image:
         if picture.format == "PNG":
             repaired: Image.Image | None = _repaired(file)
         else:
-            whole = with_end_marker(file, _rgb) if picture.format in ("JPEG", "MPO") else None
+            whole = with_end_marker(file) if picture.format in ("JPEG", "MPO") else None
             repaired = None if whole is None else _loaded(open_file(whole), b"", shrink)
         if repaired is None:
             raise
@@ -638,10 +638,6 @@ def _repaired(file: bytes) -> ImageFile | None:
                 _corrected(picture, layout, data)
             return picture
     return None
-
-
-def _rgb(jpeg: bytes) -> np.ndarray:
-    return np.asarray(open_file(jpeg))
 
 
 def _check_size(width: int, height: int, of: str = "") -> None:

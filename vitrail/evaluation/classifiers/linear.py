@@ -192,16 +192,13 @@ def _sweep(
     Each fit starts from the previous one.
     """
     found: dict[float, dict[str, float]] = {}
-    best: tuple[float, float, Fit] | None = None
+    fits: dict[float, Fit] = {}
     fit: Fit | None = None
     for penalty in penalties:
-        fit = problem.regression.fit(penalty, start=fit)
+        fit = fits[penalty] = problem.regression.fit(penalty, start=fit)
         found[penalty] = problem.model(fit).measure(features, truth)
-        score = found[penalty][SELECTING[truth.kind]]
-        if best is None or score > best[0]:
-            best = score, penalty, fit
-    assert best is not None
-    return found, best[1], best[2]
+    best = max(found, key=lambda penalty: found[penalty][SELECTING[truth.kind]])  # the first of equal ones
+    return found, best, fits[best]
 
 
 def _cut(truth: Targets, held_out: float, seed: int) -> tuple[Int64[np.ndarray, " fitted"], Int64[np.ndarray, " kept"]]:

@@ -92,12 +92,8 @@ def nearest(
 def lengths_of(stored: Float[np.ndarray, "n d"]) -> Float32[np.ndarray, " n"]:
     """Return the lengths of features, for several calls of `nearest` with the same stored features. Raise `DataError`
     for features that are not finite."""
-    parts = [_lengths(_view(stored[begin : begin + STORED]), begin) for begin in _begins(stored)]
+    parts = [_lengths(_view(stored[begin : begin + STORED]), begin) for begin in range(0, len(stored), STORED)]
     return torch.cat([torch.empty(0), *parts]).numpy()
-
-
-def _begins(stored: Float[np.ndarray, "n d"]) -> range:
-    return range(0, len(stored), STORED)
 
 
 def _lengths(rows: Float32[Tensor, "b d"], begin: int) -> Float32[Tensor, " b"]:
@@ -122,7 +118,7 @@ def _search(
     for first in range(0, len(asked), QUERIES):
         blocks = torch.split(_unit(asked, first, QUERIES, device), ROWS)
         found = [_Found.nothing(len(block), k, device) for block in blocks]
-        for begin in _begins(stored):
+        for begin in range(0, len(stored), STORED):
             if are_few:
                 part = _view(stored[begin : begin + STORED])
                 own = _lengths(part, begin) if lengths is None else torch.from_numpy(lengths[begin : begin + STORED])

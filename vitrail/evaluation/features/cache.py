@@ -148,14 +148,12 @@ class Entry:
         with saving("features", self.folder):
             self.cache.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.folder.with_name(f"{self.folder.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
+        has_locks = True
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             fcntl.flock(lock, fcntl.LOCK_UN)
-            has_locks = True
-        except BlockingIOError:
-            has_locks = True
-        except OSError:
-            has_locks = False
+        except OSError as error:
+            has_locks = isinstance(error, BlockingIOError)  # another process has it
         try:
             yield Lock(lock) if has_locks else None
         finally:

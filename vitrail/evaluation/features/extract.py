@@ -57,10 +57,6 @@ class FeatureSet:
     precision: str = "float32"
     """Number format of the matrix products that computed the features."""
 
-    def __post_init__(self) -> None:
-        counts = {len(self.features), len(self.truth), len(self.keys)}
-        assert len(counts) == 1, f"{counts} rows"
-
     def __len__(self) -> int:
         return len(self.keys)
 

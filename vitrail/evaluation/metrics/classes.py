@@ -102,13 +102,6 @@ def mean_average_precision(scores: Float[np.ndarray, "n classes"], truth: Bool[n
     return float(np.nanmean(average_precision(scores, truth))) if truth.any() else 0.0
 
 
-def exact_match(
-    predicted: Bool[np.ndarray, "n classes"], targets: UInt8[np.ndarray, "n classes"]
-) -> Bool[np.ndarray, " n"]:
-    """Return True for each sample whose predicted classes are exactly its true classes."""
-    return (predicted == (targets > 0)).all(axis=1)
-
-
 def f1_scores(predicted: Bool[np.ndarray, "n classes"], targets: UInt8[np.ndarray, "n classes"]) -> tuple[float, float]:
     """Return the F1 score of all decisions together (micro), and the mean F1 score over classes (macro).
 

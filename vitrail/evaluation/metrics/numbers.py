@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Float64, Int64
 from vitrail.data.targets import TargetKind, Targets
 from vitrail.errors import DataError
 from vitrail.evaluation.metrics.classes import mean_average_precision
-from vitrail.evaluation.metrics.intervals import LEVEL, Metric, interval, resampled_means
+from vitrail.evaluation.metrics.intervals import Metric, interval, resampled_means
 
 MEANS = ("r2", "standardised_error")
 """Metrics without a unit, which are averaged over the outputs with known numbers."""
@@ -33,7 +33,6 @@ def number_metrics(
     predicted: Float[np.ndarray, "n outputs"],
     truth: Float64[np.ndarray, "n outputs"],
     *,
-    level: float = LEVEL,
     resamples: int = 1000,
     seed: int = 0,
 ) -> tuple[dict[str, Metric], tuple[dict[str, Metric] | None, ...]]:
@@ -58,7 +57,7 @@ def number_metrics(
     def metrics_of(names: tuple[str, ...], outputs: Bool[np.ndarray, " outputs"]) -> dict[str, Metric]:
         def metric(name: str) -> Metric:
             value, many = (np.nanmean(some[name][:, outputs], axis=1) for some in (values, spread))
-            return interval(float(value[0]), many[~np.isnan(many)], level)
+            return interval(float(value[0]), many[~np.isnan(many)])
 
         return {name: metric(name) for name in names}
 
@@ -78,7 +77,6 @@ class StreamingErrors:
 
     def add(self, outputs: Float[np.ndarray, "b outputs"], truth: Targets) -> None:
         """Add a batch of samples: their predicted numbers and their true numbers."""
-        assert truth.kind == "numbers", "the accumulator is for numbers"
         self._names = truth.names
         known = ~np.isnan(truth.values)
         errors = np.where(known, outputs - truth.values, 0)

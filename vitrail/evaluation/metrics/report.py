@@ -21,7 +21,6 @@ from vitrail.evaluation.metrics.classes import (
     binary_cross_entropy,
     binary_logits,
     calibration_bins,
-    exact_match,
     f1_scores,
     per_class,
     per_class_of_targets,
@@ -158,7 +157,6 @@ def report(
     unlabelled = len(predictions) - len(labelled)
     if labelled.truth.kind == "classes":
         return _several_labels(labelled, labelled.truth, settings, worst)
-    assert labelled.truth.kind == "class"
     return _one_label(labelled, labelled.truth, unlabelled, settings, temperature, worst)
 
 
@@ -222,7 +220,7 @@ def _several_labels(
     predicted = logits > 0
     losses = binary_cross_entropy(logits, targets)
     likeliest = predictions.logits.argmax(axis=1)
-    exact = exact_match(predicted, targets)
+    exact = (predicted == (targets > 0)).all(axis=1)
     precisions = average_precision(logits, targets > 0)
     classes = per_class_of_targets(predicted, targets)
     micro, macro = f1_scores(predicted, targets)
