@@ -206,18 +206,19 @@ def shard_samples(
             faults.append(unknown_class(split, _count(shards, strange), unknown))
     else:
         resolved = {label: _picked(label, columns) for label in distinct}
-    labels, codes = _codes(shards, resolved, numbers=columns is not None)
-    kind: TargetKind = "class" if names else "none"
-    if columns is not None or any(isinstance(label, tuple) for label in labels):
-        kind = "classes" if columns is None else "numbers"
-    if not len(codes):
+    if not sum(len(shard.index) for shard in shards):
         paths = ", ".join(shard.path for shard in shards[:3]) + (" and the others" if len(shards) > 3 else "")
         ignored = sum(shard.index.ignored for shard in shards)
         other = f", but {plural(ignored, 'other file')}" if ignored else ""
         raise DataError(f"{paths}: there are no images{other}; a sample is an image such as 1.jpg, with 1.cls")
-    table = Targets.of([() if label is None and kind == "classes" else label for label in labels], kind, names)
+    kind: TargetKind = "numbers" if columns is not None else _label_kind(shards, resolved, names)
+    none: Target = () if kind == "classes" else None
+    parts = []
+    for shard in shards:
+        table = [*(resolved.get(label, none) for label in shard.index.labels), none]  # the last element is for code -1
+        parts.append(Targets.of(table, kind, names).rows(shard.index.codes))
     reader = ShardImages(shards)
-    return Samples((reader,), range(len(reader)), table.rows(codes)), faults
+    return Samples((reader,), range(len(reader)), Targets.joined(parts)), faults
 
 
 class ShardImages:
@@ -397,26 +398,16 @@ def _count(shards: Sequence[Shard], labels: Collection[RawLabel]) -> int:
     )
 
 
-def _codes(
-    shards: Sequence[Shard], resolved: dict[RawLabel, Target], *, numbers: bool
-) -> tuple[list[Target], np.ndarray]:
-    """Return the distinct labels, with None at the end, and the index of each sample's label among them (int32)."""
-    labels: list[Target] = [*(label for label in dict.fromkeys(resolved.values()) if label is not None), None]
-    places = {label: place for place, label in enumerate(labels)}
-    none = places[None]
-    parts = []
-    for shard in shards:
-        table = [places[resolved[label]] if label in resolved else none for label in shard.index.labels]
-        parts.append(np.array([*table, none], np.int32)[shard.index.codes])  # the last element is for code -1
-    codes = np.concatenate(parts)
-    kinds = {isinstance(label, tuple) for label in resolved}
-    if not numbers and (len(kinds) > 1 or (kinds == {True} and bool((codes == none).any()))):
+def _label_kind(shards: Sequence[Shard], labels: Iterable[RawLabel], classes: tuple[str, ...]) -> TargetKind:
+    """Return the kind of classes that labels state. Raise `DataError` if only some images have a list of labels."""
+    kinds = {isinstance(label, tuple) for label in labels}
+    if len(kinds) > 1 or (kinds == {True} and any((shard.index.codes < 0).any() for shard in shards)):
         where = f"{shards[0].path}" + (" and the others" if len(shards) > 1 else "")
         raise DataError(
             f"{where}: some images have a list of labels, others have one label or none; give every image a list, "
             "which can be empty"
         )
-    return labels, codes
+    return "classes" if kinds == {True} else "class" if classes else "none"
 
 
 def _meaning(label: int | str, numbered: tuple[str, ...] | None) -> int | str:
