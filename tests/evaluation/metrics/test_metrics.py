@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn import metrics as reference
 
-from vitrail.errors import DataError
 from vitrail.evaluation.metrics.classes import (
     average_precision,
     balanced_accuracy,
@@ -74,17 +73,6 @@ def test_top_k_is_the_first_k_of_a_stable_ranking(seed: int, classes: int, ties:
             expected = reference.top_k_accuracy_score(labels, logits, k=k, labels=range(classes))
             assert np.mean(hits) == pytest.approx(expected)
     assert np.array_equal(top_k(logits, labels, 1), logits.argmax(axis=1) == labels)
-
-
-@pytest.mark.parametrize("label", [-1, 3])
-def test_a_label_that_is_no_class_is_refused(label: int) -> None:
-    labels, logits = np.array([0, label]), np.zeros((2, 3), np.float32)
-    with pytest.raises(DataError, match=f"label {label} is not a class index from 0 to 2; sel"):
-        top_k(logits, labels, 1)
-    with pytest.raises(DataError, match=f"label {label} is not"):
-        per_class(labels, np.zeros(2, np.int64), 3)
-    with pytest.raises(DataError, match="no sample has a label"):
-        per_class(labels[:0], labels[:0], 3)
 
 
 @st.composite

@@ -18,7 +18,6 @@ import numpy as np
 from jaxtyping import Bool, Float, Float64, Int64
 
 from vitrail.data.targets import TargetKind, Targets
-from vitrail.errors import DataError
 from vitrail.evaluation.metrics.classes import mean_average_precision
 from vitrail.evaluation.metrics.intervals import Metric, interval, resampled_means
 
@@ -39,12 +38,10 @@ def number_metrics(
     """Return `MEANS` over all outputs and `OF_EACH` output, with bootstrap intervals.
 
     NaN in `truth` marks an unknown number, which is skipped. The metrics of an output without known numbers are None,
-    and the means skip this output. Raise `DataError` if no number is known.
+    and the means skip this output. At least one number is known.
     """
     known = ~np.isnan(truth)
     there = known.any(axis=0)
-    if not there.any():
-        raise DataError("no true number is known, so there is nothing to measure")
     # Deviations from the mean keep the digits that squares of large numbers would lose.
     mean = _mean(truth, known)
     deviations = np.where(known, truth - mean, 0)

@@ -467,22 +467,13 @@ def _largest_errors(
 
 
 class NamedMetric(NamedTuple):
-    """A metric with its name and number format."""
+    """A metric with its name and its texts."""
 
     name: str
     metric: Metric
-    form: str
-    """Format specification of the value, such as ".2%"."""
-
-    @property
-    def value(self) -> str:
-        """Text of the value."""
-        return f"{self.metric.value:{self.form}}"
-
-    @property
-    def interval(self) -> str:
-        """Text of the interval, or "" if there is none."""
-        return interval_text(self.metric, self.form)
+    value: str
+    interval: str
+    """Text of the interval, or "" if there is none."""
 
 
 def named_metrics(report: ClassificationReport) -> list[NamedMetric]:
@@ -490,9 +481,8 @@ def named_metrics(report: ClassificationReport) -> list[NamedMetric]:
     named = METRICS
     if report.has_several_labels:
         named = METRICS | {"accuracy": ("likeliest class is a label", ".2%")}
-    return [
-        NamedMetric(name, report.metrics[key], form) for key, (name, form) in named.items() if key in report.metrics
-    ]
+    found = [(name, report.metrics[key], form) for key, (name, form) in named.items() if key in report.metrics]
+    return [NamedMetric(name, one, f"{one.value:{form}}", interval_text(one, form)) for name, one, form in found]
 
 
 def interval_text(metric: Metric, form: str) -> str:
