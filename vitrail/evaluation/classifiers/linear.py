@@ -231,7 +231,6 @@ class _System:
     vectors: Float64[Tensor, "d d"]
     projected: Float64[Tensor, "d k"]
     """Covariance of the features with the numbers, in the basis of the eigenvectors."""
-    variance: Float64[Tensor, " k"]
 
 
 class RidgeRegression:
@@ -259,14 +258,11 @@ class RidgeRegression:
         """
         weight = torch.zeros(self.width, self.columns, dtype=torch.float64)
         bias = torch.zeros(self.columns, dtype=torch.float64)
-        objective = 0.0
         for one in self.systems:
-            rotated = one.projected / (one.values + penalty)[:, None]
-            solution = one.vectors @ rotated
+            solution = one.vectors @ (one.projected / (one.values + penalty)[:, None])
             weight[:, one.outputs] = solution
             bias[one.outputs] = one.number_mean - one.feature_mean @ solution
-            objective += float((one.variance - (rotated * one.projected).sum(dim=0)).sum())
-        return Fit(weight, bias, objective, iterations=0, gradient=0.0)
+        return Fit(weight, bias, iterations=0, gradient=0.0)
 
 
 def _system(
@@ -290,4 +286,4 @@ def _system(
         products += x.t() @ y[part]
     values, vectors = torch.linalg.eigh(covariance / len(rows))
     projected = vectors.t() @ products / len(rows)
-    return _System(outputs, feature_mean, number_mean, values.clamp(min=0), vectors, projected, y.square().mean(dim=0))
+    return _System(outputs, feature_mean, number_mean, values.clamp(min=0), vectors, projected)

@@ -32,8 +32,6 @@ class Fit:
 
     weight: Float64[Tensor, "d classes"]
     bias: Float64[Tensor, " classes"]
-    objective: float
-    """Value of the objective: mean cross-entropy in nats + penalty / 2 * sum of squared weights."""
     iterations: int
     gradient: float
     """The largest absolute derivative of the objective. If it exceeds the tolerance, the fit was ended by rounding
@@ -99,7 +97,7 @@ class LogisticRegression:
             iterations += 1
         if self.is_softmax:  # softmax ignores a constant added to all classes; the penalty is smallest at mean 0
             point = point - point.mean(dim=1, keepdim=True)
-        return Fit(point[:-1], point[-1], value.objective, iterations, float(value.gradient.abs().max()))
+        return Fit(point[:-1], point[-1], iterations, float(value.gradient.abs().max()))
 
     def _value(self, point: Vector, penalty: float) -> _Value:
         inner = point.to(self.features)
