@@ -109,9 +109,7 @@ class Samples:
         return len(self.places)
 
     def __getitem__(self, index: int) -> Sample:
-        part, place = self.place(index)
-        reader = self.readers[part]
-        return Sample(self.prefixes[part] + reader.key(place), reader.image(place), self.targets[index])
+        return Sample(self.key(index), self.image(index), self.targets[index])
 
     def image(self, index: int) -> bytes | UInt8[np.ndarray, "h w c"]:
         part, place = self.place(index)

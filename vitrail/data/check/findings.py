@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, islice
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
@@ -165,12 +165,7 @@ def names_of(label: Target, classes: Sequence[str]) -> str | None:
 
 def first(groups: Iterable[Iterable[FaultExample]]) -> tuple[tuple[FaultExample, ...], ...]:
     """Return the first groups and the first members of each group, up to the limits of a report."""
-    found: list[tuple[FaultExample, ...]] = []
-    for group in groups:
-        if len(found) == MOST_GROUPS:
-            break
-        found.append(tuple(member for member, _ in zip(group, range(MOST_MEMBERS), strict=False)))
-    return tuple(found)
+    return tuple(tuple(islice(group, MOST_MEMBERS)) for group in islice(groups, MOST_GROUPS))
 
 
 MANY = 20

@@ -207,8 +207,7 @@ def examine(source: Source, index: int) -> Seen | tuple[State, str]:
     """Return the result of examining an image of a source, or the reason why it failed."""
     try:
         sample = source[index]
-        seen = look(sample.image)
-        return _with_target(seen, sample.target, len(source.classes))
+        return _with_target(look(sample.image), sample.target, len(source.classes))
     except UndecodableImage as error:
         return State.UNDECODABLE, str(error)
     except DataError as error:
@@ -218,21 +217,18 @@ def examine(source: Source, index: int) -> Seen | tuple[State, str]:
 def _with_target(seen: Seen, target: Target, classes: int) -> Seen:
     """Return the result with what the image's boxes or mask add to it."""
     size = seen.height, seen.width
-    if isinstance(target, Mask):
-        try:
-            amounts = np.bincount(target.indices(size).ravel(), minlength=256)
-            return replace(seen, amounts=amounts[[*range(classes), -1]])
-        except UndecodableImage as error:
-            return replace(seen, misfit=str(error))
-    if not isinstance(target, Objects):
-        return seen
-    sides = (target.boxes[:, 2:] - target.boxes[:, :2]) * size[::-1]
-    amounts = np.bincount(np.searchsorted(AREAS, sides.prod(axis=1), side="right"), minlength=len(AREAS) + 1)
     try:
-        target.check_size(size)
+        if isinstance(target, Mask):
+            pixels = np.bincount(target.indices(size).ravel(), minlength=256)
+            seen = replace(seen, amounts=pixels[[*range(classes), -1]])
+        elif isinstance(target, Objects):
+            sides = (target.boxes[:, 2:] - target.boxes[:, :2]) * size[::-1]
+            sizes = np.searchsorted(AREAS, sides.prod(axis=1), side="right")
+            seen = replace(seen, amounts=np.bincount(sizes, minlength=len(AREAS) + 1))
+            target.check_size(size)
     except UndecodableImage as error:
-        return replace(seen, amounts=amounts, misfit=str(error))
-    return replace(seen, amounts=amounts)
+        return replace(seen, misfit=str(error))
+    return seen
 
 
 def look(image: bytes | np.ndarray) -> Seen:

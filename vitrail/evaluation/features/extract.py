@@ -233,8 +233,7 @@ def _from_cache(job: _Job, cache: Path) -> tuple[_Job, Kept | None]:
         job = job.with_safe_precision()
     except KeyboardInterrupt:
         raise Interrupted("stopped before more features were computed") from None
-    entry = entries[str(job.precision)]
-    return job, _computed(job, entry)
+    return job, _computed(job, entries[str(job.precision)])
 
 
 def _computed(job: _Job, entry: Entry) -> Kept | None:
