@@ -223,15 +223,15 @@ class Entry:
             self.partial.rename(self.folder)
 
 
+@dataclass(frozen=True)
 class Lock:
     """A lock on an entry. It is released at the end of `Entry.locked` or of the process."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    descriptor: int
 
     def share(self) -> None:
         """Acquire the lock in shared mode. Several processes that fill the entry can hold the lock at once."""
-        fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+        fcntl.flock(self.descriptor, fcntl.LOCK_SH)
 
     def alone(self, on_wait: Callable[[], None]) -> None:
         """Acquire the lock exclusively, and wait until all other processes have released it.
@@ -239,10 +239,10 @@ class Lock:
         `on_wait` is called once if another process holds the lock.
         """
         try:  # the system releases the shared lock first, so two processes with a shared lock do not deadlock
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             on_wait()
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX)
 
 
 def _parse(path: Path) -> _About:

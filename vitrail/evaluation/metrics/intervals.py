@@ -82,12 +82,10 @@ def balanced_accuracy_interval(
     all samples are right or all are wrong, the interval is Wilson's for as many samples as would give the variance of a
     mean over the classes.
     """
-    value = balanced_accuracy(labels, predicted, num_classes)
-    found = interval(value, _resampled_balanced_accuracy(labels, predicted, resamples, seed))
-    if found.low is None or found.low != found.high:
-        return found
+    resampled = _resampled_balanced_accuracy(labels, predicted, resamples, seed)
     counts = np.unique(labels, return_counts=True)[1]
-    return wilson_interval(value, float(len(counts) ** 2 / (1 / counts).sum()))
+    count = float(len(counts) ** 2 / (1 / counts).sum())
+    return interval_or_wilson(balanced_accuracy(labels, predicted, num_classes), resampled, count)
 
 
 def wilson_interval(fraction: float, count: float) -> Metric:
@@ -168,6 +166,12 @@ def interval(value: float, resampled: Float64[np.ndarray, " resamples"]) -> Metr
         return Metric(value)
     low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]).tolist()
     return Metric(value, low, high)
+
+
+def interval_or_wilson(value: float, resampled: Float64[np.ndarray, " resamples"], count: float) -> Metric:
+    """Return a metric with its interval, which is Wilson's for `count` samples if all resamples have the same value."""
+    found = interval(value, resampled)
+    return wilson_interval(value, count) if found.low is not None and found.low == found.high else found
 
 
 def _in_blocks(
