@@ -214,8 +214,7 @@ class TrainingBatches(Iterator[Batch]):
     def _order(self, make: Callable[[int, int], Callable[[int, int], Any]]) -> Any:
         """Return what functions make of all samples in the order of the run. `make` receives the first sample and the
         length of a part of the source, and returns a function of the position and of the index in the part."""
-        source = self._source
-        parts = parts_of(source)
+        parts = parts_of(self._source)
         orders = [
             _grain()
             .MapDataset.range(length)

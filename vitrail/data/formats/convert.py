@@ -282,8 +282,7 @@ class MaskWriter(_Writer):
     background, and a smaller object covers a larger one."""
 
     def begin(self, sources: Mapping[str, Samples]) -> None:
-        kinds = {source.target_kind for source in sources.values()}
-        self.first = int("boxes" in kinds)
+        self.first = int(any(source.target_kind == "boxes" for source in sources.values()))
         names = [BACKGROUND] * self.first + list(self.names)
         if len(set(names)) < len(names) or len(names) > IGNORED:
             raise DataError(f"{plural(len(names), 'class')} with {BACKGROUND} cannot be written as masks; rename them")

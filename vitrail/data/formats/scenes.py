@@ -109,8 +109,7 @@ class SceneSource:
 
     def __getitem__(self, index: int) -> Sample:
         size, draws = self.size, self._draws(index, 64)
-        background = 20 + 60 * draws[8:11]
-        pixels = np.broadcast_to(background, (size, size, 3)).copy()
+        pixels = np.broadcast_to(20 + 60 * draws[8:11], (size, size, 3)).copy()
         for number, group in enumerate(self.groups(index)):
             shade = 0.8 + 0.2 * draws[12 + number]
             slots = draws[16 + 4 * number : 20 + 4 * number].argsort()[: group.number + 1]

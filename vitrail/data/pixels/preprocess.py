@@ -206,11 +206,12 @@ class Preprocess:
             part = down + top / shrink, right + left / shrink, taken[0] / shrink, taken[1] / shrink
         elif box is not None and not isinstance(box, Jitter):
             picture = picture.crop((left, top, left + taken[1], top + taken[0]))
-        begin = placement.top, placement.left
+        begin = placement.top, placement.left  # of the window in the scaled picture, which it can extend beyond
         sides = zip(begin, self.image_size, placement.scaled, strict=True)
         rows, columns = (slice(max(start, 0), min(start + size, scaled)) for start, size, scaled in sides)
         if self.resampler == "pillow":
-            levels = self._array(self._scaled(picture, part, placement.scaled))[rows, columns]
+            picture = self._scaled(picture, part, placement.scaled)
+            levels = self._array(picture.crop((columns.start, rows.start, columns.stop, rows.stop)))
         else:
             levels = self._like_tensorflow(self._array(picture), placement.scaled, (rows, columns))
         if levels.shape[:2] == self.image_size:
