@@ -17,7 +17,7 @@ from PIL import Image
 
 from vitrail.data.objects import Mask, Objects
 from vitrail.data.pipeline import default_threads
-from vitrail.data.pixels.decode import open_file, open_image, to_pil
+from vitrail.data.pixels.decode import open_file, open_image, orientation_of, to_pil
 from vitrail.data.source import Source
 from vitrail.data.targets import Target
 from vitrail.errors import DataError, UndecodableImage, plural
@@ -45,9 +45,6 @@ FLAT = 4
 
 REASONS = 1000
 """Largest number of broken images for which the reason is kept. Further broken images are only counted."""
-
-ORIENTATION = 0x0112
-"""The EXIF tag for the orientation of a picture."""
 
 AREAS = (32**2, 96**2)
 """Areas in pixels from which COCO counts objects as medium and as large."""
@@ -287,22 +284,12 @@ def _header(data: bytes) -> tuple[str, Oddity]:
         if picture.format in ("PNG", "TIFF") and any(";16" in str(tile[3]) for tile in picture.tile):
             odd |= Oddity.DEEP
         tagged = "exif" in picture.info or picture.format == "TIFF"  # for other files, Pillow would decode the pixels
-        if tagged and _says(lambda: picture.getexif().get(ORIENTATION, 1) != 1):
+        if tagged and orientation_of(picture) != 1:
             odd |= Oddity.TURNED
-        if _says(lambda: picture.format != "JPEG" and getattr(picture, "is_animated", False)):
-            odd |= Oddity.ANIMATED
+        with suppress(Exception):  # Pillow can raise anything for a damaged file, which can still be decoded
+            if picture.format != "JPEG" and getattr(picture, "is_animated", False):
+                odd |= Oddity.ANIMATED
         return f"{picture.format} {MODES.get(picture.mode, picture.mode)}", odd
-
-
-def _says(question: Callable[[], bool]) -> bool:
-    """Return the result of `question`, which tests a field of a header. Return False if this field is damaged.
-
-    An image with a damaged field can still be decoded.
-    """
-    try:
-        return question()
-    except Exception:  # a hostile file can make Pillow raise any exception
-        return False
 
 
 MAX_LOOKS = 32

@@ -428,7 +428,7 @@ class Opened:
             loaded = _loaded(self.picture, self.file, shrink)
             picture = _as_grey_of_16_bits(loaded)
             # The orientation is read after loading, because Pillow turns a TIFF upright when it loads the pixels.
-            turn = UPRIGHT.get(_orientation(loaded))
+            turn = UPRIGHT.get(orientation_of(loaded))
             return _plain(picture if turn is None else picture.transpose(turn), channels)
 
 
@@ -485,12 +485,12 @@ def open_image(image: bytes | np.ndarray | Image.Image) -> Opened:
         if isinstance(image, bytes):
             picture, orientation = open_file(image), 1
             if picture.format != "PNG":
-                orientation = _orientation(picture)
+                orientation = orientation_of(picture)
             elif any(mark in image for mark in PNG_ORIENTATION):
                 picture = _loaded(picture, image)
-                orientation = _orientation(picture)
+                orientation = orientation_of(picture)
         else:
-            picture, orientation = image, _orientation(image)
+            picture, orientation = image, orientation_of(image)
         width, height = picture.size
         if min(width, height) < 1:
             raise UndecodableImage(f"has no pixels: its header states a size of {width} x {height} (width x height)")
@@ -657,7 +657,8 @@ def _hush() -> None:
         ctypes.CDLL(importlib.import_module("PIL._imaging").__file__).TIFFSetErrorHandler(None)
 
 
-def _orientation(picture: Image.Image) -> int:
+def orientation_of(picture: Image.Image) -> int:
+    """Return the EXIF orientation of a picture, 1 to 8."""
     try:
         return int(picture.getexif().get(ORIENTATION, 1))
     except Exception:  # broken EXIF is no reason to refuse the pixels

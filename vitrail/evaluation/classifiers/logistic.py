@@ -13,6 +13,7 @@ from jaxtyping import Float, Float64, Int64, Shaped
 from torch import Tensor
 
 from vitrail.data.augment.draws import keyed_uniform
+from vitrail.data.splits import ranks_in_groups
 from vitrail.data.targets import Targets
 from vitrail.errors import DataError
 
@@ -287,15 +288,5 @@ def class_ranks(labels: Int64[np.ndarray, " n"], seed: int) -> Int64[np.ndarray,
 
     The order within a label depends only on the seed, the label and the number of rows with that label.
     """
-    ordinals = _places(labels, np.arange(len(labels)))
-    order = np.argsort(keyed_uniform(seed, labels, ordinals, draws=1)[:, 0], kind="stable")
-    return _places(labels, order)
-
-
-def _places(labels: Int64[np.ndarray, " n"], order: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-    """Return, for each row, the number of rows with the same label that come earlier in `order`."""
-    grouped = order[np.argsort(labels[order], kind="stable")]
-    values, first = np.unique(labels[grouped], return_index=True)
-    places = np.empty(len(labels), np.int64)
-    places[grouped] = np.arange(len(labels)) - first[np.searchsorted(values, labels[grouped])]
-    return places
+    ordinals = ranks_in_groups(np.arange(len(labels)), labels)
+    return ranks_in_groups(keyed_uniform(seed, labels, ordinals, draws=1)[:, 0], labels)
