@@ -20,7 +20,7 @@ from jaxtyping import Int64, Shaped, UInt8
 from vitrail.data.faults import Fault
 from vitrail.data.objects import Objects
 from vitrail.data.pixels.decode import image_size_of
-from vitrail.data.targets import SoftTarget, Target, TargetKind, Targets, is_texts, numbered
+from vitrail.data.targets import SoftTarget, Target, TargetKind, Targets, is_texts
 from vitrail.errors import DataError, UndecodableImage, plural
 
 
@@ -498,14 +498,6 @@ def truth_of(source: Source, rows: Iterable[int] | None = None) -> Targets:
     chosen = range(len(source)) if rows is None else rows
     kind, names = target_kind(source), tuple(source.classes)
     return Targets.of(map(source.target, chosen), "class" if kind == "none" else kind, names)
-
-
-def truth_of_targets(targets: Iterable[Target], kind: TargetKind, columns: int) -> Targets:
-    """Return these targets of `columns` classes or numbers, without their names.
-
-    If the kind is "none", every sample gets the label -1.
-    """
-    return Targets.of(targets, "class" if kind == "none" else kind, numbered(columns))
 
 
 def target_from_plain(value: Any, kind: TargetKind, columns: int) -> Target:

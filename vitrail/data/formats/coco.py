@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.data.faults import Fault, is_own_record
+from vitrail.data.faults import Fault, first_bytes, is_own_record
 from vitrail.data.formats.annotated import (
     AnnotatedImages,
     Annotation,
@@ -71,11 +71,7 @@ def annotation_files(files: Iterable[Path]) -> list[Path]:
 def _is_coco(path: Path) -> bool:
     """Return True for a file with images, annotations or categories, but not with categories alone, which Label Studio
     writes beside YOLO's text."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(HEAD)
-    except OSError:
-        return False
+    head = first_bytes(path, HEAD)
     found = {match[1] for match in KEYS.finditer(head)}
     has_only_categories = found == {b"categories"} and len(head) < HEAD
     return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{") and bool(found) and not has_only_categories

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vitrail.data import formats
-from vitrail.data.faults import OWN_RECORDS, Fault, is_own_output, is_system_folder
+from vitrail.data.faults import OWN_RECORDS, Fault, first_bytes, is_own_output, is_system_folder
 from vitrail.data.pixels.decode import HEAD, SUFFIXES, is_image
 from vitrail.data.source import Samples, Source, file_samples, files_of, inode_of, inodes_in
 from vitrail.data.splits import (
@@ -215,7 +215,11 @@ def unread_images(root: Path, others: Sequence[str], empty: Sequence[str] = ()) 
     for other in others:
         folder, _, name = other.rpartition("/")
         groups[folder, os.path.splitext(name)[1].lower()].append(other)  # noqa: PTH122 (thousands of names)
-    unread = {place: names for place, names in groups.items() if any(_looks(root / name) for name in names[:LOOKS])}
+    unread = {
+        place: names
+        for place, names in groups.items()
+        if any(is_image(first_bytes(root / name, HEAD)) for name in names[:LOOKS])
+    }
     if not unread:
         return
     files = [name for names in unread.values() for name in names]
@@ -232,15 +236,6 @@ def unread_images(root: Path, others: Sequence[str], empty: Sequence[str] = ()) 
         "Training refuses the data, because classes would be missing." if lost else "These images are skipped.",
         f"Rename or convert the images to files with the suffixes {ALL}, or remove them.",
     )  # fmt: skip
-
-
-def _looks(path: Path) -> bool:
-    """Return True if a file is an image by its content."""
-    try:
-        with path.open("rb") as file:
-            return is_image(file.read(HEAD))
-    except OSError:
-        return False
 
 
 def _never_data(root: Path) -> tuple[list[str], list[str]]:

@@ -21,6 +21,7 @@ import yaml  # type: ignore[import-untyped]
 
 from vitrail.data.faults import Fault, shown
 from vitrail.data.formats.annotated import (
+    IMAGES,
     AnnotatedImages,
     Annotation,
     ImageFiles,
@@ -208,7 +209,7 @@ def _label_of(key: str, texts: set[str]) -> str | None:
     stem = re.sub(r"\.[^./]*$", ".txt", key)
     parts = stem.split("/")
     for place in reversed(range(len(parts) - 1)):
-        if parts[place].lower() in ("images", "image", "imgs", "jpegimages"):
+        if parts[place].lower() in IMAGES:
             for word in ("labels", "label", "Labels", "LABELS"):
                 if (moved := "/".join([*parts[:place], word, *parts[place + 1 :]])) in texts:
                     return moved

@@ -14,7 +14,7 @@ from torch import Tensor
 from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError
 from vitrail.evaluation.classifiers.logistic import check_both, check_finite, check_pair, tensor
-from vitrail.evaluation.metrics.numbers import streaming_metrics
+from vitrail.evaluation.metrics.numbers import mean_of_known, streaming_metrics
 
 QUERIES = 8192
 """Number of queries per pass over the stored features."""
@@ -259,6 +259,5 @@ class _Sums:
         stored rows is used."""
         if self.truth.kind != "numbers":
             return self.sums / self.weights
-        known = ~np.isnan(self.truth.values)
-        mean = np.where(known, self.truth.values, 0).sum(axis=0) / np.maximum(known.sum(axis=0), 1)
+        mean = mean_of_known(self.truth.values, ~np.isnan(self.truth.values))
         return np.where(self.weights > 0, self.sums / np.where(self.weights > 0, self.weights, 1), mean)

@@ -12,8 +12,8 @@ import numpy as np
 
 from vitrail.data.batch import Skipped
 from vitrail.data.formats.parquet import pyarrow
-from vitrail.data.source import target_from_plain, truth_of_targets
-from vitrail.data.targets import Target, TargetKind, Targets
+from vitrail.data.source import target_from_plain
+from vitrail.data.targets import Target, TargetKind, Targets, numbered
 from vitrail.errors import DataError
 from vitrail.evaluation.features.cache import map_features
 from vitrail.evaluation.features.extract import FeatureSet
@@ -185,4 +185,5 @@ def _read_keys(path: Path, written: _Written) -> tuple[tuple[str, ...], Targets]
         raise DataError(f"{path}, line {len(keys) + 1} cannot be used: {error}") from error
     if len(keys) != written.images:
         raise DataError(f"{path} has {len(keys):,} lines for {written.images:,} features")
-    return tuple(keys), truth_of_targets(targets, written.target_kind, len(written.classes))
+    kind = "class" if written.target_kind == "none" else written.target_kind
+    return tuple(keys), Targets.of(targets, kind, numbered(len(written.classes)))

@@ -43,7 +43,7 @@ def number_metrics(
     known = ~np.isnan(truth)
     there = known.any(axis=0)
     # Deviations from the mean keep the digits that squares of large numbers would lose.
-    mean = _mean(truth, known)
+    mean = mean_of_known(truth, known)
     deviations = np.where(known, truth - mean, 0)
     errors = np.where(known, predicted - truth, 0)
     columns = np.concatenate([known, np.abs(errors), errors**2, deviations, deviations**2], axis=1, dtype=np.float64)
@@ -77,7 +77,7 @@ class StreamingErrors:
         self._names = truth.names
         known = ~np.isnan(truth.values)
         errors = np.where(known, outputs - truth.values, 0)
-        mean = _mean(truth.values, known)
+        mean = mean_of_known(truth.values, known)
         squares = np.where(known, truth.values - mean, 0) ** 2
         part = np.stack([known, np.abs(errors), errors**2, squares], dtype=np.float64).sum(axis=1)
         part = np.concatenate([part, mean[None]])
@@ -156,7 +156,7 @@ def _varies(
     return variance > (1e-13 * mean) ** 2
 
 
-def _mean(
+def mean_of_known(
     values: Float64[np.ndarray, "n outputs"], known: Bool[np.ndarray, "n outputs"]
 ) -> Float64[np.ndarray, " outputs"]:
     """Return the mean of the known numbers of each output, or 0 if there are none."""
