@@ -240,7 +240,7 @@ def open_images(
         opened, class_map = _opened_for_head(bundle, spec, class_names, own)
     if common is not None and split not in ("train", "all"):
         splits = common.split(opened)
-    elif (split == "all" and not by_features) or common is not None:
+    elif common is not None or (split == "all" and not by_features):
         splits = opened.splits(validation_share=0.0)
     else:
         splits = _splits_of(bundle, opened, share=0.0)
