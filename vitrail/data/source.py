@@ -292,9 +292,7 @@ def fingerprint(*sources: Source | None) -> str:
     `identity`, because a few numbers determine all samples, the hash of the `identity` is returned.
     """
     digest = hashlib.sha256()
-    for source in sources:
-        if source is None:
-            continue
+    for source in [one for one in sources if one is not None]:
         if (identity := identity_of(source)) is not None:
             digest.update(identity.encode())
             continue
@@ -447,10 +445,8 @@ def shared_images(train: Source, held_out: Source) -> list[int]:
     if any(origin.startswith(f"{kind} ") for origin in origins):
         for index in range(len(train)):
             other = origins.get(own.origin(index) or "")
-            if other is None:
-                continue
             # files on two disks can have the same inode, but hardly the same times as well
-            if kind != "file" or own.stamp(index) == other_samples.stamp(other):
+            if other is not None and (kind != "file" or own.stamp(index) == other_samples.stamp(other)):
                 same.add(other)
     if kind != "fractal":
         same |= {

@@ -417,12 +417,10 @@ class LabelReader:
 def whole_numbers(names: Iterable[str]) -> dict[str, str]:
     """Return the whole number of each name such as "1.0", which is how pandas writes class numbers in a column with a
     missing value. Return nothing unless all names are whole numbers and some have a decimal point."""
-    found: dict[str, str] = {}
-    for name in names:
-        if (match := WHOLE.fullmatch(name)) is None:
-            return {}
-        found[name] = match[1]
-    return found if any("." in name for name in found) else {}
+    matches = {name: WHOLE.fullmatch(name) for name in names}
+    if not all(matches.values()) or not any("." in name for name in matches):
+        return {}
+    return {name: match[1] for name, match in matches.items() if match is not None}
 
 
 def refuse_joined(title: str, counts: Mapping[str, int], chosen: str | None = None) -> None:

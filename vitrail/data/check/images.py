@@ -324,10 +324,8 @@ def has_colour(image: bytes | np.ndarray | Image.Image) -> bool:
 def images_of(source: Source) -> Iterator[bytes | np.ndarray]:
     """Yield up to 32 evenly spaced images of a source. Images that cannot be read are skipped."""
     for index in np.unique(np.linspace(0, len(source) - 1, min(MAX_LOOKS, len(source))).astype(np.int64)).tolist():
-        try:
+        with suppress(DataError):
             yield source[index].image
-        except DataError:
-            continue
 
 
 def colours_in(images: Iterable[bytes | np.ndarray | Image.Image]) -> list[bool]:

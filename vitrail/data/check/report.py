@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -203,11 +204,9 @@ def _drawn_examples(train: Source) -> Iterator[tuple[str, str]]:
         sample = train[index]
         if not isinstance(sample.target, Objects | Mask):
             continue
-        try:
+        with suppress(DataError):
             picture = drawn_on(to_pil(sample.image, 3), sample.target, train.classes)
-        except DataError:
-            continue
-        yield large_address(picture), printable(sample.key)
+            yield large_address(picture), printable(sample.key)
 
 
 def _counts(report: Report, classes: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:

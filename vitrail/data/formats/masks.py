@@ -120,9 +120,7 @@ def _images_of_masks(root: Path, folders: Sequence[Path], images: ImageFiles) ->
         start = f"{above}/" if above else ""
         tops = {key[len(start) :].split("/")[0] for key in images.inodes if key.startswith(start)}
         top = [name for name in sorted(tops) if name.lower() in (*IMAGES, "leftimg8bit")][:1]
-        for name in images.inodes:
-            if not (name.startswith(inside) and name.lower().endswith(".png")):
-                continue
+        for name in [key for key in images.inodes if key.startswith(inside) and key.lower().endswith(".png")]:
             folder, _, file = name.removeprefix(inside).rpartition("/")
             # The folder of images that is divided like the masks, such as images/train for masks/train.
             near = "/".join(part for part in (above, *top, folder) if part)

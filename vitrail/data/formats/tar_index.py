@@ -314,9 +314,7 @@ def _save(shard: str, version: Version, index: ShardIndex) -> None:
     about["unread"] = index.unread
     columns = np.stack([getattr(index, name).astype(np.int64) for name in COLUMNS])
     text = np.frombuffer(json.dumps(about).encode(), np.uint8)
-    for place in _places(shard):
-        if not _is_free(place):
-            continue
+    for place in filter(_is_free, _places(shard)):
         with contextlib.suppress(OSError), replacing_file(place) as partial:
             with partial.open("wb") as file:  # np.savez would append a suffix to a name
                 np.savez(

@@ -626,9 +626,8 @@ def _ends_with_zeros(picture: Image.Image) -> bool:
 def _repaired(file: bytes) -> ImageFile | None:
     """Return the picture of a PNG or JPEG file from the parts of the file that determine its pixels. Return None for
     another file, or if its pixels are damaged or too many. A PNG picture is loaded."""
-    for data in (png_of_pixels(file, keep_texts=True), png_of_pixels(file, keep_texts=False), jpeg_of_pixels(file)):
-        if data is None:
-            continue
+    parts = (png_of_pixels(file, keep_texts=True), png_of_pixels(file, keep_texts=False), jpeg_of_pixels(file))
+    for data in filter(None, parts):
         with contextlib.suppress(Exception):
             picture = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
             _check_size(*picture.size)

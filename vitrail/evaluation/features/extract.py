@@ -329,10 +329,8 @@ def _decoded(source: Source, preprocess: Preprocess) -> Iterator[Pixels]:
     spread = evenly(len(source), TRIED)
     first = spread[:: max(1, len(spread) // COMPARED)]
     for index in (*first.tolist(), *np.setdiff1d(spread, first).tolist()):
-        try:
+        with contextlib.suppress(UndecodableImage):
             yield preprocess.pixels(source[index].image)
-        except UndecodableImage:
-            continue
 
 
 def _vectors(predictor: Predictor, images: Float32[Tensor, "b c h w"], layer: Layer) -> Float32[Tensor, "b d"]:
