@@ -29,6 +29,7 @@ from rich.table import Table
 from vitrail.data.faults import is_own_output, is_system_folder, refuse
 from vitrail.data.formats.folder import unread_images
 from vitrail.data.pixels.decode import SUFFIXES
+from vitrail.data.splits import Request
 from vitrail.errors import DataError, plural
 from vitrail.settings import setting
 from vitrail.training.log import numbers_of
@@ -79,7 +80,7 @@ def _files_in(root: Path) -> tuple[list[Path], list[str]]:
 def _images_of_table(path: Path) -> Iterator[Path]:
     from vitrail.data.formats.table import open_table
 
-    splits = open_table([path], None, unlabelled=True)
+    splits = open_table(Request(str(path), unlabelled=True), [path])
     refuse(splits.faults)
     for source in (splits.train, splits.validation, splits.test):
         for index in range(len(source) if source is not None else 0):

@@ -19,6 +19,7 @@ from rich.text import Text
 from vitrail.cli.console import image_paths, images_bar, message_console, print_in_full, print_note
 from vitrail.cli.options import Call, Command, DeviceOption, Example
 from vitrail.data.check.images import colour_note, images_of
+from vitrail.data.formats.parquet import pyarrow
 from vitrail.data.pipeline import Readers, queue_bytes
 from vitrail.data.source import Source, files_of
 from vitrail.data.sources import open_whole
@@ -27,7 +28,6 @@ from vitrail.evaluation.features.cache import default_cache
 from vitrail.evaluation.features.extract import FeatureSet, extract
 from vitrail.evaluation.features.feature_files import (
     check_features_folder,
-    parquet_library,
     save_features,
     save_parquet,
 )
@@ -264,7 +264,7 @@ def run_embed(call: Call) -> int:
 
 def _embed(options: Embed, processes: Processes) -> int:
     if options.format == "parquet":
-        parquet_library()
+        pyarrow("writing")
     console = message_console(options.json)
     keep_freed_memory()
     sources, notes = _sources(options)
