@@ -197,13 +197,15 @@ def images_bar(console: Console, *, transient: bool = False) -> Progress:
 @contextmanager
 def showing_progress(
     console: Console, description: str, total: int | None = None, *, transient: bool = False
-) -> Iterator[Callable[[int, int | None], None]]:
-    """Show a progress bar over images on terminals. Yield a function that takes the number of images that are done, and
-    the number of all images if it is known only now."""
+) -> Iterator[Callable[..., None]]:
+    """Show a progress bar over images on terminals. Yield a function that takes the number of images that are done, the
+    number of all images if it is known only now, and a description with which the bar begins again."""
     with images_bar(console, transient=transient) as bar:
         task = bar.add_task(description, total=total)
 
-        def show(done: int, total: int | None) -> None:
+        def show(done: int, total: int | None = None, description: str | None = None) -> None:
+            if description not in (None, bar.tasks[0].description):
+                bar.reset(task, description=description)
             bar.update(task, completed=done, total=total)
 
         yield show

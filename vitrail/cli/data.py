@@ -266,7 +266,7 @@ def run_pack(call: Call) -> int:
     if options.to is not None:
         count = sum(map(len, splits.sources.values()))
         with showing_progress(console, "writing", count) as show:
-            lost = convert(splits, options.destination, options.to, lambda done: show(done, None))
+            lost = convert(splits, options.destination, options.to, show)
         for note in lost:
             print_note(console, note)
         _say(console, f"The data is in {options.destination}. Look at it: vitrail data check {options.destination}")
@@ -290,7 +290,7 @@ def _pack(splits: Splits, options: Pack, shard_size: int, console: Console, argu
                 shard_size=shard_size,
                 max_side=options.max_side,
                 workers=options.workers,
-                progress=lambda done: show(done, None),
+                progress=show,
                 stop=lambda: request.requested,
             )
         except Stopped as stop:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,8 +15,18 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import ReductionOptions, images_bar, message_console, print_note
-from vitrail.cli.options import Call, Command, DeviceOption, Example, JsonOption, Option, flag, options_of
+from vitrail.cli.console import ReductionOptions, message_console, print_note, showing_progress
+from vitrail.cli.options import (
+    Call,
+    Command,
+    DeviceOption,
+    Example,
+    ImageSizeOption,
+    JsonOption,
+    Option,
+    flag,
+    options_of,
+)
 from vitrail.data.check.images import colour_note, images_of
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError
@@ -48,7 +58,7 @@ from vitrail.weights.load import load
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate(DeviceOption, JsonOption, ReductionOptions):
+class Evaluate(DeviceOption, JsonOption, ReductionOptions, ImageSizeOption):
     """Options of `vitrail evaluate`."""
 
     models: tuple[str, ...] = setting(argument="MODEL...")
@@ -81,9 +91,6 @@ class Evaluate(DeviceOption, JsonOption, ReductionOptions):
     confusion: bool = False
     """Show the confusion matrix of the model's own head. With more than 20 classes, show only the most confused
     pairs."""
-    image_size: tuple[int, int] | None = None
-    """Image height and width in pixels. The default is the model's size. Position embeddings are resized for other
-    sizes."""
     batch_size: int | None = setting(None, least=1)
     """Images per forward pass. The default follows from the model's cost."""
     precision: Literal["auto", "int8", "bf16", "float32"] | None = None
@@ -144,7 +151,7 @@ def main(call: Call) -> int:
 def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> int:
     """Measure one or several models on one data set, and return the exit code."""
     bundles = {name: _load(options, name) for name in options.models}
-    with _Bar(console) as bar:
+    with showing_progress(console, "measuring", transient=True) as show:
         prepared, unfit = fitting({
             name: (bundle, evaluators_for(bundle, options, given)) for name, bundle in bundles.items()
         })  # fmt: skip
@@ -152,7 +159,7 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> int:
         if len(bundles) > 1 or options.validation_share is not None:
             common = common_images(bundles, options.data, options.split, options.validation_share)
         plans = {
-            name: plan_of(bundle, prepared[name], options, common, _outputs(bundle, options, console, bar))
+            name: plan_of(bundle, prepared[name], options, common, _outputs(bundle, options, console, show))
             for name, bundle in bundles.items()
         }
         notes = [*unfit, *((name, note) for name, plan in plans.items() for note in plan.notes)]
@@ -163,7 +170,7 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> int:
         rows: dict[str, dict[str, dict[str, Any]]] = {}
         for name, plan in plans.items():
             if len(bundles) > 1:
-                bar.begin(name)
+                show(0, description=name)
             rows[name] = plan.measure()
     skipped = {key: reason for plan in plans.values() for key, reason in plan.outputs.skipped.items()}
     for key, reason in skipped.items():
@@ -214,14 +221,14 @@ def _suite(options: Evaluate, console: Console) -> int:
     bundle = _load(options, name)
     for note in bundle.notes:
         print_note(console, COMMAND.note(note))
-    with _Bar(console) as bar:
-        outputs = _outputs(bundle, options, console, bar)
+    with showing_progress(console, "measuring", transient=True) as show:
+        outputs = _outputs(bundle, options, console, show)
         result = run_suite(
             outputs,
             suite,
             folder=Path(options.data).expanduser() if options.data else None,
             strict=options.strict,
-            on_task=lambda task: bar.begin(task.name),
+            on_task=lambda task: show(0, description=task.name),
         )
     if options.json:
         print(json.dumps(suite_as_plain(result)))
@@ -239,14 +246,14 @@ def _load(options: Evaluate, name: str) -> Bundle:
     return bundle if options.reduce_tokens is None else with_reduction(bundle, options.reduction())
 
 
-def _outputs(bundle: Bundle, options: Evaluate, console: Console, bar: _Bar) -> Outputs:
+def _outputs(bundle: Bundle, options: Evaluate, console: Console, show: Callable[..., None]) -> Outputs:
     return Outputs(
         bundle,
         batch_size=options.batch_size,
         precision=options.precision or bundle.precision,
         feature_precision=options.precision or ("float32" if options.suite else "auto"),
         cache=None if options.no_cache else options.cache or default_cache(),
-        on_progress=bar.update,
+        on_progress=show,
         on_note=lambda note: print_note(console, COMMAND.note(note)),
         processes=join_processes(),
     )
@@ -262,27 +269,6 @@ def _detail(report: ClassificationReport | None, options: Evaluate, bundle: Bund
         names = bundle.classes
         detail["confusion"] = [[names[true], names[taken], images] for true, taken, images in report.confusion]
     return detail
-
-
-class _Bar:
-    """A progress bar over images."""
-
-    def __init__(self, console: Console) -> None:
-        self._progress = images_bar(console, transient=True)
-        self._task = self._progress.add_task("measuring", total=None)
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def begin(self, name: str) -> None:
-        self._progress.reset(self._task, description=name, total=None)
-
-    def update(self, done: int, total: int) -> None:
-        self._progress.update(self._task, completed=done, total=total)
 
 
 # Checks of the options of `vitrail evaluate`, before a model or data is read.

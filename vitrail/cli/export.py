@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitrail.cli.console import print_note
-from vitrail.cli.options import Call, Command, Example, JsonOption, names_in
+from vitrail.cli.options import Call, Command, Example, ImageSizeOption, JsonOption, ModelOption, names_in
 from vitrail.data.source import Sample, truth_of
 from vitrail.data.sources import open_whole
 from vitrail.errors import ConfigError, DataError, ExportFailed, plural
@@ -39,11 +39,9 @@ USUAL_IMAGES_INT8 = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export(JsonOption):
+class Export(JsonOption, ImageSizeOption, ModelOption):
     """Options of `vitrail export`."""
 
-    model: str = setting(argument="MODEL")
-    """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
     to: str = setting(metavar="LAYOUT")
     """Format to write: pt2 (torch.export), onnx, openvino, or triton (the folder of a model for Triton and KServe, with
     an ONNX file). Several formats are separated by commas."""
@@ -78,9 +76,6 @@ class Export(JsonOption):
     have one size."""
     opset: int = OPSETS[0]
     """Version of ONNX's operators: 20, or 23 for newer runtimes."""
-    image_size: tuple[int, int] | None = None
-    """Image height and width in pixels. The default is the model's size. Position embeddings are resized for other
-    sizes."""
     overwrite: bool = False
     """Replace an existing file."""
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import image_paths, images_bar, message_console, print_in_full, print_note
-from vitrail.cli.options import Call, Command, DeviceOption, Example
+from vitrail.cli.console import image_paths, message_console, print_in_full, print_note, showing_progress
+from vitrail.cli.options import Call, Command, DeviceOption, Example, ImageSizeOption, ModelOption
 from vitrail.data.check.images import colour_note, images_of
 from vitrail.data.pipeline import Readers, queue_bytes
 from vitrail.data.source import Source, files_of
@@ -201,11 +201,9 @@ def _text(label: Any) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Embed:
+class Embed(DeviceOption, ImageSizeOption, ModelOption):
     """Options of `vitrail embed`."""
 
-    model: str = setting(argument="MODEL")
-    """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
     data: str = setting(metavar="SPEC")
     """Data set, in any form that `vitrail train` accepts, or a folder of images without classes."""
     out: Path
@@ -214,14 +212,9 @@ class Embed:
     """Split to embed. all embeds every split of the data, and holds out no validation images."""
     format: Literal["npy", "parquet"] = "npy"
     """Output format: npy (features.npy, keys.jsonl, features.json) or parquet."""
-    image_size: tuple[int, int] | None = None
-    """Image height and width in pixels. The default is the model's size. Position embeddings are resized for other
-    sizes."""
     batch_size: int | None = setting(None, least=1)
     """Images per forward pass. The default follows from the model's arithmetic and memory, and becomes smaller if a
     batch takes more than five seconds."""
-    device: str = setting("auto", metavar="DEVICE")
-    """Device to run on: auto, cpu, cuda or cuda:N."""
     precision: Precision = "auto"
     """Number format of matrix products. auto is bf16 if the processor has units for it and the features of a few images
     hardly change, else float32."""
@@ -333,16 +326,14 @@ def _save(features: FeatureSet, target: Path, bundle: Bundle, split: str, source
 def _extract(
     bundle: Bundle, split: str, source: Source, options: Embed, console: Console, processes: Processes
 ) -> FeatureSet:
-    bar = images_bar(console)
-    with bar:
-        task = bar.add_task(f"embedding {split}", total=len(source))
+    with showing_progress(console, f"embedding {split}", len(source)) as show:
         how = Pass(
             bundle,
             batch_size=options.batch_size,
             precision=options.precision,
             cache=None if options.no_cache else options.cache or default_cache(),
             processes=processes,
-            on_progress=lambda done, total: bar.update(task, completed=done),
+            on_progress=lambda done, total: show(done),
             on_note=lambda note: print_note(console, f"{split}: {EMBED.note(note)}"),
         )
         return extract(how, source)

@@ -23,7 +23,7 @@ from vitrail.analysis.pages.overview_page import OVERVIEW_FILES, headline, overv
 from vitrail.analysis.similarity import SMALLEST_BATCH
 from vitrail.analysis.tracing import transformer_of
 from vitrail.cli.console import image_paths, images_bar, message_console, print_note
-from vitrail.cli.options import Call, Command, DeviceOption, Example, JsonOption
+from vitrail.cli.options import Call, Command, DeviceOption, Example, JsonOption, ModelOption
 from vitrail.data.batch import Skipped
 from vitrail.data.source import Source, mixed
 from vitrail.errors import ConfigError, UndecodableImage, nearest
@@ -40,11 +40,9 @@ CONTENTS = "explain.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explain(DeviceOption):
+class Explain(DeviceOption, ModelOption):
     """Options of `vitrail explain`."""
 
-    model: str = setting(argument="MODEL")
-    """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
     images: tuple[Path, ...] = setting(argument="IMAGE...")
     """Image files, folders that are searched for images, or tables of paths. They need no labels."""
     out: Path = Path("explained")
@@ -321,11 +319,9 @@ def _model_names(models: tuple[str, ...]) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(SummaryOptions):
+class Report(SummaryOptions, ModelOption):
     """Options of `vitrail report`."""
 
-    model: str = setting(argument="MODEL")
-    """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
     out: Path = Path("report")
     """Folder to write to. The default is inside/ in the folder of a run, whose report then links to the page, and
     report/ for any other model."""

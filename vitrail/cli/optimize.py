@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
-from vitrail.cli.console import images_bar, message_console, print_note
+from vitrail.cli.console import message_console, print_note, showing_progress
 from vitrail.cli.options import Call, Command, DeviceOption, Example, JsonOption
 from vitrail.errors import ConfigError, plural
 from vitrail.settings import setting
@@ -88,8 +88,7 @@ def main(call: Call) -> int:
 
     console = message_console(options.json)
     keep_freed_memory()
-    with interrupted_by_signals(), images_bar(console, transient=True) as bar:
-        task = bar.add_task("reading", total=None)
+    with interrupted_by_signals(), showing_progress(console, "reading", transient=True) as show:
         bundle = load(options.model, device=options.device)
         start, images, notes = _opened(bundle, options)
         for note in dict.fromkeys((*bundle.notes, *notes)):
@@ -100,7 +99,7 @@ def main(call: Call) -> int:
             keep=options.keep,
             seconds=seconds,
             batch_size=options.batch_size,
-            on_progress=lambda name, done, total: bar.update(task, description=name, completed=done, total=total),
+            on_progress=lambda name, done, total: show(done, total, name),
         )
     is_written = options.out is not None and len(found.trials) > 1 and found.best["result"] == "taken"
     if is_written:

@@ -356,6 +356,23 @@ class JsonOption:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelOption:
+    """The argument of commands that use one model."""
+
+    model: str = setting(argument="MODEL")
+    """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSizeOption:
+    """The option of commands that can change the size of a model's images."""
+
+    image_size: tuple[int, int] | None = None
+    """Image height and width in pixels. The default is the model's size. Position embeddings are resized for other
+    sizes."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeviceOption:
     """The option of commands that run a network."""
 

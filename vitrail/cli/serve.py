@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vitrail.analysis.images import Overlays
-from vitrail.cli.options import Call, Command, Example
+from vitrail.cli.options import Call, Command, DeviceOption, Example
 from vitrail.machine import Precision
 from vitrail.registry import optional_module
 from vitrail.serving.settings import TOKEN_VARIABLE, ServeSettings, is_loopback
@@ -20,14 +20,12 @@ NEEDED = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(ServeSettings):
+class Serve(DeviceOption, ServeSettings):
     """Options of `vitrail serve`."""
 
     models: tuple[str, ...] = setting(argument="MODEL...")
     """Folders of models or runs, exported files, or names on the Hugging Face hub. NAME=MODEL serves a model under
     another name than the last part of its path. The first model answers requests that name none."""
-    device: str = setting("auto", metavar="DEVICE")
-    """Device to run on: auto, cpu, cuda or cuda:N."""
     precision: Precision | None = None
     """Number format of matrix products. The default is each model's own, usually float32. auto is bf16 if the processor
     has units for it. int8 needs a CPU with VNNI."""
