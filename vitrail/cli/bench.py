@@ -144,7 +144,7 @@ def main(call: Call) -> int:
     _check(options)
     _check_used(options, call.options)
     device = pick_device(options.device)
-    is_file = is_exported(options.task, options.variant)
+    is_file = options.task == "infer" and exported_file(Path(options.variant)) is not None
     if is_file:
         check_used(call.options)
     config = None if is_file else _config(options)
@@ -302,11 +302,6 @@ def parse_environments(pairs: Sequence[str]) -> dict[str, str]:
 
 USED = ("task", "variant", "batch_size", "threads", "repetitions", "warmup", "json")
 """Options that apply to exported files."""
-
-
-def is_exported(task: str, model: str) -> bool:
-    """Return True if a model is an exported file whose inference is measured."""
-    return task == "infer" and exported_file(Path(model)) is not None
 
 
 def check_used(given: Collection[str]) -> None:

@@ -16,7 +16,7 @@ from vitrail.analysis.charts import series_chart, side_by_side, standalone
 from vitrail.bench.workload import Spread
 from vitrail.cli.bench import parse_environments
 from vitrail.cli.console import Column, message_console, terminal_table
-from vitrail.cli.options import Call, Command, Example, convert, names_in
+from vitrail.cli.options import Call, Command, Example, check_different, convert, names_in
 from vitrail.cli.run_options import run_options
 from vitrail.errors import ConfigError, Interrupted, nearest
 from vitrail.experiments.accuracy import (
@@ -33,10 +33,9 @@ from vitrail.files import saving, write_csv, write_json
 from vitrail.machine import pick_device
 from vitrail.recipes import RECIPES
 from vitrail.report.charts import Series, horizontal_text, svg_picture
-from vitrail.settings import setting
+from vitrail.settings import seconds_in, setting
 from vitrail.training.config import TrainConfig
 from vitrail.training.stop import interrupted_by_signals
-from vitrail.transfer.facts import FACTORS, seconds_of
 
 SET_BY_THE_COMPARISON = ("checkpoints", "device", "evaluations", "overwrite", "run", "seed", "task")
 """Settings of a run that an entry cannot change. The settings of the data are the same for all entries too."""
@@ -104,7 +103,7 @@ COMMAND = Command(
 
 def main(call: Call) -> int:
     options = BenchAccuracy(**call.options)
-    _check(options)
+    check_different(options, "recipes", "seeds", "targets")
     entries = peer_entries(names_in(options.against))
     recipes = _recipes(options)
     libraries = check_environments(entries, parse_environments(options.environment))
@@ -143,21 +142,12 @@ def main(call: Call) -> int:
     return 0
 
 
-def _check(options: BenchAccuracy) -> None:
-    """Raise `ConfigError` for a value that is given twice."""
-    for name in ("recipes", "seeds", "targets"):
-        values: Sequence[Any] = getattr(options, name)
-        if twice := [value for value in values if list(values).count(value) > 1]:
-            raise ConfigError(f"{name}: {twice[0]} is given twice; give each value once")
-
-
 def _budget(text: str | None) -> float | None:
     """Return the seconds of a budget. Raise `ConfigError` for a text that is not a time."""
-    if text is None:
-        return None
-    if text in FACTORS:
+    seconds = None if text is None else seconds_in(text)
+    if text is not None and seconds is None:
         raise ConfigError(f"budget={text!r} is not a time; give a number above 0 with a unit, such as 90s or 20m")
-    return seconds_of(text, usual=0.0)
+    return seconds
 
 
 def _recipes(options: BenchAccuracy) -> dict[str, TrainConfig]:

@@ -81,9 +81,8 @@ def _images_of_table(path: Path) -> Iterator[Path]:
 
     splits = open_table([path], None, unlabelled=True)
     refuse(splits.faults)
-    for source in (splits.train, splits.validation, splits.test):
-        for index in range(len(source) if source is not None else 0):
-            assert source is not None
+    for source in splits.sources.values():
+        for index in range(len(source)):
             yield path.parent / source.key(index)
 
 

@@ -294,8 +294,7 @@ def _sources(options: Embed) -> tuple[dict[str, Source], tuple[str, ...]]:
     """Return the splits to embed by their names, and notes for the user."""
     opened = open_whole(options.data, unlabelled=True, needs_training=False)
     splits = opened.splits(validation_share=0.0)
-    named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    there = {name: source for name, source in named.items() if source is not None and len(source)}
+    there = {name: source for name, source in splits.sources.items() if len(source)}
     if options.split == "all":
         return there, splits.notes
     if options.split not in there:
@@ -310,9 +309,9 @@ def _target(options: Embed, split: str) -> Path:
     if options.format == "parquet":
         target = options.out / f"{split}.parquet"
         check_new_file(target, overwrite=options.overwrite)
-        return target
-    target = options.out / split
-    check_features_folder(target, overwrite=options.overwrite)
+    else:
+        target = options.out / split
+        check_features_folder(target, overwrite=options.overwrite)
     return target
 
 

@@ -23,6 +23,7 @@ from vitrail.cli.run_options import (
     default_texts,
     resume_options,
     run_options,
+    say_chosen,
     task_of,
     task_options,
 )
@@ -251,9 +252,7 @@ def _plan(given: Mapping[str, Any], log: Log) -> tuple[FinetunePlan, OpenedData,
         log.say("looking at some training images through the model")
     chosen = plan(initial, data, base, protocol, explicit, rates=rates, row=row, budget=budget)
     check_effects(given, chosen.config)
-    log.say("settings chosen for this data and machine:")
-    for reason in chosen.reasons:
-        log.say(f"  {reason}")
+    say_chosen(log, chosen.reasons)
     return chosen, data, initial
 
 

@@ -154,12 +154,12 @@ def _config(given: Mapping[str, Any]) -> NoisyStudentConfig:
     if "overwrite" in given:
         raise ConfigError("--overwrite: finished rounds are never replaced; leave it out, or choose another --run")
     recipe = _recipe(given)
-    parts = {"rounds": bare_names(Rounds), "labelling": bare_names(Labelling)}
-    own = {part: {name: given[name] for name in names if name in given} for part, names in parts.items()}
-    typed = {name for values in own.values() for name in values} | {"recipe"}
-    settings = {name: value for name, value in given.items() if name not in typed}
-    if "data" in given and "unlabelled" not in given:
-        own["rounds"].setdefault("unlabelled", None)  # that of the recipe belongs to the recipe's data
+    rounds, labelling = (
+        {name: given[name] for name in bare_names(cls) if name in given} for cls in (Rounds, Labelling)
+    )
+    settings = {name: value for name, value in given.items() if name not in {*rounds, *labelling, "recipe"}}
+    if "data" in given:
+        rounds.setdefault("unlabelled", None)  # that of the recipe belongs to the recipe's data
     if "epochs" in given:
         settings.setdefault("steps", None)  # a recipe may count steps
     student = recipe.student
@@ -174,8 +174,8 @@ def _config(given: Mapping[str, Any]) -> NoisyStudentConfig:
     check_effects(given, student)
     return NoisyStudentConfig(
         student=student,
-        rounds=replace(recipe.rounds, **own["rounds"]),
-        labelling=replace(recipe.labelling, **own["labelling"]),
+        rounds=replace(recipe.rounds, **rounds),
+        labelling=replace(recipe.labelling, **labelling),
     )
 
 

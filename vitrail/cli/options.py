@@ -102,10 +102,6 @@ class Command:
             choices += options_of(ImageChoice, section=found["data"].section if "data" in found else "")
         return found | {option.name: option for option in choices}
 
-    def options_for(self, given: Options) -> dict[str, Option]:
-        """Return every option by field name. Some options depend on the typed options, such as a task's settings."""
-        return {**self.known, **self.depends(given)}
-
     @property
     def positionals(self) -> list[Option]:
         return [option for option in self.known_common.values() if option.positional]
@@ -241,8 +237,9 @@ def _parser(options: Mapping[str, Option]) -> argparse.ArgumentParser:
 
 def _problems(option: Option, given: Options) -> Iterator[str]:
     """Yield a message if the value of an option is not allowed, or does not go with the other typed options."""
-    yield option.problem(given[option.name])
-    is_on = given[option.name] not in (None, False, "")
+    value = given[option.name]
+    yield problem_of(option.name, value, option.kind, option.facts)
+    is_on = value not in (None, False, "")
     if is_on and given.get(other := option.facts.get("excludes", "")):
         yield f"{option.label} and {flag(other)} exclude each other; give only one of them"
     needed, reason = option.facts.get("needs", ("", ""))
@@ -415,10 +412,6 @@ class Option:
         """True for a height and a width. One number is both."""
         return self.kind == tuple[int, int]
 
-    def problem(self, value: Any) -> str:
-        """Return a message if a value is out of the range that the field states, else an empty text."""
-        return problem_of(self.name, value, self.kind, self.facts)
-
     @property
     def is_flag(self) -> bool:
         return self.kind is bool
@@ -498,6 +491,14 @@ def _for_users(text: str) -> str:
 def names_in(text: str) -> list[str]:
     """Return the names in a text that are separated by commas, without repetitions."""
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def check_different(options: Any, *names: str) -> None:
+    """Raise `ConfigError` if one of these options has a value twice."""
+    for name in names:
+        values = getattr(options, name)
+        if twice := [value for value in values if values.count(value) > 1]:
+            raise ConfigError(f"{name}: {twice[0]} is given twice; give each value once")
 
 
 def convert(option: Option, values: Sequence[str]) -> Any:
@@ -610,7 +611,8 @@ def _groups(command: Command, given: Mapping[str, Any], *, everything: bool) -> 
     """Yield headings with their options: first the essential options, then all others by section."""
     if command.positionals:
         yield "Arguments", command.positionals
-    known, of_task = command.options_for(given), command.depends(given)
+    of_task = command.depends(given)
+    known = {**command.known, **of_task}
     if of_task and not everything:  # the settings of other tasks have no effect
         known = {
             name: option

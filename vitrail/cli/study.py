@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import message_console
-from vitrail.cli.options import Call, Command, DeviceOption, Example, JsonOption, names_in
+from vitrail.cli.options import Call, Command, DeviceOption, Example, JsonOption, check_different, names_in
 from vitrail.errors import ConfigError, Interrupted, nearest
 from vitrail.machine import pick_device
 from vitrail.settings import setting, to_plain
@@ -82,7 +82,9 @@ COMMAND = Command(
 
 def main(call: Call) -> int:
     options = StudyOptions(**call.options)
-    _check(options)
+    if options.name not in STUDIES:
+        raise ConfigError(f"study {options.name!r} does not exist; {nearest(options.name, STUDIES)}")
+    check_different(options, "seeds")
     study = STUDIES[options.name]
     console = message_console(options.json)
     device = pick_device(options.device)
@@ -134,14 +136,6 @@ def main(call: Call) -> int:
     files = "study.html, figure.svg, points.csv, cells.csv, trials.csv, results.json"
     console.print(f"\nwritten to {folder}: {files}", markup=False)
     return 0
-
-
-def _check(options: StudyOptions) -> None:
-    """Raise `ConfigError` for an unknown study, and for a seed that is given twice."""
-    if options.name not in STUDIES:
-        raise ConfigError(f"study {options.name!r} does not exist; {nearest(options.name, STUDIES)}")
-    if twice := [seed for seed in options.seeds if options.seeds.count(seed) > 1]:
-        raise ConfigError(f"seeds={twice[0]} is given twice; give each value once")
 
 
 def _chosen(points: Sequence[Point], text: str) -> list[Point]:
