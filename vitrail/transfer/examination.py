@@ -99,8 +99,10 @@ def examine(
     if "flip" not in explicit:
         adapted_model = adapted(model, image_size=explicit.get("image_size", size))
         outputs = Outputs(adapted_model, batch_size=None, readers=readers, precision=precision)
-        result = mirror_test(outputs.features, division, bundle.preprocess.channels)
-        found = _mirrored(found, result)
+        mirrored = mirror_test(outputs.features, division, bundle.preprocess.channels)
+        if mirrored is not None:
+            reason = mirrored_reason(mirrored, "features")
+            found = replace(found, flip=not mirroring_hurts(mirrored), flip_reason=reason)
     return found
 
 
@@ -130,12 +132,6 @@ def _sized(found: Findings, result: FormsCompared | None, size: tuple[int, int],
     found_errors = result._replace(before=errors[chosen], after=errors[other])
     reason = f"a linear model of the features {_evidence(found_errors, f'at {other[0]} x {other[1]}')}"
     return replace(found, image_size=chosen, size_reason=reason)
-
-
-def _mirrored(found: Findings, result: FormsCompared | None) -> Findings:
-    if result is None:
-        return found
-    return replace(found, flip=not mirroring_hurts(result), flip_reason=mirrored_reason(result, "features"))
 
 
 def mirrored_reason(result: FormsCompared, features: str) -> str:

@@ -73,9 +73,6 @@ class Findings:
     size_reason: str = ""
 
 
-NO_FINDINGS = Findings()
-
-
 class Candidate(NamedTuple):
     """Settings that a trial tries."""
 
