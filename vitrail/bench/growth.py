@@ -291,10 +291,7 @@ def _layers(tokens: int, width: int, heads: int, most_macs: int) -> dict[str, Mi
     def computed(macs_of_token: int) -> int:
         return max(1, min(tokens, most_macs // macs_of_token))
 
-    def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return attend(queries, keys, values)
-
-    def recurrence(inputs: Tensor) -> Tensor:
+    def recurrence() -> Tensor:
         state = torch.zeros(1, width)
         for one in inputs:
             state = torch.tanh(one + state @ weight)
@@ -306,8 +303,8 @@ def _layers(tokens: int, width: int, heads: int, most_macs: int) -> dict[str, Mi
     queries, inputs = keys[:, :, :of_attention], torch.randn(of_recurrence, width)
     sequence = torch.randn(1, width, of_convolution + KERNEL - 1)
     return {
-        "self-attention": Mixing(lambda: attention(queries, keys, values), of_attention, tokens),
-        "recurrence": Mixing(lambda: recurrence(inputs), of_recurrence, tokens),
+        "self-attention": Mixing(lambda: attend(queries, keys, values), of_attention, tokens),
+        "recurrence": Mixing(recurrence, of_recurrence, tokens),
         "convolution": Mixing(lambda: F.conv1d(sequence, kernel), of_convolution, tokens),
     }
 

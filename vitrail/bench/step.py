@@ -387,14 +387,12 @@ class Runner:
         if is_products or entry.library == OURS:
             keep_freed_memory()  # our commands do the same, but programs with other libraries do not
         self.device, self.precision = workload.device, workload.precision
-        self.product_flops = 0
-        if entry.library == PRODUCTS:
+        if is_products:
             entry, workload = Entry(OURS), replace(workload, eight_bits=None)
         self.step = make_step(entry, workload)
         if is_products:
             self.step()
-            products = Products(record(self.step), workload.device)
-            self.product_flops, self.step = products.flops, products
+            self.step = Products(record(self.step), workload.device)
         for _ in range(3 if entry.settings == "graphs" else 1):  # a CUDA graph is recorded in the second step
             self.step()
         if self.device.type == "cuda":
@@ -419,10 +417,9 @@ class Runner:
         return timed(lambda: [self.step() for _ in range(number)], waits_for(self.device))() / number
 
     def flops(self) -> int:
-        """Return the FLOPs of the recorded matrix products. A product that a fused kernel computes twice is counted
-        twice.
-        """
-        return self.product_flops
+        """Return the FLOPs of the recorded matrix products (`Products.flops`)."""
+        assert isinstance(self.step, Products), "only the products alone are counted"
+        return self.step.flops
 
     def large_flops(self) -> float:
         """Return the FLOPs per second of one large matrix product in the workload's number format."""

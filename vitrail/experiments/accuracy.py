@@ -10,7 +10,6 @@ import io
 import json
 import math
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from PIL import Image
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitrail.bench.peers import benchmark_script
+from vitrail.bench.peers import benchmark_script, run_python
 from vitrail.bench.workload import Spread
 from vitrail.data.source import Source, fingerprint
 from vitrail.data.splits import Splits
@@ -142,19 +141,8 @@ def check_environments(entries: Sequence[str], environments: Mapping[str, str]) 
         if not set(own) & set(entries):
             continue
         python, script = environments.get(library, sys.executable), benchmark_script(SCRIPTS[library])
-        try:
-            check = subprocess.run([python, str(script), "--check"], capture_output=True, text=True)
-        except OSError as error:
-            raise ConfigError(
-                f"environment: {python} cannot be run as the Python of {library}: {error.strerror}; give the path of a "
-                "Python"
-            ) from None
-        if check.returncode:
-            lines = (check.stdout or check.stderr).strip().splitlines() or ["it printed nothing"]
-            raise ConfigError(
-                f"--against {library}: {lines[-1]}. Then name that Python with --environment {library}=PATH/bin/python"
-            )
-        found[library] = Peer(python, script, json.loads(check.stdout)["settings"])
+        printed = run_python(python, library, [str(script), "--check"], "Then name that Python")
+        found[library] = Peer(python, script, json.loads(printed)["settings"])
     return found
 
 
@@ -433,11 +421,9 @@ def write_images(splits: Splits, folder: Path) -> None:
     name = fingerprint(splits.train, splits.validation, splits.test)
     if (folder / DONE).exists() and json.loads((folder / DONE).read_text(encoding="utf-8"))["fingerprint"] == name:
         return
-    sources = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    with replacing_folder("the images", folder, [*sources, DONE]) as partial:
-        for split, source in sources.items():
-            if source is not None:
-                _write(source, partial / split, len(splits.classes))
+    with replacing_folder("the images", folder, ["train", "validation", "test", DONE]) as partial:
+        for split, source in splits.sources.items():
+            _write(source, partial / split, len(splits.classes))
         write_json(partial / DONE, {"fingerprint": name, "classes": list(splits.classes)})
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from vitrail.data.source import Source
-from vitrail.errors import BundleError, ConfigError
+from vitrail.errors import ConfigError
 from vitrail.evaluation.classifiers.linear import fit_linear
 from vitrail.evaluation.frozen import labelled_features
 from vitrail.evaluation.head import Accuracy
@@ -125,19 +125,9 @@ def _move(axis: str, config: Any, precision: str, build: Callable[[], Bundle]) -
 
 
 def truncated(bundle: Bundle, depth: int) -> Bundle:
-    """Return the model with its first `depth` blocks only. The final norm and the head keep their weights.
-
-    Raise `BundleError` for a network other than a ViT, for a number of blocks that it does not have, and for positions
-    that are added before every block.
-    """
+    """Return a ViT with its first `depth` blocks only. The final norm and the head keep their weights."""
     network = bundle.network
     config: Any = network.config
-    if config.architecture != "ViT" or config.positions_place != "stem":
-        raise BundleError("only a ViT whose positions are added once can lose its last blocks")
-    if config.attention_kind.depends_on_grid:
-        raise BundleError(f"attention={config.attention!r} has weights of all blocks, so no block can be removed")
-    if not 1 <= depth <= config.depth:
-        raise BundleError(f"depth={depth} is not a number of blocks from 1 to {config.depth}")
     blocks = depth * config.attention_kind.blocks_per_layer
     weights = {
         name: tensor
@@ -261,12 +251,12 @@ def search(
         before, after = _seconds([current, candidate], batch_size)
         is_faster = after < FASTER * before
         verdict: Verdict = "accuracy" if reached < floor else "taken" if is_faster else "not faster"
+        spent = now * after / before
+        record(move.axis, candidate, reached, spent, verdict)
         if verdict == "taken":
-            current, now = candidate, now * after / before
-            record(move.axis, candidate, reached, now, verdict)
+            current, now = candidate, spent
         else:
             closed.add(move.axis)
-            record(move.axis, candidate, reached, now * after / before, verdict)
     return Search(replace(current, notes=()), tuple(trials), floor, is_complete)
 
 
