@@ -139,7 +139,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> int:
+def main(call: Call) -> None:
     options = Bench(**call.options)
     _check(options)
     _check_used(options, call.options)
@@ -164,13 +164,12 @@ def main(call: Call) -> int:
         torch.set_num_threads(threads)
     if options.json:
         print(json.dumps(plain))
-        return 0
+        return
     console = Console()
     console.print(title, highlight=False)
     for part in shown:
         console.print()
         console.print(part, highlight=False)
-    return 0
 
 
 def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[str, dict[str, Any], list[Any]]:
@@ -597,7 +596,7 @@ DATA = Command(
 )
 
 
-def run_data(call: Call) -> int:
+def run_data(call: Call) -> None:
     options = BenchData(**call.options)
     if options.entries is not None and (unused := [name for name in call.options if name not in ("entries", "json")]):
         raise ConfigError(
@@ -638,7 +637,6 @@ def run_data(call: Call) -> int:
         print(json.dumps(plain))
     else:
         console.print(shown, highlight=False)
-    return 0
 
 
 @contextmanager

@@ -101,7 +101,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> int:
+def main(call: Call) -> None:
     options = BenchAccuracy(**call.options)
     check_different(options, "recipes", "seeds", "targets")
     entries = peer_entries(names_in(options.against))
@@ -134,12 +134,11 @@ def main(call: Call) -> int:
     plain = _write(options, comparison, curves)
     if options.json:
         print(json.dumps(plain))
-        return 0
+        return
     for table in tables(curves, reached(curves, options.targets, comparison.budget)):
         console.print()
         console.print(table, soft_wrap=False)
     console.print(f"\nwritten to {options.out}: results.json, targets.csv, curves.csv, curves.svg", markup=False)
-    return 0
 
 
 def _budget(text: str | None) -> float | None:

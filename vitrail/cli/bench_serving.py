@@ -92,7 +92,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> int:
+def main(call: Call) -> None:
     options = BenchServe(**call.options)
     _check(options)
     optional_module("uvicorn", "serve")
@@ -110,7 +110,7 @@ def main(call: Call) -> int:
             clients = max(options.clients)
             points = measure_memory(names, folder, images, requests=options.requests, clients=clients, **shared)
             _show_memory(options, bundle, list(points))
-            return 0
+            return
         bare = measure_bare(bundle, images, options.precision, options.seconds / 4)
         loads = [Load(clients=count) for count in options.clients]
         loads += [Load(rate=share * bare.images_per_second) for share in options.rates]
@@ -120,12 +120,11 @@ def main(call: Call) -> int:
     machine = describe(bundle.device)
     if options.json:
         print(json.dumps({"machine": machine, "bare": asdict(bare), "servers": measured, "overheads": overheads}))
-        return 0
+        return
     console = Console()
     console.print(header(machine, _subject(options, bundle)), highlight=False)
     console.print(terminal_table(LOAD_COLUMNS, measured, _load_caption(bare)), highlight=False)
     console.print(terminal_table(OVERHEAD_COLUMNS, overheads, OVERHEAD_CAPTION), highlight=False)
-    return 0
 
 
 def _check(options: BenchServe) -> None:

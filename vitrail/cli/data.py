@@ -86,7 +86,7 @@ CHECK = Command(
 )
 
 
-def run_check(call: Call) -> int:
+def run_check(call: Call) -> None:
     options = Check(**call.options)
     if "validation_share" in call.options and SLICE.fullmatch(options.validation):
         raise ConfigError(
@@ -129,7 +129,6 @@ def run_check(call: Call) -> int:
     if report.errors:
         reasons = "; ".join(finding.text for finding in report.errors)
         raise DataError(f"training on {options.data!r} would fail: {reasons}")
-    return 0
 
 
 def _show(report: Report, console: Console) -> None:
@@ -250,7 +249,7 @@ PACK = Command(
 )
 
 
-def run_pack(call: Call) -> int:
+def run_pack(call: Call) -> None:
     options = Pack(**call.options)
     shard_size = byte_count(options.shard_size, "shard_size")
     console = Console()
@@ -270,14 +269,13 @@ def run_pack(call: Call) -> int:
         for note in lost:
             print_note(console, note)
         _say(console, f"The data is in {options.destination}. Look at it: vitrail data check {options.destination}")
-        return 0
+        return
     if splits.target_kind in ("boxes", "mask"):
         raise ConfigError(
             f"{splits.title} has {KINDS[splits.target_kind]}, which shards cannot hold; choose a format with --to"
         )
     manifest = _pack(splits, options, shard_size, console, call.arguments)
     _report(manifest, options, console)
-    return 0
 
 
 def _pack(splits: Splits, options: Pack, shard_size: int, console: Console, arguments: Sequence[str]) -> Manifest:

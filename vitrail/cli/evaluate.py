@@ -138,18 +138,21 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> int:
+def main(call: Call) -> None:
     own = {field.name for field in fields(Evaluate)}
     options = Evaluate(**{name: value for name, value in call.options.items() if name in own})
     check_options(options, call.options)
     console = message_console(options.json)
     keep_freed_memory()
     with join_processes().reporting(), interrupted_by_signals():
-        return _suite(options, console) if options.suite else _one(options, call.options, console)
+        if options.suite:
+            _suite(options, console)
+        else:
+            _one(options, call.options, console)
 
 
-def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> int:
-    """Measure one or several models on one data set, and return the exit code."""
+def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> None:
+    """Measure one or several models on one data set, and print the metrics."""
     bundles = {name: _load(options, name) for name in options.models}
     with showing_progress(console, "measuring", transient=True) as show:
         prepared, unfit = fitting({
@@ -177,22 +180,20 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> int:
         print_note(console, f"skipped {key}: {reason}")
     if len(bundles) > 1:
         _show_several(rows, options, console)
-        return 0
+        return
     (name,) = options.models
     details = plans[name].head if options.per_class or options.confusion else {}
     reports = {split: report(plans[name].outputs.predictions(source), bootstrap=0) for split, source in details.items()}
     _show(rows[name], reports, bundles[name], options, console)
-    return 0
 
 
 def _show_several(rows: dict[str, dict[str, dict[str, Any]]], options: Evaluate, console: Console) -> None:
     """Print the results of several models: one table per split, with a column per model."""
     if options.json:
         print(json.dumps(rows))
-        return
-    splits = dict.fromkeys(split for row in rows.values() for split in row)
-    for split in splits:
-        console.print(metrics_table({name: row[split] for name, row in rows.items() if split in row}, split))
+    else:
+        for split in dict.fromkeys(split for row in rows.values() for split in row):
+            console.print(metrics_table({name: row[split] for name, row in rows.items() if split in row}, split))
 
 
 def _show(
@@ -214,8 +215,8 @@ def _show(
             console.print(confusion_table(name, found, bundle.classes))
 
 
-def _suite(options: Evaluate, console: Console) -> int:
-    """Measure a suite of tasks, and return the exit code."""
+def _suite(options: Evaluate, console: Console) -> None:
+    """Measure a suite of tasks, and print the metrics."""
     suite = read_suite(options.suite)
     (name,) = options.models
     bundle = _load(options, name)
@@ -232,12 +233,11 @@ def _suite(options: Evaluate, console: Console) -> int:
         )
     if options.json:
         print(json.dumps(suite_as_plain(result)))
-        return 0
+        return
     console.print(suite_table(result))
     for row in result.rows:
         if row.reason is not None:
             print_note(console, f"skipped {row.task.name}: {row.reason}")
-    return 0
 
 
 def _load(options: Evaluate, name: str) -> Bundle:

@@ -306,7 +306,7 @@ CONVERT = Command(
 )
 
 
-def run_convert(call: Call) -> int:
+def run_convert(call: Call) -> None:
     options = Convert(**call.options)
     found = convert(
         options.source,
@@ -325,12 +325,11 @@ def run_convert(call: Call) -> int:
     notes = [CONVERT.note(note) for note in found]
     if options.json:
         print(json.dumps({"written": str(options.destination), "layout": options.to, "notes": notes}))
-        return 0
-    console = Console(highlight=False, soft_wrap=True)
-    for note in notes:
-        print_note(console, note)
-    console.print(f"Written as {options.to}: {options.destination}", markup=False)
-    return 0
+    else:
+        console = Console(highlight=False, soft_wrap=True)
+        for note in notes:
+            print_note(console, note)
+        console.print(f"Written as {options.to}: {options.destination}", markup=False)
 
 
 # Table and JSON values of `vitrail export`.

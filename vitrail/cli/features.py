@@ -249,13 +249,13 @@ EMBED = Command(
 )
 
 
-def run_embed(call: Call) -> int:
+def run_embed(call: Call) -> None:
     processes = join_processes()
     with processes.reporting():
-        return _embed(Embed(**call.options), processes)
+        _embed(Embed(**call.options), processes)
 
 
-def _embed(options: Embed, processes: Processes) -> int:
+def _embed(options: Embed, processes: Processes) -> None:
     if options.format == "parquet":
         parquet_library()
     console = message_console(options.json)
@@ -287,7 +287,6 @@ def _embed(options: Embed, processes: Processes) -> int:
             console.print(text, markup=False)
     if options.json:
         print(json.dumps(summary))
-    return 0
 
 
 def _sources(options: Embed) -> tuple[dict[str, Source], tuple[str, ...]]:

@@ -137,7 +137,7 @@ COMMAND = Command(
 )  # fmt: skip
 
 
-def main(call: Call) -> int:
+def main(call: Call) -> None:
     console = Console()
     log = Log(ConsoleDisplay(console, COMMAND.note))
     given = call.options
@@ -147,7 +147,8 @@ def main(call: Call) -> int:
         if (folder := given.get("resume")) is not None:
             result = _resumed(folder, given, log, call.started)
         elif "suite" in given:
-            return _suite(given, console, log)
+            _suite(given, console, log)
+            return
         else:
             chosen, data, initial = _plan(given, log)
             result = finetune(
@@ -165,7 +166,6 @@ def main(call: Call) -> int:
         how = f"The run is {part}; {AGAIN}" if part else again
         raise Stopped(f"{stop}\n{how}", stop.run) from None
     _report(console, log, result)
-    return 0
 
 
 def _resumed(folder: Path, given: Mapping[str, Any], log: Log, started: float) -> FinetuneResult:
@@ -196,8 +196,8 @@ def _explicit(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in (*bare_names(Finetune), *others)}
 
 
-def _suite(given: Mapping[str, Any], console: Console, log: Log) -> int:
-    """Fine-tune on every task of a suite, print the results, and return the exit code."""
+def _suite(given: Mapping[str, Any], console: Console, log: Log) -> None:
+    """Fine-tune on every task of a suite, and print the results."""
     model, name, data = given["model"], given["suite"], given["data"]
     if decided := [flag(option) for option in BY_SUITE if option in given]:
         raise ConfigError(
@@ -232,7 +232,6 @@ def _suite(given: Mapping[str, Any], console: Console, log: Log) -> int:
         if row.reason is not None:
             log.note(f"skipped {row.task.name}: {row.reason}")
     log.say(f"The runs and their results (suite.json) are in {place}")
-    return 0
 
 
 def _plan(given: Mapping[str, Any], log: Log) -> tuple[FinetunePlan, OpenedData, Bundle]:

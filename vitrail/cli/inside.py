@@ -284,7 +284,7 @@ COMPARE = Command(
 )
 
 
-def run_compare(call: Call) -> int:
+def run_compare(call: Call) -> None:
     options = Compare(**call.options)
     if len(options.models) != 2 or options.models[0] == options.models[1]:
         raise ConfigError(f"MODEL: name two different models to compare, not {' '.join(options.models)}")
@@ -306,7 +306,6 @@ def run_compare(call: Call) -> int:
     with replacing_folder("the comparison", options.out, COMPARISON_FILES) as partial:
         write_comparison(found, partial)
     options.show(console, verdict(found), "compare.html", comparison_as_plain(found), found.skipped)
-    return 0
 
 
 def _model_names(models: tuple[str, ...]) -> tuple[str, str]:
@@ -355,7 +354,7 @@ REPORT = Command(
 )
 
 
-def run_report(call: Call) -> int:
+def run_report(call: Call) -> None:
     run = run_of(Path(call.options["model"]))
     options = Report(**{**({} if run is None else {"out": run / INSIDE}), **call.options})
     options.check(OVERVIEW_FILES)
@@ -383,4 +382,3 @@ def run_report(call: Call) -> int:
     for note in notes:
         print_note(console, note)
     options.show(console, headline(found), "report.html", overview_as_plain(found), found.skipped)
-    return 0

@@ -74,10 +74,11 @@ MODELS = Command(
 )
 
 
-def run_models(call: Call) -> int:
+def run_models(call: Call) -> None:
     options = Models(**call.options)
     if options.model:
-        return _describe(options, call.options)
+        _describe(options, call.options)
+        return
     if options.layers and (unused := [flag(name) for name in ("num_classes", "batch_size") if name in call.options]):
         raise ConfigError(f"{unused[0]}: --layers compares single layers, which do not have it; leave it out")
     if options.measure and not options.layers:
@@ -85,12 +86,11 @@ def run_models(call: Call) -> int:
     rows = _layer_rows(options) if options.layers else [_row(name, options) for name in PUBLISHED]
     if options.json:
         print(json.dumps(rows))
-        return 0
-    Console().print(_layer_table(rows) if options.layers else _models_table(rows, options))
-    return 0
+    else:
+        Console().print(_layer_table(rows) if options.layers else _models_table(rows, options))
 
 
-def _describe(options: Models, given: Mapping[str, Any]) -> int:
+def _describe(options: Models, given: Mapping[str, Any]) -> None:
     """Print what a model reads and predicts, and where it comes from. Raise `ConfigError` for other options."""
     from vitrail.weights.load import load  # few calls need it
 
@@ -102,7 +102,7 @@ def _describe(options: Models, given: Mapping[str, Any]) -> int:
     if options.json:
         texts = None if words is None else words.described({})
         print(json.dumps({**bundle.described(), "words": texts, "notes": list(bundle.notes)}, ensure_ascii=False))
-        return 0
+        return
     rows = {
         "network": f"{network.architecture} {network.summary}, {network.parameters():,} parameters",
         "images": f"{height} x {width} pixels, {plural(network.channels, 'channel')}",
@@ -129,7 +129,6 @@ def _describe(options: Models, given: Mapping[str, Any]) -> int:
     console.print(table)
     for note in bundle.notes:
         print_note(console, MODELS.note(note))
-    return 0
 
 
 def _models_table(rows: Sequence[dict[str, Any]], options: Models) -> Table:
@@ -253,15 +252,15 @@ RECIPES_LIST = Command(
 )
 
 
-def run_recipes_list(call: Call) -> int:
+def run_recipes_list(call: Call) -> None:
     options = Recipes(**call.options)
     if options.recipe:
         _show(options)
-        return 0
+        return
     rows = [{**asdict(row), "measured": ""} for row in TRANSFERS] if options.transfers else _recipe_rows()
     if options.json:
         print(json.dumps(rows))
-        return 0
+        return
     console = Console(highlight=False, markup=False)
     for source, group in itertools.groupby(rows, key=lambda row: (row["source"], row["measured"])):
         console.print(", ".join(filter(None, source)), style="bold", soft_wrap=True)
@@ -271,7 +270,6 @@ def run_recipes_list(call: Call) -> int:
                 console.print(f"            {row['command']}", style="dim", soft_wrap=True)
         else:
             console.print(_recipes_table(list(group)))
-    return 0
 
 
 def _show(options: Recipes) -> None:

@@ -113,7 +113,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> int:
+def main(call: Call) -> None:
     config = _config(call.options)
     folder = _folder(config)
     console = Console()
@@ -146,7 +146,6 @@ def main(call: Call) -> int:
         markup=False,
         soft_wrap=True,
     )
-    return 0
 
 
 def _config(given: Mapping[str, Any]) -> NoisyStudentConfig:
@@ -230,7 +229,7 @@ LABEL = Command(
 )
 
 
-def run_label(call: Call) -> int:
+def run_label(call: Call) -> None:
     own = {name: value for name, value in call.options.items() if name in Label.__dataclass_fields__}
     options = Label(**own)
     labelling = Labelling(**{name: value for name, value in call.options.items() if name not in own})
@@ -244,7 +243,7 @@ def run_label(call: Call) -> int:
         )  # fmt: skip
     if options.json:
         print(json.dumps(to_plain(info)))
-        return 0
+        return
     console.print(counts_table(info), soft_wrap=False)
     console.print(label_sentence(info), markup=False)
     console.print(
@@ -252,7 +251,6 @@ def run_label(call: Call) -> int:
         f"{shlex.quote(f'0.75:{options.out}')}",
         markup=False,
     )
-    return 0
 
 
 # Tables of pseudo labels and of the rounds of Noisy Student.

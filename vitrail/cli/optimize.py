@@ -78,7 +78,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> int:
+def main(call: Call) -> None:
     options = Optimize(**call.options)
     seconds = _check(options)
     from vitrail.experiments.faster import search
@@ -106,7 +106,6 @@ def main(call: Call) -> int:
         assert options.out is not None
         _recorded(found, bundle, options, len(images.held_out)).save(options.out, overwrite=options.overwrite)
     _show(found, options, is_written, console)
-    return 0
 
 
 def _check(options: Optimize) -> float:

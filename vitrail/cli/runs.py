@@ -76,14 +76,14 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> int:
+def main(call: Call) -> None:
     options = Runs(**call.options)
     found = summaries_in(options.folder, trials=options.trials)
     found.sort(key=_order(options.sort))
     settings = _settings(found)
     if options.json:
         print(json.dumps(rows_of(found, settings)))
-        return 0
+        return
     console = Console(highlight=False)
     console.print(_table(found, options.folder))
     for run, differing in zip(found, settings, strict=True):
@@ -96,7 +96,6 @@ def main(call: Call) -> int:
             console.print(f"{name}: {', '.join(texts[:MOST_SETTINGS])}{rest}", markup=False, soft_wrap=True)
     for note in notes_on_data(found):
         console.print(note, style="yellow", markup=False)
-    return 0
 
 
 def summaries_in(folder: Path, *, trials: bool) -> list[RunSummary]:
@@ -218,7 +217,7 @@ COMPARE = Command(
 )
 
 
-def run_compare(call: Call) -> int:
+def run_compare(call: Call) -> None:
     options = CompareRuns(**call.options)
     if len(options.runs) < 2:
         raise ConfigError("RUN: a comparison needs two runs or more; give the folders of both")
@@ -235,12 +234,11 @@ def run_compare(call: Call) -> int:
     settings = [{name: one[name] for name in names} for one in beside]
     if options.json:
         print(json.dumps(rows_of(found, settings)))
-        return 0
-    console = Console(highlight=False)
-    console.print(_comparison_table(found, settings))
-    for note in notes_on_data(found):
-        console.print(note, style="yellow", markup=False)
-    return 0
+    else:
+        console = Console(highlight=False)
+        console.print(_comparison_table(found, settings))
+        for note in notes_on_data(found):
+            console.print(note, style="yellow", markup=False)
 
 
 def _comparison_table(runs: Sequence[RunSummary], settings: Sequence[dict[str, Any]]) -> Table:

@@ -60,7 +60,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> int:
+def main(call: Call) -> None:
     given = {"token": os.environ.get(TOKEN_VARIABLE, ""), **call.options}
     options = Serve(**given)
     for module in NEEDED:
@@ -92,7 +92,6 @@ def main(call: Call) -> int:
             serve(job, listening, on_start=report, on_note=_note)
         else:
             Supervisor(settings.workers, ServeWorker(job, _note), listening, report).run()
-    return 0
 
 
 def _note(note: str) -> None:

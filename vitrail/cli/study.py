@@ -80,7 +80,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> int:
+def main(call: Call) -> None:
     options = StudyOptions(**call.options)
     if options.name not in STUDIES:
         raise ConfigError(f"study {options.name!r} does not exist; {nearest(options.name, STUDIES)}")
@@ -101,7 +101,7 @@ def main(call: Call) -> int:
         plan = plain_plan(cost, whole, forecast(cost, jobs=jobs, threads=threads, device=device), jobs)
         for line in [json.dumps(plan)] if options.json else plan_lines(study, plan, len(options.seeds)):
             print(line)
-        return 0
+        return
     check_jobs(jobs, cost, device)
     run = StudyRun(
         study=study, settings=settings, points=tuple(points), seeds=options.seeds, folder=folder,
@@ -122,20 +122,19 @@ def main(call: Call) -> int:
                 result = pool.repeat(options.cell)
                 if options.json:
                     print(json.dumps(to_plain(result)))
-                return 0
+                return
             results = run.measure(pool)
             plain = write_study(folder, run, results)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped; the finished cells stay in {folder}") from None
     if options.json:
         print(json.dumps(plain))
-        return 0
+        return
     console.print()
     for part in result_parts(study, results, plain):
         console.print(part, soft_wrap=False)
     files = "study.html, figure.svg, points.csv, cells.csv, trials.csv, results.json"
     console.print(f"\nwritten to {folder}: {files}", markup=False)
-    return 0
 
 
 def _chosen(points: Sequence[Point], text: str) -> list[Point]:

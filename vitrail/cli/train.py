@@ -218,7 +218,7 @@ def restarted_run(given: Mapping[str, Any], place: Launch) -> Path | None:
     return Path(folder) if (Path(folder) / "run.json").is_file() else None
 
 
-def main(call: Call) -> int:
+def main(call: Call) -> None:
     console = Console(quiet=launch().rank > 0)
     log = Log(ConsoleDisplay(console, COMMAND.note))
     try:
@@ -234,7 +234,7 @@ def main(call: Call) -> int:
                 config, data, initial = _requested(call, log)
             if numbers := call.options.get("plan"):
                 _print_plan(console, config, data, initial, numbers)
-                return 0
+                return
             if isinstance(recipe := RECIPES[call.options.get("recipe", "demo")], PaperRecipe):
                 _say_published(log, recipe, config)
             result = train(config, data=data, initial=initial, log=log, started=call.started)
@@ -243,7 +243,6 @@ def main(call: Call) -> int:
         further.is_reported = stop.is_reported
         raise further from None
     _report(console, log, result)
-    return 0
 
 
 def _say_published(log: Log, paper: PaperRecipe, config: TrainConfig) -> None:
