@@ -107,10 +107,9 @@ def _tokens(workload: Workload) -> dict[int, Workload]:
     height, width = config.image_size
     found = {}
     for factor in FACTORS:
-        size = round(height * factor), round(width * factor)
-        size = config.nearest_size(*size)
+        size = config.nearest_size(round(height * factor), round(width * factor))
         point = replace(workload, config=replace(config, image_size=size))
-        found[point.tokens] = point
+        found[point.config.tokens] = point
     return found
 
 

@@ -69,11 +69,6 @@ class Workload:
         return replace(self, config=replace(self.config, pool="gap", class_token=True)).flops
 
     @property
-    def tokens(self) -> int:
-        """The sequence length in the blocks, or the number of positions in the last feature map of a ResNet."""
-        return self.config.tokens
-
-    @property
     def predicted_bytes(self) -> int | None:
         """Bytes of a training step, by formula. None for predictions and 8 bits, for which there is no formula."""
         if self.task == "infer" or self.eight_bits:
@@ -110,7 +105,7 @@ class Workload:
             "image_size": list(self.config.image_size),
             "channels": self.config.channels,
             "num_classes": self.config.num_classes,
-            "tokens": self.tokens,
+            "tokens": self.config.tokens,
             "batch_size": self.batch,
             "precision": self.own_format,
             "device": str(self.device),

@@ -365,7 +365,7 @@ def describe_workload(workload: Workload, *, any_batch: bool = False) -> str:
     task = "training" if workload.task == "train" else "inference"
     return (
         f"{workload.name}, {task}: {'' if any_batch else f'{workload.batch} '}images of {height} x {width} "
-        f"(height x width) per step, {workload.tokens} tokens each, {workload.config.num_classes} classes, "
+        f"(height x width) per step, {workload.config.tokens} tokens each, {workload.config.num_classes} classes, "
         f"{workload.own_format}"
     )
 

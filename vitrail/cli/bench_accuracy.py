@@ -234,12 +234,9 @@ def accuracy_chart(curves: Curves, targets: Sequence[float], budget: float | Non
             lines, label=f"Validation accuracy over {name}.", x_name=name, y_name="validation accuracy, %",
             bounds=(0.0, 100.0), is_log=True, levels=[100 * target for target in targets],
         )  # fmt: skip
-        nothing = svg_picture(480.0, 30.0, "", [horizontal_text(12.0, 20.0, NOTHING_DRAWN)], fixed_size=True)
-        charts.append(chart or nothing)
+        text = horizontal_text(12.0, 20.0, "no evaluation within the budget")
+        charts.append(chart or svg_picture(480.0, 30.0, "", [text], fixed_size=True))
     return standalone(side_by_side(charts, "Validation accuracy over seconds of training and over counted FLOPs"))
-
-
-NOTHING_DRAWN = "no evaluation within the budget"
 
 
 # The tables of `vitrail bench accuracy`.

@@ -50,8 +50,7 @@ def image_paths(places: Sequence[Path]) -> list[Path]:
             raise DataError(f"image {str(path)!r} does not exist")
         if path.is_dir():
             found, others = _files_in(path)
-            for fault in unread_images(path, others):
-                print(f"vitrail: {fault.text}", file=sys.stderr)
+            print_messages(*(fault.text for fault in unread_images(path, others)))
             if not found:
                 raise DataError(f"folder {str(path)!r} has no images ({', '.join(sorted(SUFFIXES))})")
         else:
@@ -91,10 +90,17 @@ def message_console(is_json: bool) -> Console:
     return Console(stderr=is_json, highlight=False, soft_wrap=True)
 
 
-def print_note(console: Console, text: str) -> None:
-    """Print a message that needs the user's attention. Lines wrap at words on terminals; files and pipes get one
-    line."""
-    console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=not console.is_terminal)
+def print_notes(console: Console, *notes: str) -> None:
+    """Print messages that need the user's attention. Lines wrap at words on terminals; files and pipes get one line for
+    each."""
+    for note in notes:
+        console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=not console.is_terminal)
+
+
+def print_messages(*messages: str) -> None:
+    """Print messages beside the output of a command, to the standard error output."""
+    for message in messages:
+        print(f"vitrail: {message}", file=sys.stderr, flush=True)
 
 
 def print_in_full(table: Table) -> None:
@@ -330,7 +336,7 @@ class ConsoleDisplay:
 
     def note(self, text: str) -> None:
         """Show a message that needs the user's attention."""
-        print_note(self.console, self._spell(text))
+        print_notes(self.console, self._spell(text))
 
     def extracting(self, done: int, total: int) -> None:
         """Show the number of images whose features are computed, if the last line is about ten seconds ago."""

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import print_note, showing_progress
+from vitrail.cli.console import print_notes, showing_progress
 from vitrail.cli.options import Call, Command, Example, JsonOption
 from vitrail.data.check.findings import Finding, Report, Sizes
 from vitrail.data.check.report import amount_rows, check_data, page, text_line
@@ -132,8 +132,7 @@ def run_check(call: Call) -> None:
 
 
 def _show(report: Report, console: Console) -> None:
-    for note in report.notes:
-        print_note(console, note)
+    print_notes(console, *report.notes)
     console.print(_counts(report))
     if report.sizes is not None:
         _say(console, f"sizes    {_sizes(report.sizes)}")
@@ -254,10 +253,9 @@ def run_pack(call: Call) -> None:
     shard_size = byte_count(options.shard_size, "shard_size")
     console = Console()
     splits = open_data(options.data, validation_share=0.0, numbers=options.numbers, unlabelled=options.unlabelled)
-    for note in splits.notes:
-        print_note(console, note)
+    print_notes(console, *splits.notes)
     if has_soft_targets(splits.train):
-        print_note(
+        print_notes(
             console,
             "The pseudo labels are soft, but shards store classes: only the most likely class of each image is packed. "
             "To train on the probabilities, use the folder of labels itself.",
@@ -266,8 +264,7 @@ def run_pack(call: Call) -> None:
         count = sum(map(len, splits.sources.values()))
         with showing_progress(console, "writing", count) as show:
             lost = convert(splits, options.destination, options.to, show)
-        for note in lost:
-            print_note(console, note)
+        print_notes(console, *lost)
         _say(console, f"The data is in {options.destination}. Look at it: vitrail data check {options.destination}")
         return
     if splits.target_kind in ("boxes", "mask"):

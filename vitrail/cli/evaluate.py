@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import ReductionOptions, message_console, print_note, showing_progress
+from vitrail.cli.console import ReductionOptions, message_console, print_notes, showing_progress
 from vitrail.cli.options import (
     Call,
     Command,
@@ -50,7 +50,7 @@ from vitrail.machine import keep_freed_memory
 from vitrail.processes.group import join_processes
 from vitrail.settings import bare_names, setting, to_plain
 from vitrail.training.stop import interrupted_by_signals
-from vitrail.transfer.suite import SuiteResult, read_suite, run_suite, suite_as_plain
+from vitrail.transfer.suite import DETAILS, SuiteResult, read_suite, run_suite, suite_as_plain
 from vitrail.weights.adapt import with_reduction
 from vitrail.weights.answers import OUTPUT_NOUNS
 from vitrail.weights.bundle import Bundle
@@ -167,17 +167,15 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> None:
         }
         notes = [*unfit, *((name, note) for name, plan in plans.items() for note in plan.notes)]
         if common is not None and common.note:
-            print_note(console, common.note)
-        for name, note in dict.fromkeys(notes):
-            print_note(console, f"{name}: {note}" if len(bundles) > 1 else note)
+            print_notes(console, common.note)
+        print_notes(console, *(f"{name}: {note}" if len(bundles) > 1 else note for name, note in dict.fromkeys(notes)))
         rows: dict[str, dict[str, dict[str, Any]]] = {}
         for name, plan in plans.items():
             if len(bundles) > 1:
                 show(0, description=name)
             rows[name] = plan.measure()
     skipped = {key: reason for plan in plans.values() for key, reason in plan.outputs.skipped.items()}
-    for key, reason in skipped.items():
-        print_note(console, f"skipped {key}: {reason}")
+    print_notes(console, *(f"skipped {key}: {reason}" for key, reason in skipped.items()))
     if len(bundles) > 1:
         _show_several(rows, options, console)
         return
@@ -220,8 +218,7 @@ def _suite(options: Evaluate, console: Console) -> None:
     suite = read_suite(options.suite)
     (name,) = options.models
     bundle = _load(options, name)
-    for note in bundle.notes:
-        print_note(console, COMMAND.note(note))
+    print_notes(console, *map(COMMAND.note, bundle.notes))
     with showing_progress(console, "measuring", transient=True) as show:
         outputs = _outputs(bundle, options, console, show)
         result = run_suite(
@@ -235,9 +232,7 @@ def _suite(options: Evaluate, console: Console) -> None:
         print(json.dumps(suite_as_plain(result)))
         return
     console.print(suite_table(result))
-    for row in result.rows:
-        if row.reason is not None:
-            print_note(console, f"skipped {row.task.name}: {row.reason}")
+    print_notes(console, *(f"skipped {row.task.name}: {row.reason}" for row in result.rows if row.reason is not None))
 
 
 def _load(options: Evaluate, name: str) -> Bundle:
@@ -254,7 +249,7 @@ def _outputs(bundle: Bundle, options: Evaluate, console: Console, show: Callable
         feature_precision=options.precision or ("float32" if options.suite else "auto"),
         cache=None if options.no_cache else options.cache or default_cache(),
         on_progress=show,
-        on_note=lambda note: print_note(console, COMMAND.note(note)),
+        on_note=lambda note: print_notes(console, COMMAND.note(note)),
         processes=join_processes(),
     )
 
@@ -489,9 +484,6 @@ FORMATS = {
 NUMBER_METRICS = ("r2", "standardised_error", "mean_absolute_error", "root_mean_squared_error")
 """Suffixes of metrics of numbers, which are not fractions."""
 
-EXTRAS = ("_low", "_high", "_deviation")
-"""Suffixes of metrics that describe another metric."""
-
 NAMES = {
     **METRICS,
     "top5_accuracy": "top-5 accuracy",
@@ -527,7 +519,7 @@ classes are shown."""
 def metrics_table(rows: Mapping[str, Mapping[str, float]], corner: str = "") -> Table:
     """Return a table with a row per metric and a column per split or model. `corner` is the text of the first cell."""
     table = Table(corner, *map(escape, rows), box=SIMPLE_HEAD, pad_edge=False)
-    names = dict.fromkeys(name for row in rows.values() for name in row if not name.endswith(EXTRAS))
+    names = dict.fromkeys(name for row in rows.values() for name in row if not name.endswith(DETAILS))
     named = SEVERAL if "exact_match" in names else {}
     for name in sorted(names, key=lambda name: FORMATS.get(name) == ",.0f"):  # puts counts last
         table.add_row(named.get(name) or _named(name), *(_cell(row, name) for row in rows.values()))

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitrail.cli.console import print_note
+from vitrail.cli.console import print_notes
 from vitrail.cli.options import Call, Command, Example, ImageSizeOption, JsonOption, ModelOption, names_in
 from vitrail.data.source import Sample, truth_of
 from vitrail.data.sources import open_whole
@@ -145,8 +145,7 @@ def main(call: Call) -> int:
         print(json.dumps(plain_exports(results, seconds, failures, notes)))
     else:
         console = Console(highlight=False, soft_wrap=True)
-        for note in notes:
-            print_note(console, note)
+        print_notes(console, *notes)
         for part in export_parts(results, seconds):
             console.print(part)
         for failure in failures:
@@ -327,8 +326,7 @@ def run_convert(call: Call) -> None:
         print(json.dumps({"written": str(options.destination), "layout": options.to, "notes": notes}))
     else:
         console = Console(highlight=False, soft_wrap=True)
-        for note in notes:
-            print_note(console, note)
+        print_notes(console, *notes)
         console.print(f"Written as {options.to}: {options.destination}", markup=False)
 
 

@@ -16,7 +16,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import image_paths, message_console, print_in_full, print_note, showing_progress
+from vitrail.cli.console import (
+    image_paths,
+    message_console,
+    print_in_full,
+    print_messages,
+    print_notes,
+    showing_progress,
+)
 from vitrail.cli.options import Call, Command, DeviceOption, Example, ImageSizeOption, ModelOption
 from vitrail.data.check.images import colour_note, images_of
 from vitrail.data.pipeline import Readers, queue_bytes
@@ -96,8 +103,7 @@ def run_nearest(call: Call) -> int:
     else:
         _print_table(results)
     broken = [result for _, result in results if isinstance(result, UndecodableImage)]
-    for error in broken:
-        print(f"vitrail: {error}", file=sys.stderr)
+    print_messages(*map(str, broken))
     return UndecodableImage.exit_code if broken else 0
 
 
@@ -116,10 +122,7 @@ def _model(options: Nearest, index: FeatureIndex) -> Bundle:
         )
     bundle = load(place, device=options.device, image_size=index.image_size)
     if index.weights_sha256 is None:
-        print(
-            f"vitrail: {index.path} does not record the weights of its model, so they are not compared with {place}",
-            file=sys.stderr,
-        )
+        print_messages(f"{index.path} does not record the weights of its model, so they are not compared with {place}")
         return bundle
     index.check(bundle, place)
     return replace(bundle, preprocess=index.preprocess)
@@ -141,8 +144,7 @@ def _neighbours(bundle: Bundle, path: Path, index: FeatureIndex, top: int) -> li
 def _by_text(bundle: Bundle, options: Nearest, index: FeatureIndex) -> Iterator[Result]:
     """Yield each text with the images whose features resemble its embedding."""
     texts = bundle.reader_of_texts().embed(options.text)
-    for note in texts.notes:
-        print(f"vitrail: {note}", file=sys.stderr)
+    print_messages(*texts.notes)
     for text, found in zip(options.text, index.search(texts.vectors.numpy(), options.top), strict=True):
         yield text, list(map(_plain, found))
 
@@ -264,8 +266,7 @@ def _embed(options: Embed, processes: Processes) -> None:
     targets = processes.on_first(lambda: {split: _target(options, split) for split in sources})
     bundle = load(options.model, device=processes.device_name(options.device), image_size=options.image_size)
     colour = colour_note(images_of(next(iter(sources.values()))), bundle.preprocess.channels)
-    for note in (*bundle.notes, *notes, *filter(None, [colour])):
-        print_note(console, EMBED.note(note))
+    print_notes(console, *map(EMBED.note, (*bundle.notes, *notes, *filter(None, [colour]))))
     console.print(_memory(bundle, options), markup=False)
     summary: dict[str, dict[str, int | str]] = {}
     for split, source in sources.items():
@@ -276,8 +277,7 @@ def _embed(options: Embed, processes: Processes) -> None:
             replace = ["--overwrite"] if summary and not options.overwrite else []  # for the splits that are written
             raise Interrupted(str(stop), tuple(replace)) from None
         processes.on_first(functools.partial(_save, features, targets[split], bundle, split, source, options))
-        for item in features.skipped:
-            print_note(console, f"skipped {item.key}: {item.reason}")
+        print_notes(console, *(f"skipped {item.key}: {item.reason}" for item in features.skipped))
         summary[split] = {"images": len(features), "skipped": len(features.skipped), "width": features.width,
                           "written": str(targets[split])}  # fmt: skip
         if not options.json:
@@ -332,7 +332,7 @@ def _extract(
             cache=None if options.no_cache else options.cache or default_cache(),
             processes=processes,
             on_progress=lambda done, total: show(done),
-            on_note=lambda note: print_note(console, f"{split}: {EMBED.note(note)}"),
+            on_note=lambda note: print_notes(console, f"{split}: {EMBED.note(note)}"),
         )
         return extract(how, source)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import json
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from vitrail.analysis.pages.explanation import MAX_BYTES, explain, write_explana
 from vitrail.analysis.pages.overview_page import OVERVIEW_FILES, headline, overview_as_plain, write_overview
 from vitrail.analysis.similarity import SMALLEST_BATCH
 from vitrail.analysis.tracing import transformer_of
-from vitrail.cli.console import image_paths, images_bar, message_console, print_note
+from vitrail.cli.console import image_paths, images_bar, message_console, print_messages, print_notes
 from vitrail.cli.options import Call, Command, DeviceOption, Example, JsonOption, ModelOption
 from vitrail.data.batch import Skipped
 from vitrail.data.source import Source, mixed
@@ -96,8 +95,7 @@ def run_explain(call: Call) -> int:
     bundle = load(options.model, device=options.device, image_size=options.image_size)
     transformer_of(bundle.network)
     target = _target(options, bundle)
-    for note in bundle.notes:
-        print(f"vitrail: {EXPLAIN.note(note)}", file=sys.stderr)
+    print_messages(*map(EXPLAIN.note, bundle.notes))
     wanted = Wanted(target, options.box, options.place)
     settings: dict[str, Any] = {"layers": options.layers, "heads": options.heads, "top": options.top}
     broken, names = [], _names(paths)
@@ -114,13 +112,11 @@ def run_explain(call: Call) -> int:
             written, notes = write_explanation(explanation, partial, name, title=path.name, max_bytes=most)
             files += written
             pages.append((path, written[0]))
-            for note in notes:
-                print(f"vitrail: {written[0]}: {note}", file=sys.stderr)
+            print_messages(*(f"{written[0]}: {note}" for note in notes))
         write_json(partial / CONTENTS, {"files": files})
     for path, name in pages:
         print(f"{path}: {options.out / name}")
-    for message in broken:
-        print(f"vitrail: {message}", file=sys.stderr)
+    print_messages(*broken)
     return UndecodableImage.exit_code if broken else 0
 
 
@@ -214,9 +210,8 @@ class SummaryOptions(DeviceOption, JsonOption):
             opened.append(OpenedModel(name, bundle, source, train))
             notes[name] = [command.note(note) for note in (*bundle.notes, *found.notes)]
         if common is not None and common.note:
-            print_note(console, common.note)
-        for note in _named(notes):
-            print_note(console, note)
+            print_notes(console, common.note)
+        print_notes(console, *_named(notes))
         return opened
 
     def outputs(self, opened: OpenedModel, bar: Progress) -> Outputs:
@@ -233,8 +228,7 @@ class SummaryOptions(DeviceOption, JsonOption):
         self, console: Console, sentence: str, page: str, plain: dict[str, Any], skipped: Iterable[Skipped]
     ) -> None:
         """Print the skipped images, and then the numbers as JSON, or a sentence and the path of the page."""
-        for item in skipped:
-            print_note(console, f"skipped {item.key}: {item.reason}")
+        print_notes(console, *(f"skipped {item.key}: {item.reason}" for item in skipped))
         if self.json:
             print(json.dumps(plain))
             return
@@ -379,6 +373,5 @@ def run_report(call: Call) -> None:
         notes = write_overview(found, partial, "../report.html" if has_report else None)
     if linked is not None:
         link_inside(linked)
-    for note in notes:
-        print_note(console, note)
+    print_notes(console, *notes)
     options.show(console, headline(found), "report.html", overview_as_plain(found), found.skipped)

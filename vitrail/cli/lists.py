@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.bench.growth import layer_times
-from vitrail.cli.console import Column, print_note, terminal_table
+from vitrail.cli.console import Column, print_notes, terminal_table
 from vitrail.cli.options import Call, Command, Example, JsonOption, flag
 from vitrail.cli.run_options import setting_text
 from vitrail.errors import ConfigError, listed, nearest, plural
@@ -127,8 +127,7 @@ def _describe(options: Models, given: Mapping[str, Any]) -> None:
         table.add_row(name.replace("_", " "), Text(value))
     console = Console(highlight=False)
     console.print(table)
-    for note in bundle.notes:
-        print_note(console, MODELS.note(note))
+    print_notes(console, *map(MODELS.note, bundle.notes))
 
 
 def _models_table(rows: Sequence[dict[str, Any]], options: Models) -> Table:

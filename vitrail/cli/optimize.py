@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
-from vitrail.cli.console import message_console, print_note, showing_progress
+from vitrail.cli.console import message_console, print_notes, showing_progress
 from vitrail.cli.options import Call, Command, DeviceOption, Example, JsonOption
 from vitrail.errors import ConfigError, plural
 from vitrail.settings import setting
@@ -91,8 +91,7 @@ def main(call: Call) -> None:
     with interrupted_by_signals(), showing_progress(console, "reading", transient=True) as show:
         bundle = load(options.model, device=options.device)
         start, images, notes = _opened(bundle, options)
-        for note in dict.fromkeys((*bundle.notes, *notes)):
-            print_note(console, COMMAND.note(note))
+        print_notes(console, *map(COMMAND.note, dict.fromkeys((*bundle.notes, *notes))))
         found = search(
             start,
             images,
@@ -183,7 +182,7 @@ def _show(found: Search, options: Optimize, is_written: bool, console: Console) 
         markup=False,
     )
     if not found.is_complete:
-        print_note(console, "the time ended before all settings were tried; choose a larger --budget to try more")
+        print_notes(console, "the time ended before all settings were tried; choose a larger --budget to try more")
     if is_written:
         console.print(f"Written: {options.out}", markup=False)
     elif best["result"] == "start":

@@ -19,7 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import image_paths, print_in_full
+from vitrail.cli.console import image_paths, print_in_full, print_messages
 from vitrail.cli.options import Call, Command, DeviceOption, Example, ImageSizeOption, ModelOption, flag
 from vitrail.data.check.images import MAX_LOOKS, colour_note
 from vitrail.data.formats.convert import image_id
@@ -181,11 +181,11 @@ def main(call: Call) -> int:
     chosen: list[str] = []
     bundle = with_engine(bundle, options.engine, precision=options.precision, images=len(pictures), note=chosen.append)
     colour = colour_note(_some_images(pictures), bundle.preprocess.channels)
-    for note in (*bundle.notes, *notes, *_notes(options, bundle), *filter(None, [colour]), *chosen):
-        print(f"vitrail: {COMMAND.note(note)}", file=sys.stderr)
+    every = (*bundle.notes, *notes, *_notes(options, bundle), *filter(None, [colour]), *chosen)
+    print_messages(*map(COMMAND.note, every))
     if options.save is not None:
         bundle.save(options.save, overwrite=options.overwrite)
-        print(f"vitrail: the classifier of these names is in {options.save}", file=sys.stderr)
+        print_messages(f"the classifier of these names is in {options.save}")
     show: _Table = (_Json if options.json else _Csv if options.csv else _Table)(bundle, top)
     is_shown = options.json or options.csv or not (folders or options.coco)
     broken: list[UndecodableImage] = []
@@ -219,8 +219,7 @@ def main(call: Call) -> int:
     show.end()
     if not is_shown:
         _say_written(options, folders, objects, len(pictures) - len(broken))
-    for error in broken:
-        print(f"vitrail: {error}", file=sys.stderr)
+    print_messages(*map(str, broken))
     return UndecodableImage.exit_code if broken else 0
 
 

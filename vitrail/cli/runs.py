@@ -18,6 +18,7 @@ from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from vitrail.analysis.charts import STYLE, series_chart
+from vitrail.cli.console import print_notes
 from vitrail.cli.options import Call, Command, Example, JsonOption, flag
 from vitrail.cli.run_options import setting_text
 from vitrail.errors import ConfigError, RunError
@@ -90,12 +91,11 @@ def main(call: Call) -> None:
         name = _name(run, options.folder)
         if run.problem:
             problem = textwrap.shorten(run.problem, MOST_LETTERS, placeholder=" ...")
-            console.print(f"{name}: {problem}", style="yellow", markup=False, soft_wrap=True)
+            print_notes(console, f"{name}: {problem}")
         if texts := [setting_text(name, value) for name, value in differing.items() if value is not None]:
             rest = f" and {len(texts) - MOST_SETTINGS} more" if len(texts) > MOST_SETTINGS else ""
             console.print(f"{name}: {', '.join(texts[:MOST_SETTINGS])}{rest}", markup=False, soft_wrap=True)
-    for note in notes_on_data(found):
-        console.print(note, style="yellow", markup=False)
+    print_notes(console, *notes_on_data(found))
 
 
 def summaries_in(folder: Path, *, trials: bool) -> list[RunSummary]:
@@ -237,8 +237,7 @@ def run_compare(call: Call) -> None:
     else:
         console = Console(highlight=False)
         console.print(_comparison_table(found, settings))
-        for note in notes_on_data(found):
-            console.print(note, style="yellow", markup=False)
+        print_notes(console, *notes_on_data(found))
 
 
 def _comparison_table(runs: Sequence[RunSummary], settings: Sequence[dict[str, Any]]) -> Table:

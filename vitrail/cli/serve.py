@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vitrail.analysis.images import Overlays
+from vitrail.cli.console import print_messages
 from vitrail.cli.options import Call, Command, DeviceOption, Example
 from vitrail.machine import Precision
 from vitrail.registry import optional_module
@@ -84,10 +84,10 @@ def main(call: Call) -> None:
         what = f"{names} by {settings.workers} processes" if settings.workers > 1 else names
 
         def report() -> None:
-            _say(f"serving {what} at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C stops)")
+            print_messages(f"serving {what} at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C stops)")
 
         if not is_loopback(settings.host) and not settings.token:
-            _say("everyone who reaches this machine can use the server; --token restricts it")
+            print_messages("everyone who reaches this machine can use the server; --token restricts it")
         if settings.workers == 1:
             serve(job, listening, on_start=report, on_note=_note)
         else:
@@ -95,8 +95,4 @@ def main(call: Call) -> None:
 
 
 def _note(note: str) -> None:
-    _say(COMMAND.note(note))
-
-
-def _say(text: str) -> None:
-    print(f"vitrail: {text}", file=sys.stderr, flush=True)
+    print_messages(COMMAND.note(note))

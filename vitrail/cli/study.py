@@ -150,9 +150,6 @@ def _chosen(points: Sequence[Point], text: str) -> list[Point]:
 # Tables of `vitrail study`: its cost before it starts, and its results.
 
 
-DAY = 86400.0
-
-
 def plain_plan(cost: StudyCost, published: StudyCost, seconds: float, jobs: int) -> dict[str, Any]:
     """Return the cost of a study and of its published size as JSON values."""
     return {
@@ -166,7 +163,7 @@ def plain_plan(cost: StudyCost, published: StudyCost, seconds: float, jobs: int)
             "trials": published.trials,
             "cells": published.cells,
             "flops": published.flops,
-            "tpuv3_core_days": published.flops / TPU_FLOPS / DAY,
+            "tpuv3_core_days": published.flops / TPU_FLOPS / 86400,
         },
     }
 

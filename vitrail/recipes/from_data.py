@@ -140,7 +140,7 @@ def plan_for_data(
     if facts.targets in PLACED:
         choices.add("images keep their aspect ratio, because it is part of the shape of objects", resize="pad")
     _choose_colours(choices, splits.train)
-    _choose_mirroring(choices, splits.train, channels=_chosen(choices, "channels", base.images.channels))
+    _choose_mirroring(choices, splits.train, channels={**choices.settings, **explicit}["channels"])
     if "variant" not in explicit:
         variant = _variant(explicit, config.task)
         what = "a small ResNet, which is more accurate than a Vision Transformer with few images or little time"
@@ -250,10 +250,6 @@ def _batch_size(facts: DataFacts, choices: Choices) -> int:
 
 def _rounded(values: np.ndarray) -> tuple[float, ...]:
     return tuple(round(float(value), 3) for value in values)
-
-
-def _chosen(choices: Choices, name: str, default: Any) -> Any:
-    return choices.explicit.get(name, choices.settings.get(name, default))
 
 
 def _choose_colours(choices: Choices, train: Source) -> None:
