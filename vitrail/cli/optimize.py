@@ -100,11 +100,10 @@ def main(call: Call) -> None:
             batch_size=options.batch_size,
             on_progress=lambda name, done, total: show(done, total, name),
         )
-    is_written = options.out is not None and len(found.trials) > 1 and found.best["result"] == "taken"
-    if is_written:
-        assert options.out is not None
-        _recorded(found, bundle, options, len(images.held_out)).save(options.out, overwrite=options.overwrite)
-    _show(found, options, is_written, console)
+    written = options.out if found.best["result"] == "taken" else None
+    if written is not None:
+        _recorded(found, bundle, options, len(images.held_out)).save(written, overwrite=options.overwrite)
+    _show(found, options, written, console)
 
 
 def _check(options: Optimize) -> float:
@@ -167,11 +166,10 @@ def _recorded(found: Search, bundle: Bundle, options: Optimize, images: int) -> 
     )
 
 
-def _show(found: Search, options: Optimize, is_written: bool, console: Console) -> None:
+def _show(found: Search, options: Optimize, written: Path | None, console: Console) -> None:
     """Print the trials and the result."""
     if options.json:
-        written = str(options.out) if is_written else None
-        print(json.dumps({"trials": found.trials, "written": written}))
+        print(json.dumps({"trials": found.trials, "written": None if written is None else str(written)}))
         return
     console.print(_table(found.trials))
     start, best = found.trials[0], found.best
@@ -183,8 +181,8 @@ def _show(found: Search, options: Optimize, is_written: bool, console: Console) 
     )
     if not found.is_complete:
         print_notes(console, "the time ended before all settings were tried; choose a larger --budget to try more")
-    if is_written:
-        console.print(f"Written: {options.out}", markup=False)
+    if written is not None:
+        console.print(f"Written: {written}", markup=False)
     elif best["result"] == "start":
         console.print("No setting is faster and keeps the accuracy, so no model is written.", markup=False)
     else:
