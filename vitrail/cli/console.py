@@ -395,10 +395,8 @@ class ConsoleDisplay:
         train = ", ".join(self.task.texts(training))
         beside = f"; training {train}" if train else ""
         start = f"step {step:,}" if step else "before the first step"
-        count = f"{result['images']:,.0f} images"
-        if skipped := result.get("skipped"):
-            count += f" ({skipped:,.0f} skipped)"
-        self.say(f"{start}: validation {texts} on {count}{beside}{star}")
+        skipped = f" ({result['skipped']:,.0f} skipped)" if result.get("skipped") else ""
+        self.say(f"{start}: validation {texts} on {result['images']:,.0f} images{skipped}{beside}{star}")
 
     def _skip(self, split: str, key: str, reason: str) -> None:
         """Name an image that cannot be decoded. Every evaluation finds those of its split, so each is named once."""

@@ -158,9 +158,11 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> None:
         prepared, unfit = fitting({
             name: (bundle, evaluators_for(bundle, options, given)) for name, bundle in bundles.items()
         })  # fmt: skip
-        common = None
-        if len(bundles) > 1 or options.validation_share is not None:
-            common = common_images(bundles, options.data, options.split, options.validation_share)
+        common = (
+            common_images(bundles, options.data, options.split, options.validation_share)
+            if len(bundles) > 1 or options.validation_share is not None
+            else None
+        )
         plans = {
             name: plan_of(bundle, prepared[name], options, common, _outputs(bundle, options, console, show))
             for name, bundle in bundles.items()
@@ -440,18 +442,20 @@ def plan_of(
     by_head = {name: evaluator for name, evaluator in evaluators.items() if name in heads}
     by_features = {name: evaluator for name, evaluator in evaluators.items() if name not in heads}
     data, split = options.data, options.split
-    learned = None
     learning = by_features.keys() - UNLEARNED
-    if by_features:
-        learned = open_images(
+    learned = (
+        open_images(
             bundle, data, split, by_features=True, numbers=options.numbers, common=common, needs_training=bool(learning)
         )
+        if by_features
+        else None
+    )
     class_names = next((one.class_names for one in by_head.values() if isinstance(one, ByAccuracy)), "")
-    judged = None
-    if by_head:
-        judged = open_images(
-            bundle, data, split, by_features=False, class_names=class_names, own=learned, common=common
-        )
+    judged = (
+        open_images(bundle, data, split, by_features=False, class_names=class_names, own=learned, common=common)
+        if by_head
+        else None
+    )
     if learned is not None and learning and list(learned.sources) == ["train"]:
         raise ConfigError(
             f"--split {split}: {', '.join(sorted(learning))} cannot be measured on the images that it learns from; "

@@ -142,12 +142,20 @@ def main(call: Call) -> int:
     notes = [COMMAND.note(note) for note in (*bundle.notes, *images.notes, *undecided, *other)]
     seconds = exporter.seconds(results)
     if options.json:
-        print(json.dumps(plain_exports(results, seconds, failures, notes)))
+        plain = {
+            "files": [_plain(result, seconds) for result in results],
+            "network": {"milliseconds": _milliseconds(seconds, "network")},
+            "failures": failures,
+            "notes": notes,
+        }
+        print(json.dumps(plain))
     else:
         console = Console(highlight=False, soft_wrap=True)
         print_notes(console, *notes)
-        for part in export_parts(results, seconds):
-            console.print(part)
+        for result in results:
+            console.print(_written(result))
+        if results:
+            console.print(_table(results, seconds))
         for failure in failures:
             console.print(failure, style="red", markup=False, soft_wrap=not console.is_terminal)
     return 1 if failures else 0
@@ -337,23 +345,6 @@ Seconds = Mapping[str, Sequence[float]]
 """Seconds of a batch of each size of `TIMED_BATCHES`, by the paths of files, and by "network"."""
 
 
-def export_parts(results: Sequence[ExportResult], seconds: Seconds) -> list[Any]:
-    """Return the lines about written files and the table of all files beside the network."""
-    return [*(line for result in results for line in _lines(result)), *([_table(results, seconds)] if results else [])]
-
-
-def plain_exports(
-    results: Sequence[ExportResult], seconds: Seconds, failures: Sequence[str], notes: Sequence[str]
-) -> dict[str, Any]:
-    """Return the values of the table, and the messages about files that were not written."""
-    return {
-        "files": [_plain(result, seconds) for result in results],
-        "network": {"milliseconds": _milliseconds(seconds, "network")},
-        "failures": list(failures),
-        "notes": list(notes),
-    }
-
-
 def _accuracy(parity: Parity, *, network: bool = False) -> Metric | None:
     """Return the accuracy of a file, or of its network, with an interval. None if no image has a label."""
     if parity.correct is None:
@@ -383,7 +374,8 @@ def _milliseconds(seconds: Seconds, name: str) -> dict[str, float]:
     return {str(size): 1e3 * value for size, value in zip(TIMED_BATCHES, seconds[name], strict=True)}
 
 
-def _lines(result: ExportResult) -> list[str]:
+def _written(result: ExportResult) -> str:
+    """Return lines about a written file."""
     parity, sizes, noun = result.parity, ", ".join(map(str, BATCHES)), result.network.interface.noun
     lines = [
         f"Written: {escape(str(result.path))} ({result.bytes / 1e6:.1f} MB)",
@@ -396,7 +388,7 @@ def _lines(result: ExportResult) -> list[str]:
         lines.append(f"  accuracy of the file {_percent(accuracy)} on {plural(parity.labelled, 'labelled image')}")
     if result.precision == "int8":
         lines.append(f"  the file loses {describe_drop(parity)}")
-    return lines
+    return "\n".join(lines)
 
 
 def _table(results: Sequence[ExportResult], seconds: Seconds) -> Table:

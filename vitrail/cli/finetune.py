@@ -271,9 +271,8 @@ def _report(console: Console, log: Log, result: FinetuneResult) -> None:
         hint = "" if result.trials else "; use --validation-share 0.1 to hold out a tenth"
         log.say(f"no image with a label is held out, so this model was not measured{hint}")
     else:
-        title = f"{result.split} split, {found.images:,} images"
-        if found.skipped:
-            title += f", {len(found.skipped):,} skipped"
+        skipped = f", {len(found.skipped):,} skipped" if found.skipped else ""
+        title = f"{result.split} split, {found.images:,} images{skipped}"
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
         for column in ("", "metric", "95 % interval"):
             table.add_column(column, justify="left" if not column else "right")

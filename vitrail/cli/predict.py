@@ -276,12 +276,8 @@ def _check_names(option: str, pictures: Sequence[Picture]) -> None:
 
 def _top(options: Predict, bundle: Bundle) -> int | None:
     """Return the number of classes to rank, or None for all classes and for other outputs."""
-    if bundle.output not in CLASSES:
-        return None
-    classes = max(len(bundle.classes), 1)
-    if options.top is None:
-        return None if options.json else min(TOP, classes)
-    return min(options.top, classes)
+    top = options.top or (None if options.json else TOP)
+    return None if top is None or bundle.output not in CLASSES else min(top, max(len(bundle.classes), 1))
 
 
 def _notes(options: Predict, bundle: Bundle) -> Iterator[str]:

@@ -147,10 +147,8 @@ def untrained_note(config: TrainConfig, bundle: Bundle) -> str:
     """Return a note if the model of a run is the one at the start of training, and an empty text otherwise."""
     if bundle.provenance.get("step") != 0:
         return ""
-    if config.start.linear_head:
-        start = "is the linear model of the frozen features with which training began"
-    else:
-        start = "has the initial weights"
+    linear = "is the linear model of the frozen features with which training began"
+    start = linear if config.start.linear_head else "has the initial weights"
     return f"training did not improve the initial model, so the saved model {start}"
 
 
