@@ -105,12 +105,9 @@ def main(call: Call) -> None:
     options = BenchAccuracy(**call.options)
     check_different(options, "recipes", "seeds", "targets")
     entries = peer_entries(names_in(options.against))
-    recipes = _recipes(options)
-    libraries = check_environments(entries, parse_environments(options.environment))
     comparison = AccuracyComparison(
-        recipes=recipes,
-        peers=entries,
-        libraries=libraries,
+        recipes=_recipes(options),
+        peers=check_environments(entries, parse_environments(options.environment)),
         seeds=options.seeds,
         budget=_budget(options.budget),
         evaluations=options.evaluations,

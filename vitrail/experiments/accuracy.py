@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +107,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class Peer:
-    """A library whose training loop can be measured."""
+    """An entry of a library whose training loop can be measured."""
 
-    python: str
-    """Path of a Python that can import it."""
-    script: Path
-    """Script that runs a cell."""
-    settings: Mapping[str, dict[str, Any]]
-    """Settings of each entry, as JSON values."""
+    command: tuple[str, str]
+    """A Python that can import the library, and the script that runs a cell."""
+    settings: dict[str, Any]
+    """Settings as JSON values."""
 
 
 def peer_entries(names: Sequence[str]) -> tuple[str, ...]:
@@ -129,21 +127,21 @@ def peer_entries(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_environments(entries: Sequence[str], environments: Mapping[str, str]) -> dict[str, Peer]:
-    """Return each library that the entries need. Raises `ConfigError` if the library does not work there.
+    """Return what the entries run. Raises `ConfigError` if a library does not work there.
 
     `environments` has the path of a Python by the library's name. By default it is the Python that runs Vitrail.
     """
     for library in environments:
         if library not in PEERS:
             raise ConfigError(f"environment: unknown library {library!r}; {nearest(library, PEERS)}")
-    found = {}
+    found: dict[str, Peer] = {}
     for library, own in PEERS.items():
         if not set(own) & set(entries):
             continue
         python, script = environments.get(library, sys.executable), benchmark_script(SCRIPTS[library])
         printed = run_python(python, library, [str(script), "--check"], "Then name that Python")
-        found[library] = Peer(python, script, json.loads(printed)["settings"])
-    return found
+        found |= {entry: Peer((python, str(script)), json.loads(printed)["settings"][entry]) for entry in own}
+    return {entry: found[entry] for entry in entries}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,10 +150,8 @@ class AccuracyComparison:
 
     recipes: Mapping[str, TrainConfig]
     """Configs by name. The data, image size and statistics of the first one hold for other libraries too."""
-    peers: tuple[str, ...] = ()
-    """Entries of other libraries."""
-    libraries: Mapping[str, Peer]
-    """Each library that the entries need."""
+    peers: Mapping[str, Peer] = field(default_factory=dict)
+    """Entries of other libraries, by name."""
     seeds: tuple[int, ...]
     budget: float | None
     """Seconds of training of each run, or None for the length that its settings state."""
@@ -207,7 +203,7 @@ class AccuracyComparison:
         else:
             images = first.images
             settings = dict(
-                self._library(entry).settings[entry],
+                self.peers[entry].settings,
                 images=f"../../{IMAGES}",  # from the folder of the cell, so that the whole folder can be moved
                 num_classes=len(splits.classes),
                 train_images=len(splits.train),
@@ -225,11 +221,7 @@ class AccuracyComparison:
         """Return the command that trains a cell."""
         if cell.entry in self.recipes:
             return sys.executable, "-m", "vitrail.experiments.accuracy"
-        library = self._library(cell.entry)
-        return library.python, str(library.script)
-
-    def _library(self, entry: str) -> Peer:
-        return self.libraries[next(name for name, entries in PEERS.items() if entry in entries)]
+        return self.peers[cell.entry].command
 
 
 def _check(splits: Splits, config: TrainConfig) -> None:
