@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from vitrail.bench.workload import Worker, interleave, timed
+from vitrail.bench.workload import in_process, interleave, timed
 from vitrail.cores import share_cores
 from vitrail.data.augment.settings import Augment
 from vitrail.data.batch import Rows
@@ -155,12 +155,7 @@ def measure_opening(images: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as name:
         root = Path(name)
         _write_links(root / "images", images)
-        found = []
-        for _ in range(2):
-            worker = Worker(partial, _open, str(root / "images"))
-            found.append(worker.call("__call__"))
-            worker.close()
-    (first, _), (again, peak) = found
+        (first, _), (again, peak) = (in_process(_open, str(root / "images")) for _ in range(2))
     return {"images": images, "first_seconds": first, "again_seconds": again, "peak_bytes": peak}
 
 

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal, TypeVar
 
@@ -220,6 +221,18 @@ class Worker:
         if error is not None:
             raise error
         return value
+
+
+def in_process(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of `work` in a new process.
+
+    Raises the errors of `work`, and `ProcessKilled` if the process dies.
+    """
+    worker = Worker(partial, work, *arguments)
+    try:
+        return worker.call("__call__")
+    finally:
+        worker.close()
 
 
 def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
