@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vitrail.bench.memory import measure_memory
 from vitrail.bench.step import OURS, Entry, make_step
-from vitrail.bench.workload import Spread, Workload, interleave, timed, waits_for
+from vitrail.bench.workload import Key, Spread, Workload, interleave, timed, waits_for
 from vitrail.errors import ConfigError
 from vitrail.machine import keep_freed_memory
 from vitrail.models.attention.full import attend
@@ -40,10 +40,7 @@ def scaling(workload: Workload, axis: Axis, *, repetitions: int, warmup: int) ->
     """
     values = sweep(workload, axis)
     keep_freed_memory()
-    wait = waits_for(workload.device)
-    timers = {value: timed(make_step(Entry(OURS), point), wait) for value, point in values.items()}
-    times = interleave(timers, repetitions=repetitions, warmup=warmup)
-    del timers
+    times = _step_times(values, repetitions=repetitions, warmup=warmup)
     points = [
         {
             "value": value,
@@ -61,6 +58,12 @@ def scaling(workload: Workload, axis: Axis, *, repetitions: int, warmup: int) ->
     }
     exponents = {name: None if None in ys else exponent([*values], ys) for name, ys in columns.items()}
     return {"axis": axis, "points": points, "exponents": exponents}
+
+
+def _step_times(works: Mapping[Key, Workload], *, repetitions: int, warmup: int) -> dict[Key, list[float]]:
+    """Return the seconds of a step of each workload in interleaved rounds. No network is kept."""
+    timers = {name: timed(make_step(Entry(OURS), work), waits_for(work.device)) for name, work in works.items()}
+    return interleave(timers, repetitions=repetitions, warmup=warmup)
 
 
 def _measured(workload: Workload, seconds: list[float], memory: int | None) -> dict[str, Any]:
@@ -160,11 +163,9 @@ def attention_scaling(
     by_grid = attention_workloads(workload, kinds)
     first = by_grid[SIDES[0]][FULL].config
     keep_freed_memory()
-    wait, points = waits_for(workload.device), []
+    points = []
     for side, works in by_grid.items():
-        timers = {name: timed(make_step(Entry(OURS), work), wait) for name, work in works.items()}
-        times = interleave(timers, repetitions=repetitions, warmup=warmup)
-        del timers
+        times = _step_times(works, repetitions=repetitions, warmup=warmup)
         for name, work in works.items():
             peak = measure_memory(Entry(OURS), work) if memory else None
             points.append({"attention": name, "patches": side * side, **_measured(work, times[name], peak)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from vitrail.analysis.images import Overlays
@@ -61,14 +61,12 @@ COMMAND = Command(
 
 
 def main(call: Call) -> None:
-    given = {"token": os.environ.get(TOKEN_VARIABLE, ""), **call.options}
-    options = Serve(**given)
+    options = Serve(**{"token": os.environ.get(TOKEN_VARIABLE, ""), **call.options})
     for module in NEEDED:
         optional_module(module, "serve")
     from vitrail.serving.server import ServeJob, ServeWorker, Supervisor, named_models, open_socket, serve
 
-    values = asdict(options)
-    settings = ServeSettings(**{name: values[name] for name in ServeSettings.__dataclass_fields__})
+    settings = ServeSettings(**{name: getattr(options, name) for name in ServeSettings.__dataclass_fields__})
     job = ServeJob(
         models=named_models(options.models),
         settings=settings,

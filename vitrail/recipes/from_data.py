@@ -296,9 +296,8 @@ def _choose_length(
     explicit = choices.explicit
     side = facts.side or SIZES[-1]
     fitting = [size for size in SIZES if size >= side] or [SIZES[0]]
-    sizes = [(size, size) for size in SIZES if size <= fitting[-1]]
-    if "image_size" in explicit:
-        sizes = [explicit["image_size"]]
+    square = [(size, size) for size in SIZES if size <= fitting[-1]]
+    sizes = [explicit["image_size"]] if "image_size" in explicit else square
     size, measured_at, length = sizes[0], sizes[0], None
     if not {"epochs", "steps"} & explicit.keys():
         for size in sizes:

@@ -127,9 +127,8 @@ def search_settings(
     trials = _Trials(config, data, initial, trials_folder(folder), on_trial)
     trials.measure_start(on_progress)
     placed = on_device(adapted(initial, image_size=config.images.image_size), device)
-    forward = in_float32 = forward_seconds(placed, "float32")
-    if config.run.precision != "float32":
-        forward = forward_seconds(placed, "bf16")
+    in_float32 = forward_seconds(placed, "float32")
+    forward = in_float32 if config.run.precision == "float32" else forward_seconds(placed, "bf16")
     budget = _Budget(
         search,
         started,
