@@ -178,13 +178,8 @@ class Command:
 
         return re.sub(rf"\b([a-z]\w*)=({VALUE})", spelled, text)
 
-    @cached_property
-    def _names(self) -> str:
-        """A pattern of the names of all fields."""
-        return "|".join(sorted({*self.known, *self.spelled}, key=len, reverse=True))
-
     def _line(self, line: str, about_settings: bool, given: Options) -> str:
-        names, value = self._names, VALUE
+        names, value = "|".join(sorted({*self.known, *self.spelled}, key=len, reverse=True)), VALUE
 
         def first(found: re.Match[str]) -> str:
             label, typed = self._label(found[1]), _typed(found[2])

@@ -305,12 +305,11 @@ class _Recorder:
     def __init__(self) -> None:
         self.points: list[tuple[int, float, float, float]] = []
         """Step, seconds, processor seconds and accuracy of each evaluation."""
-        self._clocks: tuple[Callable[[], float], ...] = (time.perf_counter, time.process_time)
         self._spent = [0.0, 0.0]
         self._since = [0.0, 0.0]
 
     def __call__(self, event: Mapping[str, Any]) -> None:
-        kind, now = event["event"], [clock() for clock in self._clocks]
+        kind, now = event["event"], [time.perf_counter(), time.process_time()]
         if kind == "step":  # an evaluation follows directly after this event, so its time does not count
             self._spent = [spent + end - start for spent, start, end in zip(self._spent, self._since, now, strict=True)]
         elif kind == "evaluation" and "best" in event:
