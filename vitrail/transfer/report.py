@@ -186,10 +186,8 @@ def _held_out(report: AnyReport, errors: Sequence[Shown], examples: Sequence[Hel
 
 def _images(report: AnyReport, split: str) -> str:
     """Return the number of images and outputs as the end of a sentence."""
-    if isinstance(report, RegressionReport):
-        outputs = plural(len(report.names), "number")
-    else:
-        outputs = plural(len(report.names) if isinstance(report, PlacedReport) else report.num_classes, "class")
+    count = report.num_classes if isinstance(report, ClassificationReport) else len(report.names)
+    outputs = plural(count, "number" if isinstance(report, RegressionReport) else "class")
     skipped = f"; {plural(len(report.skipped), 'image')} could not be decoded" if report.skipped else ""
     return f"on {plural(report.images, f'{split} image')} of {outputs}{skipped}"
 
