@@ -36,7 +36,7 @@ from vitrail.bench.step import OURS
 from vitrail.bench.workload import Spread, Workload, interleave, timed
 from vitrail.cli.console import Column, ReductionOptions, terminal_table
 from vitrail.cli.lists import OWN_SIZES
-from vitrail.cli.options import Call, Command, Example, flag, names_in
+from vitrail.cli.options import Call, Command, flag, names_in
 from vitrail.data.formats.pack import pack
 from vitrail.data.pipeline import Readers, default_threads
 from vitrail.data.pixels.preprocess import Preprocess
@@ -126,9 +126,9 @@ COMMAND = Command(
     matrix products only, a lower bound for the step. On a CPU, each is computed by the faster of MKL and
     oneDNN. To measure how fast images are read, use vitrail bench data.""",
     examples=(
-        Example("vitrail bench train ViT-S/16", "Measure training steps of ViT-S/16."),
-        Example("vitrail bench infer ViT-B/16 --against timm,torchvision", "Compare inference with two libraries."),
-        Example("vitrail bench train ViT-B/16 --largest-batch", "Find the largest batch that fits into memory."),
+        ("vitrail bench train ViT-S/16", "Measure training steps of ViT-S/16."),
+        ("vitrail bench infer ViT-B/16 --against timm,torchvision", "Compare inference with two libraries."),
+        ("vitrail bench train ViT-B/16 --largest-batch", "Find the largest batch that fits into memory."),
     ),
     options=(Bench,),
     essential={
@@ -575,9 +575,9 @@ DATA = Command(
     summary="""Measure how fast images are read from the disk into batches. Two references are measured too: decoding
     without reading, and a plain loop with Pillow.""",
     examples=(
-        Example("vitrail bench data", "Read generated images in three formats."),
-        Example("vitrail bench data --against torchvision,timm", "Compare random crops with two libraries."),
-        Example("vitrail bench data --entries 1000000", "Measure opening a folder of a million images."),
+        ("vitrail bench data", "Read generated images in three formats."),
+        ("vitrail bench data --against torchvision,timm", "Compare random crops with two libraries."),
+        ("vitrail bench data --entries 1000000", "Measure opening a folder of a million images."),
     ),
     options=(BenchData,),
     essential={

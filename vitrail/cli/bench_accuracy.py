@@ -16,7 +16,7 @@ from vitrail.analysis.charts import series_chart, side_by_side, standalone
 from vitrail.bench.workload import Spread
 from vitrail.cli.bench import parse_environments
 from vitrail.cli.console import Column, message_console, terminal_table
-from vitrail.cli.options import Call, Command, Example, check_different, convert, names_in
+from vitrail.cli.options import Call, Command, check_different, convert, names_in
 from vitrail.cli.run_options import run_options
 from vitrail.errors import ConfigError, Interrupted, nearest
 from vitrail.experiments.accuracy import (
@@ -85,9 +85,9 @@ COMMAND = Command(
     the curves as CSV and SVG. If the command is stopped, the same command continues. The test split is measured once,
     at the end of each run.""",
     examples=(
-        Example("vitrail bench accuracy demo", "Measure the demo with three seeds."),
-        Example("vitrail bench accuracy demo demo:epochs=5 --targets 0.8", "Compare two lengths of a run."),
-        Example(
+        ("vitrail bench accuracy demo", "Measure the demo with three seeds."),
+        ("vitrail bench accuracy demo demo:epochs=5 --targets 0.8", "Compare two lengths of a run."),
+        (
             "vitrail bench accuracy demo --against timm --environment timm=timm/bin/python --budget 5m",
             "Compare with timm within five minutes per run.",
         ),

@@ -27,7 +27,7 @@ from vitrail.bench.serving import (
 )
 from vitrail.cli.bench import header, parse_environments
 from vitrail.cli.console import Column, terminal_table
-from vitrail.cli.options import Call, Command, Example, JsonOption, names_in
+from vitrail.cli.options import Call, Command, JsonOption, names_in
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, nearest
 from vitrail.machine import Precision, describe
@@ -77,12 +77,12 @@ COMMAND = Command(
     The servers run in processes of their own, and the clients in this process. Only one server is under load at a
     time.""",
     examples=(
-        Example("vitrail bench serve", "Measure a ViT-S/16 with random weights."),
-        Example(
+        ("vitrail bench serve", "Measure a ViT-S/16 with random weights."),
+        (
             "vitrail bench serve --against litserve --environment litserve=litserve/bin/python",
             "Compare with LitServe, which is installed in an environment of its own.",
         ),
-        Example("vitrail bench serve runs/flowers --requests 50000", "See whether the memory of the servers grows."),
+        ("vitrail bench serve runs/flowers --requests 50000", "See whether the memory of the servers grows."),
     ),
     options=(BenchServe,),
     essential={

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import print_notes, showing_progress
-from vitrail.cli.options import Call, Command, Example, JsonOption
+from vitrail.cli.options import Call, Command, JsonOption
 from vitrail.data.check.findings import Finding, Report, Sizes
 from vitrail.data.check.report import amount_rows, check_data, page, text_line
 from vitrail.data.config import DataConfig
@@ -73,9 +73,9 @@ CHECK = Command(
 
     If training on the data would fail, the exit code is 2.""",
     examples=(
-        Example("vitrail data check flowers", "Inspect every image, and write data-check.html."),
-        Example("vitrail data check flowers --sample 2000", "Inspect 2,000 images of a large data set."),
-        Example("vitrail data check labels.csv --json --page None", "Print the report as JSON, and write no page."),
+        ("vitrail data check flowers", "Inspect every image, and write data-check.html."),
+        ("vitrail data check flowers --sample 2000", "Inspect 2,000 images of a large data set."),
+        ("vitrail data check labels.csv --json --page None", "Print the report as JSON, and write no page."),
     ),
     options=(Check,),
     essential={
@@ -239,9 +239,9 @@ PACK = Command(
     summary="""Write a data set as tar shards in the WebDataset convention: few large files instead of many small
     ones. If the command is stopped, run the same command again to continue.""",
     examples=(
-        Example("vitrail data pack photos shards", "Copy a folder of images into shards."),
-        Example("vitrail data pack photos shards --max-side 512", "Scale large images down to 512 pixels."),
-        Example("vitrail data pack photos coco --to coco", "Write boxes or masks as a folder in COCO's format."),
+        ("vitrail data pack photos shards", "Copy a folder of images into shards."),
+        ("vitrail data pack photos shards --max-side 512", "Scale large images down to 512 pixels."),
+        ("vitrail data pack photos coco --to coco", "Write boxes or masks as a folder in COCO's format."),
     ),
     options=(Pack,),
     essential={"Data": ("numbers", "unlabelled"), "Settings": ("to", "shard_size", "max_side", "workers")},

@@ -20,7 +20,6 @@ from vitrail.cli.options import (
     Call,
     Command,
     DeviceOption,
-    Example,
     ImageSizeOption,
     JsonOption,
     Option,
@@ -123,9 +122,9 @@ COMMAND = Command(
     trained on the model's features. Several models are compared on the same images. With --suite, measure a model on
     many data sets.""",
     examples=(
-        Example("vitrail evaluate runs/flowers --data flowers", "Measure the model of a run on held-out images."),
-        Example("vitrail evaluate runs/a runs/b --data flowers --by linear,knn", "Compare the features of two models."),
-        Example("vitrail evaluate vit.npz --suite vtab-1k --data datasets", "Measure a model on a suite of tasks."),
+        ("vitrail evaluate runs/flowers --data flowers", "Measure the model of a run on held-out images."),
+        ("vitrail evaluate runs/a runs/b --data flowers --by linear,knn", "Compare the features of two models."),
+        ("vitrail evaluate vit.npz --suite vtab-1k --data datasets", "Measure a model on a suite of tasks."),
     ),
     options=(Evaluate,),
     settings=evaluator_options,

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitrail.cli.console import print_notes
-from vitrail.cli.options import Call, Command, Example, ImageSizeOption, JsonOption, ModelOption, names_in
+from vitrail.cli.options import Call, Command, ImageSizeOption, JsonOption, ModelOption, names_in
 from vitrail.data.source import Sample, truth_of
 from vitrail.data.sources import open_whole
 from vitrail.errors import ConfigError, DataError, ExportFailed, plural
@@ -86,9 +86,9 @@ COMMAND = Command(
     width, channels) and contains everything after that: normalisation, the network, and softmax or sigmoid. The
     written file is loaded again and compared with the network; if it differs, the file is deleted.""",
     examples=(
-        Example("vitrail export runs/flowers --to onnx", "Write flowers.onnx for onnxruntime."),
-        Example("vitrail export runs/flowers --to onnx --output embedding", "Write the features instead of classes."),
-        Example(
+        ("vitrail export runs/flowers --to onnx", "Write flowers.onnx for onnxruntime."),
+        ("vitrail export runs/flowers --to onnx --output embedding", "Write the features instead of classes."),
+        (
             "vitrail export runs/flowers --to onnx,openvino --precision float32,int8 --data flowers/",
             "Compare formats: size, time and accuracy.",
         ),
@@ -300,9 +300,9 @@ CONVERT = Command(
     Layouts: vitrail (folder), google and big-vision (.npz), bit (.npz), bit-torch (.pth), timm (folder or
     .safetensors), huggingface (folder), torchvision (.pth).""",
     examples=(
-        Example("vitrail convert runs/flowers flowers-hf --to huggingface", "Write a model for transformers."),
-        Example("vitrail convert runs/flowers flowers.safetensors --to timm", "Write a model for timm."),
-        Example("vitrail convert ViT-B_16.npz vit-b --to vitrail", "Import a checkpoint published with the ViT paper."),
+        ("vitrail convert runs/flowers flowers-hf --to huggingface", "Write a model for transformers."),
+        ("vitrail convert runs/flowers flowers.safetensors --to timm", "Write a model for timm."),
+        ("vitrail convert ViT-B_16.npz vit-b --to vitrail", "Import a checkpoint published with the ViT paper."),
     ),
     options=(Convert,),
     essential={

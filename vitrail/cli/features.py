@@ -24,7 +24,7 @@ from vitrail.cli.console import (
     print_notes,
     showing_progress,
 )
-from vitrail.cli.options import Call, Command, DeviceOption, Example, ImageSizeOption, ModelOption
+from vitrail.cli.options import Call, Command, DeviceOption, ImageSizeOption, ModelOption
 from vitrail.data.check.images import colour_note, images_of
 from vitrail.data.pipeline import Readers, queue_bytes
 from vitrail.data.source import Source, files_of
@@ -75,9 +75,9 @@ NEAREST = Command(
     summary="""Find the images of a folder of features that resemble given images or texts most, by the cosine of their
     features. An image that is itself among them is skipped.""",
     examples=(
-        Example("vitrail embed facebook/dinov2-small --data photos --out features", "Compute the features first."),
-        Example("vitrail nearest features rose.jpg", "Show the five images that resemble one image."),
-        Example('vitrail nearest features --text "a red car at night"', "Search by a text, with features of CLIP."),
+        ("vitrail embed facebook/dinov2-small --data photos --out features", "Compute the features first."),
+        ("vitrail nearest features rose.jpg", "Show the five images that resemble one image."),
+        ('vitrail nearest features --text "a red car at night"', "Search by a text, with features of CLIP."),
     ),
     options=(Nearest,),
     essential={"Query": ("text",), "Output": ("top", "csv", "json"), "Model": ("model", "device")},
@@ -236,11 +236,9 @@ EMBED = Command(
     summary="""Save the features of every image of a data set. Features are the vectors that the model's head
     receives. If the command is stopped, run the same command again to continue.""",
     examples=(
-        Example("vitrail embed runs/flowers --data flowers --out features", "Write NumPy files for every split."),
-        Example(
-            "vitrail embed runs/flowers --data flowers --out features --format parquet", "Write a table per split."
-        ),
-        Example("vitrail embed facebook/dino-vits16 --data photos --out features", "Use a model from the hub."),
+        ("vitrail embed runs/flowers --data flowers --out features", "Write NumPy files for every split."),
+        ("vitrail embed runs/flowers --data flowers --out features --format parquet", "Write a table per split."),
+        ("vitrail embed facebook/dino-vits16 --data photos --out features", "Use a model from the hub."),
     ),
     options=(Embed,),
     essential={

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from vitrail.cli.console import ConsoleDisplay
 from vitrail.cli.evaluate import suite_table
-from vitrail.cli.options import Call, Command, Example, Option, flag
+from vitrail.cli.options import Call, Command, Option, flag
 from vitrail.cli.run_options import (
     ResumeOptions,
     check_effects,
@@ -114,9 +114,9 @@ COMMAND = Command(
     size and the augmentation are chosen from the data's size and the machine; options that you give replace them.
     Ctrl-C saves the run and stops it; continue with vitrail finetune --resume RUN.""",
     examples=(
-        Example("vitrail finetune small --data photos", "Train a model that needs no download on a folder per class."),
-        Example("vitrail finetune runs/flowers --data photos --lora-rank 8", "Train low-rank updates only."),
-        Example("vitrail finetune google/vit-base-patch16-224 --data labels.csv", "Use a model from the hub."),
+        ("vitrail finetune small --data photos", "Train a model that needs no download on a folder per class."),
+        ("vitrail finetune runs/flowers --data photos --lora-rank 8", "Train low-rank updates only."),
+        ("vitrail finetune google/vit-base-patch16-224 --data labels.csv", "Use a model from the hub."),
     ),
     options=(Finetune,),
     settings=run_options,

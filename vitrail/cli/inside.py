@@ -22,7 +22,7 @@ from vitrail.analysis.pages.overview_page import OVERVIEW_FILES, headline, overv
 from vitrail.analysis.similarity import SMALLEST_BATCH
 from vitrail.analysis.tracing import transformer_of
 from vitrail.cli.console import image_paths, images_bar, message_console, print_messages, print_notes
-from vitrail.cli.options import Call, Command, DeviceOption, Example, JsonOption, ModelOption
+from vitrail.cli.options import Call, Command, DeviceOption, JsonOption, ModelOption
 from vitrail.data.batch import Skipped
 from vitrail.data.source import Source, mixed
 from vitrail.errors import ConfigError, UndecodableImage, nearest
@@ -73,9 +73,9 @@ EXPLAIN = Command(
     summary="""Show which parts of an image a Vision Transformer attends to, and which parts support a class. One
     interactive HTML page and several PNG files are written for each image.""",
     examples=(
-        Example("vitrail explain runs/flowers rose.jpg", "Explain the prediction for one image."),
-        Example("vitrail explain runs/flowers rose.jpg --label tulip", "Show which parts support another class."),
-        Example("vitrail explain runs/cells blood.jpg --box 2", "Show which parts support the second object."),
+        ("vitrail explain runs/flowers rose.jpg", "Explain the prediction for one image."),
+        ("vitrail explain runs/flowers rose.jpg --label tulip", "Show which parts support another class."),
+        ("vitrail explain runs/cells blood.jpg --box 2", "Show which parts support the second object."),
     ),
     options=(Explain,),
     essential={
@@ -265,9 +265,9 @@ COMPARE = Command(
     summary="""Compare two models on the same images: their accuracy with a paired test, the images on which they
     disagree, the similarity of their layers, and their cost. One HTML page and its figures and numbers are written.""",
     examples=(
-        Example("vitrail compare runs/vit runs/bit --data flowers", "Compare two trained models on held-out images."),
-        Example("vitrail compare runs/a runs/b --data flowers --out a-b --examples 20", "Show more images."),
-        Example("vitrail compare vit.npz runs/flowers --data flowers --json", "Print the numbers."),
+        ("vitrail compare runs/vit runs/bit --data flowers", "Compare two trained models on held-out images."),
+        ("vitrail compare runs/a runs/b --data flowers --out a-b --examples 20", "Show more images."),
+        ("vitrail compare vit.npz runs/flowers --data flowers --json", "Print the numbers."),
     ),
     options=(Compare,),
     essential={
@@ -334,9 +334,9 @@ REPORT = Command(
     embeddings, and the most certain errors. A model without a head has no metrics and no errors. One HTML page and its
     figures and numbers are written.""",
     examples=(
-        Example("vitrail report runs/flowers --data flowers", "Report on held-out images, in runs/flowers/inside."),
-        Example("vitrail report runs/flowers --data flowers --examples 50", "Show more errors."),
-        Example("vitrail report vit.npz --data flowers --probe-images 0 --json", "Print the numbers."),
+        ("vitrail report runs/flowers --data flowers", "Report on held-out images, in runs/flowers/inside."),
+        ("vitrail report runs/flowers --data flowers --examples 50", "Show more errors."),
+        ("vitrail report vit.npz --data flowers --probe-images 0 --json", "Print the numbers."),
     ),
     options=(Report,),
     defaults=lambda given: {"out": "RUN/inside or report"},

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from vitrail.bench.growth import layer_times
 from vitrail.cli.console import Column, print_notes, terminal_table
-from vitrail.cli.options import Call, Command, Example, JsonOption, flag
+from vitrail.cli.options import Call, Command, JsonOption, flag
 from vitrail.cli.run_options import setting_text
 from vitrail.errors import ConfigError, listed, nearest, plural
 from vitrail.machine import total_memory
@@ -65,9 +65,9 @@ MODELS = Command(
     Any patch size that divides the image works: ViT-S/8 has patches of 8 x 8 pixels, ViT-S/16x8 has patches of 16
     rows and 8 columns. A hybrid has a ResNet before the transformer: R101x3+ViT-L/32.""",
     examples=(
-        Example("vitrail models --image-size 384 384 --batch-size 8", "Estimate cost and memory for larger images."),
-        Example("vitrail models --layers --measure", "Compare attention with recurrence and convolution."),
-        Example("vitrail models runs/flowers", "Describe a model: classes, metrics, the texts of its head."),
+        ("vitrail models --image-size 384 384 --batch-size 8", "Estimate cost and memory for larger images."),
+        ("vitrail models --layers --measure", "Compare attention with recurrence and convolution."),
+        ("vitrail models runs/flowers", "Describe a model: classes, metrics, the texts of its head."),
     ),
     options=(Models,),
     essential={"Settings": ("image_size", "num_classes", "batch_size"), "Output": ("layers", "measure", "json")},
@@ -242,9 +242,9 @@ RECIPES_LIST = Command(
     Train with vitrail train NAME. The papers' data sets are large: --data names your copy, and options on the command
     line replace those of the recipe. None of the papers' runs was repeated here.""",
     examples=(
-        Example("vitrail recipes plain-vit-s16-90", "Show the settings of one recipe."),
-        Example("vitrail recipes --transfers", "List the papers' fine-tuning runs with their commands."),
-        Example("vitrail train plain-vit-s16-90 --data imagenet --accumulation 8", "Train one of them."),
+        ("vitrail recipes plain-vit-s16-90", "Show the settings of one recipe."),
+        ("vitrail recipes --transfers", "List the papers' fine-tuning runs with their commands."),
+        ("vitrail train plain-vit-s16-90 --data imagenet --accumulation 8", "Train one of them."),
     ),
     options=(Recipes,),
     essential={"Output": ("transfers", "json")},

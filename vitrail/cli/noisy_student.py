@@ -23,7 +23,7 @@ from vitrail.cli.console import (
     showing_progress,
     terminal_table,
 )  # fmt: skip
-from vitrail.cli.options import Call, Command, DeviceOption, Example, JsonOption, Option
+from vitrail.cli.options import Call, Command, DeviceOption, JsonOption, Option
 from vitrail.cli.run_options import check_effects, default_texts, run_options, task_options
 from vitrail.data.formats.pseudo_labels import FILES, Pool, PseudoLabelInfo, looks_like_pseudo_labels
 from vitrail.data.sources import absolute_spec
@@ -94,9 +94,9 @@ COMMAND = Command(
 
     All settings of vitrail train are those of the students. If the command is stopped, run it again to continue.""",
     examples=(
-        Example("vitrail noisy-student", "Learn from 500 of the bundled images with labels, and others without."),
-        Example("vitrail noisy-student --data flowers --unlabelled photos", "Train a teacher first, then students."),
-        Example("vitrail noisy-student --data flowers --unlabelled photos --teacher runs/flowers", "Name a teacher."),
+        ("vitrail noisy-student", "Learn from 500 of the bundled images with labels, and others without."),
+        ("vitrail noisy-student --data flowers --unlabelled photos", "Train a teacher first, then students."),
+        ("vitrail noisy-student --data flowers --unlabelled photos --teacher runs/flowers", "Name a teacher."),
     ),
     options=(NoisyStudent, Rounds, Labelling),
     settings=_settings,
@@ -216,9 +216,9 @@ LABEL = Command(
 
     The folder refers to the images, which stay where they are. vitrail noisy-student labels and trains in rounds.""",
     examples=(
-        Example("vitrail data label photos --teacher runs/flowers --out labels", "Label a folder of photographs."),
-        Example("vitrail train --data flowers --mix 0.75:labels", "Train on both: three quarters are pseudo labels."),
-        Example("vitrail data check labels", "Show the numbers of images per class."),
+        ("vitrail data label photos --teacher runs/flowers --out labels", "Label a folder of photographs."),
+        ("vitrail train --data flowers --mix 0.75:labels", "Train on both: three quarters are pseudo labels."),
+        ("vitrail data check labels", "Show the numbers of images per class."),
     ),
     options=(Label, Labelling),
     essential={

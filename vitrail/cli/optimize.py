@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 
 from vitrail.cli.console import message_console, print_notes, showing_progress
-from vitrail.cli.options import Call, Command, DeviceOption, Example, JsonOption
+from vitrail.cli.options import Call, Command, DeviceOption, JsonOption
 from vitrail.errors import ConfigError, plural
 from vitrail.settings import setting
 
@@ -65,9 +65,9 @@ COMMAND = Command(
     merging and pruning of tokens, and image size are changed step by step. Accuracy is measured on held-out training
     images, and time on this machine.""",
     examples=(
-        Example("vitrail optimize runs/flowers --data flowers", "Show the speed at 99 % of the accuracy."),
-        Example("vitrail optimize runs/flowers --data flowers --keep 0.97 --out fast", "Write the faster model."),
-        Example("vitrail predict fast rose.jpg", "Use the faster model: its settings are in the folder."),
+        ("vitrail optimize runs/flowers --data flowers", "Show the speed at 99 % of the accuracy."),
+        ("vitrail optimize runs/flowers --data flowers --keep 0.97 --out fast", "Write the faster model."),
+        ("vitrail predict fast rose.jpg", "Use the faster model: its settings are in the folder."),
     ),
     options=(Optimize,),
     essential={

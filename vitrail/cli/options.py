@@ -46,14 +46,6 @@ class Call:
     """Start of the process, as a value of `time.perf_counter`."""
 
 
-@dataclass(frozen=True)
-class Example:
-    """An example command for the help, with a sentence about its effect."""
-
-    command: str
-    text: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """A command with its options and help."""
@@ -62,7 +54,8 @@ class Command:
     """Name without `vitrail`, such as "predict" or "data check"."""
     summary: str
     """One or two paragraphs that describe the command."""
-    examples: tuple[Example, ...]
+    examples: tuple[tuple[str, str], ...]
+    """Example commands for the help, each with a sentence about its effect."""
     options: tuple[type, ...]
     """Dataclasses whose fields are the command's own options."""
     settings: Callable[[], Iterable[Option]] = tuple
@@ -591,8 +584,8 @@ def help_page(command: Command, given: Mapping[str, Any], *, everything: bool, w
     for paragraph in command.summary.split("\n\n"):
         lines += [*_wrapped(paragraph, width), ""]
     lines.append("Examples:")
-    for example in command.examples:
-        lines += [*_wrapped(example.command, width, "      ", "  "), *_wrapped(example.text, width, "      ", "      ")]
+    for words, text in command.examples:
+        lines += [*_wrapped(words, width, "      ", "  "), *_wrapped(text, width, "      ", "      ")]
     for heading, options in _groups(command, given, everything=everything):
         lines += ["", f"{heading}:"]
         for option in options:

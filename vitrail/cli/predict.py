@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import image_paths, print_in_full, print_messages
-from vitrail.cli.options import Call, Command, DeviceOption, Example, ImageSizeOption, ModelOption, flag
+from vitrail.cli.options import Call, Command, DeviceOption, ImageSizeOption, ModelOption, flag
 from vitrail.data.check.images import MAX_LOOKS, colour_note
 from vitrail.data.formats.convert import image_id
 from vitrail.data.pixels.decode import to_pil, without_suffix
@@ -135,11 +135,9 @@ COMMAND = Command(
     summary="""Predict images with a model. Print the most probable classes of each image, or find objects or masks, and
     draw them or write them in common formats.""",
     examples=(
-        Example("vitrail predict runs/flowers photos/ --top 5", "Show five classes for every image in a folder."),
-        Example("vitrail predict runs/cells photos/ --out drawn/", "Draw the objects or the masks of a folder."),
-        Example(
-            'vitrail predict clip photos/ --classes "a bee" "a wasp"', "Name classes for a model that reads texts."
-        ),
+        ("vitrail predict runs/flowers photos/ --top 5", "Show five classes for every image in a folder."),
+        ("vitrail predict runs/cells photos/ --out drawn/", "Draw the objects or the masks of a folder."),
+        ('vitrail predict clip photos/ --classes "a bee" "a wasp"', "Name classes for a model that reads texts."),
     ),
     options=(Predict,),
     essential={

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from vitrail.analysis.charts import STYLE, series_chart
 from vitrail.cli.console import print_notes
-from vitrail.cli.options import Call, Command, Example, JsonOption, flag
+from vitrail.cli.options import Call, Command, JsonOption, flag
 from vitrail.cli.run_options import setting_text
 from vitrail.errors import ConfigError, RunError
 from vitrail.evaluation.metrics.numbers import merit
@@ -68,9 +68,9 @@ COMMAND = Command(
 
     To continue a run that is stopped or interrupted, use vitrail train --resume RUN.""",
     examples=(
-        Example("vitrail runs", "List the runs in the folder runs."),
-        Example("vitrail runs --sort metric", "Show the best run first."),
-        Example("vitrail runs experiments --json", "Print everything as JSON, for other programs."),
+        ("vitrail runs", "List the runs in the folder runs."),
+        ("vitrail runs --sort metric", "Show the best run first."),
+        ("vitrail runs experiments --json", "Print everything as JSON, for other programs."),
     ),
     options=(Runs,),
     essential={"Runs": ("trials", "sort"), "Output": ("json",)},
@@ -208,9 +208,9 @@ COMPARE = Command(
     summary="""Compare runs: the settings in which they differ, their lengths and their metrics, with a column for each
     run.""",
     examples=(
-        Example("vitrail runs compare runs/flowers runs/flowers-2", "Compare two runs."),
-        Example("vitrail runs compare runs/* --page curves.html", "Also draw the curves of all runs."),
-        Example("vitrail runs compare runs/* --json", "Print the comparison as JSON."),
+        ("vitrail runs compare runs/flowers runs/flowers-2", "Compare two runs."),
+        ("vitrail runs compare runs/* --page curves.html", "Also draw the curves of all runs."),
+        ("vitrail runs compare runs/* --json", "Print the comparison as JSON."),
     ),
     options=(CompareRuns,),
     essential={"Output": ("page", "json")},

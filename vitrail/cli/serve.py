@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vitrail.analysis.images import Overlays
 from vitrail.cli.console import print_messages
-from vitrail.cli.options import Call, Command, DeviceOption, Example
+from vitrail.cli.options import Call, Command, DeviceOption
 from vitrail.machine import Precision
 from vitrail.registry import optional_module
 from vitrail.serving.settings import TOKEN_VARIABLE, ServeSettings, is_loopback
@@ -44,11 +44,9 @@ COMMAND = Command(
     page shows predictions for dropped images. All limits are on by default. SIGTERM stops the server after it has
     answered what it received.""",
     examples=(
-        Example(
-            "vitrail serve runs/flowers", "Open the page, or: curl -F file=@rose.jpg http://127.0.0.1:8000/predict"
-        ),
-        Example("vitrail serve clip --index features", "Search the images of a folder by texts and by images."),
-        Example("vitrail serve runs/flowers --host 0.0.0.0 --token SECRET", "Serve other machines with a token."),
+        ("vitrail serve runs/flowers", "Open the page, or: curl -F file=@rose.jpg http://127.0.0.1:8000/predict"),
+        ("vitrail serve clip --index features", "Search the images of a folder by texts and by images."),
+        ("vitrail serve runs/flowers --host 0.0.0.0 --token SECRET", "Serve other machines with a token."),
     ),
     options=(Serve,),
     essential={

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import message_console
-from vitrail.cli.options import Call, Command, DeviceOption, Example, JsonOption, check_different, names_in
+from vitrail.cli.options import Call, Command, DeviceOption, JsonOption, check_different, names_in
 from vitrail.errors import ConfigError, Interrupted, nearest
 from vitrail.machine import pick_device
 from vitrail.settings import setting, to_plain
@@ -67,9 +67,9 @@ COMMAND = Command(
     split is measured with each seed at the end. If the command is stopped, the same command continues. docs/studies.md
     has the results.""",
     examples=(
-        Example("vitrail study positions --quick", "Compare position embeddings on the bundled images."),
-        Example("vitrail study head --plan", "Print what a study costs before it starts."),
-        Example("vitrail study head --arms class-token,mean --seeds 0 1 2 3 4", "Compare two arms with five seeds."),
+        ("vitrail study positions --quick", "Compare position embeddings on the bundled images."),
+        ("vitrail study head --plan", "Print what a study costs before it starts."),
+        ("vitrail study head --arms class-token,mean --seeds 0 1 2 3 4", "Compare two arms with five seeds."),
     ),
     options=(StudyOptions,),
     essential={

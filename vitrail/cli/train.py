@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitrail.cli.console import ConsoleDisplay
-from vitrail.cli.options import Call, Command, Example, Option
+from vitrail.cli.options import Call, Command, Option
 from vitrail.cli.run_options import (
     ResumeOptions,
     check_effects,
@@ -186,9 +186,9 @@ COMMAND = Command(
     With a pre-trained model, vitrail finetune is better. Ctrl-C saves and stops the run; continue with
     --resume RUN.""",
     examples=(
-        Example("vitrail train", "Train the demo on bundled images."),
-        Example("vitrail train --data photos --budget 20m", "Train on a folder with one subfolder per class."),
-        Example("vitrail train --data photos --init vit.npz", "Start from the weights of another model."),
+        ("vitrail train", "Train the demo on bundled images."),
+        ("vitrail train --data photos --budget 20m", "Train on a folder with one subfolder per class."),
+        ("vitrail train --data photos --init vit.npz", "Start from the weights of another model."),
     ),
     options=(Train,),
     settings=run_options,

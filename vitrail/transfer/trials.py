@@ -357,7 +357,6 @@ class _Trials:
         self.on_trial(f"{trial.name}{steps}: {split}{trial.text(self.metric)}")
         if trial.steps:
             with saving("the trials", self.place):
-                self.place.mkdir(parents=True, exist_ok=True)
                 write_json(
                     self.place / RESULTS,
                     {
