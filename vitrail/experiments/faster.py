@@ -6,6 +6,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -73,13 +74,14 @@ def moves(bundle: Bundle, original: Bundle, train: Source) -> Iterator[Move]:
     if lower is not None:
         yield _move("precision", config, lower, lambda: replace(bundle, precision=lower, metrics={}))
     smaller = config.nearest_size(*(int(side * SIZE_FACTOR) for side in config.image_size))
-    if smaller != config.image_size and min(config.grid_of(*smaller)) >= MIN_GRID and _fits(config, smaller):
-        yield _move(
-            "image size",
-            config.with_image_size(smaller),
-            bundle.precision,
-            lambda: replace(adapted(bundle, image_size=smaller), notes=bundle.notes),
-        )
+    if smaller != config.image_size and min(config.grid_of(*smaller)) >= MIN_GRID:
+        with suppress(ConfigError):  # the windows of some attention need a larger grid
+            yield _move(
+                "image size",
+                config.with_image_size(smaller),
+                bundle.precision,
+                lambda: replace(adapted(bundle, image_size=smaller), notes=bundle.notes),
+            )
     if config.architecture != "ViT":
         return
     fewer = config.depth - max(1, start.depth // DEPTH_STEPS)
@@ -95,21 +97,10 @@ def moves(bundle: Bundle, original: Bundle, train: Source) -> Iterator[Move]:
     before = 0 if config.reduction is None else config.reduction.tokens
     for axis, by in REDUCTIONS.items():
         reduction = TokenReduction(tokens=before + max(1, patches // (TOKEN_STEPS * start.depth)), by=by)
-        try:
+        with suppress(ConfigError):  # these positions, this attention or this pooling need all tokens
             reduced = replace(config, reduction=reduction)
-        except ConfigError:  # these positions, this attention or this pooling need all tokens
-            continue
-        if reduced.inference_flops() < config.inference_flops():
-            yield _move(axis, reduced, bundle.precision, functools.partial(with_reduction, bundle, reduction))
-
-
-def _fits(config: Any, image_size: tuple[int, int]) -> bool:
-    """Return True if the network can have this image size. The windows of some attention need a larger grid."""
-    try:
-        config.with_image_size(image_size)
-    except ConfigError:
-        return False
-    return True
+            if reduced.inference_flops() < config.inference_flops():
+                yield _move(axis, reduced, bundle.precision, functools.partial(with_reduction, bundle, reduction))
 
 
 def _lower_precision(bundle: Bundle) -> Precision | None:

@@ -364,10 +364,8 @@ def _are_large_jpegs(source: Source, size: tuple[int, int]) -> bool:
     """Return True if most of up to 32 images are JPEGs that can be shrunk while they are decoded to this size."""
     found = []
     for image in images_of(source):
-        try:
+        with suppress(UndecodableImage):
             opened = open_image(image)
-        except UndecodableImage:
-            continue
-        most = min(have / needed for have, needed in zip(opened.size, size, strict=True)) / SPARE
-        found.append(opened.shrink_for(most) > 1)
+            most = min(have / needed for have, needed in zip(opened.size, size, strict=True)) / SPARE
+            found.append(opened.shrink_for(most) > 1)
     return sum(found) * 2 > len(found)
