@@ -16,8 +16,8 @@ from vitrail.data.source import Source
 from vitrail.errors import ConfigError
 from vitrail.evaluation.classifiers.linear import fit_linear
 from vitrail.evaluation.frozen import labelled_features
-from vitrail.evaluation.head import Accuracy
 from vitrail.evaluation.outputs import Outputs
+from vitrail.evaluation.streaming import Accuracy
 from vitrail.machine import Precision, has_bf16_matrix_units, has_int8_products
 from vitrail.models.network import with_weights
 from vitrail.models.predictor import Predictor

@@ -17,9 +17,9 @@ from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.targets import Target
 from vitrail.errors import BundleError, ConfigError
-from vitrail.evaluation.head import Accuracy
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.predictions import Predictions
+from vitrail.evaluation.streaming import Accuracy
 from vitrail.models.variants import create
 from vitrail.weights.bundle import Bundle
 
