@@ -109,7 +109,7 @@ class Codebook(nn.Module):
         smoothed = (counts + SMOOTHING) / (total + size * SMOOTHING) * total
         self.codes.copy_(sums / smoothed[:, None])
         if restart_below and self._offered:
-            self._restart(_gathered(torch.cat(self._offered), processes), restart_below)
+            self._restart(processes.gather_rows(torch.cat(self._offered)), restart_below)
         self.begin_step()
 
     def _step(self) -> tuple[Tensor, Tensor]:
@@ -137,15 +137,6 @@ def perplexity(counts: Float[Tensor, " size"]) -> Float[Tensor, ""]:
     equally often, and 1 if one of them is always used."""
     fractions = counts / counts.sum().clamp(min=torch.finfo(counts.dtype).tiny)
     return torch.special.entr(fractions).sum().exp()
-
-
-def _gathered(rows: Float64[Tensor, "b columns"], processes: Processes) -> Float64[Tensor, "all columns"]:
-    """Return the rows of all processes. Each process has the same number of rows."""
-    if not processes.are_several:
-        return rows
-    found = rows.new_zeros(processes.world, *rows.shape)
-    found[processes.rank] = rows
-    return processes.sum(found).flatten(0, 1)
 
 
 # The parts of a tokenizer above its encoder: a projection, a codebook, and a decoder that restores the pixels.

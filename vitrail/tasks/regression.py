@@ -109,7 +109,9 @@ class Regression(Task):
         """Change a saved head, whose outputs are in the units of the data, so that its outputs are standardised
         numbers."""
         mean, deviation = moments(splits.train)
-        _rescale(_head(network), 1 / deviation, -mean / deviation)
+        head = network.get_submodule("head")
+        assert isinstance(head, nn.Linear), "networks of this package have a dense layer as their head"
+        _rescale(head, 1 / deviation, -mean / deviation)
 
 
 class RegressionObjective(Objective):
@@ -219,12 +221,6 @@ def _described(values: Mapping[str, float]) -> dict[str, float]:
         for name, value in values.items()
         if name != "standardised_error" or "mean_absolute_error" not in values
     }
-
-
-def _head(network: nn.Module) -> nn.Linear:
-    head = network.get_submodule("head")
-    assert isinstance(head, nn.Linear), "networks of this package have a dense layer as their head"
-    return head
 
 
 @torch.no_grad()
