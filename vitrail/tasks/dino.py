@@ -39,7 +39,6 @@ from vitrail.tasks.patches import batch_key, tokens_at
 from vitrail.tasks.prototypes import (
     Centre,
     DinoHead,
-    Losses,
     koleo,
     patch_losses,
     sinkhorn_centre,
@@ -237,8 +236,7 @@ class Dino(ViewTask):
         )
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        """Return the student and its teacher. Raise `ConfigError` as `check_network`."""
-        self.check_network(getattr(network, "config", None))
+        """Return the student and its teacher."""
         return (SinkhornObjective if self.centring == "sinkhorn" else DinoObjective)(network, self)
 
     @property
@@ -283,17 +281,12 @@ class DinoObjective(ViewObjective):
         self.teacher_head = mean_of(self.head)
         self.centre = Centre(self.head.prototypes.out_features)
         self.temperatures = task.final_temperatures
-        self.seed = 0
         if task.patch_weight:
             self.mask_embedding = nn.Parameter(torch.zeros(network.config.width))
             self.patch_centre = Centre(self.head.prototypes.out_features)
         if task.has_patch_head:
             self.patch_head = task.head(network.config, of_patches=True)
             self.teacher_patch_head = mean_of(self.patch_head)
-
-    def begin(self, preprocess: Preprocess, seed: int) -> None:
-        """Store the seed of the masked patches."""
-        self.seed = seed
 
     def train(self, mode: bool = True) -> DinoObjective:
         """Set the mode of the student. The teacher is always in evaluation mode."""
@@ -447,14 +440,9 @@ class DinoObjective(ViewObjective):
             torch.stack([head(encoder.embed(views)) for views in (one, other)], dim=1)
             for encoder, head in ((network, self.teacher_head), (student, self.head))
         )
-        return torch.stack(self.losses(taught, own, self.task.target_temperature), dim=1)
-
-    def losses(
-        self, taught: Float[Tensor, "b 2 outputs"], own: Float[Tensor, "b v outputs"], temperature: float
-    ) -> Losses:
-        """Return the losses of the student's outputs with the teacher's, before centring and softmax."""
-        targets = self.softmax(taught, self.centre.value, temperature)
-        return view_losses(targets, (own / self.task.student_temperature).log_softmax(dim=2))
+        targets = self.softmax(taught, self.centre.value, self.task.target_temperature)
+        losses = view_losses(targets, (own / self.task.student_temperature).log_softmax(dim=2))
+        return torch.stack(losses, dim=1)
 
     def means(self, rows: Float[Tensor, "n 3"]) -> dict[str, float]:
         """Return the mean loss, entropy and divergence."""

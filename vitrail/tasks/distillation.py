@@ -140,6 +140,7 @@ class DistillationObjective(ClassificationObjective):
 
     def begin(self, preprocess: Preprocess, seed: int) -> None:
         """Prepare the teacher for images with this normalisation, on the device of the network."""
+        super().begin(preprocess, seed)
         self.teacher.begin(preprocess, next(self.parameters()).device)
 
     def forward(self, batch: Batch) -> LossOutput:

@@ -141,8 +141,7 @@ class MaskedPatches(PatchTask):
         )
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        """Return the network with a mask embedding and a linear decoder. Raise `ConfigError` as `check_network`."""
-        self.check_network(getattr(network, "config", None))
+        """Return the network with a mask embedding and a linear decoder."""
         targets = None if self.tokenizer is None else TokenizerTargets(self.tokenizer)
         return MaskedPatchesObjective(network, self, targets)
 
@@ -233,7 +232,7 @@ class MaskedPatchesObjective(PatchObjective):
         draws.draw_dense(self.decoder)
 
     def begin(self, preprocess: Preprocess, seed: int) -> None:
-        """Prepare as `PatchObjective.begin`, and prepare the tokenizer for images with this preprocessing."""
+        """Prepare as `Objective.begin`, and prepare the tokenizer for images with this preprocessing."""
         super().begin(preprocess, seed)
         if self.tokenizer is not None:
             self.tokenizer.begin(preprocess, self.mask_embedding.device)

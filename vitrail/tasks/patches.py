@@ -19,14 +19,20 @@ from vitrail.data.batch import Batch, Skipped
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError
-from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.copies import shared_copy
 from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import raise_problems
 from vitrail.tasks.pictures import ROWS, Picture, PictureTable, decoded, paste_patches, picture_of, spread
-from vitrail.tasks.task import HeadlessTask, LossOutput, Objective, mean_of_counted, normalised_batches
+from vitrail.tasks.task import (
+    HeadlessObjective,
+    HeadlessTask,
+    LossOutput,
+    Objective,
+    mean_of_counted,
+    normalised_batches,
+)
 from vitrail.weights.bundle import Bundle
 
 EVALUATION_SEED = 0
@@ -99,11 +105,6 @@ class PatchTask(HeadlessTask):
         """Return the number of hidden patches of an image with this many patches."""
         return round(getattr(self, self.fraction) * patches)
 
-    def evaluator(self, objective: Objective) -> Evaluator:
-        """Return the evaluator of the loss, with hidden patches that are fixed for each image."""
-        assert isinstance(objective, PatchObjective)
-        return PatchErrors(objective)
-
     @torch.no_grad()
     def pictures(self, objective: Objective, bundle: Bundle, source: Source) -> tuple[PictureTable, ...]:
         """Return images, their visible patches, and the images with restored patches."""
@@ -148,7 +149,7 @@ class Restored(NamedTuple):
     """Levels from 0 to 255."""
 
 
-class PatchObjective(Objective):
+class PatchObjective(HeadlessObjective):
     """A network that predicts hidden patches through a decoder.
 
     The decoder is trained beside the network. It is in checkpoints, but not in the saved model. The targets are
@@ -158,18 +159,7 @@ class PatchObjective(Objective):
     measured: tuple[str, ...] = ("patch_loss",)
     """Names of the values that `losses` returns."""
 
-    def __init__(self, network: Any) -> None:
-        super().__init__(network)
-        self.seed = 0
-        self.preprocess: Preprocess | None = None
-
-    def begin(self, preprocess: Preprocess, seed: int) -> None:
-        """Store the normalisation of the images, which is needed to recover their levels, and the seed of the hidden
-        patches."""
-        self.preprocess, self.seed = preprocess, seed
-
     def forward(self, batch: Batch) -> LossOutput:
-        assert self.preprocess is not None, "`begin` comes before the first step"
         found = self.losses(self.network, batch, self.preprocess, seed=self.seed)
         metrics = {
             name: mean_of_counted(values.detach(), batch.valid)
@@ -191,24 +181,16 @@ class PatchObjective(Objective):
     def restored(self, network: Any, batch: Batch, preprocess: Preprocess, *, seed: int) -> Restored:
         """Return the predictions of the patches that `losses` hides, as levels."""
 
-
-@dataclass(frozen=True)
-class PatchErrors:
-    """Measures the losses on held-out images. The hidden patches of each image are the same in every measurement."""
-
-    objective: PatchObjective
-
     @torch.no_grad()
-    def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        """Return the means of the values that `PatchObjective.losses` returns, with the counts `images` and
-        `skipped`."""
-        bundle, objective = outputs.bundle, self.objective
+    def measure(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
+        """Return the means of the values that `losses` returns, with the counts `images` and `skipped`. The hidden
+        patches of each image are the same in every measurement."""
+        bundle, names = outputs.bundle, self.measured
         network = shared_copy(bundle.network)
-        names = objective.measured
         totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=bundle.device)  # sums of losses, and images
         skipped: list[Skipped] = []
         for batch in normalised_batches(outputs, held_out, skipped):
-            found = objective.losses(network, batch, bundle.preprocess, seed=EVALUATION_SEED)
+            found = self.losses(network, batch, bundle.preprocess, seed=EVALUATION_SEED)
             rows = torch.stack([*(found[name] for name in names), torch.ones_like(found["patch_loss"])]).double()
             totals += torch.where(batch.valid, rows, 0.0).sum(dim=1)
         count_skipped = outputs.gather_skipped(skipped)

@@ -115,10 +115,9 @@ def sinkhorn_centre(
     return temperature * columns
 
 
-Losses = tuple[Float[Tensor, " b"], Float[Tensor, " b"], Float[Tensor, " b"]]
-
-
-def view_losses(targets: Float[Tensor, "b 2 outputs"], predicted: Float[Tensor, "b v outputs"]) -> Losses:
+def view_losses(
+    targets: Float[Tensor, "b 2 outputs"], predicted: Float[Tensor, "b v outputs"]
+) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"], Float[Tensor, " b"]]:
     """Return the mean cross-entropy of each image, and its two terms: the entropy of the targets, and the
     Kullback-Leibler divergence of the predictions from the targets.
 

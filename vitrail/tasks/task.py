@@ -69,6 +69,13 @@ class Objective(nn.Module, ABC):
     text_tokenizer: TextTokenizer | None = None
     """Tokenizer of the texts in batches. By default batches have no texts."""
 
+    preprocess: Preprocess
+    """Preprocessing of the run's images. Its mean and its standard deviation are the same in all phases of a run, but
+    the image size can change."""
+
+    seed: int = 0
+    """Seed of the run, for keyed random numbers."""
+
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network: Any = network
@@ -77,11 +84,8 @@ class Objective(nn.Module, ABC):
         """Receive the text tower with which the run begins, if the task has one (`Task.words`)."""
 
     def begin(self, preprocess: Preprocess, seed: int) -> None:
-        """Receive the preprocessing of the run's images and the seed of the run, before the first step.
-
-        An objective that needs pixel levels or keyed random numbers overrides this method. The mean and the standard
-        deviation of the preprocessing are the same in all phases of a run, but the image size can change.
-        """
+        """Store the preprocessing of the run's images and the seed of the run, before the first step."""
+        self.preprocess, self.seed = preprocess, seed
 
     def before_step(self, position: Position) -> None:
         """Prepare for a step. An objective whose loss depends on the position in the run overrides this method."""
@@ -393,6 +397,19 @@ class HeadlessTask(Task):
 
     def output_names(self, splits: Splits) -> tuple[str, ...]:
         return ()
+
+    def evaluator(self, objective: Objective) -> Evaluator:
+        """Return the method by which the objective measures held-out images."""
+        assert isinstance(objective, HeadlessObjective)
+        return objective.measure
+
+
+class HeadlessObjective(Objective):
+    """The objective of a task without a head, whose metrics need more than the saved network."""
+
+    @abstractmethod
+    def measure(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
+        """Return the task's metrics on held-out images, with the counts `images` and `skipped`."""
 
 
 def mean_of_counted(values: Float[Tensor, " b"], counted: Bool[Tensor, " b"]) -> Float[Tensor, ""]:

@@ -23,7 +23,6 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
-from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.copies import shared_copy
 from vitrail.models.network import Footprint, FootprintPrecision
@@ -36,6 +35,7 @@ from vitrail.tasks.codebook import Coder, CoderConfig, perplexity
 from vitrail.tasks.patches import batch_key, decoder_config, unfit_parts
 from vitrail.tasks.pictures import ROWS, Picture, PictureTable, decoded, picture_of, spread
 from vitrail.tasks.task import (
+    HeadlessObjective,
     HeadlessTask,
     LossOutput,
     Objective,
@@ -136,14 +136,8 @@ class VqVae(HeadlessTask):
         )
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        """Return the network with a codebook and a decoder. Raise `ConfigError` as `check_network`."""
-        self.check_network(getattr(network, "config", None))
+        """Return the network with a codebook and a decoder."""
         return VqVaeObjective(network, self)
-
-    def evaluator(self, objective: Objective) -> Evaluator:
-        """Return the evaluator of the restored images and of the use of codes."""
-        assert isinstance(objective, VqVaeObjective)
-        return ReconstructionErrors(objective)
 
     def bundle(
         self, objective: Objective, names: tuple[str, ...], preprocess: Preprocess, provenance: dict[str, Any]
@@ -180,7 +174,7 @@ class VqVae(HeadlessTask):
         return (PictureTable("Images restored from tokens", text, rows),)
 
 
-class VqVaeObjective(Objective):
+class VqVaeObjective(HeadlessObjective):
     """A network that encodes patches, a codebook, and a decoder that restores the images.
 
     The loss of an image is the mean squared error of its normalised pixels, plus the weighted commitment. The published
@@ -192,13 +186,8 @@ class VqVaeObjective(Objective):
     def __init__(self, network: Any, task: VqVae) -> None:
         super().__init__(network)
         self.task = task
-        self.seed = 0
         config: ViTConfig = self.network.config
         self.coder = Coder(task.coder_of(config), config.width)
-
-    def begin(self, preprocess: Preprocess, seed: int) -> None:
-        """Store the seed of the patches that replace unused codes."""
-        self.seed = seed
 
     def before_step(self, position: Position) -> None:
         """Discard the sums of a step that was not completed."""
@@ -238,18 +227,11 @@ class VqVaeObjective(Objective):
         picked = vectors[rows, on_device(chosen, vectors.device)]
         self.coder.codebook.offer(picked, torch.where(batch.valid, order, 2.0))
 
-
-@dataclass(frozen=True)
-class ReconstructionErrors:
-    """Measures the restored images and the use of codes on held-out images."""
-
-    objective: VqVaeObjective
-
     @torch.no_grad()
-    def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
+    def measure(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return the mean squared error of normalised pixels, the perplexity of the tokens, and the number of codes
         that occur, with the counts `images` and `skipped`."""
-        bundle, coder = outputs.bundle, self.objective.coder
+        bundle, coder = outputs.bundle, self.coder
         network: Any = shared_copy(bundle.network)
         used = torch.zeros(coder.config.codes, dtype=torch.float64, device=bundle.device)
         sums = torch.zeros(2, dtype=torch.float64, device=bundle.device)  # of errors, and of images
