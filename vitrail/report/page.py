@@ -136,9 +136,14 @@ def large_address(picture: Image.Image, side: int = 480) -> Markup:
     """Return an address that contains a picture (mode L or RGB), scaled down to at most `side` pixels."""
     picture = picture.copy()
     picture.thumbnail((side, side))
+    return embedded(jpeg(picture), "jpeg")
+
+
+def jpeg(picture: Image.Image, *, quality: int = 85) -> bytes:
+    """Return a picture (mode L or RGB) as a JPEG file."""
     file = io.BytesIO()
-    picture.save(file, "JPEG", quality=85)
-    return embedded(file.getvalue(), "jpeg")
+    picture.save(file, "JPEG", quality=quality)
+    return file.getvalue()
 
 
 def embedded(data: bytes, form: str) -> Markup:

@@ -45,10 +45,8 @@ class Explanation:
     """The maps of one image at the image's own size. Pixels that the network did not see are NaN."""
 
     picture: UInt8[np.ndarray, "height width 3"]
-    ranking: tuple[tuple[str, float], ...]
-    """Names of the likeliest classes with their probabilities, or names of numbers with their values."""
-    has_probabilities: bool
-    """True if the values of the ranking are probabilities."""
+    ranking: tuple[tuple[str, str], ...]
+    """Names of the likeliest classes with their probabilities, or names of numbers with their values, as texts."""
     rollout: Float[np.ndarray, "height width"]
     relevance: Float[np.ndarray, "height width"] | None
     """Relevance for the chosen output, or None if the model has no head."""
@@ -101,7 +99,6 @@ def explain(
     return Explanation(
         picture=picture,
         ranking=_ranking(bundle, image, top),
-        has_probabilities=bundle.output != "numbers",
         rollout=full_size(rollout),
         relevance=full_size(relevance[0][1]) if relevance else None,
         chosen=outputs[0] if outputs else None,
@@ -122,19 +119,21 @@ def explain(
     )
 
 
-def _ranking(bundle: Bundle, image: bytes, top: int) -> tuple[tuple[str, float], ...]:
+def _ranking(bundle: Bundle, image: bytes, top: int) -> tuple[tuple[str, str], ...]:
     """Return the `top` likeliest classes or objects with their probabilities, or the numbers with their values."""
     if not bundle.classes:
         return ()
     most = None if bundle.output in ("numbers", *DENSE) else min(top, len(bundle.classes))
     (answer,) = bundle.predict([image], top=most)
     if isinstance(answer, NumberPrediction):
-        return tuple(zip(answer.names, answer.values, strict=True))
+        return tuple((name, f"{value:.4g}") for name, value in zip(answer.names, answer.values, strict=True))
     if isinstance(answer, MaskPrediction):
-        return tuple(answer.shares().items())[:top]
-    if isinstance(answer, Detections):
-        return tuple((f"{n}: {one.label}", one.score) for n, one in enumerate(answer, 1))[:top]
-    return answer.ranking
+        found = tuple(answer.shares().items())[:top]
+    elif isinstance(answer, Detections):
+        found = tuple((f"{n}: {one.label}", one.score) for n, one in enumerate(answer, 1))[:top]
+    else:
+        found = answer.ranking
+    return tuple((name, f"{probability:.1%}") for name, probability in found)
 
 
 def write_explanation(
@@ -156,7 +155,7 @@ def write_explanation(
         picture = with_box(picture, chosen)
     for file, pixels in files.items():
         (folder / file).write_bytes(png(pixels))
-    page = make_page(explanation.maps, picture, title=title, predictions=_predictions(explanation), max_bytes=max_bytes)
+    page = make_page(explanation.maps, picture, title=title, predictions=explanation.ranking, max_bytes=max_bytes)
     (folder / f"{name}.html").write_text(page.text, encoding="utf-8")
     return [f"{name}.html", *files], page.notes
 
@@ -166,11 +165,6 @@ def with_box(picture: UInt8[np.ndarray, "height width 3"], one: ExplainedOutput)
     assert one.box is not None
     name = one.name if min(picture.shape[:2]) >= NAMED_SIDE else ""
     return np.asarray(draw_boxes(Image.fromarray(picture), one.box[None], [one.label], [name]))
-
-
-def _predictions(explanation: Explanation) -> list[tuple[str, str]]:
-    form = "{:.1%}" if explanation.has_probabilities else "{:.4g}"
-    return [(label, form.format(value)) for label, value in explanation.ranking]
 
 
 def _prefix_names(network: VisionTransformer) -> tuple[str, ...]:
