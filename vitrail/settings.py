@@ -168,8 +168,7 @@ LIMITS = frozenset(("least", "above", "most", "below", "choices"))
 @cache
 def _limited(cls: Any) -> tuple[tuple[str, str, Any, Mapping[str, Any]], ...]:
     """Return the fields whose values are limited: the field's name, the bare name, the type and the metadata."""
-    kinds = get_type_hints(cls)
-    found = []
+    kinds, found = _kinds(cls), []
     for item in dataclasses.fields(cls):
         kind, _ = without_none(kinds[item.name])
         if LIMITS & item.metadata.keys() or get_origin(kind) is Literal or kind == tuple[int, int]:
@@ -254,10 +253,9 @@ def _tuples(value: Any) -> Any:
 
 def _field_names(cls: Any) -> list[str]:
     """Return the names of the fields of a dataclass and of the dataclasses inside it."""
-    hints = get_type_hints(cls)
     names = []
     for field in dataclasses.fields(cls):
-        inner = hints[field.name]
+        inner = _kinds(cls)[field.name]
         names += _field_names(inner) if dataclasses.is_dataclass(inner) else [field.name]
     return names
 

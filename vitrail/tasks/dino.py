@@ -304,10 +304,6 @@ class DinoObjective(ViewObjective):
         """Return the centres of the teacher's outputs."""
         return [self.centre, self.patch_centre] if self.task.patch_weight else [self.centre]
 
-    def saved_network(self) -> Any:
-        """Return the teacher's network."""
-        return self.teacher
-
     def before_step(self, position: Position) -> None:
         """Set the teacher's temperatures, and begin to add up its outputs."""
         self.temperatures = self.task.target_temperatures(position)

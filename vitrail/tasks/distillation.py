@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard, cast
+from typing import Literal, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,6 @@ from vitrail.settings import setting
 from vitrail.tasks.classification import Classification, ClassificationObjective, balanced_weights
 from vitrail.tasks.task import LossOutput, Objective, StepCost, mean_of_counted
 from vitrail.tasks.teacher import Teacher, check_teacher, teacher_facts
-from vitrail.weights.bundle import Bundle
 
 TeacherLabels = Literal["hard", "soft"]
 
@@ -109,14 +108,6 @@ class Distillation(Classification):
         weights = balanced_weights(splits.train) if self.class_weights == "balanced" else None
         return DistillationObjective(network, self, teacher, weights)
 
-    def bundle(
-        self, objective: Objective, names: tuple[str, ...], preprocess: Preprocess, provenance: dict[str, Any]
-    ) -> Bundle:
-        """Return the model as it would be saved now. It states the teacher in its provenance."""
-        assert isinstance(objective, DistillationObjective)
-        stated = {"teacher": self.teacher, "teacher_sha256": objective.teacher.sha256}
-        return super().bundle(objective, names, preprocess, provenance | stated)
-
 
 class DistillationObjective(ClassificationObjective):
     """Cross-entropy with labels, and a loss between the network's and a teacher's predictions.
@@ -134,6 +125,7 @@ class DistillationObjective(ClassificationObjective):
         super().__init__(network, label_smoothing=task.label_smoothing, class_weights=class_weights)
         self.task = task
         self.teacher = teacher
+        self.provenance = {"teacher": task.teacher, "teacher_sha256": teacher.sha256}
         self.has_token = _has_token(getattr(network, "config", None))
         if self.has_token:
             self.bias_difference = nn.Parameter(torch.zeros(self.network.config.num_classes))

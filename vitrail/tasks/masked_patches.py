@@ -34,7 +34,6 @@ from vitrail.settings import setting
 from vitrail.tasks.patches import PatchObjective, PatchTask, Restored, batch_key, draw_order, tokens_at
 from vitrail.tasks.task import Objective, StepCost, TaskMetric
 from vitrail.tasks.tokenizer import TokenizerTargets, check_grid, tokenizer_facts
-from vitrail.weights.bundle import Bundle
 
 ACCURACY: dict[PatchTarget, str] = {
     "mean-colour": "colour_accuracy",
@@ -145,16 +144,6 @@ class MaskedPatches(PatchTask):
         targets = None if self.tokenizer is None else TokenizerTargets(self.tokenizer)
         return MaskedPatchesObjective(network, self, targets)
 
-    def bundle(
-        self, objective: Objective, names: tuple[str, ...], preprocess: Preprocess, provenance: dict[str, Any]
-    ) -> Bundle:
-        """Return the model as it would be saved now. It states the tokenizer in its provenance."""
-        assert isinstance(objective, MaskedPatchesObjective)
-        if objective.tokenizer is not None:
-            stated = {"tokenizer": self.tokenizer, "tokenizer_sha256": objective.tokenizer.sha256}
-            provenance = provenance | stated
-        return super().bundle(objective, names, preprocess, provenance)
-
 
 class Corruption(NamedTuple):
     """The corrupted patches of a batch, by their indices in row-major order of the grid. The three groups of an image
@@ -222,6 +211,8 @@ class MaskedPatchesObjective(PatchObjective):
         super().__init__(network)
         self.task = task
         self.tokenizer = tokenizer
+        if tokenizer is not None:
+            self.provenance = {"tokenizer": task.tokenizer, "tokenizer_sha256": tokenizer.sha256}
         accuracy = ACCURACY.get(task.patch_target)
         self.measured = ("patch_loss",) if accuracy is None else ("patch_loss", accuracy)
         config: ViTConfig = self.network.config

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from jaxtyping import Bool, Float
@@ -69,6 +70,9 @@ class Objective(nn.Module, ABC):
     text_tokenizer: TextTokenizer | None = None
     """Tokenizer of the texts in batches. By default batches have no texts."""
 
+    provenance: Mapping[str, Any] = MappingProxyType({})
+    """Facts about the origin of the weights that the saved model states, such as the teacher."""
+
     preprocess: Preprocess
     """Preprocessing of the run's images. Its mean and its standard deviation are the same in all phases of a run, but
     the image size can change."""
@@ -120,10 +124,10 @@ class Objective(nn.Module, ABC):
     def saved_network(self) -> Any:
         """Return the network that is evaluated and saved.
 
-        By default, this is the network in training. If the saved network must have other outputs, this is a copy with a
+        By default, this is the module `saved_part`. If the saved network must have other outputs, this is a copy with a
         changed head, which shares all other parameters with the network in training.
         """
-        return self.network
+        return getattr(self, self.saved_part)
 
 
 class BatchObjective(Objective):
@@ -339,7 +343,7 @@ class Task(ABC):
         """
         network = objective.saved_network()
         kind = Bundle if has_known_architecture(network) else OwnModel
-        return kind(network, names, preprocess, output=self.output, provenance=provenance)
+        return kind(network, names, preprocess, output=self.output, provenance=provenance | {**objective.provenance})
 
     def pictures(self, objective: Objective, bundle: Bundle, source: Source) -> tuple[PictureTable, ...]:
         """Return pictures of what the finished model `bundle` has learned, from held-out images, for the run's report.
