@@ -19,7 +19,7 @@ from vitrail.analysis.samples import (
 from vitrail.analysis.similarity import SMALLEST_BATCH, LayerSimilarity, layer_similarity
 from vitrail.data.batch import Skipped
 from vitrail.data.source import Source, evenly
-from vitrail.errors import ConfigError, DataError, plural
+from vitrail.errors import ConfigError, DataError, listed, plural
 from vitrail.evaluation.metrics.classes import per_sample
 from vitrail.evaluation.metrics.intervals import PairedDifference, paired_difference
 from vitrail.evaluation.metrics.report import ClassificationReport, report
@@ -86,12 +86,11 @@ def check_comparable(first: Bundle, second: Bundle) -> None:
             raise ConfigError("a model without classes cannot be compared; choose two models with a head")
     one, two = set(first.classes), set(second.classes)
     if one != two:
-        listed = [
-            f"only the {place} has {_few(names)}" for place, names in (("first", one - two), ("second", two - one))
+        own = [
+            f"only the {place} has {listed(sorted(names), 3) or 'none'}"
+            for place, names in (("first", one - two), ("second", two - one))
         ]
-        raise ConfigError(
-            f"the models have different classes: {'; '.join(listed)}; choose two models of the same classes"
-        )
+        raise ConfigError(f"the models have different classes: {'; '.join(own)}; choose two models of the same classes")
 
 
 def compare(
@@ -158,12 +157,6 @@ class _Side:
 
     def answer(self, row: int) -> Answer:
         return answer_about(self.bundle, self.image(row), self.judged, row)
-
-
-def _few(names: set[str]) -> str:
-    """Return the first names of a set as a text."""
-    shown = ", ".join(sorted(names)[:3])
-    return (shown or "none") + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
 
 
 def _aligned(first: Predictions, second: Predictions) -> tuple[Predictions, Predictions]:
