@@ -6,6 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from vitrail.data.augment.draws import Slot, keyed_uniform
 from vitrail.data.augment.operations import GREY
-from vitrail.data.batch import Batch, Skipped
+from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError
@@ -30,8 +31,8 @@ from vitrail.tasks.task import (
     HeadlessTask,
     LossOutput,
     Objective,
+    mean_losses,
     mean_of_counted,
-    normalised_batches,
 )
 from vitrail.weights.bundle import Bundle
 
@@ -185,18 +186,9 @@ class PatchObjective(HeadlessObjective):
     def measure(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return the means of the values that `losses` returns, with the counts `images` and `skipped`. The hidden
         patches of each image are the same in every measurement."""
-        bundle, names = outputs.bundle, self.measured
-        network = shared_copy(bundle.network)
-        totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=bundle.device)  # sums of losses, and images
-        skipped: list[Skipped] = []
-        for batch in normalised_batches(outputs, held_out, skipped):
-            found = self.losses(network, batch, bundle.preprocess, seed=EVALUATION_SEED)
-            rows = torch.stack([*(found[name] for name in names), torch.ones_like(found["patch_loss"])]).double()
-            totals += torch.where(batch.valid, rows, 0.0).sum(dim=1)
-        count_skipped = outputs.gather_skipped(skipped)
-        *sums, count = outputs.processes.sum(totals).tolist()
-        means = {name: value / max(count, 1) for name, value in zip(names, sums, strict=True)}
-        return means | {"images": count, "skipped": float(count_skipped)}
+        network, preprocess = shared_copy(outputs.bundle.network), outputs.bundle.preprocess
+        losses = partial(self.losses, network, preprocess=preprocess, seed=EVALUATION_SEED)
+        return mean_losses(outputs, held_out, self.measured, losses)
 
 
 def unfit_parts(network: ViTConfig, needs: str) -> Iterator[str]:

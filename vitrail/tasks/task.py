@@ -7,11 +7,12 @@ steps and the run have no code for any particular task.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
@@ -428,6 +429,26 @@ def normalised_batches(outputs: Outputs, source: Source, skipped: list[Skipped])
     for batch in outputs.batches(source):
         skipped += batch.skipped
         yield batch.to(outputs.bundle.device).with_images(outputs.bundle.preprocess.normalise)
+
+
+def mean_losses(
+    outputs: Outputs,
+    held_out: Source,
+    names: Sequence[str],
+    losses: Callable[[Batch], Mapping[str, Float[Tensor, " b"]]],
+) -> dict[str, float]:
+    """Return the means over held-out images of the values with these names that `losses` returns for each image of a
+    batch, with the counts `images` and `skipped`."""
+    totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=outputs.bundle.device)  # the last one: of images
+    skipped: list[Skipped] = []
+    for batch in normalised_batches(outputs, held_out, skipped):
+        found = losses(batch)
+        rows = torch.stack([*(found[name] for name in names), torch.ones_like(found[names[0]])]).double()
+        totals += torch.where(batch.valid, rows, 0.0).sum(dim=1)
+    count_skipped = outputs.gather_skipped(skipped)
+    *sums, count = outputs.processes.sum(totals).tolist()
+    means = {name: value / max(count, 1) for name, value in zip(names, sums, strict=True)}
+    return means | {"images": count, "skipped": float(count_skipped)}
 
 
 def drawn_samples(source: Source) -> Iterator[tuple[int, float]]:

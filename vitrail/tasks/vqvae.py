@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vitrail.data.augment.draws import Slot, keyed_uniform
 from vitrail.data.augment.operations import on_device
-from vitrail.data.batch import Batch, Skipped
+from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
 from vitrail.data.splits import Splits
@@ -42,8 +42,8 @@ from vitrail.tasks.task import (
     Position,
     StepCost,
     TaskMetric,
+    mean_losses,
     mean_of_counted,
-    normalised_batches,
 )
 from vitrail.tasks.tokenizer import Tokenizer, all_tokens
 from vitrail.weights.bundle import Bundle
@@ -231,29 +231,20 @@ class VqVaeObjective(HeadlessObjective):
     def measure(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return the mean squared error of normalised pixels, the perplexity of the tokens, and the number of codes
         that occur, with the counts `images` and `skipped`."""
-        bundle, coder = outputs.bundle, self.coder
-        network: Any = shared_copy(bundle.network)
-        used = torch.zeros(coder.config.codes, dtype=torch.float64, device=bundle.device)
-        sums = torch.zeros(2, dtype=torch.float64, device=bundle.device)  # of errors, and of images
-        skipped: list[Skipped] = []
-        for batch in normalised_batches(outputs, held_out, skipped):
+        coder, network = self.coder, shared_copy(outputs.bundle.network)
+        used = torch.zeros(coder.config.codes, dtype=torch.float64, device=outputs.bundle.device)
+
+        def losses(batch: Batch) -> dict[str, Tensor]:
             encoded = network.features(batch.images)
             tokens = coder.tokens(encoded.patches)
+            used.index_add_(0, tokens.flatten(), batch.valid[:, None].expand_as(tokens).double().flatten())
             restored = coder.pixels(tokens, encoded.grid)
-            errors = pixel_errors(restored, batch.images, network.config.patch_size)
-            sums += torch.where(batch.valid, torch.stack([errors, torch.ones_like(errors)]).double(), 0.0).sum(dim=1)
-            ones = batch.valid[:, None].expand_as(tokens).double()
-            used.index_add_(0, tokens.flatten(), ones.flatten())
-        count_skipped = outputs.gather_skipped(skipped)
-        error, count = outputs.processes.sum(sums).tolist()
-        used = outputs.processes.sum(used)
-        return {
-            "reconstruction_loss": error / max(count, 1),
-            "perplexity": float(perplexity(used)),
-            "codes_used": float((used > 0).sum()),
-            "images": count,
-            "skipped": float(count_skipped),
-        }
+            return {"reconstruction_loss": pixel_errors(restored, batch.images, self.network.config.patch_size)}
+
+        found = mean_losses(outputs, held_out, ("reconstruction_loss",), losses)
+        counts = outputs.processes.sum(used)
+        uses = {"perplexity": float(perplexity(counts)), "codes_used": float((counts > 0).sum())}
+        return {"reconstruction_loss": found.pop("reconstruction_loss"), **uses, **found}
 
 
 def pixel_errors(
