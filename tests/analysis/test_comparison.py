@@ -80,7 +80,7 @@ def test_images_are_counted_by_which_model_is_right_though_classes_are_in_anothe
     assert found.paired.p == mcnemar(len(only), len(others))
     assert {item.key for item in found.disagreements} == only | others
     for item in found.disagreements:
-        assert item.first_is_right == (item.key in only)
+        assert (item.answers[0].label == item.label) == (item.key in only)
         assert item.label == one[item.key][0]
         assert [answer.label for answer in item.answers] == [one[item.key][1], two[item.key][1]]
     accuracies = {name: (a, b) for name, images, a, b in found.classes if images == 9}

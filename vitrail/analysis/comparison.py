@@ -46,7 +46,6 @@ class Disagreement:
 
     key: str
     label: str
-    first_is_right: bool
     picture: UInt8[np.ndarray, "height width 3"]
     answers: tuple[Answer, Answer]
 
@@ -133,7 +132,6 @@ def compare(
             Disagreement(
                 key=first.seen.keys[row],
                 label=first.seen.label(row),
-                first_is_right=bool(first.right[row]),
                 picture=picture_of(first.image(row)),
                 answers=(first.answer(row), second.answer(row)),
             )

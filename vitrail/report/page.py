@@ -117,11 +117,7 @@ def escape(text: str) -> str:
 
 def _breakable_line(line: str) -> Markup:
     """Return a line of a caption in which file names can break behind a separator."""
-    return Markup(LONG_WORD.sub(_breakable, escape(line)))
-
-
-def _breakable(word: re.Match[str]) -> str:
-    return SEPARATOR.sub(r"\1<wbr>", word[0])
+    return Markup(LONG_WORD.sub(lambda word: SEPARATOR.sub(r"\1<wbr>", word[0]), escape(line)))
 
 
 def thumbnail_address(picture: Image.Image) -> Markup:
