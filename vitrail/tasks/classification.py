@@ -81,11 +81,9 @@ class Classification(Task):
         return "mean_average_precision" if splits.target_kind == "classes" else "accuracy"
 
     def evaluator(self, objective: Objective) -> Evaluator:
-        """Return the evaluator of accuracy and cross-entropy."""
         return Accuracy()
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        """Return the network with the cross-entropy loss that these settings define."""
         weights = balanced_weights(splits.train) if self.class_weights == "balanced" else None
         return ClassificationObjective(
             network, loss=self.loss, label_smoothing=self.label_smoothing, class_weights=weights

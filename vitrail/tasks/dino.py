@@ -236,7 +236,6 @@ class Dino(ViewTask):
         )
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        """Return the student and its teacher."""
         return (SinkhornObjective if self.centring == "sinkhorn" else DinoObjective)(network, self)
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.splits import Splits, check_classes
+from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig, transformer_config
@@ -56,7 +56,6 @@ class Distillation(Classification):
     def check_data(self, splits: Splits) -> None:
         """Raise `DataError` and `ConfigError` as classification does, and `ConfigError` if the teacher cannot be loaded
         or has other classes than the data."""
-        check_classes(splits)
         if splits.target_kind == "classes":
             raise ConfigError(
                 f"{splits.title} has images with several labels, which the task {self.name} cannot learn; choose "
@@ -102,8 +101,6 @@ class Distillation(Classification):
         return {"teacher": teacher_facts(self._teacher).sha256}
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        """Return the network with both losses and the teacher. Raise `ConfigError` as `check_data`."""
-        check_teacher(self._teacher, splits.classes, splits.title)
         teacher = Teacher(self._teacher, splits.classes)
         weights = balanced_weights(splits.train) if self.class_weights == "balanced" else None
         return DistillationObjective(network, self, teacher, weights)

@@ -110,7 +110,6 @@ class Mae(PatchTask):
         )
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        """Return the network with a decoder."""
         return MaeObjective(network, self)
 
 

@@ -140,7 +140,6 @@ class MaskedPatches(PatchTask):
         )
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        """Return the network with a mask embedding and a linear decoder."""
         targets = None if self.tokenizer is None else TokenizerTargets(self.tokenizer)
         return MaskedPatchesObjective(network, self, targets)
 

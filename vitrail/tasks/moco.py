@@ -78,7 +78,6 @@ class MoCo(ViewTask):
         )
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        """Return the network and its running mean."""
         return MoCoObjective(network, self)
 
 

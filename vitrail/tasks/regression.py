@@ -97,11 +97,9 @@ class Regression(Task):
         return found and found | {name: value for name, value in result.items() if ":" in name}
 
     def evaluator(self, objective: Objective) -> Evaluator:
-        """Return the evaluator that measures R² and absolute and squared errors."""
         return NumberErrors()
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        """Return the network with the loss between outputs and standardised numbers."""
         delta = 1.0 if self.delta is None else self.delta
         return RegressionObjective(network, *moments(splits.train), delta=delta if self.loss == "huber" else None)
 

@@ -64,7 +64,6 @@ class SimClr(ViewTask):
         )
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        """Return the network with a projection."""
         return SimClrObjective(network, self)
 
 

@@ -136,7 +136,6 @@ class VqVae(HeadlessTask):
         )
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        """Return the network with a codebook and a decoder."""
         return VqVaeObjective(network, self)
 
     def bundle(
