@@ -140,7 +140,8 @@ def heat_map(
     """
     height, width = values.shape
     side = min(CELL, MAX_SIDE / max(height, width))
-    axis = _colour_axis(values, bounds)
+    finite = values[np.isfinite(values)].tolist()
+    axis = make_axis(bounds or finite or (0.0, 1.0), round_ends=False)
     left = 28 + DIGIT_WIDTH * max(map(len, rows))
     top, right, bottom = 12.0, left + side * width, 12.0 + side * max(height, 4)
     parts = []
@@ -280,13 +281,6 @@ def _with_legend(parts: Sequence[str], names: Sequence[str], label: str, *, line
         legend += [sample, horizontal_text(x + 22, y, name)]
         x += needed
     return svg_picture(WIDTH, y + 6 if legend else HEIGHT, label, [*parts, *legend], fixed_size=True)
-
-
-def _colour_axis(values: np.ndarray, bounds: tuple[float, float] | None) -> Axis:
-    if bounds is not None:
-        return make_axis(bounds, round_ends=False)
-    finite = values[np.isfinite(values)]
-    return make_axis(map(float, finite) if finite.size else [0.0, 1.0], round_ends=False)
 
 
 def _colour_bar(axis: Axis, left: float, top: float, bottom: float, unit: str) -> tuple[str, int]:

@@ -69,7 +69,9 @@ def make_page(
     `predictions` are names with their probabilities or numbers as text. The weights get the bytes that the other parts
     leave. If they do not fit in 8 bits each, the page has fewer bits, layers or heads, and a note about this.
     """
-    small = _small(picture)
+    image = Image.fromarray(picture)
+    image.thumbnail((PICTURE_SIDE, PICTURE_SIDE), Image.Resampling.LANCZOS)
+    small = np.array(image)
     address = image_address(small, "png" if max(small.shape) <= 256 else "jpeg")
     factor = small.shape[1] / picture.shape[1]
     about = _about(maps, small, factor, Path(title).stem)
@@ -139,13 +141,6 @@ def _notes(packed: PackedMaps | None, maps: AttentionMaps, max_bytes: int) -> tu
 
 def _rounded(values: np.ndarray) -> list[float]:
     return [float(f"{value:.6g}") for value in values.ravel()]
-
-
-def _small(picture: UInt8[np.ndarray, "height width 3"]) -> UInt8[np.ndarray, "h w 3"]:
-    """Return the picture with sides of at most `PICTURE_SIDE`."""
-    image = Image.fromarray(picture)
-    image.thumbnail((PICTURE_SIDE, PICTURE_SIDE), Image.Resampling.LANCZOS)
-    return np.array(image)
 
 
 def _read(file: str) -> str:
