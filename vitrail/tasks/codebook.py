@@ -24,8 +24,6 @@ SMOOTHING = 1e-5
 class Quantised(NamedTuple):
     """Vectors that were replaced by their nearest codes."""
 
-    tokens: Int64[Tensor, "b n"]
-    """Indices of the nearest codes."""
     vectors: Float[Tensor, "b n width"]
     """The nearest codes. Their gradients are passed on to the vectors that they replace (straight-through)."""
     commitment: Float[Tensor, " b"]
@@ -80,7 +78,7 @@ class Codebook(nn.Module):
             for step, rows in zip(self._step(), (ones, added), strict=True):
                 step.index_add_(0, tokens.flatten(), rows)
         commitment = (vectors - codes).square().mean(dim=(1, 2))
-        return Quantised(tokens, vectors + (codes - vectors).detach(), commitment)
+        return Quantised(vectors + (codes - vectors).detach(), commitment)
 
     def begin_step(self) -> None:
         """Discard the vectors that were added up, such as those of a step that was not completed."""

@@ -98,11 +98,6 @@ class Head(nn.Sequential):
         """Number of multiply-accumulates per row."""
         return sum(layer.weight.numel() for layer in self if isinstance(layer, nn.Linear))
 
-    @property
-    def peak(self) -> int:
-        """Number of values per row that a step needs at its peak."""
-        return sum(3 * layer.out_features for layer in self if isinstance(layer, nn.Linear))
-
     def forward(  # type: ignore[override]
         self, rows: Float[Tensor, "b width"], counted: Bool[Tensor, " b"], processes: Processes
     ) -> Float[Tensor, "b outputs"]:

@@ -59,7 +59,7 @@ class SimClr(ViewTask):
         return StepCost(
             network,
             parameters=sum(weight.numel() for weight in head.parameters()),
-            batch_bytes=4 * head.peak,
+            batch_bytes=12 * sum(layer.out_features for layer in head if isinstance(layer, nn.Linear)),
             flops=6 * head.macs,
         )
 

@@ -20,7 +20,7 @@ from vitrail.data.source import Source, target_kind
 from vitrail.data.targets import Target, class_indices
 from vitrail.errors import UndecodableImage, plural
 from vitrail.files import replacing_folder
-from vitrail.report.charts import UNBOUNDED, Chart, MarkedPoint, Point, Series, line_chart, shorten
+from vitrail.report.charts import UNBOUNDED, Chart, Point, Series, line_chart, shorten
 from vitrail.report.drawing import beside
 from vitrail.report.page import write_page
 from vitrail.tasks.pictures import PictureTable, spread
@@ -102,11 +102,12 @@ def _metric_chart(events: Sequence[Mapping[str, Any]], saved_step: int | None, k
         if measured and metric.name in event:
             points[event["weights"]].append((float(event["step"]), scale * event[metric.name]))
     series = [Series(weights, found) for weights, found in points.items() if found]
-    mark = None
+    mark: tuple[Point, str] | None = None
     if series and saved_step is not None:
         saved = [value for step, value in series[0].finite if step == saved_step]
         form = ".2f" if metric.is_fraction else ".4g"
-        mark = MarkedPoint(float(saved_step), saved[0], f"{keep}, saved: {saved[0]:{form}}{unit}") if saved else None
+        if saved:
+            mark = (float(saved_step), saved[0]), f"{keep}, saved: {saved[0]:{form}}{unit}"
     described = f"{name}{' in percent' * metric.is_fraction}"
     label = " ".join(_description(f"{described}, {one.name} weights", one.points) for one in series)
     chart = line_chart(series, label=label, unit=unit, bounds=bounds, mark=mark)
