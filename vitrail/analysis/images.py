@@ -92,14 +92,16 @@ def draw_norms(norms: TokenNorms) -> Markup:
 def draw_probes(probes: Sequence[LayerProbe]) -> Markup:
     """Return the accuracy of a linear model by layer, with the ends of its interval, as SVG."""
     layers = [one.layer for one in probes]
-    lines = [_by_layer("accuracy", layers, [100 * one.accuracy.value for one in probes])]
-    for name, ends in (
-        ("95 % interval, lower end", [one.accuracy.low for one in probes]),
-        ("95 % interval, upper end", [one.accuracy.high for one in probes]),
-    ):
-        lines.append(_by_layer(name, layers, [math.nan if end is None else 100 * end for end in ends]))
+    lines: dict[str, list[float | None]] = {
+        "accuracy": [one.accuracy.value for one in probes],
+        "95 % interval, lower end": [one.accuracy.low for one in probes],
+        "95 % interval, upper end": [one.accuracy.high for one in probes],
+    }
     return series_chart(
-        lines,
+        [
+            _by_layer(name, layers, [math.nan if value is None else 100 * value for value in values])
+            for name, values in lines.items()
+        ],
         label="Accuracy of a linear model of each layer's tokens.",
         x_name="layer",
         y_name="held-out accuracy, %",

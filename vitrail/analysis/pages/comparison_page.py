@@ -153,8 +153,7 @@ def _rows(found: ModelComparison) -> list[tuple[str, str, str]]:
         for one, other in zip(*(named_metrics(each.report) for each in found.models), strict=True)
     ]
     one, other = (_cost(each) for each in found.models)
-    for name, field, scale in COSTS:
-        rows.append((name, f"{one[field] / scale:,.2f}", f"{other[field] / scale:,.2f}"))
+    rows += [(name, f"{one[field] / scale:,.2f}", f"{other[field] / scale:,.2f}") for name, field, scale in COSTS]
     sizes = [" x ".join(map(str, cost["image_size"])) for cost in (one, other)]
     return [*rows, ("image size, pixels", sizes[0], sizes[1])]
 
