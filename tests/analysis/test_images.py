@@ -72,7 +72,7 @@ def test_overlays_are_those_of_explanations(changes: dict[str, Any]) -> None:
     bundle, image = make_bundle(**changes), file_of((47, 61))
     for target in (0, 2, None) if bundle.classes else (None,):
         explained = explain(bundle, image, wanted=Wanted(target))
-        values = explained.rollout if target is None else explained.relevance
+        values = explained.overlays["rollout" if target is None else "relevance"]
         assert values is not None
         found = pixels_of(Overlays().draw(bundle, image, target))
         assert found.shape == (47, 61, 3)

@@ -47,13 +47,11 @@ class Explanation:
     picture: UInt8[np.ndarray, "height width 3"]
     ranking: tuple[tuple[str, str], ...]
     """Names of the likeliest classes with their probabilities, or names of numbers with their values, as texts."""
-    rollout: Float[np.ndarray, "height width"]
-    relevance: Float[np.ndarray, "height width"] | None
-    """Relevance for the chosen output, or None if the model has no head."""
     chosen: ExplainedOutput | None
     """The output that the maps explain, or None if the model has no head."""
-    heads: dict[tuple[int, int], Float[np.ndarray, "height width"]]
-    """Attention of the query of each chosen layer and head."""
+    overlays: dict[str, Float[np.ndarray, "height width"]]
+    """The maps by their names: "rollout", "relevance" for the chosen output if there is one, and the attention of the
+    query of each chosen layer and head, such as "layer-11-head-00"."""
     maps: AttentionMaps
     """Attention of all tokens in all layers and heads, and the relevance of several classes."""
 
@@ -81,32 +79,29 @@ def explain(
     every = trace(network, inputs)
     attention = _finite_attention(every)
     placement = bundle.preprocess.placement(picture.shape[:2])
-
-    def full_size(values: np.ndarray) -> np.ndarray:
-        return on_picture(values, every, placement)
-
     outputs: list[ExplainedOutput] = []  # a model of boxes can find none
     if bundle.classes:
         most = min(top, MAX_CLASSES)
         outputs = outputs_to_explain(network.config, every.logits, bundle.classes, placement, wanted, most)
     targets = torch.tensor([one.number for one in outputs] or [0], device=inputs.device)
     rollout = attention_rollout(network, inputs, targets[:1]).values[0]
+    by_patch = {"rollout": rollout}
     relevance: list[tuple[str, Float[np.ndarray, "rows columns"]]] = []
     if outputs:
         found = class_relevance(network, inputs.expand(len(outputs), -1, -1, -1), targets, batch_size=1)
         relevance = [(one.name, values) for one, values in zip(outputs, found.values, strict=True)]
-    large = _query_maps(chosen)
+        by_patch["relevance"] = found.values[0]
+    attended = _query_maps(chosen)
+    by_patch |= {
+        f"layer-{layer:02}-head-{head:02}": attended[row, column]
+        for row, layer in enumerate(chosen.layers)
+        for column, head in enumerate(chosen.heads)
+    }
     return Explanation(
         picture=picture,
         ranking=_ranking(bundle, image, top),
-        rollout=full_size(rollout),
-        relevance=full_size(relevance[0][1]) if relevance else None,
         chosen=outputs[0] if outputs else None,
-        heads={
-            (layer, head): full_size(large[row, column])
-            for row, layer in enumerate(chosen.layers)
-            for column, head in enumerate(chosen.heads)
-        },
+        overlays={name: on_picture(values, every, placement) for name, values in by_patch.items()},
         maps=AttentionMaps(
             attention=attention,
             grid=every.grid,
@@ -145,11 +140,7 @@ def write_explanation(
     The pictures of the files have the size of the image. For `max_bytes`, see `make_page`.
     """
     picture, chosen = explanation.picture, explanation.chosen
-    files = {f"{name}-rollout.png": overlay(picture, explanation.rollout)}
-    if explanation.relevance is not None:
-        files[f"{name}-relevance.png"] = overlay(picture, explanation.relevance)
-    for (layer, head), values in explanation.heads.items():
-        files[f"{name}-layer-{layer:02}-head-{head:02}.png"] = overlay(picture, values)
+    files = {f"{name}-{end}.png": overlay(picture, values) for end, values in explanation.overlays.items()}
     if chosen is not None and chosen.box is not None:
         files = {file: with_box(pixels, chosen) for file, pixels in files.items()}
         picture = with_box(picture, chosen)
