@@ -21,8 +21,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.variants import variant_config
 from vitrail.processes.group import Processes
 from vitrail.recipes import RECIPES
-from vitrail.tasks.dino import Dino, DinoObjective, draw_masks
-from vitrail.tasks.prototypes import DinoHead, view_losses
+from vitrail.tasks.dino import Dino, DinoHead, DinoObjective, draw_masks, view_losses
 from vitrail.tasks.task import Position
 from vitrail.tasks.views import effective_rank, momentum_at, uniformity
 from vitrail.training.config import TrainConfig
