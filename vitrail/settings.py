@@ -103,11 +103,6 @@ def facts(cls: Any, fact: str) -> dict[str, Any]:
 
 def bare_names(cls: Any) -> Mapping[str, str]:
     """Return the bare names of a settings dataclass with their field names."""
-    return _bare_names(cls)  # a cached function takes no type of dataclass for mypy
-
-
-@cache
-def _bare_names(cls: Any) -> Mapping[str, str]:
     return {item.metadata.get("name", item.name): item.name for item in dataclasses.fields(cls)}
 
 
