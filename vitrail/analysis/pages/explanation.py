@@ -146,9 +146,11 @@ def write_explanation(
         picture = with_box(picture, chosen)
     for file, pixels in files.items():
         (folder / file).write_bytes(png(pixels))
-    page = make_page(explanation.maps, picture, title=title, predictions=explanation.ranking, max_bytes=max_bytes)
-    (folder / f"{name}.html").write_text(page.text, encoding="utf-8")
-    return [f"{name}.html", *files], page.notes
+    page, notes = make_page(
+        explanation.maps, picture, title=title, predictions=explanation.ranking, max_bytes=max_bytes
+    )
+    (folder / f"{name}.html").write_text(page, encoding="utf-8")
+    return [f"{name}.html", *files], notes
 
 
 def with_box(picture: UInt8[np.ndarray, "height width 3"], one: ExplainedOutput) -> UInt8[np.ndarray, "height width 3"]:
