@@ -256,9 +256,6 @@ class Overlays:
 # Addresses that contain the pictures of analyses, for their pages.
 
 
-ImageForm = Literal["jpeg", "png"]
-"""File format of an embedded picture."""
-
 PAGE_SIDE = 480
 """Longest side of a picture on a page, in pixels."""
 
@@ -273,6 +270,6 @@ def figure_address(picture: UInt8[np.ndarray, "height width 3"]) -> Markup:
     return image_address(np.asarray(small), "jpeg")
 
 
-def image_address(picture: UInt8[np.ndarray, "height width 3"], form: ImageForm) -> Markup:
-    """Return an address that contains a picture."""
+def image_address(picture: UInt8[np.ndarray, "height width 3"], form: Literal["jpeg", "png"]) -> Markup:
+    """Return an address that contains a picture as a file of this format."""
     return embedded(png(picture) if form == "png" else jpeg(Image.fromarray(picture), quality=88), form)

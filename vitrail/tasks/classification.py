@@ -25,8 +25,6 @@ Loss = Literal["softmax", "sigmoid"]
 """Loss of classification: softmax for classes that exclude each other, or sigmoid for one yes-or-no question per
 class."""
 
-ClassWeights = Literal["none", "balanced"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Classification(Task):
@@ -49,7 +47,7 @@ class Classification(Task):
     """Loss function. softmax: one class per image. sigmoid: several classes or none."""
     label_smoothing: float = setting(0.0, least=0, below=1)
     """Fraction of the target that is spread over all classes."""
-    class_weights: ClassWeights = "none"
+    class_weights: Literal["none", "balanced"] = "none"
     """Weights of the classes in the loss. balanced: every class counts equally, however many images it has."""
 
     @property

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
@@ -19,16 +18,6 @@ from vitrail.processes.group import Processes
 
 SMOOTHING = 1e-5
 """Number that Laplace smoothing adds to the running count of each code, as in the published code."""
-
-
-class Quantised(NamedTuple):
-    """Vectors that were replaced by their nearest codes."""
-
-    vectors: Float[Tensor, "b n width"]
-    """The nearest codes. Their gradients are passed on to the vectors that they replace (straight-through)."""
-    commitment: Float[Tensor, " b"]
-    """Mean squared difference between the vectors of an image and their codes. Its gradient reaches the vectors
-    alone."""
 
 
 class Codebook(nn.Module):
@@ -66,9 +55,12 @@ class Codebook(nn.Module):
             distances = torch.addmm(self.codes.square().sum(dim=1), flat, self.codes.T, alpha=-2)
             return distances.argmin(dim=1).view(vectors.shape[:-1])
 
-    def forward(self, vectors: Float[Tensor, "b n width"], counted: Bool[Tensor, " b"]) -> Quantised:
-        """Replace vectors by their nearest codes. In training mode, the vectors of `counted` images are added up for
-        `update`."""
+    def forward(
+        self, vectors: Float[Tensor, "b n width"], counted: Bool[Tensor, " b"]
+    ) -> tuple[Float[Tensor, "b n width"], Float[Tensor, " b"]]:
+        """Return the nearest codes, whose gradients are passed on to the vectors that they replace (straight-through),
+        and the mean squared difference between the vectors of each image and their codes, whose gradient reaches the
+        vectors alone. In training mode, the vectors of `counted` images are added up for `update`."""
         vectors = vectors.float()
         tokens = self.nearest(vectors)
         codes = self.codes[tokens]
@@ -78,7 +70,7 @@ class Codebook(nn.Module):
             for step, rows in zip(self._step(), (ones, added), strict=True):
                 step.index_add_(0, tokens.flatten(), rows)
         commitment = (vectors - codes).square().mean(dim=(1, 2))
-        return Quantised(vectors + (codes - vectors).detach(), commitment)
+        return vectors + (codes - vectors).detach(), commitment
 
     def begin_step(self) -> None:
         """Discard the vectors that were added up, such as those of a step that was not completed."""

@@ -47,8 +47,6 @@ NARROW = 192
 """Width of embeddings below which the projection is smaller by default."""
 
 
-Centring = Literal["mean", "masked-mean", "sinkhorn"]
-
 WITH_PATCHES = Effect(lambda own: bool(own.patch_weight), "with --patch-weight")
 
 
@@ -103,7 +101,7 @@ class Dino(ViewTask):
     teacher_momentum: float = setting(0.996, least=0, below=1)
     """Fraction of the teacher's weights that each step keeps at the beginning. It rises to 1 along half a cosine wave.
     Small batches need a higher fraction, such as 0.9995 for 256 images."""
-    centring: Centring = "mean"
+    centring: Literal["mean", "masked-mean", "sinkhorn"] = "mean"
     """Centre that is subtracted from the teacher's outputs. mean: their running mean (DINO); that of patches is over
     all patches (iBOT). masked-mean: the same, but over the masked patches. sinkhorn: the centre of the whole batch by
     the Sinkhorn-Knopp algorithm (DINOv2)."""

@@ -24,8 +24,6 @@ from vitrail.tasks.classification import Classification, ClassificationObjective
 from vitrail.tasks.task import LossOutput, Objective, StepCost, mean_of_counted
 from vitrail.tasks.teacher import Teacher, check_teacher, teacher_facts
 
-TeacherLabels = Literal["hard", "soft"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Distillation(Classification):
@@ -39,7 +37,7 @@ class Distillation(Classification):
     teacher: str | None = None
     """Model whose predictions are learned: a run, a model's folder or file, or a name on the hub. It must have the
     classes of the data."""
-    teacher_labels: TeacherLabels = "hard"
+    teacher_labels: Literal["hard", "soft"] = "hard"
     """Part of the teacher's predictions that is learned: the most likely class (hard), or all probabilities (soft)."""
     teacher_weight: float = setting(0.5, above=0, most=1)
     """Weight of the loss with the teacher's predictions. The weight of the loss with the labels is 1 minus this. The

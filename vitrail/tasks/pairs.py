@@ -66,8 +66,6 @@ DESCRIPTION = "words.json"
 OF_NEW_TOWER = ("text_width", "text_depth", "text_context", "vocabulary", "text_tokenizer", "initial_scale")
 """Settings that have no effect on a text tower of the initial model."""
 
-Freeze = Literal["none", "image", "text"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PairTask(HeadlessTask):
@@ -90,7 +88,7 @@ class PairTask(HeadlessTask):
     """True if tokens of a new text tower attend only to earlier ones."""
     initial_bias: float | None = None
     """Value that is added to the logits at the beginning."""
-    freeze: Freeze = "none"
+    freeze: Literal["none", "image", "text"] = "none"
     """Tower that is not trained: image (LiT) or text. A frozen image tower embeds each image once and keeps the result
     in memory, so that later epochs are fast. By default both towers are trained."""
     text_width: int = setting(512, least=8)

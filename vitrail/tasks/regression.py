@@ -22,8 +22,6 @@ from vitrail.evaluation.head import NumberErrors
 from vitrail.settings import setting
 from vitrail.tasks.task import LossOutput, Objective, Task, TaskMetric, drawn_samples, mean_of_counted
 
-NumberLoss = Literal["squared", "huber"]
-
 UNITS = ("mean_absolute_error", "root_mean_squared_error")
 """Metrics in the unit of a number."""
 
@@ -52,7 +50,7 @@ class Regression(Task):
     numbers."""
     loss_metric = "standardised_error"
 
-    loss: NumberLoss = "squared"
+    loss: Literal["squared", "huber"] = "squared"
     """Loss function: squared error, or huber, which grows linearly beyond --delta so that outliers count less."""
     delta: float | None = setting(None, above=0, below=math.inf)
     """Error at which the Huber loss becomes linear, in standard deviations of the training numbers. By default 1."""

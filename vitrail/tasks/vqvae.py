@@ -196,15 +196,15 @@ class VqVaeObjective(HeadlessObjective):
         counted = self.counted(batch)
         encoded = self.network.features(batch.images)
         vectors = self.coder.projection(encoded.patches)
-        quantised = self.coder.codebook(vectors, counted)
+        codes, commitment = self.coder.codebook(vectors, counted)
         if self.training and self.task.restart_below:
             self._offer(vectors, batch)
-        restored = self.coder.decoder(quantised.vectors, encoded.grid)
+        restored = self.coder.decoder(codes, encoded.grid)
         errors = pixel_errors(restored, batch.images, self.network.config.patch_size)
-        losses = errors + self.task.commitment * quantised.commitment
+        losses = errors + self.task.commitment * commitment
         metrics = {
             "reconstruction_loss": mean_of_counted(errors.detach(), counted),
-            "commitment_loss": mean_of_counted(quantised.commitment.detach(), counted),
+            "commitment_loss": mean_of_counted(commitment.detach(), counted),
             "perplexity": perplexity(self.coder.codebook.counts),
         }
         return LossOutput(mean_of_counted(losses, counted), metrics)

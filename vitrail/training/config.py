@@ -222,8 +222,6 @@ class StartConfig:
             )
 
 
-Keep = Literal["best", "last"]
-
 ROUNDING = "numbers then round differently"
 """Consequence of changing one of these settings when a run is resumed."""
 
@@ -297,7 +295,7 @@ class RunConfig:
     of the memory of activations, for a third more computing."""
     process_timeout: str = setting("10m", on_resume="free")
     """Time after which a run of several processes ends with an error if one of them does not answer."""
-    keep: Keep = "best"
+    keep: Literal["best", "last"] = "best"
     """Weights that become the model: the best on the validation split, or the last."""
     name: str = setting("", of_machine=True, metavar="NAME")
     """Name of the run, saved in runs/NAME (or runs/NAME-2 if that exists). By default the name of the data."""
