@@ -17,6 +17,7 @@ from PIL import Image
 
 from vitrail.report.charts import (
     DIGIT_WIDTH,
+    MAX_DOTS,
     Axis,
     PlotArea,
     Point,
@@ -55,8 +56,6 @@ svg text { fill: var(--dim, #5c5c58); }
 
 WIDTH, HEIGHT = 480.0, 280.0
 LEGEND_LINE = 15.0
-MAX_DOTS = 40
-"""Maximum number of points of a line with dots."""
 
 CELL, MAX_SIDE = 22.0, 420.0
 """Largest side of a cell of a heat map, and largest side of the map, in pixels."""

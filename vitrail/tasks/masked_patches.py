@@ -267,13 +267,13 @@ class MaskedPatchesObjective(PatchObjective):
             tokens = self.tokenizer.tokens(batch.images).scatter(1, places, predicted.argmax(dim=2))
             levels = preprocess.levels(self.tokenizer.restored(tokens))
             rows = torch.arange(len(places), device=places.device)[:, None]
-            return Restored(places, cut_patches(levels, config.patch_size)[rows, places])
+            return places, cut_patches(levels, config.patch_size)[rows, places]
         if self.task.patch_target == "pixels":
             levels = preprocess.levels(predicted.reshape(-1, config.channels, *config.patch_size))
-            return Restored(places, levels.view(*places.shape, *levels.shape[1:]))
+            return places, levels.view(*places.shape, *levels.shape[1:])
         cells = CELLS[self.task.patch_target]
         classes = predicted.reshape(*places.shape, cells**2, -1).argmax(dim=3)
-        return Restored(places, colour_levels(classes, cells, config.channels, config.patch_size))
+        return places, colour_levels(classes, cells, config.channels, config.patch_size)
 
 
 # Blocks of hidden patches: rectangles of random size, shape and place, as in BEiT (2106.08254, algorithm 1).

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import raise_problems
 from vitrail.tasks.pictures import ROWS, Picture, PictureTable, decoded, paste_patches, picture_of, spread
 from vitrail.tasks.task import (
+    EVALUATION_SEED,
     HeadlessObjective,
     HeadlessTask,
     LossOutput,
@@ -35,9 +36,6 @@ from vitrail.tasks.task import (
     mean_of_counted,
 )
 from vitrail.weights.bundle import Bundle
-
-EVALUATION_SEED = 0
-"""Seed of the hidden patches of held-out images. It is fixed, so that the losses of all runs can be compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,24 +109,24 @@ class PatchTask(HeadlessTask):
         """Return images, their visible patches, and the images with restored patches."""
         assert isinstance(objective, PatchObjective)
         preprocess = bundle.preprocess
-        places, images = decoded(preprocess, source, spread(len(source), ROWS), bundle.device)
-        if not places:
+        samples, images = decoded(preprocess, source, spread(len(source), ROWS), bundle.device)
+        if not samples:
             return ()
-        count = len(places)
+        count = len(samples)
         batch = Batch(
             images=images,
             labels=torch.full((count,), -1),
             valid=torch.ones(count, dtype=torch.bool),
-            samples=torch.tensor(places),
+            samples=torch.tensor(samples),
             epochs=torch.zeros(count, dtype=torch.int64),
         )
-        restored = objective.restored(shared_copy(bundle.network), batch, preprocess, seed=EVALUATION_SEED)
+        places, patches = objective.restored(shared_copy(bundle.network), batch, preprocess, seed=EVALUATION_SEED)
         levels = preprocess.levels(images)
-        empty = torch.full_like(restored.patches, GREY)
+        empty = torch.full_like(patches, GREY)
         columns = {
             "image": levels,
-            f"{self.hidden} patches": paste_patches(levels, restored.places, empty),
-            "restored": paste_patches(levels, restored.places, restored.patches),
+            f"{self.hidden} patches": paste_patches(levels, places, empty),
+            "restored": paste_patches(levels, places, patches),
         }
         rows = tuple(
             tuple(Picture(picture_of(pictures[row]), (name,)) for name, pictures in columns.items())
@@ -141,13 +139,8 @@ class PatchTask(HeadlessTask):
         return (PictureTable("Restored patches", text, rows),)
 
 
-class Restored(NamedTuple):
-    """Predictions of hidden patches."""
-
-    places: Int64[Tensor, "b k"]
-    """Indices of the patches in row-major order of the grid."""
-    patches: Int64[Tensor, "b k c ph pw"]
-    """Levels from 0 to 255."""
+Restored = tuple[Int64[Tensor, "b k"], Int64[Tensor, "b k c ph pw"]]
+"""Predictions of hidden patches: their indices in row-major order of the grid, and their levels from 0 to 255."""
 
 
 class PatchObjective(HeadlessObjective):

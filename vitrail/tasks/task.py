@@ -36,6 +36,10 @@ from vitrail.weights.answers import OutputKind
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.words import Words
 
+EVALUATION_SEED = 0
+"""Seed of the draws for held-out images, such as their hidden patches. It is fixed, so that the losses of all runs can
+be compared."""
+
 
 class LossOutput(NamedTuple):
     """The loss and the metrics of a batch, as means over the samples that `Objective.counted` marks. The values stay on

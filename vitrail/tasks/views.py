@@ -25,11 +25,16 @@ from vitrail.models.compiled import compile_copy
 from vitrail.models.copies import shared_copy
 from vitrail.processes.group import local
 from vitrail.tasks.pictures import PictureTable, neighbour_table
-from vitrail.tasks.task import HeadlessObjective, HeadlessTask, Objective, Position, TaskMetric, normalised_batches
+from vitrail.tasks.task import (
+    EVALUATION_SEED,
+    HeadlessObjective,
+    HeadlessTask,
+    Objective,
+    Position,
+    TaskMetric,
+    normalised_batches,
+)
 from vitrail.weights.bundle import Bundle
-
-EVALUATION_SEED = 0
-"""Seed of the views of held-out images. It is fixed, so that the losses of all runs can be compared."""
 
 COLLAPSE = (
     TaskMetric("uniformity", higher_is_better=False, describes_model=False),
