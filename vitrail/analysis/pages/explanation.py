@@ -36,9 +36,6 @@ MAX_CLASSES = 10
 NAMED_SIDE = 160
 """Shortest side in pixels of a picture on which the name of an object is drawn."""
 
-LIKELIEST = Wanted()
-"""The likeliest output of a model."""
-
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
@@ -60,14 +57,14 @@ def explain(
     bundle: Bundle,
     image: bytes,
     *,
-    wanted: Wanted = LIKELIEST,
+    wanted: Wanted,
     layers: Sequence[int] = (-1,),
     heads: Sequence[int] | None = None,
     top: int = 5,
 ) -> Explanation:
     """Return the explanation of a model's prediction for an image file.
 
-    `wanted` is the output to explain, by default the likeliest one. `layers` and `heads` are those whose maps have the
+    `wanted` is the output to explain. `layers` and `heads` are those whose maps have the
     size of the picture. Raise `ConfigError` for an output that the model does not have, or that it does not find in the
     image, `UndecodableImage`, `BundleError` if the attention is not finite, and the errors of `trace`.
     """
