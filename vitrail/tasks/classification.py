@@ -16,7 +16,7 @@ from vitrail.data.splits import Splits, check_classes
 from vitrail.data.targets import class_indices
 from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import Evaluator
-from vitrail.evaluation.head import Accuracy
+from vitrail.evaluation.streaming import Accuracy
 from vitrail.settings import setting
 from vitrail.tasks.task import LossOutput, Objective, Task, TaskMetric, drawn_samples, mean_of_counted
 from vitrail.weights.answers import OutputKind
@@ -24,8 +24,6 @@ from vitrail.weights.answers import OutputKind
 Loss = Literal["softmax", "sigmoid"]
 """Loss of classification: softmax for classes that exclude each other, or sigmoid for one yes-or-no question per
 class."""
-
-ClassWeights = Literal["none", "balanced"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +47,7 @@ class Classification(Task):
     """Loss function. softmax: one class per image. sigmoid: several classes or none."""
     label_smoothing: float = setting(0.0, least=0, below=1)
     """Fraction of the target that is spread over all classes."""
-    class_weights: ClassWeights = "none"
+    class_weights: Literal["none", "balanced"] = "none"
     """Weights of the classes in the loss. balanced: every class counts equally, however many images it has."""
 
     @property
@@ -81,11 +79,9 @@ class Classification(Task):
         return "mean_average_precision" if splits.target_kind == "classes" else "accuracy"
 
     def evaluator(self, objective: Objective) -> Evaluator:
-        """Return the evaluator of accuracy and cross-entropy."""
         return Accuracy()
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        """Return the network with the cross-entropy loss that these settings define."""
         weights = balanced_weights(splits.train) if self.class_weights == "balanced" else None
         return ClassificationObjective(
             network, loss=self.loss, label_smoothing=self.label_smoothing, class_weights=weights
