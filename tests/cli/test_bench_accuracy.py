@@ -92,7 +92,7 @@ def test_a_comparison_of_two_recipes(capsys: pytest.CaptureFixture[str], tmp_pat
     with (out / "curves.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["entry"] for row in rows] == ["demo"] * 3 + [changed] * 3
-    folder = out / "cells" / "fashion-mnist-variant=ViT-Pico-8-image-size=16-24-flip=off-seed4"
+    (folder,) = out.glob("cells/fashion-mnist-variant=ViT-Pico-8-image-size=16-24-flip=off-*-seed4")
     config = json.loads((folder / "run" / "run.json").read_text())["config"]
     assert config["images"]["image_size"] == [16, 24] and config["augment"]["flip"] is False
     with (out / "targets.csv").open(newline="") as file:
