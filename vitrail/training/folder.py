@@ -308,9 +308,6 @@ ENDS: dict[str, RunState] = {"finished": "finished", "stopped": "stopped", "fail
 
 RECORD = "run.json"
 
-PARTS = ("model", "checkpoints", "examples")
-"""Folders inside a run's folder, which hold no runs."""
-
 DEPTH = 3
 """Number of levels of folders in which runs are looked for."""
 
@@ -363,8 +360,7 @@ def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
     except OSError:
         return
     for path in inside:
-        if path.name not in PARTS:
-            yield from find_runs(path, depth - 1)
+        yield from find_runs(path, depth - 1)
 
 
 def summarise(folder: Path) -> RunSummary:
