@@ -214,12 +214,16 @@ def test_a_plan_is_printed_and_nothing_is_trained(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     words = ["folder", "--data", str(colour_folder), "--variant", "ViT-S/16", "--image-size", "96", "128"]
-    assert run(*words, "--batch-size", "1024", "--shard", "hybrid", "--plan", "1", "8", "64") == 0
+    words += ["--batch-size", "1024", "--shard", "hybrid", "--plan"]
+    assert run(*words, "1", "8", "64") == 0
     shown = capsys.readouterr().out
+    assert "counts" not in shown
     assert "ViT-S/16, " in shown and "1,024 images per step, on H100 SXM GPUs with 80 GB, 8 per machine" in shown
     columns = {line.split("  ")[0].strip(): line.split()[1:] for line in shown.splitlines() if "  " in line}
     assert columns["GPUs"] == ["1", "8", "64"]
     assert "sharded by machine" in shown and "images/s" in columns
+    assert run(*words, "8", "--optimizer", "sgd", "--momentum-format", "bfloat16") == 0
+    assert "the run with --momentum-format bfloat16 needs less" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["colours"]
 
 

@@ -108,7 +108,7 @@ def test_a_repeated_cell_keeps_its_result_until_it_has_a_new_one(tmp_path: Path,
 
 def test_a_cell_that_does_not_exist_is_named(tmp_path: Path) -> None:
     new = Pool(folder=tmp_path / "new", cell=AccuracyCell, result=Curve, command=lambda cell: ())
-    with pytest.raises(ConfigError, match="'abc' cannot be repeated, because .*cells has no cells"):
+    with pytest.raises(ConfigError, match=r"'abc' cannot be repeated, because .*cells has no cells"):
         new.cell_named("abc")
     run(tmp_path)
     with pytest.raises(ConfigError, match=f"'demo' is not in .*; nearest: {CELL.name}"):
@@ -118,7 +118,7 @@ def test_a_cell_that_does_not_exist_is_named(tmp_path: Path) -> None:
 def test_a_damaged_cell_is_named(tmp_path: Path) -> None:
     run(tmp_path)
     (tmp_path / "cells" / CELL.name / "cell.json").write_text("{")
-    with pytest.raises(RunError, match="has no readable cell: .*; delete the folder"):
+    with pytest.raises(RunError, match=r"has no readable cell: .*; delete the folder"):
         run(tmp_path)
 
 

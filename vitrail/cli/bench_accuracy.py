@@ -16,8 +16,8 @@ from vitrail.analysis.charts import series_chart, side_by_side, standalone
 from vitrail.bench.workload import Spread
 from vitrail.cli.bench import parse_environments
 from vitrail.cli.console import Column, message_console, terminal_table
-from vitrail.cli.options import Call, Command, Example, convert, names_in
-from vitrail.cli.run_options import run_options
+from vitrail.cli.options import Call, Command, Example, convert, names_in, option_problems
+from vitrail.cli.run_options import check_effects, run_options
 from vitrail.errors import ConfigError, Interrupted, nearest
 from vitrail.experiments.accuracy import (
     AccuracyComparison,
@@ -33,12 +33,14 @@ from vitrail.files import saving, write_csv, write_json
 from vitrail.machine import pick_device
 from vitrail.recipes import RECIPES
 from vitrail.report.charts import Series, horizontal_text, svg_picture
-from vitrail.settings import setting
+from vitrail.settings import raise_problems, setting
 from vitrail.training.config import TrainConfig
 from vitrail.training.stop import interrupted_by_signals
 from vitrail.transfer.facts import FACTORS, seconds_of
 
-SET_BY_THE_COMPARISON = ("checkpoints", "device", "evaluations", "overwrite", "run", "seed", "task")
+SET_BY_THE_COMPARISON = (
+    "checkpoints", "device", "evaluations", "max_time", "name", "overwrite", "run", "seed", "task",
+)  # fmt: skip
 """Settings of a run that an entry cannot change. The settings of the data are the same for all entries too."""
 
 
@@ -46,7 +48,7 @@ SET_BY_THE_COMPARISON = ("checkpoints", "device", "evaluations", "overwrite", "r
 class BenchAccuracy:
     """Options of `vitrail bench accuracy`."""
 
-    recipes: tuple[str, ...] = setting(argument="RECIPE...")
+    recipes: tuple[str, ...] = setting(argument="RECIPE...", distinct=True)
     """Recipes to compare, also with changed settings, such as demo:epochs=5,learning_rate=0.001. Ratios refer to the
     first one. vitrail recipes lists all."""
     data: str | None = setting(None, metavar="SPEC")
@@ -58,10 +60,10 @@ class BenchAccuracy:
     script, and timm-small, published settings for images of 32 pixels."""
     environment: tuple[str, ...] = ()
     """Python of a library's own environment, such as timm=/opt/timm/bin/python. By default the Python of Vitrail."""
-    seeds: tuple[int, ...] = setting((0, 1, 2), commas=True, least=0, below=2**32)
+    seeds: tuple[int, ...] = setting((0, 1, 2), commas=True, least=0, below=2**32, distinct=True)
     """Random seeds. Every entry runs once with each of them."""
     targets: tuple[float, ...] = setting(
-        (0.8, 0.85, 0.9), above=0, below=1, advice="give a fraction, such as 0.85 for 85 %"
+        (0.8, 0.85, 0.9), above=0, below=1, advice="give a fraction, such as 0.85 for 85 %", distinct=True
     )
     """Validation accuracies to reach, between 0 and 1."""
     budget: str | None = None
@@ -104,7 +106,6 @@ COMMAND = Command(
 
 def main(call: Call) -> int:
     options = BenchAccuracy(**call.options)
-    _check(options)
     entries = peer_entries(names_in(options.against))
     recipes = _recipes(options)
     libraries = check_environments(entries, parse_environments(options.environment))
@@ -143,14 +144,6 @@ def main(call: Call) -> int:
     return 0
 
 
-def _check(options: BenchAccuracy) -> None:
-    """Raise `ConfigError` for a value that is given twice."""
-    for name in ("recipes", "seeds", "targets"):
-        values: Sequence[Any] = getattr(options, name)
-        if twice := [value for value in values if list(values).count(value) > 1]:
-            raise ConfigError(f"{name}: {twice[0]} is given twice; give each value once")
-
-
 def _budget(text: str | None) -> float | None:
     """Return the seconds of a budget. Raise `ConfigError` for a text that is not a time."""
     if text is None:
@@ -173,7 +166,9 @@ def _recipes(options: BenchAccuracy) -> dict[str, TrainConfig]:
         if (task := config.task.name) != "classification":
             raise ConfigError(f"recipe {name!r} trains the task {task}, which has no accuracy; choose another recipe")
         try:
-            configs[entry] = config.override(**_changed(settings))
+            changed = _changed(settings)
+            configs[entry] = config.override(**({"steps": None} if "epochs" in changed else {}), **changed)
+            check_effects(changed, configs[entry])
         except ConfigError as error:
             raise ConfigError(f"recipe {entry!r}: {error}") from None
     return configs
@@ -189,13 +184,17 @@ def _changed(settings: str) -> dict[str, Any]:
         name, equals, value = (word.strip() for word in part.partition("="))
         name = name.replace("-", "_")
         if name not in known:
-            raise ConfigError(f"{name!r} is no setting to compare; {nearest(name, known)}")
+            advice = nearest(name, known) if name else "give NAME=VALUE"
+            raise ConfigError(f"{name!r} is no setting to compare; {advice}")
+        if name in changes:
+            raise ConfigError(f"{name} is given twice; give each setting once")
         option = known[name]
         if option.is_flag and value not in ("on", "off"):
             raise ConfigError(f"{name}={value!r} is neither on nor off")
         if not equals or not value:
             raise ConfigError(f"{name} has no value; give {name}=VALUE")
         changes[name] = value == "on" if option.is_flag else convert(option, value.split())
+    raise_problems(option_problems(known, changes))
     return changes
 
 

@@ -141,7 +141,7 @@ class Command:
         by_name = {**by_name, **self.depends(given | typed_as)}
         for name, values in values_of.items():
             given[name] = values if isinstance(values, bool) else convert(by_name[name], values)
-        raise_problems(problem for name in given for problem in _problems(by_name[name], given))
+        raise_problems(option_problems(by_name, given))
         if "max_pixels" in given and by_name["max_pixels"].owner is ImageChoice:
             from vitrail.data.pixels.decode import allow_pixels
 
@@ -165,8 +165,8 @@ class Command:
 
         For example, `batch_size=0 is less than 1` becomes `--batch-size: 0 is less than 1`, and `layers=(9,): block 9
         does not exist` becomes `--layers 9: block 9 does not exist`. Inside a line, `name=value` is replaced only if
-        the user typed that option or the message recommends the value. For errors other than `ConfigError`, only the
-        start of a line is replaced, because the rest can name fields of files.
+        the user typed that option or the message recommends the value, and never inside quotes. For errors other than
+        `ConfigError`, only the start of a line is replaced, because the rest can name fields of files.
         """
         about_settings = isinstance(error, ConfigError)
         return "\n".join(self._line(line, about_settings, given) for line in str(error).split("\n"))
@@ -195,6 +195,8 @@ class Command:
             return f"{label} {typed}: " if found[3] else f"{label}: {typed} "
 
         def inside(found: re.Match[str]) -> str:
+            if found[1] is None:
+                return found[0]
             is_typed = found[1] in given or found[1] in self.spelled or ADVICE.search(line[: found.start()])
             return f"{self._label(found[1])} {_typed(found[2])}" if is_typed else found[0]
 
@@ -202,9 +204,10 @@ class Command:
         line = re.sub(rf"^({names}): ", lambda found: f"{self._label(found[1])}: ", line)
         if not about_settings:
             return line
-        before, after = r"(?<![\w/.'-])", r"(?![\w=('/])"
-        line = re.sub(rf"{before}({names})=({value})", inside, line)
-        return re.sub(rf"{before}([a-z0-9]+(?:_[a-z0-9]+)+){after}", lambda found: self._label(found[1]), line)
+        before, after, quoted = r"(?<![\w/.'-])", r"(?![\w=('/])", r"(?<!\w)'[^']*'"
+        line = re.sub(rf"{before}({names})=({value})|{quoted}", inside, line)
+        name = rf"{before}([a-z0-9]+(?:_[a-z0-9]+)+){after}|{quoted}"
+        return re.sub(name, lambda found: self._label(found[1]) if found[1] else found[0], line)
 
     def _label(self, name: str) -> str:
         return self.spelled.get(name) or (self.known[name].label if name in self.known else name)
@@ -239,15 +242,16 @@ def _parser(options: Mapping[str, Option]) -> argparse.ArgumentParser:
     return parser
 
 
-def _problems(option: Option, given: Options) -> Iterator[str]:
-    """Yield a message if the value of an option is not allowed, or does not go with the other typed options."""
-    yield option.problem(given[option.name])
-    is_on = given[option.name] not in (None, False, "")
-    if is_on and given.get(other := option.facts.get("excludes", "")):
-        yield f"{option.label} and {flag(other)} exclude each other; give only one of them"
-    needed, reason = option.facts.get("needs", ("", ""))
-    if is_on and needed and not given.get(needed):
-        yield f"{option.label}: {reason}"
+def option_problems(options: Mapping[str, Option], given: Options) -> Iterator[str]:
+    """Yield a message for each value of an option that is not allowed, or does not go with the other given options."""
+    for option in map(options.__getitem__, given):
+        yield option.problem(given[option.name])
+        is_on = given[option.name] not in (None, False, "")
+        if is_on and given.get(other := option.facts.get("excludes", "")):
+            yield f"{option.label} and {flag(other)} exclude each other; give only one of them"
+        needed, reason = option.facts.get("needs", ("", ""))
+        if is_on and needed and not given.get(needed):
+            yield f"{option.label}: {reason}"
 
 
 def _with_choice(given: dict[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class StudyOptions(DeviceOption, JsonOption):
     """Arms to measure, separated by commas. By default all."""
     seeds: tuple[int, ...] = setting(
         (0, 1, 2), commas=True, least=0, below=TRIAL_SEED, advice=f"the trials have the seed {TRIAL_SEED}",
-        excludes="cell",
+        distinct=True, excludes="cell",
     )  # fmt: skip
     """Random seeds. Every point is measured once with each of them. More seeds can be added to a finished study."""
     jobs: int | None = setting(None, least=1)
@@ -83,7 +83,8 @@ COMMAND = Command(
 
 def main(call: Call) -> int:
     options = StudyOptions(**call.options)
-    _check(options)
+    if options.name not in STUDIES:
+        raise ConfigError(f"study {options.name!r} does not exist; {nearest(options.name, STUDIES)}")
     study = STUDIES[options.name]
     console = message_console(options.json)
     device = pick_device(options.device)
@@ -136,14 +137,6 @@ def main(call: Call) -> int:
     files = "study.html, figure.svg, points.csv, cells.csv, trials.csv, results.json"
     console.print(f"\nwritten to {folder}: {files}", markup=False)
     return 0
-
-
-def _check(options: StudyOptions) -> None:
-    """Raise `ConfigError` for an unknown study, and for a seed that is given twice."""
-    if options.name not in STUDIES:
-        raise ConfigError(f"study {options.name!r} does not exist; {nearest(options.name, STUDIES)}")
-    if twice := [seed for seed in options.seeds if options.seeds.count(seed) > 1]:
-        raise ConfigError(f"seeds={twice[0]} is given twice; give each value once")
 
 
 def _chosen(points: Sequence[Point], text: str) -> list[Point]:

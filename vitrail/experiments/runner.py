@@ -222,8 +222,9 @@ class Pool(Generic[C, R]):
         finished cells are not run again. A cell runs after the cell that it starts from, which is in `cells` or has run
         before.
 
-        Raises `RunError` if a cell was measured with other settings or has the name of another one, and `VitrailError` if a process fails, after the
-        other running cells have ended. If this process ends, the processes of the cells end too.
+        Raises `RunError` if a cell was measured with other settings or has the name of another one, and `VitrailError`
+        if a process fails, after the other running cells have ended. If this process ends, the processes of the cells
+        end too.
         """
         results: dict[str, R] = {}
         waiting: dict[str, tuple[str, C]] = {}
@@ -296,12 +297,13 @@ class Pool(Generic[C, R]):
     def _finished(self, label: str, cell: C) -> R | None:
         place = self.place(cell.name)
         result = read_result(place, self.result)
-        if result is not None and (place / CELL).exists():
-            if changed := differences(_plain(read_cell(place, self.cell)), _plain(cell)):
-                raise RunError(
-                    f"{place} was measured with other settings of {label}: {'; '.join(changed[:5])}; delete this "
-                    "folder, or choose another --out"
-                )
+        if result is None or not (place / CELL).exists():
+            return result
+        if changed := differences(_plain(read_cell(place, self.cell)), _plain(cell)):
+            raise RunError(
+                f"{place} was measured with other settings of {label}: {'; '.join(changed[:5])}; delete this folder, "
+                "or choose another --out"
+            )
         return result
 
     def _start(self, cell: C) -> subprocess.Popen[bytes]:
