@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.make import make_bundle
+from tests.make import make_bundle, make_colour_folder
 from vitrail.cli import main
 from vitrail.cli.train import recipe_for
 from vitrail.recipes import RECIPES
@@ -225,6 +225,18 @@ def test_a_plan_is_printed_and_nothing_is_trained(
     assert run(*words, "8", "--optimizer", "sgd", "--momentum-format", "bfloat16") == 0
     assert "the run with --momentum-format bfloat16 needs less" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["colours"]
+
+
+def test_a_fraction_that_has_no_effect_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_colour_folder(tmp_path / "train")
+    make_colour_folder(tmp_path / "val")
+    words = ["folder", "--data", str(tmp_path), "--variant", "ViT-Pico/8", "--image-size", "24", "--plan", "1"]
+    for typed, is_noted in (((), False), (("--validation-share", "0.3"), True)):
+        assert run(*words, *typed) == 0
+        assert ("--validation-share has no effect" in " ".join(capsys.readouterr().out.split())) == is_noted
 
 
 @pytest.mark.slow

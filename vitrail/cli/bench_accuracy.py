@@ -271,7 +271,7 @@ def tables(curves: Curves, rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     """
     described = (
         Column("accuracy", "target", ".1%"),
-        Column("entry", lambda row: escape_markup(row["entry"]), is_text=True),
+        Column("entry", lambda row: escape_markup(row["entry"]), is_text=True, folds=True),
         Column("seeds", lambda row: f"{row['reached']} of {row['seeds']}"),
     )
     in_seconds = (
@@ -282,7 +282,7 @@ def tables(curves: Curves, rows: Sequence[Mapping[str, Any]]) -> list[Table]:
         Column("TFLOP", lambda row: _cost(_ends(row, "flops"), 1e12)),
         Column("times", lambda row: _ratio(_ends(row, "flops_ratio"), row["flops_ratio_is_bound"])),
     )
-    finished = Column("finished model", lambda item: escape_markup(item[0]))
+    finished = Column("finished model", lambda item: escape_markup(item[0]), folds=True)
     accuracies = (
         finished,
         Column("validation", lambda item: final_accuracies(item[1])[0], _accuracy),

@@ -64,8 +64,8 @@ class Runs(JsonOption):
 
 COMMAND = Command(
     name="runs",
-    summary=f"""List the runs in a folder, down to {DEPTH} levels: state, steps, metrics, and the settings in which a run
-    differs from most of the others.
+    summary=f"""List the runs in a folder, down to {DEPTH} levels: state, steps, metrics, and the settings in which a
+    run differs from most of the others.
 
     To continue a run that is stopped or interrupted, use vitrail train --resume RUN.""",
     examples=(

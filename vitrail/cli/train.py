@@ -261,8 +261,15 @@ def _requested(call: Call, log: Log) -> tuple[TrainConfig, OpenedData | None, Bu
     if not is_chosen(call.options):
         config, initial = _config(call.options, log, call.started)
         like = call.options.get("like")
-        return config, None if like is None else _data_like(Path(like), config, log), initial
-    return *_from_data(call.options, log, call.started), None
+        data = None if like is None else _data_like(Path(like), config, log)
+        if data is None and "validation_share" in call.options:
+            check_columns(config)
+            data = config.data.open_whole(**config.task.wanted)
+    else:
+        (config, data), initial = _from_data(call.options, log, call.started), None
+    if data is not None and "validation_share" in call.options and (note := data.share_note(config.data.validation)):
+        log.note(note)
+    return config, data, initial
 
 
 def _from_data(given: Mapping[str, Any], log: Log, started: float) -> tuple[TrainConfig, OpenedData]:
