@@ -216,6 +216,7 @@ BENCH = {
     "bench accuracy demo:flip=yes": "recipe 'demo:flip=yes': flip='yes' is neither on nor off",
     "bench accuracy demo:image-size=x": "recipe 'demo:image-size=x': --image-size: 'x' is not a whole number",
     "bench accuracy demo --targets 0.8 1.2": "--targets: 1.2 is not in (0, 1); give a fraction, such as 0.85 for 85 %",
+    "bench accuracy demo --budget -1m": "--budget: '-1m' is not a time; give a number above 0 with a unit",
     "bench accuracy demo --targets nan": "--targets: nan is not in (0, 1)",
     "bench accuracy demo --seeds 1 1": "--seeds: 1 is given twice; give each value once",
     "bench accuracy demo --seeds": "--seeds: needs N ...",

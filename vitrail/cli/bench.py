@@ -34,7 +34,7 @@ from vitrail.bench.reading import (
 )
 from vitrail.bench.step import OURS
 from vitrail.bench.workload import Spread, Workload, interleave, timed
-from vitrail.cli.console import Column, ReductionOptions, terminal_table
+from vitrail.cli.console import Column, ReductionOptions, message_console, print_note, terminal_table
 from vitrail.cli.lists import OWN_SIZES
 from vitrail.cli.options import Call, Command, Example, flag, names_in
 from vitrail.data.formats.pack import pack
@@ -634,6 +634,9 @@ def run_data(call: Call) -> int:
                 warmup=options.warmup,
                 peers=_loaders(options, preprocess, places) if options.against else None,
             )
+        if "images" in call.options and reading["images"] < options.images:
+            text = f"--images {options.images}: {reading['images']} are read, the whole batches of those that there are"
+            print_note(message_console(options.json), text)
         plain = {"machine": machine, **reading}
         rounds = {"repetitions": options.repetitions, "warmup": options.warmup}
         if not options.json:

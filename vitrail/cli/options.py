@@ -11,7 +11,6 @@ import shutil
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from functools import cache, cached_property
 from pathlib import Path
 from types import UnionType
@@ -24,8 +23,8 @@ from vitrail.training.schedule import Duration
 Options = Mapping[str, Any]
 """Values of the options that the user typed, by field name."""
 
-SMALL_NEGATIVE = re.compile(r"-\d*\.?\d+[eE][+-]?\d+")
-"""Pattern of negative numbers that argparse would mistake for options."""
+NEGATIVE = re.compile(r"-\.?\d")
+"""Pattern of the beginning of words that are values, such as -1e-5 and -1m, and no options."""
 
 VALUE = r"\([^()]*\)|'[^']*'|\"[^\"]*\"|[^\s,;:()]+"
 """Pattern of a value in a message."""
@@ -228,6 +227,7 @@ def _parser(options: Mapping[str, Option]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
     )
+    parser._negative_number_matcher = NEGATIVE  # argparse knows no exponents and no units
     for option in options.values():
         if option.positional:
             continue
@@ -275,14 +275,11 @@ def _with_choice(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(word: str) -> str:
-    """Return a word that argparse understands.
-
-    In option names dashes replace underscores, and small negative numbers are written without an exponent.
-    """
+    """Return a word with dashes in place of the underscores of an option's name."""
     if word.startswith("--"):
         name, equals, value = word.partition("=")
         return name.replace("_", "-") + equals + value
-    return f"{Decimal(word):f}" if SMALL_NEGATIVE.fullmatch(word) else word
+    return word
 
 
 def _with_widths(words: Sequence[str], sizes: Collection[str]) -> Iterator[str]:
