@@ -98,5 +98,5 @@ def test_a_finished_study_is_shown_without_training(tmp_path: Path, capsys: pyte
     assert [row["accuracy_mean"] for row in json.loads(capsys.readouterr().out)["points"]] == [0.875, 0.875]
     assert run("positions", "--quick", "--out", folder, "--device", "cpu") == 2
     assert "holds a study with other settings: study was 'head' and is 'positions'" in capsys.readouterr().err
-    assert run(*arguments, "--cell", "abc") == 2
+    assert run("head", "--quick", "--out", folder, "--device", "cpu", "--cell", "abc") == 2
     assert "cell 'abc' is not in" in capsys.readouterr().err
