@@ -227,15 +227,22 @@ def test_a_plan_is_printed_and_nothing_is_trained(
     assert [path.name for path in tmp_path.iterdir()] == ["colours"]
 
 
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("train folder --data data --variant ViT-Pico/8 --image-size 24 --plan 1", 0),
+        ("bench accuracy demo --data data --out data", 2),
+        ("noisy-student --data data --unlabelled nowhere", 2),
+    ],
+)
 def test_a_fraction_that_has_no_effect_is_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    make_colour_folder(tmp_path / "train")
-    make_colour_folder(tmp_path / "val")
-    words = ["folder", "--data", str(tmp_path), "--variant", "ViT-Pico/8", "--image-size", "24", "--plan", "1"]
+    for split in ("train", "val"):
+        make_colour_folder(tmp_path / "data" / split)
     for typed, is_noted in (((), False), (("--validation-share", "0.3"), True)):
-        assert run(*words, *typed) == 0
+        assert main([*words.split(), *typed]) == code
         assert ("--validation-share has no effect" in " ".join(capsys.readouterr().out.split())) == is_noted
 
 

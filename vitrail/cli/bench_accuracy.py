@@ -15,7 +15,7 @@ from rich.table import Table
 from vitrail.analysis.charts import series_chart, side_by_side, standalone
 from vitrail.bench.workload import Spread
 from vitrail.cli.bench import parse_environments
-from vitrail.cli.console import Column, message_console, terminal_table
+from vitrail.cli.console import Column, message_console, print_notes, terminal_table
 from vitrail.cli.options import Call, Command, convert, names_in, option_problems
 from vitrail.cli.run_options import check_effects, run_options
 from vitrail.errors import ConfigError, Interrupted, nearest
@@ -115,6 +115,9 @@ def main(call: Call) -> None:
         device=pick_device(options.device),
     )
     console = message_console(options.json)
+    data = next(iter(comparison.recipes.values())).data
+    if options.validation_share is not None and (note := data.open_whole().share_note(data.validation)):
+        print_notes(console, note)
 
     def show(label: str, result: Curve) -> None:
         last = result.points[-1]
