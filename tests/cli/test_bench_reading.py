@@ -42,7 +42,7 @@ def test_json_of_a_data_set(capsys: pytest.CaptureFixture[str], colour_folder: P
     assert main([*words, "--repetitions", "2", "--json"]) == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out)
-    assert "--images 20: 16 are read" in " ".join(printed.err.split())
+    assert "--images 20: each round reads 16" in " ".join(printed.err.split())
     assert found["images"] == 16 and list(found["seconds"]) == [
         str(colour_folder),
         "decoding alone",

@@ -629,7 +629,7 @@ def run_data(call: Call) -> None:
                 peers=_loaders(options, preprocess, places) if options.against else None,
             )
         if "images" in call.options and reading["images"] < options.images:
-            text = f"--images {options.images}: {reading['images']} are read, the whole batches of those that there are"
+            text = f"--images {options.images}: each round reads {reading['images']}, in whole batches and none twice"
             print_notes(message_console(options.json), text)
         plain = {"machine": machine, **reading}
         rounds = {"repetitions": options.repetitions, "warmup": options.warmup}
