@@ -107,9 +107,12 @@ def compare(
     at equal distances in the data. `examples` is the largest number of disagreements with pictures. The most
     certain ones are chosen, alternately images on which the first and on which the second model is right.
 
-    The models are comparable (`check_comparable`), and there are at least four `images`. Raises `DataError` if fewer
+    Raises `ConfigError` for models that cannot be compared and for fewer than four `images`, and `DataError` if fewer
     than four images have one label.
     """
+    check_comparable(outputs[0].bundle, outputs[1].bundle)
+    if images < SMALLEST_BATCH:
+        raise ConfigError(f"images={images} is too small to compare layers; choose at least {SMALLEST_BATCH}")
     found = _aligned(outputs[0].predictions(sources[0]), outputs[1].predictions(sources[1]))
     first, second = (_Side(one.bundle, source, each) for one, source, each in zip(outputs, sources, found, strict=True))
     chosen = evenly(len(first.found), images)
