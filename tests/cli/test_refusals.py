@@ -48,7 +48,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     make_idx_folder(root / "digits", train=20, test=4)
     _write_tables(root)
     _write_models(root)
-    for name in ("empty", "hollow/bare", "single/only", "taken", "flat", "folder.npz"):
+    for name in ("empty", "hollow/bare", "single/only", "taken", "flat", "folder.npz", "triton-models/headless/mine"):
         (root / name).mkdir(parents=True)
     shutil.copy(root / "colours/red/00.png", root / "single/only/a.png")
     for name in ("0.png", "1.png"):
@@ -519,6 +519,7 @@ USE = {
     "convert model file.txt/out --to huggingface": "file.txt is not a folder; choose another path",
     "export missing --to onxx": "--to: 'onxx' is not a format; nearest: onnx",
     "export missing --to pt2 --out a.onnx": "must end in '.pt2'",
+    "export headless --to triton": "triton-models/headless holds files that Vitrail did not write (mine)",
     "export missing --to pt2 --images 0": "--images: 0 is less than 1; at least one",
     "export missing --to pt2 --out file.txt/a.pt2": "is not a folder",
     "export model --to onnx --precision int8": "--data: precision 'int8' needs data with the model's classes",

@@ -52,7 +52,8 @@ class Export(JsonOption):
     --data. float32,int8 writes both."""
     out: Path | None = None
     """File or folder to write. The default is the model's name with the format's suffix in the current folder, and
-    triton/NAME for Triton, where triton is the model repository. Several files are written into this folder."""
+    triton-models/NAME for Triton, where triton-models is the model repository. Several files are written into this
+    folder."""
     output: Contents | None = None
     """Result of the exported file: logits (with probabilities), embedding, tokens, or text_embedding (of the text
     tower). The default is logits, or embedding for a model without a head."""
@@ -188,7 +189,7 @@ def _default_path(options: Export, to: str, precision: str) -> Path:
     name += "" if precision == "float32" else f"-{precision}"
     if to not in FORMATS or FORMATS[to].suffix:
         return Path(name + (FORMATS[to].suffix if to in FORMATS else ""))
-    return Path(to) / name
+    return Path(f"{to}-models") / name  # a folder of the format's name would hide the package that PyTorch imports
 
 
 @dataclass(frozen=True)
