@@ -78,7 +78,8 @@ def check_listed_folder(path: Path, contents: str, *, overwrite: bool) -> list[s
 
     Return shell patterns of the entries of the earlier output, for `replacing_folder`. Each pattern matches one name.
     """
-    ours, theirs = set(), set()
+    ours: set[str] = set()
+    theirs: set[str] = set()
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         listed = {contents, *json.loads((path / contents).read_text(encoding="utf-8"))["files"]}
         for entry in path.rglob("*"):
