@@ -103,6 +103,12 @@ def test_searches_that_are_refused(searching: Running, server: Running, pictures
     for body, said in (({"top": 3}, "text: this must"), ({"text": "x", "top": 0}, "not a number of images")):
         answer = searching.ask_json("/search", body)
         assert answer.status == 400 and said in answer.json["error"]
+    for path, text in (
+        ("/search", b'{"text": "x", "top": 1, "top": 2}'),
+        ("/search?top=3", b'{"text": "x", "top": 1}'),
+    ):
+        answer = searching.ask("POST", path, text, Content_Type="application/json")
+        assert answer.status == 400 and "top" in answer.json["error"]
     assert searching.ask("POST", "/search", b"no image", Content_Type="image/png").status == 422
     for row in ("4", "-1", "x", "%2e%2e"):
         assert searching.ask("GET", f"/search/pictures/{row}").status == 404

@@ -318,6 +318,8 @@ def _top(options: Predict, bundle: Bundle) -> int | None:
 
 def _notes(options: Predict, bundle: Bundle) -> Iterator[str]:
     """Yield notes about values that the model does not have."""
+    if options.top is not None and options.top > len(bundle.classes):
+        yield f"--top {options.top}: the model has {plural(len(bundle.classes), 'class')}, and all of them are shown"
     if bundle.output != "boxes":
         return
     only_coco = options.coco and not (options.json or options.csv or options.out or options.yolo)

@@ -63,7 +63,7 @@ COMMAND = Command(
 
 
 def main(call: Call) -> int:
-    given = {"token": os.environ.get(TOKEN_VARIABLE, ""), **call.options}
+    given = {"token": os.environ.get(TOKEN_VARIABLE) or None, **call.options}
     options = Serve(**given)
     for module in NEEDED:
         optional_module(module, "serve")
