@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitrail.cli.console import print_note
-from vitrail.cli.options import Call, Command, Example, JsonOption, names_in
+from vitrail.cli.options import Call, Command, Example, JsonOption, check_own_effects, names_in
 from vitrail.data.source import Sample, truth_of
 from vitrail.data.sources import open_whole
 from vitrail.errors import ConfigError, DataError, ExportFailed, plural
@@ -26,7 +26,7 @@ from vitrail.export.export import TIMED_BATCHES, Exporter, ExportResult, check_e
 from vitrail.export.formats import FORMATS, OPSETS
 from vitrail.export.int8 import CALIBRATION_IMAGES, MAX_DROP, Int8
 from vitrail.export.parity import BATCHES, Parity, describe_drop, spread_samples, usual_texts
-from vitrail.settings import setting
+from vitrail.settings import Effect, setting
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported import Contents
 from vitrail.weights.load import convert, load, model_name
@@ -36,6 +36,9 @@ USUAL_IMAGES = 40
 
 USUAL_IMAGES_INT8 = 1000
 """Default number of images on which the accuracy of 8-bit integers is measured."""
+
+
+WITH_INT8 = Effect(lambda own: "int8" in names_in(own.precision), "with --precision int8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +66,14 @@ class Export(JsonOption):
     images: int | None = setting(None, least=1, advice="at least one image is needed")
     """Number of images of the comparison, taken at equal distances from those that the model's training held out. The
     default is 40, and 1000 for int8."""
-    calibration_images: int = setting(CALIBRATION_IMAGES, least=1, advice="at least one image is needed")
+    calibration_images: int = setting(
+        CALIBRATION_IMAGES, effect=WITH_INT8, least=1, advice="at least one image is needed"
+    )
     """Number of training images on which the ranges of int8 are found."""
-    max_drop: float = MAX_DROP
+    max_drop: float = setting(MAX_DROP, effect=WITH_INT8, least=0, most=100)
     """Percentage points of accuracy that an int8 file may lose on the held-out images. A file is deleted if the whole
     95 % interval of its loss is above this."""
-    tolerance: float | None = None
+    tolerance: float | None = setting(None, least=0, below=math.inf)
     """Largest tolerated difference from the network, as a fraction of the change of an output from image to image. The
     default is 0.001, and 0.01 with --resize."""
     resize: bool = False
@@ -77,7 +82,9 @@ class Export(JsonOption):
     any_size: bool = False
     """Let the file take resized images of any height and width that patches divide. Networks with learned positions
     have one size."""
-    opset: int = OPSETS[0]
+    opset: int = setting(
+        OPSETS[0], effect=Effect(lambda own: names_in(own.to) != ["pt2"], "with --to onnx, openvino or triton")
+    )
     """Version of ONNX's operators: 20, or 23 for newer runtimes."""
     image_size: tuple[int, int] | None = None
     """Image height and width in pixels. The default is the model's size. Position embeddings are resized for other
@@ -110,6 +117,7 @@ COMMAND = Command(
 
 def main(call: Call) -> int:
     options = Export(**call.options)
+    check_own_effects(call.options, options)
     targets, texts = _targets(options), options.output == "text_embedding"
     for target in targets:
         check_export(
