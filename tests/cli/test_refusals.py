@@ -471,6 +471,7 @@ USE = {
     "predict model 1.png --classes 'a bee' 'a fly'": "no text tower",
     "embed headless --data split --out new --split validation": "has no validation split; choose one that it has",
     "embed headless --data split --out new --no-cache --cache x": "--cache and --no-cache exclude each other",
+    "embed headless --data empty --out new": "empty has no images",
     "embed headless --data split --out file.txt/out": "file.txt is not a folder; choose another path",
     "embed headless --data split --out file.txt/out --format parquet": "file.txt is not a folder",
     "embed headless --data split --out new --image-size 21 30": "30",

@@ -290,7 +290,8 @@ class Convert(JsonOption):
     std: tuple[float, ...] = ()
     """Standard deviation of the training pixels, stated like `--mean`."""
     num_classes: int | None = None
-    """Replace the head by a zero-initialised head with this many outputs. 0 removes the head."""
+    """Replace the head by a zero-initialised head with this many outputs, unless the head has this number already. 0
+    removes the head."""
     drop_head_hidden: bool = False
     """Remove the head and the hidden layer before it."""
     tokenizer: Path | None = setting(None, metavar="FILE")

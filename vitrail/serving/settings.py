@@ -37,7 +37,7 @@ class ServeSettings:
     """Port to listen on. 0 chooses a free port."""
     token: str | None = None
     """Secret that requests must send as `Authorization: Bearer TOKEN`. The default is the environment variable
-    VITRAIL_TOKEN if it is not empty, and without it no token is needed. Probes and the empty page need no token."""
+    VITRAIL_TOKEN, and without it no token is needed. Probes and the empty page need no token."""
     allow_host: tuple[str, ...] = ()
     """Names in the header `Host` that are answered besides localhost and its addresses. Without a token, a server on a
     loopback address refuses all other names, because a web site could point its own name at this machine."""

@@ -348,7 +348,7 @@ def open_folders(request: Request) -> Splits:
     """
     root, classes, unlabelled, chosen = request.path, request.classes, request.unlabelled, request.choice.splits
     inner = class_folders(root)
-    if not inner and not (unlabelled and has_images(root)):
+    if not inner and not unlabelled:
         if has_images(root):
             raise DataError(
                 f"{root} has images but no class folders, so its images have no labels; put the images of each class "

@@ -18,6 +18,7 @@ from vitrail.evaluation.features.extract import FeatureSet
 from vitrail.evaluation.features.feature_files import about_features, feature_folders, load_features
 from vitrail.settings import from_plain, to_plain
 from vitrail.weights.bundle import Bundle, weights_sha256
+from vitrail.weights.exported import ExportedNetwork
 
 IDENTITY = ("weights_sha256", "config", "preprocess")
 """Entries of the description of features that tell their model from others."""
@@ -120,7 +121,11 @@ class FeatureIndex:
             recorded = to_plain(from_plain(type(config), self.about["config"]))
             if any(value != recorded[name] for name, value in to_plain(config).items() if name not in UNUSED):
                 return "settings"
-        return "preprocessing" if "preprocess" in self.about and bundle.preprocess != self.preprocess else None
+        network: Any = bundle.network
+        is_text_tower = isinstance(network, ExportedNetwork) and network.interface.reads_texts  # it takes no images
+        if "preprocess" in self.about and bundle.preprocess != self.preprocess and not is_text_tower:
+            return "preprocessing"
+        return None
 
     def check(self, bundle: Bundle, name: str = "the model", *, any_preprocess: bool = False) -> None:
         """Raise `ConfigError` for another model than the one that computed the features, as `difference` tells. With
