@@ -606,6 +606,9 @@ def test_a_model_is_replaced_only_on_request(bundle: Bundle, tmp_path: Path) -> 
     with pytest.raises(DestinationError, match="model exists already; choose another folder, or replace it"):
         bundle.save(tmp_path / "model")
     bundle.save(tmp_path / "model", overwrite=True)
+    (tmp_path / "model/model.json").unlink()
+    with pytest.raises(DestinationError, match="files that Vitrail did not write"):
+        bundle.save(tmp_path / "model", overwrite=True)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

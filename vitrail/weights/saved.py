@@ -55,7 +55,7 @@ def is_bundle(path: Path) -> bool:
 def check_model_folder(path: Path, *, overwrite: bool) -> None:
     """Raise `DestinationError` unless a model may be saved at `path`, by the rules of
     `vitrail.files.check_new_folder`."""
-    check_new_folder(path, NAMES, overwrite=overwrite)
+    check_new_folder(path, NAMES, overwrite=overwrite, recognise=is_bundle)
 
 
 def write_folder(
