@@ -192,8 +192,10 @@ def main(call: Call) -> int:
     pictures, notes = _pictures(options, bundle) if options.data else (given, ())
     for option, path, _ in folders:
         _check_names(option, pictures)
-        if held := [each.path for each in given if Path(each.path).resolve().is_relative_to(path.resolve())]:
-            raise DestinationError(f"{path} holds images that are predicted ({listed(held, 3)}); choose another folder")
+        if any(
+            folder.resolve().is_relative_to(path.resolve()) for folder in {Path(each.path).parent for each in given}
+        ):
+            raise DestinationError(f"{path} holds images that are predicted; choose another folder for {flag(option)}")
     threshold = USUAL_THRESHOLD if bundle.score_threshold is None else bundle.score_threshold
     if options.threshold is not None:
         threshold = options.threshold

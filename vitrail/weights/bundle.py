@@ -260,10 +260,10 @@ class Bundle:
     def predictor(self, precision: Precision | None = None) -> Predictor:
         """Return what computes the outputs of batches in a precision, by default the bundle's own: the engine if it has
         this precision, else PyTorch. Raise `ConfigError` as `Predictor`."""
-        wanted = resolve_precision(precision or self.precision, self.device)
-        if self.engine is not None and self.engine.precision == wanted:
+        chosen = precision or self.precision
+        if self.engine is not None and self.engine.precision == resolve_precision(chosen, self.device):
             return EnginePredictor(self.network, self.engine)
-        return Predictor(self.network, precision or self.precision, exact_head=self.output == "numbers")
+        return Predictor(self.network, chosen, exact_head=self.output == "numbers")
 
     def reader_of_texts(self) -> Words:
         """Return the text tower. Raise `ConfigError` for a model without one."""
